@@ -48,6 +48,14 @@ def in_memory(folder: Path) -> Iterator[Path]:
         shutil.move(place, folder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _telemetry_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Agents that tests start keep their samples there, and not where those of this machine are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_TELEMETRY_DIR", str(tmp_path_factory.mktemp("telemetry")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     """One process with torch loaded, in which all runs of the session are trained."""

@@ -8,6 +8,7 @@ from phalanx.app.prepare_run import find_machine
 from phalanx.app.resume import describe_finished
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import ExitCode, PhalanxError, UsageError
+from phalanx.fleet.telemetry.record import record_telemetry
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
@@ -64,7 +65,8 @@ def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_e
         if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
             print(finished_text, file=out)
             return ExitCode.DONE
-        with NodeAgent(node_env, load_token(), out, nproc_per_node=arguments.nproc_per_node) as node_agent:
+        nproc_per_node = arguments.nproc_per_node
+        with NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node) as node_agent, record_telemetry(run):
             return ExitCode(node_agent.serve())
     except PhalanxError as error:
         with contextlib.suppress(UsageError):  # without a token no connection can be made

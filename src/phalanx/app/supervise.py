@@ -11,6 +11,7 @@ from phalanx.cluster import discover_machine
 from phalanx.cluster.gpu_energy import read_local_gpu_joules
 from phalanx.cluster.health import run_preflight
 from phalanx.errors import ExitCode, describe_os_error, is_storage_error
+from phalanx.fleet.telemetry.record import record_telemetry
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
@@ -54,7 +55,8 @@ def supervise_run(
             meter=read_local_gpu_joules if machine.num_gpus else lambda count: None,
         ),
     )
-    return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
+    with record_telemetry(run):
+        return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
 
 
 def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:

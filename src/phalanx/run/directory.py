@@ -83,6 +83,11 @@ class Run:
         return self.path / "checkpoints"
 
     @property
+    def telemetry(self) -> Path:
+        """Directory of the nodes' telemetry: NODE.jsonl of each (`telemetry_minutes`)."""
+        return self.path / "telemetry"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 

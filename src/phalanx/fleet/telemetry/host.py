@@ -1,0 +1,150 @@
+"""Read this machine without its accelerators: psutil, RAPL and hwmon under /sys, /proc/uptime.
+
+A read costs well under a millisecond: `/proc/stat`, which a kernel assembles for each of some hundred cores, is not
+read, nor are the sensors of single cores.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from phalanx.fleet.telemetry.sample import HostSample
+from phalanx.fleet.telemetry.source import SourceReading
+
+CPU_SENSORS = {"coretemp": "Package", "k10temp": "T", "zenpower": "T", "cpu_thermal": ""}
+"""Drivers of CPU temperatures in hwmon, and how the labels of their package sensors begin."""
+BUSY_WATTS_PER_CORE = 5.0
+"""Watts of a physical core at full load, its part of the package included: data sheets of server CPUs have 3.5 to 7
+(EPYC 9654: 360 W for 96 cores, Xeon 8480+: 350 W for 56). An order of magnitude, used where RAPL cannot be read."""
+IDLE_POWER_SHARE = 0.3
+"""Part of that which an idle package draws."""
+
+
+@dataclass
+class _RaplPackage:
+    energy_file: Path
+    range_uj: int
+    """Where the counter starts again at zero."""
+    last_uj: int = -1
+    joules: float = 0.0
+    """Since the source was opened."""
+
+
+class HostSource:
+    """Readings of this machine. `root`: where /sys and /proc are. What cannot be read is one of its problems."""
+
+    name = "host"
+
+    def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic):
+        self._root, self._clock = root, clock
+        self.problems: list[str] = []
+        self._packages = self._find_packages()
+        self._cpu_sensors = list(_find_cpu_sensors(root))
+        self._cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+        self._last_uptime: tuple[float, float] | None = None
+        self._last_energy: tuple[float, float] | None = None
+
+    def read(self) -> SourceReading:
+        """Read all values now."""
+        utilization, energy_j = self._read_utilization(), self._read_energy()
+        power_w, is_estimate = self._measure_power(energy_j), False
+        if energy_j is None and utilization is not None:
+            busy_w = BUSY_WATTS_PER_CORE * self._cores
+            power_w, is_estimate = busy_w * (IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * utilization), True
+        memory, disk, network = psutil.virtual_memory(), psutil.disk_io_counters(), psutil.net_io_counters()
+        host = HostSample(
+            cpu_energy_joules=energy_j,
+            cpu_power_w=power_w,
+            cpu_power_is_estimate=is_estimate,
+            cpu_temperature_c=max(
+                (t for t in map(_read_millidegrees, self._cpu_sensors) if t is not None), default=None
+            ),
+            cpu_utilization=utilization,
+            memory_used_bytes=float(memory.total - memory.available),
+            memory_size_bytes=float(memory.total),
+            disk_read_bytes_total=None if disk is None else float(disk.read_bytes),
+            disk_written_bytes_total=None if disk is None else float(disk.write_bytes),
+            network_sent_bytes_total=None if network is None else float(network.bytes_sent),
+            network_received_bytes_total=None if network is None else float(network.bytes_recv),
+        )
+        return SourceReading(host=host)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _find_packages(self) -> list[_RaplPackage]:
+        found = []
+        for folder in sorted((self._root / "sys/class/powercap").glob("intel-rapl:*")):
+            if folder.name.count(":") > 1 or not (_read_text(folder / "name") or "").startswith("package"):
+                continue  # a part of a package, or the whole platform
+            range_uj, energy_file = _read_number(folder / "max_energy_range_uj"), folder / "energy_uj"
+            if range_uj is None or _read_number(energy_file) is None:
+                self.problems.append(
+                    f"RAPL: {energy_file} cannot be read, so CPU power is estimated; readable by root only by default "
+                    f"(sudo chmod a+r {energy_file})"
+                )
+                return []
+            found.append(_RaplPackage(energy_file, int(range_uj)))
+        if not found:
+            self.problems.append("RAPL: this machine has no counters of CPU energy, so CPU power is estimated")
+        return found
+
+    def _read_energy(self) -> float | None:
+        """Joules of all packages since the source was opened; None unless each of them answers."""
+        for package in self._packages:
+            now_uj = _read_number(package.energy_file)
+            if now_uj is None:
+                return None
+            if package.last_uj >= 0:
+                package.joules += (int(now_uj) - package.last_uj) % (package.range_uj + 1) / 1e6
+            package.last_uj = int(now_uj)
+        return sum(package.joules for package in self._packages) if self._packages else None
+
+    def _measure_power(self, energy_j: float | None) -> float | None:
+        """Watts since the last reading."""
+        now, last = self._clock(), self._last_energy
+        self._last_energy = None if energy_j is None else (now, energy_j)
+        if last is None or energy_j is None or now <= last[0]:
+            return None
+        return (energy_j - last[1]) / (now - last[0])
+
+    def _read_utilization(self) -> float | None:
+        """The share of all cores' time that was not idle since the last reading."""
+        words, last = (_read_text(self._root / "proc/uptime") or "").split(), self._last_uptime
+        if len(words) != 2:
+            return None
+        up_s, idle_s = map(float, words)
+        self._last_uptime = (up_s, idle_s)
+        if last is None or up_s <= last[0]:
+            return None
+        return min(1.0, max(0.0, 1 - (idle_s - last[1]) / ((up_s - last[0]) * (psutil.cpu_count() or 1))))
+
+
+def _find_cpu_sensors(root: Path) -> Iterator[Path]:
+    for folder in sorted((root / "sys/class/hwmon").glob("hwmon*")):
+        label_start = CPU_SENSORS.get(_read_text(folder / "name") or "")
+        for sensor in sorted(folder.glob("temp*_input")) if label_start is not None else ():
+            label = _read_text(sensor.with_name(sensor.name.replace("_input", "_label"))) or ""
+            if label.startswith(label_start or ""):
+                yield sensor
+
+
+def _read_millidegrees(path: Path) -> float | None:
+    value = _read_number(path)
+    return None if value is None else value / 1000
+
+
+def _read_number(path: Path) -> float | None:
+    text = _read_text(path)
+    return float(text) if text is not None and text.removeprefix("-").isdecimal() else None
+
+
+def _read_text(path: Path) -> str | None:
+    """The text of a file under /sys or /proc, without its line end; None where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,39 @@
+"""What every source of readings gives: one interface, whatever it asks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReading:
+    """What a source reads at one time: devices, parts of the host, or both."""
+
+    devices: tuple[DeviceSample, ...] = ()
+    host: HostSample | None = None
+
+
+class TelemetrySource(Protocol):
+    """Reads one kind of hardware or service. It is opened by its constructor, which raises SourceUnavailableError."""
+
+    name: str
+    """Short name for people, such as `NVML`."""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What it cannot read here, and why."""
+        ...
+
+    def read(self) -> SourceReading:
+        """Read all values now. A value that cannot be read is None; the source itself never raises for that."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds. `read` is not called afterwards."""
+        ...
+
+
+class SourceUnavailableError(Exception):
+    """A source cannot be used here; the text says why and what would help."""

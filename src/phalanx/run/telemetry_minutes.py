@@ -1,0 +1,102 @@
+"""Telemetry of a node over a minute, as it stands in RUN/telemetry/NODE.jsonl: one line a minute, one writer a file."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.run.lines import LineTail
+from phalanx.safe_files import parse_json
+
+TELEMETRY_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRollup:
+    """A value over a minute; `count` readings had one."""
+
+    min: float
+    mean: float
+    max: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollups:
+    """Values by the name of a sample's field, and what counters counted within the minute. What is missing all the
+    minute is not in it."""
+
+    values: Mapping[str, ValueRollup] = field(default_factory=dict)
+    increases: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMinute:
+    """A node from `time` (seconds since the epoch) on. `num_samples` of `duration_s` seconds were read."""
+
+    time: float
+    duration_s: float
+    num_samples: int
+    node: str
+    host: Rollups
+    devices: Mapping[str, Rollups]
+    """By the id of the device."""
+    cpu_power_is_estimate: bool = False
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        found = {
+            "format": TELEMETRY_FORMAT,
+            "time": self.time,
+            "duration_s": self.duration_s,
+            "num_samples": self.num_samples,
+            "node": self.node,
+            "cpu_power_is_estimate": self.cpu_power_is_estimate,
+            "host": _to_json(self.host),
+            "devices": {id: _to_json(rollups) for id, rollups in self.devices.items()},
+        }
+        return json.dumps(found).encode() + b"\n"
+
+
+class NodeMinuteTail:
+    """The minutes of a file as they are added to it. Lines that are none are skipped."""
+
+    def __init__(self, path: Path):
+        self._lines = LineTail(path)
+
+    def read(self) -> Iterator[NodeMinute]:
+        """The minutes since the last call, in order; none where there is no file. DataError for anything but a file."""
+        for line in self._lines.read():
+            try:
+                yield _from_json(parse_json(line.decode(errors="replace")))
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                continue
+
+
+def _to_json(rollups: Rollups) -> dict[str, Any]:
+    values = {name: [each.min, each.mean, each.max, each.count] for name, each in rollups.values.items()}
+    return {"values": values, "increases": dict(rollups.increases)}
+
+
+def _from_json(found: Any) -> NodeMinute:
+    """The minute of such JSON. ValueError, TypeError, KeyError, AttributeError or OverflowError where it is none."""
+    if found["format"] != TELEMETRY_FORMAT:
+        raise ValueError(found["format"])
+    return NodeMinute(
+        time=float(found["time"]),
+        duration_s=float(found["duration_s"]),
+        num_samples=int(found["num_samples"]),
+        node=str(found["node"]),
+        host=_read_rollups(found["host"]),
+        devices={str(id): _read_rollups(each) for id, each in found["devices"].items()},
+        cpu_power_is_estimate=bool(found["cpu_power_is_estimate"]),
+    )
+
+
+def _read_rollups(found: Any) -> Rollups:
+    values = {
+        str(name): ValueRollup(float(low), float(mean), float(high), int(count))
+        for name, (low, mean, high, count) in found["values"].items()
+    }
+    return Rollups(values, {str(name): float(each) for name, each in found["increases"].items()})

@@ -1,0 +1,79 @@
+"""What an agent leaves of its node's telemetry, in the run and on the node."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.fleet.telemetry import record
+from phalanx.fleet.telemetry.local_sources import ring_path
+from phalanx.fleet.telemetry.record import MinuteFile, record_telemetry
+from phalanx.fleet.telemetry.ring_file import read_ring
+from phalanx.run import Run
+from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups, ValueRollup
+
+NODE = os.uname().nodename
+MINUTE = NodeMinute(60.0, 60.0, 60, NODE, Rollups({"cpu_power_w": ValueRollup(1.0, 2.0, 3.0, 60)}), {})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("PHALANX_TELEMETRY_DIR", str(tmp_path / "node"))
+    found = Run(tmp_path / "run")
+    found.create()
+    return found
+
+
+def minutes_of(run: Run) -> list[NodeMinute]:
+    return list(NodeMinuteTail(run.telemetry / f"{NODE}.jsonl").read())
+
+
+def test_a_run_has_the_minutes_and_the_node_has_the_samples(run: Run) -> None:
+    with record_telemetry(run) as sampler:
+        sampler.read()
+    (minute, *_) = minutes_of(run)
+    assert minute.node == NODE
+    assert minute.host.values["memory_size_bytes"].count >= 1
+    assert list(read_ring(ring_path(NODE), 0, 1e10)) != []
+
+
+def test_two_agents_on_one_node_write_its_minutes_once(run: Run) -> None:
+    first, second = MinuteFile(run, NODE), MinuteFile(run, NODE)
+    for file in (first, second, first):
+        file.write(MINUTE)
+    assert minutes_of(run) == [MINUTE, MINUTE]
+    first.close()
+    third = MinuteFile(run, NODE)
+    third.write(MINUTE)
+    third.close()
+    assert len(minutes_of(run)) == 3
+
+
+def test_a_run_without_a_directory_yet_gets_none(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    MinuteFile(run, NODE).write(MINUTE)
+    assert not run.path.exists()
+
+
+def test_storage_that_fails_is_warned_of_once_and_stops_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(record, "_open_alone", lambda path: os.open("/dev/full", os.O_WRONLY))
+    file = MinuteFile(run, NODE)
+    file.write(MINUTE)
+    file.write(MINUTE)
+    file.close()
+    assert [message for message in caplog.messages if "No space left" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_a_directory_of_someone_else_is_not_used(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "node").mkdir()
+    os.chown(tmp_path / "node", 54321, -1) if os.geteuid() == 0 else pytest.skip("needs root to give a directory away")
+    with record_telemetry(run):
+        pass
+    assert "belongs to user 54321" in caplog.text
+    assert len(minutes_of(run)) == 1

@@ -1,0 +1,243 @@
+"""Samples on their way: checked, kept in the ring file, rolled up into minutes."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fake_nvml import FakeGpu, FakeNvml
+from phalanx.errors import DataError
+from phalanx.fleet.telemetry.counters import CounterTotal
+from phalanx.fleet.telemetry.host import BUSY_WATTS_PER_CORE, HostSource
+from phalanx.fleet.telemetry.nvml import NvmlSource
+from phalanx.fleet.telemetry.ring_file import RingBusyError, RingLayout, RingWriter, read_ring
+from phalanx.fleet.telemetry.rollup import MinuteBuilder, merge_hosts
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason, describe_slow_reasons
+from phalanx.fleet.telemetry.sampler import NodeSampler
+from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, ValueRollup
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self, now: float = 0.0):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def device_sample(time_s: float, **values: float) -> NodeSample:
+    return NodeSample(time_s, HostSample(cpu_utilization=0.5), (DeviceSample(id="a", name="A", **values),))
+
+
+def samples_of(gpu: FakeGpu, seconds: int) -> tuple[list[DeviceSample], NodeSampler]:
+    clock = Clock()
+    sampler = NodeSampler([NvmlSource(FakeNvml(gpu, clock=clock))], "node", clock=clock, wall_clock=clock)
+    found = []
+    for clock.now in range(seconds):
+        found += sampler.read().devices
+    return found, sampler
+
+
+def test_energy_is_the_difference_of_the_counter() -> None:
+    _, sampler = samples_of(FakeGpu(load_w=lambda t: 300.0 + 100.0 * (t % 2 < 1)), 61)
+    assert sampler.energy_joules(["GPU-a"]) == pytest.approx(60 * 350)
+    assert sampler.energy_joules(["GPU-a", "GPU-b"]) is None
+
+
+def test_a_counter_that_stands_still_under_power_is_missing() -> None:
+    found, sampler = samples_of(FakeGpu(frozen_since=20.0), 40)
+    assert [device.energy_joules is None for device in found] == [False] * 25 + [True] * 15
+    assert sampler.energy_joules(["GPU-a"]) == pytest.approx(20 * 500)
+
+
+def test_a_counter_that_restarts_is_never_negative() -> None:
+    _, sampler = samples_of(FakeGpu(reset_at=30.5), 61)
+    assert sampler.energy_joules(["GPU-a"]) == pytest.approx(30 * 500 + 29 * 500)
+
+
+def test_readings_that_are_missing_lose_no_energy() -> None:
+    total = CounterTotal()
+    assert [total.add(value) for value in (10.0, None, None, 40.0)] == [None, None, None, 30.0]
+
+
+def test_the_ring_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "node.ring"
+    ring = RingWriter(path, RingLayout((("a", "A"),)))
+    written = [
+        device_sample(1000.25, power_mean_w=500.0, slow_reasons=SlowReason.POWER_CAP | SlowReason.HW_THERMAL),
+        device_sample(1001.5, power_mean_w=501.0),
+        NodeSample(1002.0, HostSample(cpu_power_w=3.5, cpu_power_is_estimate=True), ()),
+    ]
+    for each in written:
+        ring.write(each)
+    found = list(read_ring(path, 0, 2000))
+    assert found[:2] == written[:2]
+    assert found[2] == replace(written[2], devices=(DeviceSample(id="a", name="A"),))
+    assert list(read_ring(path, 1001, 1001.9)) == written[1:2]
+
+
+def test_the_ring_file_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    path, layout = tmp_path / "node.ring", RingLayout((("a", "A"),), capacity=10)
+    ring = RingWriter(path, layout)
+    sizes = set()
+    for second in range(100, 135):
+        ring.write(device_sample(float(second), power_mean_w=float(second)))
+        sizes.add(path.stat().st_size)
+    assert [each.time for each in read_ring(path, 0, 134)] == [float(second) for second in range(125, 135)]
+    assert max(sizes) == len(layout.to_header()) + 10 * 8 * layout.num_columns
+
+
+def test_a_clock_that_jumps_back_leaves_no_sample_of_the_future_in_a_reading(tmp_path: Path) -> None:
+    path = tmp_path / "node.ring"
+    ring = RingWriter(path, RingLayout((("a", "A"),), capacity=100))
+    for second in (5000, 5001, 1000, 1001):
+        ring.write(device_sample(float(second), power_mean_w=1.0))
+    assert [each.time for each in read_ring(path, 900, 1001)] == [1000, 1001]
+
+
+def test_one_process_writes_a_ring_file(tmp_path: Path) -> None:
+    path = tmp_path / "node.ring"
+    first = RingWriter(path, RingLayout(()))
+    with pytest.raises(RingBusyError, match="another agent writes it"):
+        RingWriter(path, RingLayout(()))
+    first.close()
+    RingWriter(path, RingLayout(())).close()
+
+
+def test_a_file_of_other_devices_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "node.ring"
+    ring = RingWriter(path, RingLayout((("a", "A"),)))
+    ring.write(device_sample(1000.0, power_mean_w=500.0))
+    ring.close()
+    RingWriter(path, RingLayout((("b", "B"),))).close()
+    assert list(read_ring(path, 0, 2000)) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 5000, b'{"format": 1}\n', b"[]\n", b'{"format": 99}\n' * 400])
+def test_what_is_no_ring_file_is_said(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "node.ring"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="no telemetry of this version"):
+        list(read_ring(path, 0, 2000))
+
+
+def test_full_storage_ends_the_ring_file_and_not_the_sampling(tmp_path: Path) -> None:
+    ring = RingWriter(tmp_path / "node.ring", RingLayout(()))
+    os.close(ring._fd)  # every write fails from now on
+    ring._fd = os.open("/dev/full", os.O_RDWR)
+    sampler = NodeSampler([], "node", ring)
+    assert [sampler.read().devices, sampler.read().devices] == [(), ()]
+
+
+def test_a_minute_has_least_mean_most_and_increases() -> None:
+    builder, minutes = MinuteBuilder("node"), []
+    for second in range(30, 121):
+        power = {} if second in (70, 71) else {"power_mean_w": float(second)}
+        minutes.append(builder.add(device_sample(float(second), energy_joules=10.0 * second, **power)))
+    first, second_minute = [minute for minute in minutes if minute is not None]
+    assert (first.time, first.num_samples) == (0.0, 30)
+    assert first.devices["a"].values["power_mean_w"] == ValueRollup(30.0, 44.5, 59.0, 30)
+    assert first.devices["a"].increases == {"energy_joules": 290.0}
+    assert second_minute.devices["a"].values["power_mean_w"].count == 58
+    assert second_minute.devices["a"].increases == {"energy_joules": 600.0}
+    assert second_minute.host.values["cpu_utilization"] == ValueRollup(0.5, 0.5, 0.5, 60)
+
+
+def test_what_is_missing_all_the_minute_is_not_in_it() -> None:
+    builder = MinuteBuilder("node")
+    builder.add(device_sample(0.0))
+    minute = builder.add(device_sample(60.0))
+    assert minute is not None
+    assert minute.devices["a"].values == minute.devices["a"].increases == {}
+
+
+def test_minutes_are_read_back_and_other_lines_skipped(tmp_path: Path) -> None:
+    builder = MinuteBuilder("node")
+    builder.add(device_sample(0.0, power_mean_w=5.0, energy_joules=1.0))
+    minute = builder.add(device_sample(60.0))
+    assert minute is not None
+    path = tmp_path / "node.jsonl"
+    path.write_bytes(minute.to_line() + b'{"format": 1, "ti\n[]\n' + minute.to_line() + minute.to_line()[:20])
+    found = list(NodeMinuteTail(path).read())
+    assert found == [minute, minute]
+
+
+def test_the_sampler_passes_minutes_on_and_its_last_part_at_the_end() -> None:
+    clock, minutes = Clock(), list[NodeMinute]()
+    source = NvmlSource(FakeNvml(FakeGpu(), clock=clock))
+    sampler = NodeSampler([source], "node", on_minute=minutes.append, clock=clock, wall_clock=clock)
+    for clock.now in range(90):
+        sampler.read()
+    sampler.stop()
+    assert [(minute.time, minute.num_samples) for minute in minutes] == [(0.0, 60), (60.0, 30)]
+
+
+def test_hosts_of_several_sources_are_one() -> None:
+    estimated = HostSample(cpu_power_w=10.0, cpu_power_is_estimate=True, cpu_utilization=0.5)
+    merged = merge_hosts([estimated, HostSample(node_power_w=800.0, cpu_power_w=50.0)])
+    assert merged == replace(estimated, node_power_w=800.0)
+
+
+def test_slow_reasons_are_told_in_words() -> None:
+    assert describe_slow_reasons(SlowReason(4 | 64)) == "power cap, thermal (hardware)"
+    assert describe_slow_reasons(SlowReason(0)) == "none"
+
+
+def make_host(root: Path, energy_uj: str | None = "1000000", uptime: str = "100.0 150.0") -> None:
+    package = root / "sys/class/powercap/intel-rapl:0"
+    package.mkdir(parents=True, exist_ok=True)
+    (root / "proc").mkdir(exist_ok=True)
+    (root / "proc/uptime").write_text(uptime)
+    if energy_uj is not None:
+        (package / "name").write_text("package-0\n")
+        (package / "max_energy_range_uj").write_text("262143328850\n")
+        (package / "energy_uj").write_text(energy_uj)
+
+
+def test_cpu_power_is_measured_where_rapl_can_be_read(tmp_path: Path) -> None:
+    make_host(tmp_path)
+    clock = Clock()
+    source = HostSource(tmp_path, clock)
+    assert source.problems == []
+    source.read()
+    make_host(tmp_path, "41000000")
+    clock.now = 2.0
+    host = source.read().host
+    assert host is not None
+    assert (host.cpu_energy_joules, host.cpu_power_w, host.cpu_power_is_estimate) == (40.0, 20.0, False)
+
+
+def test_a_rapl_counter_that_wraps_goes_on(tmp_path: Path) -> None:
+    make_host(tmp_path, "262143328850")
+    source = HostSource(tmp_path)
+    source.read()
+    make_host(tmp_path, "1999999")
+    host = source.read().host
+    assert host is not None
+    assert host.cpu_energy_joules == pytest.approx(2.0)
+
+
+def test_without_rapl_cpu_power_is_an_estimate_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.cpu_count", lambda logical=True: 2)
+    make_host(tmp_path, None, "100.0 150.0")
+    source = HostSource(tmp_path)
+    assert "CPU power is estimated" in source.problems[0]
+    source.read()
+    make_host(tmp_path, None, "110.0 160.0")
+    host = source.read().host
+    assert host is not None
+    assert host.cpu_utilization == 0.5
+    assert (host.cpu_power_w, host.cpu_power_is_estimate) == (pytest.approx(BUSY_WATTS_PER_CORE * 2 * 0.65), True)
+    assert host.cpu_energy_joules is None
+
+
+def test_a_counter_that_only_root_may_read_is_a_problem_with_its_cure(tmp_path: Path) -> None:
+    make_host(tmp_path)
+    energy = tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj"
+    energy.unlink()
+    energy.mkdir()  # root may read any file
+    (problem,) = HostSource(tmp_path).problems
+    assert f"sudo chmod a+r {energy}" in problem
