@@ -1,11 +1,14 @@
 """Which sources this machine has, and where its samples are kept."""
 
+import importlib
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from phalanx.cluster.gpu_topology import import_nvml
+from phalanx.fleet.telemetry.amd import AmdsmiSource
 from phalanx.fleet.telemetry.host import HostSource
 from phalanx.fleet.telemetry.nvml import NvmlSource
 from phalanx.fleet.telemetry.source import SourceUnavailableError, TelemetrySource
@@ -16,18 +19,23 @@ TELEMETRY_DIR_VARIABLE = "PHALANX_TELEMETRY_DIR"
 
 def open_local_sources() -> tuple[list[TelemetrySource], list[str]]:
     """The sources of this machine, and what they cannot read, in words."""
-    host = HostSource()
-    sources: list[TelemetrySource] = [host]
-    problems = list(host.problems)
-    if (nvml := import_nvml()) is not None:
-        try:
-            gpus = NvmlSource(nvml)
-        except SourceUnavailableError as error:
-            problems.append(str(error))
-        else:
-            sources.append(gpus)
-            problems += gpus.problems
-    return sources, problems
+    sources: list[TelemetrySource] = [HostSource()]
+    problems: list[str] = []
+    for library, make_source in ((import_nvml(), NvmlSource), (import_amdsmi(), AmdsmiSource)):
+        if library is not None:
+            try:
+                sources.append(make_source(library))
+            except SourceUnavailableError as error:
+                problems.append(str(error))
+    return sources, [*(problem for source in sources for problem in source.problems), *problems]
+
+
+def import_amdsmi() -> Any:
+    """AMD's library, where ROCm and its Python package are installed; else None."""
+    try:
+        return importlib.import_module("amdsmi")
+    except (ImportError, KeyError, OSError):  # KeyError: the package is there, and ROCm's library is not
+        return None
 
 
 def ring_path(node: str, environment: Mapping[str, str] = os.environ) -> Path:

@@ -1,0 +1,125 @@
+"""Read the accelerators of nodes from a metrics endpoint: dcgm-exporter's, or any with its names.
+
+dcgm-exporter renews values every 30 s by default, prints huge numbers for "no value", and may stand still until it is
+restarted: the checks of the sampler find a counter that does not move.
+"""
+
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from phalanx.fleet.telemetry.sample import DeviceSample, SlowReason
+from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError
+
+FETCH_TIMEOUT_S = 2.0
+MAX_PAGE_BYTES = 64 << 20
+LATE_AFTER_S = 90.0
+"""Age from which a value with a time of its own is missing: three times dcgm-exporter's interval."""
+BLANK_FROM = float(2**47)
+"""DCGM's blank codes begin here (DCGM_FP64_BLANK); those of 64-bit integers begin at 0x7ffffffffffffff0."""
+INT32_BLANKS = range(0x7FFFFFF0, 0x80000000)
+DCGM_FIELDS = {
+    "DCGM_FI_DEV_POWER_USAGE": ("power_mean_w", 1.0),
+    "DCGM_FI_DEV_POWER_USAGE_INSTANT": ("power_instant_w", 1.0),
+    "DCGM_FI_DEV_POWER_MGMT_LIMIT": ("power_cap_w", 1.0),
+    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": ("energy_joules", 1e-3),
+    "DCGM_FI_DEV_GPU_TEMP": ("core_temperature_c", 1.0),
+    "DCGM_FI_DEV_MEMORY_TEMP": ("memory_temperature_c", 1.0),
+    "DCGM_FI_DEV_GPU_TEMP_LIMIT": ("thermal_margin_c", 1.0),
+    "DCGM_FI_DEV_SM_CLOCK": ("core_clock_hz", 1e6),
+    "DCGM_FI_DEV_MEM_CLOCK": ("memory_clock_hz", 1e6),
+    "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": ("slow_reasons", 1.0),
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": ("slow_reasons", 1.0),
+    "DCGM_FI_DEV_GPU_UTIL": ("utilization", 0.01),
+    "DCGM_FI_DEV_FB_USED": ("memory_used_bytes", float(2**20)),
+    "DCGM_FI_DEV_FB_TOTAL": ("memory_size_bytes", float(2**20)),
+    "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL": ("ecc_corrected_total", 1.0),
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": ("ecc_uncorrected_total", 1.0),
+    "DCGM_FI_DEV_XID_ERRORS": ("xid", 1.0),
+    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": ("pcie_replays_total", 1.0),
+    "DCGM_FI_PROF_PCIE_TX_BYTES": ("pcie_sent_bytes_per_s", 1.0),
+    "DCGM_FI_PROF_PCIE_RX_BYTES": ("pcie_received_bytes_per_s", 1.0),
+}
+"""Names of metrics, the fields of a sample that they give, and the factor to base units."""
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Nodes are reached without a proxy."""
+
+
+def fetch_page(url: str) -> str:
+    """The text at `url`. OSError where it is not answered in time, ValueError for no such address."""
+    with OPENER.open(url, timeout=FETCH_TIMEOUT_S) as response:
+        return str(response.read(MAX_PAGE_BYTES).decode(errors="replace"))
+
+
+class PrometheusSource:
+    """The accelerators that a metrics endpoint lists. `fetch` returns the text of a page, or raises OSError.
+
+    `now` tells seconds since the epoch, for values that carry their time. Raises SourceUnavailableError where the
+    endpoint does not answer at first; later its devices are missing.
+    """
+
+    def __init__(self, url: str, now: Callable[[], float], fetch: Callable[[str], str] = fetch_page):
+        self._url, self._now, self._fetch = url, now, fetch
+        self.name = url
+        self.problems: list[str] = []
+        try:
+            found = self._read_page()
+        except (OSError, ValueError) as error:
+            raise SourceUnavailableError(f"{url}: {describe_fetch_error(error)}; is the exporter running?") from error
+        if not found:
+            names = ", ".join(sorted(DCGM_FIELDS)[:2])
+            raise SourceUnavailableError(f"{url}: has no metric of an accelerator, such as {names}")
+
+    def read(self) -> SourceReading:
+        """Read the page once. No devices where it does not answer."""
+        try:
+            return SourceReading(self._read_page())
+        except (OSError, ValueError):
+            return SourceReading()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _read_page(self) -> tuple[DeviceSample, ...]:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families = text_string_to_metric_families(self._fetch(self._url))
+        return read_dcgm_metrics((each for family in families for each in family.samples), self._now())
+
+
+def read_dcgm_metrics(metrics: Iterable[Any], now: float) -> tuple[DeviceSample, ...]:
+    """The devices of metric samples (name, labels, value, timestamp), in the order of their appearance."""
+    devices: dict[str, DeviceSample] = {}
+    for metric in metrics:
+        name = metric.name.removesuffix("_total")  # which the parser adds to counters
+        if name not in DCGM_FIELDS:
+            continue
+        id = metric.labels.get("UUID") or metric.labels.get("uuid")
+        if not id:
+            continue
+        sample = devices.get(id) or DeviceSample(id=id, name=metric.labels.get("modelName", ""))
+        column, factor = DCGM_FIELDS[name]
+        devices[id] = replace(sample, **{column: _read_value(column, metric, factor, now)})  # type: ignore[arg-type]
+    return tuple(devices.values())
+
+
+def _read_value(column: str, metric: Any, factor: float, now: float) -> float | SlowReason | None:
+    value = float(metric.value)
+    if not math.isfinite(value) or value >= BLANK_FROM or value in INT32_BLANKS:
+        return None
+    if metric.timestamp is not None and now - float(metric.timestamp) > LATE_AFTER_S:
+        return None
+    return SlowReason(int(value) & sum(SlowReason)) if column == "slow_reasons" else value * factor
+
+
+def describe_fetch_error(error: Exception) -> str:
+    """Why a page was not read, in words."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"answers with status {error.code}"
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, TimeoutError):
+        return f"does not answer within {FETCH_TIMEOUT_S:g} s"
+    return str(reason.strerror if isinstance(reason, OSError) and reason.strerror else reason)
