@@ -57,7 +57,7 @@ def fetch_page(url: str) -> str:
 class PrometheusSource:
     """The accelerators that a metrics endpoint lists. `fetch` returns the text of a page, or raises OSError.
 
-    `now` tells seconds since the epoch, for values that carry their time. Raises SourceUnavailableError where the
+    `now` returns seconds since the epoch, for values that carry their time. Raises SourceUnavailableError where the
     endpoint does not answer at first; later its devices are missing.
     """
 
