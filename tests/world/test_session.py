@@ -221,7 +221,7 @@ def test_a_loop_that_hangs_is_told_with_its_stack_and_started_again(lab: TrainHa
     (hang,) = ended.events_of_kind(HangDetected)
     assert (hang.rank, hang.is_stopped) == (1, False)
     assert hang.silence_s < 2 * MIN_SILENCE_S
-    assert "in think" in hang.stack
+    assert "in work_between_steps" in hang.stack
     assert "session_script.py" in hang.stack
     (told,) = ended.events_of_kind(WorkerFailure)
     assert (told.rank, told.what) == (1, "hang")
