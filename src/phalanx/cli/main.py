@@ -43,6 +43,7 @@ _COMMAND_MODULES = {
     "evaluate": ("phalanx.cli.evaluate:evaluate", "Evaluate a run's checkpoint on the validation set."),
     "profile": ("phalanx.cli.profile:profile", "Profile a few training steps."),
     "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),
+    "fleet": ("phalanx.cli.fleet:app", "Show nodes and their accelerators."),
     "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
     "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),
     "chaos": ("phalanx.cli.chaos:chaos", "Train under injected faults, and check that the weights are bit-identical."),

@@ -1,0 +1,36 @@
+"""Ask nodes how they are."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx.fleet.telemetry.local_sources import open_local_sources
+from phalanx.fleet.telemetry.sample import NodeSample
+from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S, NodeSampler
+from phalanx.fleet.telemetry.source import TelemetrySource
+
+
+@dataclass(frozen=True)
+class NodeReading:
+    """A node now, and what cannot be read there, in words."""
+
+    node: str
+    sample: NodeSample
+    problems: tuple[str, ...]
+
+
+def read_local_node(
+    open_sources: Callable[[], tuple[Sequence[TelemetrySource], Sequence[str]]] = open_local_sources,
+    sleep: Callable[[float], None] = time.sleep,
+) -> NodeReading:
+    """Read this machine. Takes a second: some values are differences of two readings."""
+    sources, problems = open_sources()
+    node = os.uname().nodename
+    sampler = NodeSampler(sources, node)
+    try:
+        sampler.read()
+        sleep(SAMPLE_INTERVAL_S)
+        return NodeReading(node, sampler.read(), tuple(problems))
+    finally:
+        sampler.stop()
