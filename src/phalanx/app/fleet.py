@@ -1,5 +1,6 @@
 """Ask nodes how they are."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +28,7 @@ def read_local_node(
     """Read this machine. Takes a second: some values are differences of two readings."""
     sources, problems = open_sources()
     node = os.uname().nodename
-    sampler = NodeSampler(sources, node)
-    try:
+    with contextlib.closing(NodeSampler(sources, node)) as sampler:
         sampler.read()
         sleep(SAMPLE_INTERVAL_S)
         return NodeReading(node, sampler.read(), tuple(problems))
-    finally:
-        sampler.stop()

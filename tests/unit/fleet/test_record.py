@@ -29,8 +29,8 @@ def minutes_of(run: Run) -> list[NodeMinute]:
 
 
 def test_a_run_has_the_minutes_and_the_node_has_the_samples(run: Run) -> None:
-    with record_telemetry(run) as sampler:
-        sampler.read()
+    with record_telemetry(run):
+        pass
     (minute, *_) = minutes_of(run)
     assert minute.node == NODE
     assert minute.host.values["memory_size_bytes"].count >= 1

@@ -1,6 +1,7 @@
 """Samples on their way: checked, kept in the ring file, rolled up into minutes."""
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +9,15 @@ import pytest
 
 from fake_nvml import FakeGpu, FakeNvml
 from phalanx.errors import DataError
+from phalanx.fleet.telemetry import sampler as sampler_module
 from phalanx.fleet.telemetry.counters import CounterTotal
 from phalanx.fleet.telemetry.host import BUSY_WATTS_PER_CORE, HostSource
 from phalanx.fleet.telemetry.nvml import NvmlSource
 from phalanx.fleet.telemetry.ring_file import RingBusyError, RingLayout, RingWriter, read_ring
 from phalanx.fleet.telemetry.rollup import MinuteBuilder, merge_hosts
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason, describe_slow_reasons
-from phalanx.fleet.telemetry.sampler import NodeSampler
+from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
+from phalanx.fleet.telemetry.source import SourceReading
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, ValueRollup
 
 
@@ -171,8 +174,37 @@ def test_the_sampler_passes_minutes_on_and_its_last_part_at_the_end() -> None:
     sampler = NodeSampler([source], "node", on_minute=minutes.append, clock=clock, wall_clock=clock)
     for clock.now in range(90):
         sampler.read()
-    sampler.stop()
+    sampler.close()
     assert [(minute.time, minute.num_samples) for minute in minutes] == [(0.0, 60), (60.0, 30)]
+
+
+class HungSource:
+    """A driver that answers nothing until it is told to."""
+
+    name, problems = "hung", ()
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def read(self) -> SourceReading:
+        self.answers.wait(30)
+        return SourceReading()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_driver_that_hangs_blocks_neither_the_start_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sampler_module, "STOP_TIMEOUT_S", 0.0)
+    source = HungSource()
+    thread = SamplingThread(lambda: NodeSampler([source], "node"))
+    thread.stop()
+    assert "did not answer" in caplog.text
+    source.answers.set()
+    thread._thread.join(30)
+    assert not thread._thread.is_alive()
 
 
 def test_hosts_of_several_sources_are_one() -> None:

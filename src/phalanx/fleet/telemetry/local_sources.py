@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from phalanx.fleet.telemetry.host import HostSource
 from phalanx.fleet.telemetry.nvml import NvmlSource
 from phalanx.fleet.telemetry.source import SourceUnavailableError, TelemetrySource
 
+NODE_DIR = Path("/var/tmp")
+"""On the node, and kept: TMPDIR may be a directory of one job that is removed with it, and a home may be shared."""
 TELEMETRY_DIR_VARIABLE = "PHALANX_TELEMETRY_DIR"
 """Where samples of the last day are kept: a directory of this node, not one that nodes share."""
 
@@ -41,5 +42,5 @@ def import_amdsmi() -> Any:
 def ring_path(node: str, environment: Mapping[str, str] = os.environ) -> Path:
     """The file with this node's samples of the last day."""
     given = environment.get(TELEMETRY_DIR_VARIABLE)
-    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"phalanx-telemetry-{os.getuid()}"
+    folder = Path(given) if given else NODE_DIR / f"phalanx-telemetry-{os.getuid()}"
     return folder / f"{node}.ring"

@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.fleet.telemetry.local_sources import open_local_sources, ring_path
 from phalanx.fleet.telemetry.ring_file import RingBusyError, RingLayout, RingWriter
 from phalanx.fleet.telemetry.sample import DeviceSample
-from phalanx.fleet.telemetry.sampler import NodeSampler
+from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute
 
@@ -47,20 +47,23 @@ class MinuteFile:
 
 
 @contextlib.contextmanager
-def record_telemetry(run: Run) -> Iterator[NodeSampler]:
+def record_telemetry(run: Run) -> Iterator[None]:
     """Sample this node once a second, and write each minute into the run."""
     node = os.uname().nodename
-    sources, problems = open_local_sources()
-    for problem in problems:
-        logger.info("telemetry: %s", problem)
     minutes = MinuteFile(run, node)
-    devices = [device for source in sources for device in source.read().devices]
-    sampler = NodeSampler(sources, node, _open_ring(node, devices), minutes.write)
-    sampler.start()
+
+    def make_sampler() -> NodeSampler:
+        sources, problems = open_local_sources()
+        for problem in problems:
+            logger.info("telemetry: %s", problem)
+        devices = [device for source in sources for device in source.read().devices]
+        return NodeSampler(sources, node, _open_ring(node, devices), minutes.write)
+
+    thread = SamplingThread(make_sampler)
     try:
-        yield sampler
+        yield
     finally:
-        sampler.stop()
+        thread.stop()
         minutes.close()
 
 

@@ -1,5 +1,6 @@
-"""Sample a node once a second in a thread, while an agent runs: into the ring file, and rolled up into minutes."""
+"""Sample a node: into the ring file, and rolled up into minutes. In a thread, once a second, while an agent runs."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,10 +21,10 @@ STOP_TIMEOUT_S = 5.0
 
 
 class NodeSampler:
-    """Samples of this node. `read` takes one; `start` takes one a second in a thread of its own.
+    """Takes samples of this node.
 
     Args:
-        on_minute: called in the thread with each minute that is over, and at the end with the part of one.
+        on_minute: called with each minute that is over, and at the end with the part of one.
         clock: seconds of a monotonic clock; `wall_clock`: seconds since the epoch.
     """
 
@@ -40,10 +41,6 @@ class NodeSampler:
         self._clock, self._wall_clock = clock, wall_clock
         self._checker, self._minutes = DeviceChecker(), MinuteBuilder(node)
         self._energy: dict[str, CounterTotal] = {}
-        self._stop_requested = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.latest: NodeSample | None = None
-        """The newest sample; its time says how old it is."""
 
     def energy_joules(self, device_ids: Sequence[str]) -> float | None:
         """Joules of these devices since the first sample, by their counters; None if one of them has none."""
@@ -59,44 +56,23 @@ class NodeSampler:
         for device in (each for reading in readings for each in reading.devices):
             devices.setdefault(device.id, self._checker.check(device, now))
         host = merge_hosts(reading.host for reading in readings if reading.host is not None)
-        return self._add(NodeSample(self._wall_clock(), host, tuple(devices.values())))
-
-    def start(self) -> None:
-        """Sample once a second until `stop`."""
-        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop sampling, and pass on the part of the last minute. A source that does not answer is left behind."""
-        self._stop_requested.set()
-        if self._thread is not None:
-            self._thread.join(STOP_TIMEOUT_S)
-            if self._thread.is_alive():
-                logger.warning("telemetry: a source did not answer for %g s", STOP_TIMEOUT_S)
-                return
-        if (minute := self._minutes.take()) is not None:
-            self._on_minute(minute)
-        if self._ring is not None:
-            self._ring.close()
-        for source in self._sources:
-            source.close()
-
-    def _run(self) -> None:
-        due = self._clock()
-        while not self._stop_requested.wait(max(0.0, due - self._clock())):
-            self.read()
-            # what a slow source missed is not made up for
-            due = max(due + SAMPLE_INTERVAL_S, self._clock())
-
-    def _add(self, sample: NodeSample) -> NodeSample:
+        sample = NodeSample(self._wall_clock(), host, tuple(devices.values()))
         for device in sample.devices:
             if device.energy_joules is not None:
                 self._energy.setdefault(device.id, CounterTotal()).add(device.energy_joules)
         self._write_to_ring(sample)
         if (minute := self._minutes.add(sample)) is not None:
             self._on_minute(minute)
-        self.latest = sample
         return sample
+
+    def close(self) -> None:
+        """Pass on the part of the last minute, and close the ring file and the sources."""
+        if (minute := self._minutes.take()) is not None:
+            self._on_minute(minute)
+        if self._ring is not None:
+            self._ring.close()
+        for source in self._sources:
+            source.close()
 
     def _write_to_ring(self, sample: NodeSample) -> None:
         """Storage that fails ends the ring file, never the sampling."""
@@ -108,3 +84,30 @@ class NodeSampler:
             logger.warning("telemetry: samples are no longer kept on this node: %s", error)
             self._ring.close()
             self._ring = None
+
+
+class SamplingThread:
+    """Takes a sample a second in a thread of its own until `stop`. The thread also opens the sources, by
+    `make_sampler`, and closes them: a driver or storage that hangs never blocks the caller."""
+
+    def __init__(self, make_sampler: Callable[[], NodeSampler], clock: Callable[[], float] = time.monotonic):
+        self._make_sampler, self._clock = make_sampler, clock
+        self._stop_requested = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop sampling. A source that does not answer in time is left behind."""
+        self._stop_requested.set()
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("telemetry: a driver or storage did not answer for %g s", STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        with contextlib.closing(self._make_sampler()) as sampler:
+            due = self._clock()
+            while True:
+                sampler.read()
+                due = max(due + SAMPLE_INTERVAL_S, self._clock())  # what a slow source missed is not made up for
+                if self._stop_requested.wait(due - self._clock()):
+                    return
