@@ -266,6 +266,15 @@ def test_without_rapl_cpu_power_is_an_estimate_and_says_so(tmp_path: Path, monke
     assert host.cpu_energy_joules is None
 
 
+def test_what_a_sandbox_does_not_have_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise FileNotFoundError("/proc/diskstats")
+
+    for name in ("virtual_memory", "disk_io_counters", "net_io_counters"):
+        monkeypatch.setattr(f"psutil.{name}", refuse)
+    assert HostSource(tmp_path).read().host == HostSample()
+
+
 def test_a_counter_that_only_root_may_read_is_a_problem_with_its_cure(tmp_path: Path) -> None:
     make_host(tmp_path)
     energy = tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj"

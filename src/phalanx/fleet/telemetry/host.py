@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -54,7 +55,7 @@ class HostSource:
         if energy_j is None and utilization is not None:
             busy_w = BUSY_WATTS_PER_CORE * self._cores
             power_w, is_estimate = busy_w * (IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * utilization), True
-        memory, disk, network = psutil.virtual_memory(), psutil.disk_io_counters(), psutil.net_io_counters()
+        memory, disk, network = map(_ask, (psutil.virtual_memory, psutil.disk_io_counters, psutil.net_io_counters))
         host = HostSample(
             cpu_energy_joules=energy_j,
             cpu_power_w=power_w,
@@ -63,8 +64,8 @@ class HostSource:
                 (t for t in map(_read_millidegrees, self._cpu_sensors) if t is not None), default=None
             ),
             cpu_utilization=utilization,
-            memory_used_bytes=float(memory.total - memory.available),
-            memory_size_bytes=float(memory.total),
+            memory_used_bytes=None if memory is None else float(memory.total - memory.available),
+            memory_size_bytes=None if memory is None else float(memory.total),
             disk_read_bytes_total=None if disk is None else float(disk.read_bytes),
             disk_written_bytes_total=None if disk is None else float(disk.write_bytes),
             network_sent_bytes_total=None if network is None else float(network.bytes_sent),
@@ -121,6 +122,14 @@ class HostSource:
         if last is None or up_s <= last[0]:
             return None
         return min(1.0, max(0.0, 1 - (idle_s - last[1]) / ((up_s - last[0]) * (psutil.cpu_count() or 1))))
+
+
+def _ask(function: Callable[[], Any]) -> Any:
+    """What psutil answers; None where the kernel or a sandbox does not have the file that it reads."""
+    try:
+        return function()
+    except (OSError, RuntimeError, psutil.Error):  # RuntimeError: NotImplementedError, and no disk or interface
+        return None
 
 
 def _find_cpu_sensors(root: Path) -> Iterator[Path]:
