@@ -55,7 +55,8 @@ class HostSource:
         if energy_j is None and utilization is not None:
             busy_w = BUSY_WATTS_PER_CORE * self._cores
             power_w, is_estimate = busy_w * (IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * utilization), True
-        memory, disk, network = map(_ask, (psutil.virtual_memory, psutil.disk_io_counters, psutil.net_io_counters))
+        memory, disk = _ask(psutil.virtual_memory), _ask(psutil.disk_io_counters)
+        network = _ask(psutil.net_io_counters)
         host = HostSample(
             cpu_energy_joules=energy_j,
             cpu_power_w=power_w,
