@@ -1,7 +1,7 @@
 """Check `kernel-log`: hardware faults in the kernel log, such as NVIDIA XIDs, failing disks and machine checks.
 
-Only XIDs with a board or link as the cause count. Others (13, 31, 43, 45) come from a failed program and do not make a
-node unfit.
+Only XIDs with a board or link as the cause count (data/xids.yaml). Others (13, 31, 43, 45) come from a failed program
+and do not make a node unfit.
 """
 
 import errno
@@ -14,26 +14,9 @@ from pathlib import Path
 from phalanx.cluster.health.context import CheckContext, read_small_file
 from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.xids import find_xid
 from phalanx.formatting import format_duration
 
-FATAL_XIDS = {
-    48: "memory error that could not be corrected",
-    62: "the GPU's own controller halted",
-    64: "bad memory could not be replaced",
-    74: "NVLink error",
-    79: "GPU fell off the bus",
-    95: "memory error that was not contained",
-    119: "the GPU's own processor does not answer",
-    120: "the GPU's own processor failed",
-    140: "memory error that could not be corrected",
-    143: "the GPU could not be set up",
-}
-"""XIDs after which a GPU must be reset or replaced (NVIDIA's XID catalogue)."""
-WARNING_XIDS = {
-    63: "bad memory was replaced",
-    92: "many corrected memory errors",
-    94: "memory error that was contained",
-}
 XID_PATTERN = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 FAILURE_PATTERNS = {
     "a disk failed to read or write": re.compile(r"I/O error, dev (?!fd|sr|loop)|critical medium error"),
@@ -110,15 +93,13 @@ def evaluate_kernel_log(found: list[KernelMessage]) -> list[HealthFinding]:
 
 def _classify(line: KernelMessage) -> Iterator[tuple[str, HealthVerdict]]:
     if match := XID_PATTERN.search(line.text):
-        number, bus = int(match[2]), match[1].lower()
-        if number in FATAL_XIDS:
+        entry, bus = find_xid(int(match[2])), match[1].lower()
+        if entry is not None and (entry.makes_unfit or entry.is_watched):
             recent = evaluate_threshold("XID age", line.age_s) is HealthVerdict.FAIL
             yield (
-                f"XID {number} of GPU {bus}: {FATAL_XIDS[number]}",
-                HealthVerdict.FAIL if recent else HealthVerdict.WARN,
+                f"XID {entry.number} of GPU {bus}: {entry.meaning}",
+                HealthVerdict.FAIL if entry.makes_unfit and recent else HealthVerdict.WARN,
             )
-        elif number in WARNING_XIDS:
-            yield f"XID {number} of GPU {bus}: {WARNING_XIDS[number]}", HealthVerdict.WARN
     for words, pattern in FAILURE_PATTERNS.items():
         if pattern.search(line.text):
             yield f"{words}: {line.text[:100]}", HealthVerdict.WARN
