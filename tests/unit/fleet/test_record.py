@@ -73,7 +73,7 @@ def test_a_directory_of_someone_else_is_not_used(
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     (tmp_path / "node").mkdir()
     os.chown(tmp_path / "node", 54321, -1) if os.geteuid() == 0 else pytest.skip("needs root to give a directory away")
-    with record_telemetry(run):
+    with caplog.at_level("INFO"), record_telemetry(run):
         pass
     assert "belongs to user 54321" in caplog.text
     assert len(minutes_of(run)) == 1

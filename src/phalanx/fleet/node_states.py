@@ -1,0 +1,153 @@
+"""The life of nodes: healthy, suspect, drained, under test. One SQLite table that only grows: each row is a change with
+its actor and reason; a node is in the state of its newest row, and healthy without one.
+
+    healthy -> suspect     evidence: an Xid, memory or link errors, a straggler, or an operator's word
+    suspect -> healthy     it was nothing
+    healthy, suspect -> drained
+    drained -> testing     `phalanx doctor` runs there
+    testing -> healthy     every check passed
+    testing -> drained     a check failed
+    drained -> healthy     an operator takes it back without a test
+"""
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from phalanx.errors import UsageError
+
+FORMAT_VERSION = 1
+LOCK_TIMEOUT_S = 30.0
+
+
+class NodeState(StrEnum):
+    """Whether work may be started on a node."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DRAINED = "drained"
+    TESTING = "testing"
+
+
+NEXT_STATES = {
+    NodeState.HEALTHY: (NodeState.SUSPECT, NodeState.DRAINED),
+    NodeState.SUSPECT: (NodeState.HEALTHY, NodeState.DRAINED),
+    NodeState.DRAINED: (NodeState.TESTING, NodeState.HEALTHY),
+    NodeState.TESTING: (NodeState.HEALTHY, NodeState.DRAINED),
+}
+_SCHEMA_SQL = """
+CREATE TABLE changes (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+  actor TEXT NOT NULL, time REAL NOT NULL
+);
+CREATE INDEX by_node ON changes (node, id);
+"""
+
+
+@dataclass(frozen=True)
+class NodeChange:
+    """A node came into a state. `actor`: a user's name, or the part of Phalanx that found the
+    evidence."""
+
+    node: str
+    state: NodeState
+    reason: str
+    actor: str
+    time: float
+
+
+class NodeStates:
+    """The states of a fleet's nodes in the file at `path`, which any number of processes share.
+
+    UsageError for a file that is no such table, or that cannot be opened.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time):
+        self._path, self._clock = path, clock
+        with self._naming_errors():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None)
+            if self._read_version() == 0:
+                self._create()
+            version = self._read_version()
+        if version != FORMAT_VERSION:
+            raise UsageError(f"{path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._db.close()
+
+    def find(self, node: str) -> NodeChange | None:
+        """The newest change of a node; None for a node that never changed, and so is healthy."""
+        return next(iter(self._select("WHERE node = ? ORDER BY id DESC LIMIT 1", node)), None)
+
+    def newest(self) -> dict[str, NodeChange]:
+        """The newest change of each node that has one."""
+        rows = self._select("WHERE id IN (SELECT max(id) FROM changes GROUP BY node) ORDER BY node")
+        return {change.node: change for change in rows}
+
+    def history(self, node: str) -> list[NodeChange]:
+        """All changes of a node, the oldest first."""
+        return self._select("WHERE node = ? ORDER BY id", node)
+
+    def change(self, node: str, state: NodeState, reason: str, actor: str) -> NodeChange:
+        """Bring a node into a state. UsageError where it cannot come there from its state, or is in it."""
+        if not reason.strip():
+            raise UsageError(f"{node}: say why it becomes {state}")
+        with self._naming_errors(), self._transaction():
+            last = self.find(node)
+            current = NodeState.HEALTHY if last is None else last.state
+            if state not in NEXT_STATES[current]:
+                since = "" if last is None else f" ({last.reason}; {last.actor})"
+                allowed = " or ".join(NEXT_STATES[current])
+                raise UsageError(f"{node}: is {current}{since}; it can become {allowed}, not {state}")
+            change = NodeChange(node, state, reason, actor, self._clock())
+            self._db.execute(
+                "INSERT INTO changes (node, state, reason, actor, time) VALUES (?, ?, ?, ?, ?)",
+                (change.node, str(change.state), change.reason, change.actor, change.time),
+            )
+        return change
+
+    def _create(self) -> None:
+        self._db.execute("PRAGMA journal_mode=WAL")
+        with self._transaction():
+            if self._read_version() == 0:  # no other process was faster
+                for statement in filter(str.strip, _SCHEMA_SQL.split(";")):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+
+    def _read_version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def _select(self, clause: str, *values: str) -> list[NodeChange]:
+        with self._naming_errors():
+            rows = self._db.execute(f"SELECT node, state, reason, actor, time FROM changes {clause}", values).fetchall()
+            return [
+                NodeChange(node, NodeState(state), reason, actor, time) for node, state, reason, actor, time in rows
+            ]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, ValueError) as error:
+            raise UsageError(
+                f"{self._path}: not a table of nodes ({error}); move it away to begin with healthy nodes"
+            ) from error
