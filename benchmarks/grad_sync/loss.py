@@ -118,7 +118,9 @@ def table(losses: Mapping[str, Mapping[int, float]], failed: Mapping[str, str]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", required=True, help="NAME or NAME:KEY=VALUE,..., keys of grad_sync or local_sgd")
+    parser.add_argument(
+        "--strategies", nargs="+", required=True, help="NAME or NAME:KEY=VALUE,..., keys of grad_sync or local_sgd"
+    )
     parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="overrides besides")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--nproc-per-node", type=int, default=2)
