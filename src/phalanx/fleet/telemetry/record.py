@@ -86,6 +86,6 @@ def _open_ring(node: str, devices: Sequence[DeviceSample]) -> RingWriter | None:
         return RingWriter(path, RingLayout(tuple((device.id, device.name) for device in devices)))
     except RingBusyError as error:
         logger.info("telemetry: %s", error)
-    except OSError as error:  # as in a container whose file system is read-only: nothing is wrong with the run
+    except OSError as error:  # as in a container with a read-only file system: nothing is wrong with the run
         logger.info("telemetry: %s is not written: %s", path, error)
     return None
