@@ -44,13 +44,13 @@ DCGM_FIELDS = {
     "DCGM_FI_PROF_PCIE_RX_BYTES": ("pcie_received_bytes_per_s", 1.0),
 }
 """Names of metrics, the fields of a sample that they give, and the factor to base units."""
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+PROXYLESS_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Nodes are reached without a proxy."""
 
 
 def fetch_page(url: str) -> str:
     """The text at `url`. OSError where it is not answered in time, ValueError for no such address."""
-    with OPENER.open(url, timeout=FETCH_TIMEOUT_S) as response:
+    with PROXYLESS_OPENER.open(url, timeout=FETCH_TIMEOUT_S) as response:
         return str(response.read(MAX_PAGE_BYTES).decode(errors="replace"))
 
 
