@@ -101,7 +101,8 @@ class NodeStates:
         """Bring a node into a state. UsageError where it cannot come there from its state, or is in it."""
         if not reason.strip():
             raise UsageError(f"{node}: say why it becomes {state}")
-        with self._naming_errors(), self._transaction():
+        with self._naming_errors(), self._db:  # which commits, or rolls back where this raises
+            self._db.execute("BEGIN IMMEDIATE")
             last = self.find(node)
             current = NodeState.HEALTHY if last is None else last.state
             if state not in NEXT_STATES[current]:
@@ -117,7 +118,8 @@ class NodeStates:
 
     def _create(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
-        with self._transaction():
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
             if self._read_version() == 0:  # no other process was faster
                 for statement in filter(str.strip, _SCHEMA_SQL.split(";")):
                     self._db.execute(statement)
@@ -132,16 +134,6 @@ class NodeStates:
             return [
                 NodeChange(node, NodeState(state), reason, actor, time) for node, state, reason, actor, time in rows
             ]
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     @contextlib.contextmanager
     def _naming_errors(self) -> Iterator[None]:

@@ -1,11 +1,11 @@
-"""Differences of counters, and counters that stand still. Pure: readings and times in, differences out."""
+"""Differences of counters, and counters that no longer change. Pure: readings and times in, differences out."""
 
 from dataclasses import dataclass, field, replace
 
 from phalanx.fleet.telemetry.sample import DeviceSample
 
 FROZEN_AFTER_S = 5.0
-"""Seconds for which an energy counter may stand still while the device draws power: NVML's moves every 0.1 s, others'
+"""Seconds for which an energy counter may not change while the device draws power: NVML's moves every 0.1 s, others'
 every second or two."""
 MIN_ACTIVE_W = 5.0
 """Watts from which a counter must move; idle accelerators draw more."""
@@ -33,13 +33,13 @@ class CounterTotal:
 
 @dataclass
 class FrozenCounterCheck:
-    """Finds an energy counter that stands still although the device draws power: a dead sensor."""
+    """Finds an energy counter that does not change although the device draws power: a dead sensor."""
 
     _last: float | None = None
     _changed_at: float = 0.0
 
     def is_frozen(self, value: float | None, power_w: float | None, time_s: float) -> bool:
-        """Whether this reading is one of a counter that stands still. `time_s`: of a monotonic clock."""
+        """Whether this reading is one of a counter that does not change. `time_s`: of a monotonic clock."""
         if value is None or value != self._last or power_w is None or power_w < MIN_ACTIVE_W:
             self._last, self._changed_at = (self._last if value is None else value), time_s
             return False
@@ -53,7 +53,7 @@ class DeviceChecker:
     _checks: dict[str, FrozenCounterCheck] = field(default_factory=dict)
 
     def check(self, sample: DeviceSample, time_s: float) -> DeviceSample:
-        """The sample with missing values where readings are impossible or a counter stands still."""
+        """The sample with missing values where readings cannot be trusted."""
         check = self._checks.setdefault(sample.id, FrozenCounterCheck())
         if check.is_frozen(sample.energy_joules, sample.power_w, time_s):
             sample = replace(sample, energy_joules=None)

@@ -1,6 +1,6 @@
 """Read the accelerators of nodes from a metrics endpoint: dcgm-exporter's, or any with its names.
 
-dcgm-exporter renews values every 30 s by default, prints huge numbers for "no value", and may stand still until it is
+dcgm-exporter renews values every 30 s by default, prints huge numbers for "no value", and may freeze until it is
 restarted: the checks of the sampler find a counter that does not move.
 """
 

@@ -1,5 +1,5 @@
 """Readings of one node at one time, in base units. None is a missing value: not supported, not permitted, blank, null,
-late, or of a counter that stands still. A missing value is never replaced by zero or by the value before it.
+late, or of a counter that no longer changes. A missing value is never replaced by zero or by the value before it.
 """
 
 from dataclasses import dataclass, field
