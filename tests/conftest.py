@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import shutil
 import signal
 import tempfile
@@ -54,6 +55,17 @@ def _telemetry_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_TELEMETRY_DIR", str(tmp_path_factory.mktemp("telemetry")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _restored_logger() -> Iterator[None]:
+    """Leave the logger as it was: a command that ran in this process has configured it, and `caplog` of a later test
+    would see nothing."""
+    logger = logging.getLogger("phalanx")
+    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,8 @@ from phalanx.logging_config import DEFAULT_LOG_LEVEL, LOG_LEVEL_VARIABLE, LOG_LE
 
 
 @pytest.fixture(autouse=True)
-def own_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leaves the logger and the variable as they were."""
-    logger = logging.getLogger("phalanx")
-    before = logger.handlers, logger.level, logger.propagate
+def no_level_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_LEVEL_VARIABLE, "")
-    yield
-    logger.handlers, logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def log_at_each_level() -> None:
