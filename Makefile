@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
+.PHONY: help venv lock audit train test test-faults test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
 	bench gpu-session-kit clean
 
 help: ## List the targets.
@@ -49,8 +49,13 @@ train: venv ## Train the example on real text, report on it, and let it write so
 	$(BIN)/phalanx generate runs/gpt-python
 
 # Short files come last: with a long one at the end (the soak takes a minute), one of both processes would idle.
+PYTEST_ON_BOTH_CORES := -m pytest -m "not slow" --durations 20 -n 2 --dist loadfile --no-loadscope-reorder
+
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python -m pytest -m "not slow" --durations 40 -n 2 --dist loadfile --no-loadscope-reorder tests/soak tests/chaos tests/world tests/fuzz tests/browser tests/unit
+	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/world tests/browser tests/unit
+
+test-faults: venv ## Test that runs survive injected faults and damaged files: about as long as `make test`.
+	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz
 
 test-all: venv ## Run all tests, also those that take minutes each.
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak

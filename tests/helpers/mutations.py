@@ -11,7 +11,7 @@ from phalanx.errors import PhalanxError
 T = TypeVar("T")
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
-"""0 in `make test`; `make fuzz` counts from 1."""
+"""0 in `make test-faults`; `make fuzz` counts from 1."""
 STRANGE: list[Any] = [
     *(None, True, "", "x" * 300, "\x1b[31m", 0, -1, 1e308, float("inf"), float("nan"), 10**30, [], {}, [[]], {"a": {}}),
     *("../../etc/passwd", [None], {"step": "x"}, -0.5, "\ud800", 1 << 62, 3.5, ["a", 1], "/dev/zero", "."),
