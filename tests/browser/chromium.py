@@ -128,8 +128,12 @@ class Page:
 
     def open(self, path: Path) -> None:
         """Show a file and wait until it has loaded."""
+        self.visit(path.resolve().as_uri())
+
+    def visit(self, address: str) -> None:
+        """Show an address and wait until it has loaded."""
         self._loaded = False
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.send("Page.navigate", url=address)
         while not self._loaded:
             self._receive()
 

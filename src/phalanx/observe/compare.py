@@ -21,7 +21,7 @@ from phalanx.observe.html_report.chart import (
     needs_log_scale,
     render_chart,
 )
-from phalanx.observe.html_report.report import render_document
+from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.run_charts import MIN_STEPS_TO_SMOOTH, validation_series
 from phalanx.observe.metrics import smooth_series
 from phalanx.observe.run_info import flatten_keys, read_resolved_recipe
@@ -195,10 +195,16 @@ def _shorten(text: str) -> str:
 
 def render_comparison_html(comparison: RunComparison) -> str:
     """One self-contained page: the losses over each other, and both tables."""
+    body_html, footer = render_comparison_body(comparison), f"Phalanx comparison of {', '.join(comparison.names)}"
+    return render_document("Phalanx: runs compared", body_html, footer)
+
+
+def render_comparison_body(comparison: RunComparison) -> str:
+    """That page without its frame."""
     differing_html = '<p class="note">None.</p>'
     if comparison.differing_keys:
         differing_html = render_html_table(comparison, build_differing_rows(comparison))
-    body_html = f"""
+    return f"""
 <header><h1>{escape(" and ".join(comparison.names) if len(comparison.names) == 2 else "Runs compared")}</h1></header>
 <p class="sub">{escape(describe_digests(comparison))}</p>
 {"".join(f'<p class="note">lost: {escape(text)}</p>' for summary in comparison.summaries for text in summary.lost)}
@@ -208,7 +214,6 @@ def render_comparison_html(comparison: RunComparison) -> str:
 {render_html_table(comparison, build_result_rows(comparison))}
 <h2>Recipe keys that differ</h2>
 {differing_html}"""
-    return render_document("Phalanx: runs compared", body_html, f"Phalanx comparison of {', '.join(comparison.names)}")
 
 
 def render_html_table(comparison: RunComparison, rows: Sequence[TableRow]) -> str:

@@ -159,8 +159,9 @@ class RunHistory:
 
 
 @dataclass
-class _HistoryBuilder:
-    """The fold over events. `values` is flat: one float for each of _COLUMNS and PARTS, step after step."""
+class HistoryBuilder:
+    """Fold events, in the order they were written, into a history. `values` is flat: one float for each of
+    _STEP_COLUMNS and STEP_COMPONENTS, step after step."""
 
     values: array[float] = field(default_factory=lambda: array("d"))
     step_numbers: list[int] = field(default_factory=list)
@@ -178,6 +179,7 @@ class _HistoryBuilder:
     row_width = len(_STEP_COLUMNS) + len(STEP_COMPONENTS)
 
     def add_event(self, event: Event) -> None:
+        """Count an event in."""
         if self.first_event_at is None:
             self.first_event_at = event.time
         self.last_event_at = event.time
@@ -271,6 +273,7 @@ class _HistoryBuilder:
         self.evaluations = {step: event for step, event in self.evaluations.items() if step <= last_kept_step}
 
     def build_history(self) -> RunHistory:
+        """The history so far; later events do not change it."""
         table = np.array(self.values, dtype=np.float64).reshape(-1, self.row_width)
         columns = {name: table[:, index] for index, name in enumerate(_STEP_COLUMNS)}
         return RunHistory(
@@ -288,7 +291,7 @@ class _HistoryBuilder:
 
 def build_history(events: Iterable[Event]) -> RunHistory:
     """Fold events, in the order they were written, into a History."""
-    reader = _HistoryBuilder()
+    reader = HistoryBuilder()
     for event in events:
         reader.add_event(event)
     return reader.build_history()

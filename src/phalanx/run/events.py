@@ -113,6 +113,11 @@ class EventTail:
         self.num_unreadable = 0
         """Lines so far that are no event: they are skipped."""
 
+    @property
+    def bytes_read(self) -> int:
+        """How far the file was read."""
+        return self._lines.bytes_read
+
     def skip(self) -> None:
         """Pass over what is there."""
         self._lines.skip()

@@ -20,6 +20,11 @@ class LineTail:
         self._rest = b""
 
     @property
+    def bytes_read(self) -> int:
+        """How far the file was read."""
+        return self._offset
+
+    @property
     def torn(self) -> bool:
         """Whether it ends within a line, as far as it was read."""
         return bool(self._rest)

@@ -104,18 +104,22 @@ class Chart:
 
 def render_chart(chart: Chart) -> str:
     """Render a figure: its title, a table of what it shows, and the JSON from which `charts.js` draws it."""
-    rows = "".join(
-        f"<tr><th>{escape(series.label)}</th>{''.join(f'<td>{value}</td>' for value in row)}</tr>"
-        for series in chart.series
-        if series.label and (row := _summarize_series(series))
-    )
     size = ' class="chart wide"' if chart.wide else ' class="chart"'
     return (
         f"<figure{size}><figcaption><h3>{escape(chart.full_title)}</h3></figcaption>"
         f'<div class="canvas" role="img" aria-label="{escape(chart.describe())}"></div>'
         f'<details><summary>Values</summary><div class="scroll"><table class="side"><thead><tr><th></th><th>first</th>'
-        f"<th>lowest</th><th>highest</th><th>last</th></tr></thead>{rows}</table></div></details>"
-        f'<script type="application/json">{encode_json(chart.to_json())}</script></figure>'
+        f"<th>lowest</th><th>highest</th><th>last</th></tr></thead><tbody>{render_chart_rows(chart)}</tbody></table>"
+        f'</div></details><script type="application/json">{encode_json(chart.to_json())}</script></figure>'
+    )
+
+
+def render_chart_rows(chart: Chart) -> str:
+    """First, lowest, highest and last value of each series, as rows of a table."""
+    return "".join(
+        f"<tr><th>{escape(series.label)}</th>{''.join(f'<td>{value}</td>' for value in row)}</tr>"
+        for series in chart.series
+        if series.label and (row := _summarize_series(series))
     )
 
 

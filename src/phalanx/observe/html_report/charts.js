@@ -181,8 +181,11 @@ const phalanxCharts = (() => {
 
   const drawAll = (root) => [...root.querySelectorAll("figure.chart")].map((figure) =>
     draw(figure, JSON.parse(figure.querySelector("script[type='application/json']").textContent)));
-  return { draw, drawAll };
+  const layOutBars = (root) => {
+    for (const part of root.querySelectorAll(".bar [data-share]")) part.style.flex = part.dataset.share;
+  };
+  return { draw, drawAll, layOutBars };
 })();
 
-for (const part of document.querySelectorAll(".bar [data-share]")) part.style.flex = part.dataset.share;
-phalanxCharts.drawAll(document);
+phalanxCharts.layOutBars(document);
+let drawnCharts = phalanxCharts.drawAll(document);

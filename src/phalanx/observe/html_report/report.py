@@ -1,21 +1,15 @@
-"""The report as one HTML file that opens anywhere, also without a network: no external style, script, font or image.
-
-The page forbids all requests, and every script and style but its own (Content-Security-Policy with hashes). `charts.js`
-draws the charts with uPlot (`vendor/`) from JSON; both, and `page.css`, are included in the page.
-"""
+"""The report as one HTML file, and its parts, which the live page shows as well."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 
 from phalanx import formatting
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory
-from phalanx.observe.html_report.chart import render_chart
+from phalanx.observe.html_report.chart import Chart, render_chart
+from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.summary import RunSummary
@@ -43,61 +37,50 @@ _MAX_SHOWN_EVENTS = 200
 
 def render_report_html(summary: RunSummary, history: RunHistory, recommendations: Sequence[Recommendation]) -> str:
     """The whole document."""
+    charts = build_run_charts(summary, history)
+    body = render_report_body(render_sections(summary, history, recommendations), charts)
+    return render_document(f"{summary.run_info.name}: report", body, f"Phalanx report on {summary.run_info.run_path}")
+
+
+def render_sections(
+    summary: RunSummary, history: RunHistory, recommendations: Sequence[Recommendation]
+) -> dict[str, str]:
+    """The parts of the page by the id of their element, all but the charts."""
     run_info = summary.run_info
+    return {
+        "outcome": _render_outcome(summary),
+        "step-time": _render_breakdown(summary),
+        "recommendations": _render_recommendations(recommendations, summary),
+        "what-ran": f"<h2>What ran</h2>{render_table(run_info_rows(run_info))}",
+        "numbers": f"""<div class="tables">
+<section><h2>Loss and speed</h2>{render_table([*loss_rows(summary), *speed_rows(summary)])}</section>
+<section><h2>Duration and safety</h2>{render_table([*duration_rows(summary), *safety_rows(summary)])}</section>
+</div>""",
+        "events": _render_events(history),
+    }
+
+
+def render_report_body(sections: Mapping[str, str], charts: Sequence[Chart]) -> str:
+    """The page without its frame. The charts stand behind the first section."""
+    elements = [f'<div id="{id}">{html}</div>' for id, html in sections.items()]
+    elements.insert(1, f'<h2>Course of the run</h2>\n<div id="charts">{render_charts(charts)}</div>')
+    return "\n".join(elements)
+
+
+def render_charts(charts: Sequence[Chart]) -> str:
+    """The figures, or a sentence where there are none."""
+    figures = "".join(map(render_chart, charts))
+    return f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step finished yet.</p>'
+
+
+def _render_outcome(summary: RunSummary) -> str:
     status = re.sub(r"[^a-z]+", "-", summary.status)
     started_text = f" · started {formatting.format_timestamp(summary.started_at)}" if summary.started_at else ""
-    figures = "".join(render_chart(chart) for chart in build_run_charts(summary, history))
-    plots = f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step finished yet.</p>'
-    body = f"""
-<header><h1>{escape(run_info.name)}</h1><span class="status {escape(status)}">{escape(summary.status)}</span></header>
-<p class="sub">{escape(describe_outcome(summary).partition(": ")[2] or describe_outcome(summary))}{
-        escape(started_text)
-    }</p> {_render_tiles(summary)}
-<h2>Course of the run</h2>
-{plots}
-{_render_breakdown(summary)}
-{_render_recommendations(recommendations, summary)}
-<h2>What ran</h2>
-{_render_table(run_info_rows(run_info))}
-<div class="tables">
-<section><h2>Loss and speed</h2>{_render_table([*loss_rows(summary), *speed_rows(summary)])}</section>
-<section><h2>Duration and safety</h2>{_render_table([*duration_rows(summary), *safety_rows(summary)])}</section>
-</div>
-{_render_events(history)}"""
-    return render_document(f"{run_info.name}: report", body, f"Phalanx report on {run_info.run_path}")
-
-
-def render_document(title: str, body: str, footer: str) -> str:
-    """Render a page around `body` that makes no request, and may make none."""
-    folder = Path(__file__).parent
-    css = "\n" + (folder / "vendor/uPlot.min.css").read_text() + (folder / "page.css").read_text()
-    licence = f"\n/* uPlot\n{(folder / 'vendor/LICENSE').read_text()}*/\n"
-    script = licence + (folder / "vendor/uPlot.iife.min.js").read_text() + (folder / "charts.js").read_text()
-    policy = f"default-src 'none'; style-src {_hash_source(css)}; script-src {_hash_source(script)}; img-src data:"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="generator" content="phalanx">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>{css}</style>
-</head>
-<body>
-<main>{body}
-<footer>{escape(footer)}</footer>
-</main>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-def _hash_source(text: str) -> str:
-    """What a Content-Security-Policy calls an element with this text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    outcome = describe_outcome(summary).partition(": ")[2] or describe_outcome(summary)
+    return f"""<header><h1>{escape(summary.run_info.name)}</h1><span class="status {escape(status)}">{
+        escape(summary.status)
+    }</span></header>
+<p class="sub">{escape(outcome)}{escape(started_text)}</p> {_render_tiles(summary)}"""
 
 
 def _render_tiles(summary: RunSummary) -> str:
@@ -178,7 +161,8 @@ def _split_unit(value: str) -> str:
     return f"{escape(number)} <small>{escape(unit)}</small>"
 
 
-def _render_table(rows_: Iterable[tuple[str, str]]) -> str:
+def render_table(rows_: Iterable[tuple[str, str]]) -> str:
+    """A table of names and values."""
     rows, before = [], ""
     for label, value in rows_:
         name = "" if label == before else escape(label)

@@ -1,0 +1,43 @@
+"""`phalanx serve`: the live page."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.errors import UsageError
+
+
+def serve(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DIR ...]", help="Directories with runs, at any depth up to 4; runs by default."),
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--on", help="Show the jobs of this backend: local, slurm, kubernetes or ray.")
+    ] = "local",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any but this machine's own demands a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8420,
+    allow_actions: Annotated[
+        bool, typer.Option("--allow-actions", help="Let a browser with the token cancel jobs.")
+    ] = False,
+) -> None:
+    """Serve a live page of runs and jobs until Ctrl-C.
+
+    The page is read-only, and for browsers on this machine, unless you say otherwise. PHALANX_SERVE_TOKEN gives the
+    token; without it one is made and printed.
+    """
+    try:
+        from phalanx.serve.server import ServeOptions
+        from phalanx.serve.server import serve as run_server
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise UsageError(f"{error.name} is not installed; pip install 'phalanx[serve]'") from None
+    options = ServeOptions(
+        runs or [Path("runs")], on, host, port, allow_actions, os.environ.get("PHALANX_SERVE_TOKEN") or None
+    )
+    run_server(options, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))

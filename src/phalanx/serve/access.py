@@ -1,0 +1,125 @@
+"""Access to pages and actions: a token, the address that the browser asked for, and headers that keep a page
+from loading or sending anything elsewhere."""
+
+import hmac
+import ipaddress
+import secrets
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phalanx.errors import UsageError
+from phalanx.serve.pages import PageFrame, render_frame, render_problem
+
+TOKEN_VARIABLE = "PHALANX_SERVE_TOKEN"
+MIN_TOKEN_CHARS = 16
+COOKIE_NAME = "phalanx-token"
+SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the server demands. `token`: what a browser must know, for any page where `protects_pages`, else to act
+    (`allows_actions`). `hosts`: names under which the server may be asked; empty for any."""
+
+    token: str | None = None
+    protects_pages: bool = False
+    allows_actions: bool = False
+    hosts: tuple[str, ...] = ()
+
+
+def make_access(host: str, allows_actions: bool, given_token: str | None) -> Access:
+    """What a server on `host` demands. UsageError for a token that is easily guessed."""
+    if given_token is not None and len(given_token) < MIN_TOKEN_CHARS:
+        raise UsageError(
+            f"{TOKEN_VARIABLE}: has {len(given_token)} characters, expected {MIN_TOKEN_CHARS} or more; without the "
+            "variable a token is made"
+        )
+    is_local = _is_loopback(host)
+    needs_token = allows_actions or not is_local
+    token = given_token or (secrets.token_urlsafe(24) if needs_token else None)
+    # a name that someone else's DNS points at this machine must not open its pages in a browser on it
+    hosts = ("127.0.0.1", "localhost", "[::1]", host) if is_local else ()
+    return Access(token, not is_local or given_token is not None, allows_actions, hosts)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def knows_token(access: Access, request: Request) -> bool:
+    """Whether a request shows the token: in its cookie, or as `Authorization: Bearer TOKEN`."""
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    shown = request.cookies.get(COOKIE_NAME) or bearer
+    return access.token is not None and hmac.compare_digest(shown.encode(), access.token.encode())
+
+
+def describe_refusal(access: Access, request: Request) -> str | None:
+    """Why a request may not act; None where it may. Forms of other sites are refused, whatever cookie they carry."""
+    if not access.allows_actions:
+        return "This server is read-only. Start it with `phalanx serve --allow-actions` to act from the page."
+    if not knows_token(access, request):
+        return "Open the address with the token that `phalanx serve` has printed, then try again."
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        return "The request comes from a page of another site."
+    return None
+
+
+class AccessMiddleware:
+    """Lets a request through to the pages, and adds the headers to each response."""
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                present = {name for name, _ in message["headers"]}
+                added = [(name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+                message["headers"] = [*message["headers"], *(each for each in added if each[0] not in present)]
+            await send(message)
+
+        request = Request(scope)
+        answer = self._refuse(request)
+        await (self._app if answer is None else answer)(scope, receive, send_with_headers)
+
+    def _refuse(self, request: Request) -> Response | None:
+        """What is answered instead of the page; None where the page is."""
+        host = request.headers.get("host", "")
+        if self._access.hosts and host.rpartition(":")[0] not in self._access.hosts and host not in self._access.hosts:
+            return _problem(400, "Wrong address", f"This server answers to {self._access.hosts[0]}, not to {host}.")
+        if (token := request.query_params.get("token")) is not None and self._access.token is not None:
+            if hmac.compare_digest(token.encode(), self._access.token.encode()):
+                return self._set_cookie(request, token)
+            return _problem(403, "Wrong token", "Open the address that `phalanx serve` has printed.")
+        if self._access.protects_pages and not knows_token(self._access, request):
+            return _problem(403, "Token needed", "Open the address with the token that `phalanx serve` has printed.")
+        return None
+
+    def _set_cookie(self, request: Request, token: str) -> Response:
+        """To the same page, without the token in its address."""
+        kept = request.url.remove_query_params("token")
+        response = RedirectResponse(f"{kept.path}?{kept.query}" if kept.query else kept.path, status_code=303)
+        response.set_cookie(COOKIE_NAME, token, httponly=True, samesite="strict")
+        return response
+
+
+def _problem(status: int, title: str, text: str) -> Response:
+    return Response(render_frame(PageFrame(title, ""), render_problem(title, text)), status, media_type="text/html")

@@ -1,0 +1,285 @@
+"""The routes of the server: pages, streams of server-sent events that renew them, and actions."""
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from phalanx.errors import DataError, UsageError
+from phalanx.observe.compare import compare_runs, render_comparison_body
+from phalanx.observe.html_report.chart import render_chart_rows
+from phalanx.observe.html_report.document import read_page_css, read_page_script
+from phalanx.observe.html_report.report import render_charts
+from phalanx.run import Run
+from phalanx.serve.access import Access, AccessMiddleware, describe_refusal
+from phalanx.serve.job_pages import JobReader, render_jobs, render_jobs_page
+from phalanx.serve.live_run import LiveRuns, RunPage
+from phalanx.serve.log_pages import render_logs
+from phalanx.serve.pages import (
+    ROWS_PER_PAGE,
+    PageFrame,
+    RunQuery,
+    render_frame,
+    render_problem,
+    render_reading_note,
+    render_run,
+    render_run_list,
+    render_runs,
+    select_rows,
+)
+from phalanx.serve.run_index import RunIndex
+
+STREAM_INTERVAL_S = 1.0
+"""Between two messages of a stream, which also say that the connection lives."""
+MAX_COMPARED_RUNS = 6
+MAX_FORM_BYTES = 4096
+MAX_KEPT_LISTS = 64
+STATIC_DIR = Path(__file__).parent / "static"
+
+Sections = Mapping[str, str]
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass
+class Server:
+    """What the pages read. `stopping` ends the streams."""
+
+    index: RunIndex
+    jobs: JobReader
+    access: Access
+    live_runs: LiveRuns = field(default_factory=LiveRuns)
+    wall_clock: Callable[[], float] = time.time
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._css = (read_page_css() + (STATIC_DIR / "serve.css").read_text()).encode()
+        self._script = (read_page_script() + (STATIC_DIR / "live.js").read_text()).encode()
+        self._lists: dict[RunQuery, tuple[object, float, str]] = {}
+        self._static_version = hashlib.sha256(self._css + self._script).hexdigest()[:12]
+
+    def make_app(self) -> Starlette:
+        """The application."""
+        routes = [
+            Route("/", self.show_runs),
+            Route("/stream/runs", self.stream_runs),
+            Route("/run/{id}", self.show_run),
+            Route("/run/{id}/stream", self.stream_run),
+            Route("/run/{id}/logs", self.show_logs),
+            Route("/compare", self.show_comparison),
+            Route("/jobs", self.show_jobs),
+            Route("/jobs/cancel", self.cancel, methods=["POST"]),
+            Route("/stream/jobs", self.stream_jobs),
+            Route("/static/phalanx.css", self.send_css),
+            Route("/static/phalanx.js", self.send_script),
+        ]
+        return Starlette(
+            routes=routes,
+            middleware=[Middleware(AccessMiddleware, access=self.access)],
+            exception_handlers={404: self._show_not_found},
+        )
+
+    async def show_runs(self, request: Request) -> Response:
+        """The list of runs."""
+        query = _read_query(request)
+        body = render_runs(self._render_list(query), query)
+        return self._page("Runs", "Runs", body, query.to_address("/stream/runs"))
+
+    async def stream_runs(self, request: Request) -> Response:
+        """The list again, whenever it changes."""
+        query = _read_query(request)
+
+        async def read() -> Sections:
+            return {"runs": self._render_list(query)}
+
+        return self._stream(request, read)
+
+    async def show_run(self, request: Request) -> Response:
+        """The page of a run."""
+        if (live := self._find_run(request)) is None:
+            return self._missing_run()
+        try:
+            page = await run_in_threadpool(self.live_runs.find(live).read_page)
+        except DataError as error:
+            return self._page("Run", "Runs", render_problem(str(live.path), str(error)), status=422)
+        id = request.path_params["id"]
+        return self._page(page.title, "Runs", render_run(page, f"/run/{id}/logs"), f"/run/{id}/stream")
+
+    async def stream_run(self, request: Request) -> Response:
+        """The parts of a run's page that change, and its charts."""
+        if (run := self._find_run(request)) is None:
+            return self._missing_run()
+        live, shown_titles, shown_version = self.live_runs.find(run), [""], [0]
+
+        async def read() -> dict[str, Any]:
+            try:
+                page = await run_in_threadpool(live.read_page)
+            except DataError as error:
+                return {"sections": {"reading": render_problem(str(run.path), str(error))}}
+            if not run.path.is_dir():
+                gone = "The directory of this run is no longer there. What follows is the last that was read."
+                return {"sections": {"reading": f'<p class="note problem">{gone}</p>'}}
+            message: dict[str, Any] = {"sections": {"reading": render_reading_note(page), **page.sections}}
+            titles = " ".join(chart.full_title for chart in page.charts)
+            if page.version != shown_version[0]:
+                message["charts"] = _chart_message(page, is_same=titles == shown_titles[0])
+            shown_titles[0], shown_version[0] = titles, page.version
+            return message
+
+        return self._stream_messages(request, read)
+
+    async def show_logs(self, request: Request) -> Response:
+        """Output of the workers of a run."""
+        if (run := self._find_run(request)) is None:
+            return self._missing_run()
+        values = request.query_params
+        end = int(values["end"]) if values.get("end", "").isdecimal() else None
+        wanted, id = values.get("q", ""), request.path_params["id"]
+        body = await run_in_threadpool(render_logs, run, id, values.get("log"), wanted, end)
+        return self._page("Logs", "Runs", body)
+
+    async def show_comparison(self, request: Request) -> Response:
+        """The runs that were ticked, side by side."""
+        rows = [row for id in request.query_params.getlist("run") if (row := self.index.find(id)) is not None]
+        if not 2 <= len(rows) <= MAX_COMPARED_RUNS:
+            text = f"Tick 2 to {MAX_COMPARED_RUNS} runs in the list, then compare them."
+            return self._page("Compare", "Runs", render_problem("Compare runs", text), status=400)
+        try:
+            comparison = await run_in_threadpool(compare_runs, [Run(row.path) for row in rows])
+        except (DataError, UsageError) as error:
+            return self._page("Compare", "Runs", render_problem("Compare runs", str(error)), status=422)
+        return self._page("Compare", "Runs", render_comparison_body(comparison))
+
+    async def show_jobs(self, request: Request) -> Response:
+        """The jobs of the backend."""
+        return self._page("Jobs", "Jobs", render_jobs_page(self._render_jobs(request)), "/stream/jobs")
+
+    async def stream_jobs(self, request: Request) -> Response:
+        """The jobs again, whenever they change."""
+
+        async def read() -> Sections:
+            return {"jobs": self._render_jobs(request)}
+
+        return self._stream(request, read)
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a job."""
+        if (refusal := describe_refusal(self.access, request)) is not None:
+            return PlainTextResponse(refusal, 403)
+        if (form := await _read_form(request)) is None:
+            return PlainTextResponse("The request is too long.", 413)
+        job = form.get("job", "")
+        try:
+            await run_in_threadpool(self.jobs.cancel, job)
+        except UsageError as error:
+            return PlainTextResponse(str(error), 409)
+        return PlainTextResponse(f"Job {job} is being cancelled.")
+
+    async def send_css(self, request: Request) -> Response:
+        """The style sheet."""
+        return self._static(self._css, "text/css")
+
+    async def send_script(self, request: Request) -> Response:
+        """The scripts."""
+        return self._static(self._script, "text/javascript")
+
+    def _render_list(self, query: RunQuery) -> str:
+        """The list of runs; browsers that look at the same one share it for a second."""
+        now = self.wall_clock()
+        found = self._lists.get(query)
+        if found is None or found[0] is not self.index.rows or now - found[1] > STREAM_INTERVAL_S:
+            if len(self._lists) >= MAX_KEPT_LISTS:
+                self._lists.clear()
+            found = self._lists[query] = (self.index.rows, now, self._render_new_list(query, now))
+        return found[2]
+
+    def _render_new_list(self, query: RunQuery, now: float) -> str:
+        rows = select_rows(self.index.rows, query, now)
+        last_page = max(0, (len(rows) - 1) // ROWS_PER_PAGE)
+        shown = RunQuery(query.text, min(query.page, last_page))
+        return render_run_list(rows, shown, self.index.is_complete, now)
+
+    def _render_jobs(self, request: Request) -> str:
+        may_cancel = describe_refusal(self.access, request) is None
+        return render_jobs(self.jobs.jobs, self.jobs.backend, may_cancel)
+
+    def _find_run(self, request: Request) -> Run | None:
+        row = self.index.find(request.path_params["id"])
+        return None if row is None else Run(row.path)
+
+    def _missing_run(self) -> Response:
+        text = "No run with this address. It was moved or removed, or the server has not found it yet."
+        return self._page("Run", "Runs", render_problem("No such run", text), status=404)
+
+    async def _show_not_found(self, request: Request, error: Exception) -> Response:
+        return self._page(
+            "Not found", "", render_problem("Not found", "There is no page with this address."), status=404
+        )
+
+    def _page(self, title: str, tab: str, body: str, events: str | None = None, status: int = 200) -> Response:
+        return HTMLResponse(render_frame(PageFrame(title, tab, events, self._static_version), body), status)
+
+    def _static(self, content: bytes, media_type: str) -> Response:
+        headers = {"cache-control": "max-age=31536000, immutable"}  # the address changes with the content
+        return Response(content, media_type=media_type, headers=headers)
+
+    def _stream(self, request: Request, read: Callable[[], Awaitable[Sections]]) -> Response:
+        async def read_message() -> dict[str, Any]:
+            return {"sections": await read()}
+
+        return self._stream_messages(request, read_message)
+
+    def _stream_messages(self, request: Request, read: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+        """Server-sent events, one a second: sections that changed since the last message."""
+
+        async def send() -> AsyncIterator[str]:
+            shown: dict[str, int] = {}
+            while not self.stopping.is_set():
+                message = await read()
+                sections = message.get("sections", {})
+                message["sections"] = {id: html for id, html in sections.items() if shown.get(id) != hash(html)}
+                shown.update((id, hash(html)) for id, html in sections.items())
+                message["now"] = self.wall_clock()
+                yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
+                await asyncio.sleep(STREAM_INTERVAL_S)
+
+        return StreamingResponse(send(), media_type="text/event-stream")
+
+
+def _chart_message(page: RunPage, is_same: bool) -> dict[str, Any]:
+    """The charts: new figures, or new values for those that the page has."""
+    if not is_same:
+        return {"html": render_charts(page.charts)}
+    return {
+        "charts": [
+            {"json": chart.to_json(), "description": chart.describe(), "rows": render_chart_rows(chart)}
+            for chart in page.charts
+        ]
+    }
+
+
+async def _read_form(request: Request) -> dict[str, str] | None:
+    """The values of a form; None where it is longer than any of this server's."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_FORM_BYTES:
+            return None
+    return {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
+
+
+def _read_query(request: Request) -> RunQuery:
+    page = request.query_params.get("page", "0")
+    return RunQuery(request.query_params.get("q", "").strip(), int(page) if page.isdecimal() and len(page) < 9 else 0)

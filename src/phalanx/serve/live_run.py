@@ -1,0 +1,144 @@
+"""The page of one run, kept up to date: events are read as they are added, and the parts of the page that changed get a
+new version."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx.observe.history import HistoryBuilder, RunHistory
+from phalanx.observe.html_report.chart import Chart
+from phalanx.observe.html_report.report import render_sections
+from phalanx.observe.html_report.run_charts import build_run_charts
+from phalanx.observe.recommendations import find_recommendations
+from phalanx.observe.summary import RunSummary, build_summary
+from phalanx.run import EventTail, Run
+
+READ_BUDGET_S = 0.5
+"""Seconds of reading after which a page shows what was read so far: a long run takes minutes."""
+RENDER_SHARE = 0.2
+"""Share of the time that rendering may take: pages of long runs are renewed less often."""
+MIN_INTERVAL_S = 0.5
+MAX_OPEN_RUNS = 16
+MAX_OPEN_STEPS = 2_000_000
+"""Steps of all open runs together: some 300 MB. The run that was asked for last stays open, however long it is."""
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """What the page of a run shows. `sections`: HTML by the id of its element (`render_report_body`)."""
+
+    version: int
+    title: str
+    sections: Mapping[str, str]
+    charts: Sequence[Chart]
+    share_read: float
+    """Share of the events that are read."""
+    read_at: float
+    """Unix seconds."""
+
+
+class LiveRun:
+    """Reads a run and renders its page. Threads may share it."""
+
+    def __init__(
+        self, run: Run, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ):
+        self.run = run
+        self._clock, self._wall_clock = clock, wall_clock
+        self._lock = threading.Lock()
+        self._page: RunPage | None = None
+        self._next_at = 0.0
+        self._open()
+
+    def read_page(self) -> RunPage:
+        """The page as of now; at most MIN_INTERVAL_S old. DataError where another version wrote the events."""
+        with self._lock:
+            if self._page is None or self._clock() >= self._next_at:
+                started = self._clock()
+                self._update()
+                self._next_at = self._clock() + max(MIN_INTERVAL_S, (self._clock() - started) / RENDER_SHARE)
+            assert self._page is not None
+            return self._page
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in memory."""
+        return len(self._builder.step_numbers)
+
+    def _open(self) -> None:
+        self._tail, self._builder = EventTail(self.run.events), HistoryBuilder()
+        self._inode, self._size = -1, 0
+        self._others = ""
+
+    def _update(self) -> None:
+        inode, size = self._stat()
+        if self._page is not None and not self.run.path.is_dir():
+            return  # it was moved or removed; what was read of it stays
+        if inode != self._inode or size < self._size:  # another file, as after a move
+            self._open()
+            self._inode = inode
+        others = self._fingerprint_files()
+        if self._page is not None and size == self._size and self._page.share_read == 1 and others == self._others:
+            self._page = replace(self._page, read_at=self._wall_clock())
+            return
+        self._others = others
+        until = self._clock() + READ_BUDGET_S
+        for event in self._tail.read():
+            self._builder.add_event(event)
+            if self._clock() >= until:
+                break
+        self._size = size
+        share = min(1.0, self._tail.bytes_read / size) if size else 1.0
+        is_whole = self._clock() < until
+        history = replace(self._builder.build_history(), num_unreadable_lines=self._tail.num_unreadable)
+        self._page = self._render(history, 1.0 if is_whole else share)
+
+    def _render(self, history: RunHistory, share_read: float) -> RunPage:
+        summary: RunSummary = build_summary(self.run, history)
+        sections = render_sections(summary, history, find_recommendations(summary, history))
+        version = self._page.version + 1 if self._page else 1
+        charts = build_run_charts(summary, history)
+        return RunPage(version, summary.run_info.name, sections, charts, share_read, self._wall_clock())
+
+    def _stat(self) -> tuple[int, int]:
+        try:
+            found = self.run.events.stat(follow_symlinks=False)
+        except OSError:
+            return -1, 0
+        return found.st_ino, found.st_size
+
+    def _fingerprint_files(self) -> str:
+        """What changes when another file of the page does."""
+        return " ".join(map(_change_of, (self.run.resolved, self.run.plan, self.run.result)))
+
+
+class LiveRuns:
+    """The runs of the pages that were asked for lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: OrderedDict[Path, LiveRun] = OrderedDict()
+
+    def find(self, run: Run) -> LiveRun:
+        """The live run of a directory."""
+        with self._lock:
+            found = self._open.pop(run.path, None) or LiveRun(run, self._clock)
+            self._open[run.path] = found
+            while len(self._open) > MAX_OPEN_RUNS or (len(self._open) > 1 and self._num_steps() > MAX_OPEN_STEPS):
+                self._open.popitem(last=False)
+            return found
+
+    def _num_steps(self) -> int:
+        return sum(live.num_steps for live in self._open.values())
+
+
+def _change_of(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return "-"
+    return f"{found.st_mtime_ns}.{found.st_size}"

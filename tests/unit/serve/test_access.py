@@ -1,0 +1,206 @@
+"""Who may see a page, and who may act: asked of the application as a browser would."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from make_run import healthy
+from phalanx.errors import UsageError
+from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.serve.access import COOKIE_NAME, SECURITY_HEADERS, Access, make_access
+from phalanx.serve.app import Server
+from phalanx.serve.job_pages import JobReader
+from phalanx.serve.run_index import RunIndex
+
+TOKEN = "0123456789abcdef"
+
+
+class FakeBackend:
+    """Jobs in a list."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def list_jobs(self, array: str | None = None) -> list[JobStatus]:
+        return [JobStatus("7", "<b>job</b>", JobState.RUNNING)]
+
+    def cancel(self, job_id: str) -> None:
+        if job_id != "7":
+            raise UsageError(f"{job_id}: local has no such job")
+        self.cancelled.append(job_id)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+
+class Browser:
+    """Asks an application without a network."""
+
+    def __init__(self, folder: Path, access: Access):
+        self.backend = FakeBackend()
+        index = RunIndex([folder])
+        index.update()
+        jobs = JobReader("local", lambda name: self.backend)  # type: ignore[arg-type, return-value]
+        jobs.update()
+        self._app = Server(index, jobs, access).make_app()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return asyncio.run(self._ask("GET", path, headers, b""))
+
+    def post(self, path: str, body: str, **headers: str) -> Answer:
+        return asyncio.run(self._ask("POST", path, headers, body.encode()))
+
+    async def _ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        name, _, query = path.partition("?")
+        sent: list[dict[str, object]] = []
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: dict[str, object]) -> None:
+            sent.append(message)
+
+        all_headers = {"host": "127.0.0.1:8420", **headers}
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": name,
+            "raw_path": name.encode(),
+            "query_string": query.encode(),
+            "headers": [(key.replace("_", "-").encode(), value.encode()) for key, value in all_headers.items()],
+            "server": ("127.0.0.1", 8420),
+            "scheme": "http",
+            "http_version": "1.1",
+        }
+        await self._app(scope, receive, send)  # type: ignore[arg-type]
+        start = sent[0]
+        found = {key.decode(): value.decode() for key, value in start["headers"]}  # type: ignore[attr-defined]
+        text = b"".join(each.get("body", b"") for each in sent[1:]).decode()  # type: ignore[misc]
+        return Answer(int(start["status"]), found, text)  # type: ignore[call-overload]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    healthy(tmp_path / "runs" / "one")
+    return tmp_path / "runs"
+
+
+def test_pages_of_this_machine_need_no_token(folder: Path) -> None:
+    answer = Browser(folder, make_access("127.0.0.1", False, None)).get("/")
+    assert answer.status == 200
+    assert "runs/one" in answer.text
+
+
+def test_every_answer_has_the_security_headers(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    for path in ("/", "/jobs", "/nothing", "/run/0123", "/compare"):
+        found = browser.get(path).headers
+        assert {name: found[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS, path
+        assert "unsafe-inline" not in found["content-security-policy"]
+
+
+def test_another_address_demands_a_token(folder: Path) -> None:
+    access = make_access("0.0.0.0", False, None)
+    assert access.token is not None
+    browser = Browser(folder, access)
+    for path in ("/", "/jobs", "/static/phalanx.js"):
+        assert browser.get(path).status == 403
+    assert browser.get("/", cookie=f"{COOKIE_NAME}={access.token}").status == 200
+    assert browser.get("/", authorization=f"Bearer {access.token}").status == 200
+    assert browser.get("/", cookie=f"{COOKIE_NAME}=wrong").status == 403
+
+
+def test_the_token_in_the_address_becomes_a_cookie_that_scripts_cannot_read(folder: Path) -> None:
+    browser = Browser(folder, make_access("0.0.0.0", False, TOKEN))
+    answer = browser.get(f"/jobs?x=1&token={TOKEN}")
+    assert answer.status == 303
+    assert answer.headers["location"] == "/jobs?x=1"
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+    assert browser.get("/?token=wrong").status == 403
+
+
+def test_a_token_that_is_easily_guessed_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected 16 or more"):
+        make_access("0.0.0.0", False, "secret")
+
+
+def test_a_name_that_points_here_by_foreign_dns_is_refused(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    assert browser.get("/", host="evil.example:8420").status == 400
+    assert browser.get("/", host="localhost:8420").status == 200
+    assert browser.get("/", host="[::1]:8420").status == 200
+
+
+def test_nothing_can_be_done_on_a_server_that_is_read_only(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", False, TOKEN))
+    answer = browser.post("/jobs/cancel", "job=7", cookie=f"{COOKIE_NAME}={TOKEN}")
+    assert (answer.status, browser.backend.cancelled) == (403, [])
+    assert "--allow-actions" in answer.text
+
+
+def test_a_job_is_cancelled_with_the_token_and_not_without(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", True, None))
+    assert browser.post("/jobs/cancel", "job=7").status == 403
+    assert browser.backend.cancelled == []
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
+    assert browser.post("/jobs/cancel", "job=7", cookie=f"{COOKIE_NAME}={TOKEN}").status == 200
+    assert browser.backend.cancelled == ["7"]
+
+
+def test_a_form_of_another_site_does_nothing(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
+    cookie = f"{COOKIE_NAME}={TOKEN}"
+    assert browser.post("/jobs/cancel", "job=7", cookie=cookie, origin="https://evil.example").status == 403
+    assert browser.backend.cancelled == []
+    assert browser.post("/jobs/cancel", "job=7", cookie=cookie, origin="http://127.0.0.1:8420").status == 200
+
+
+@pytest.mark.parametrize(("body", "status"), [("job=8", 409), ("x" * 5000, 413), ("", 409)])
+def test_a_request_that_cannot_be_done_changes_nothing(folder: Path, body: str, status: int) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
+    answer = browser.post("/jobs/cancel", body, cookie=f"{COOKIE_NAME}={TOKEN}")
+    assert (answer.status, browser.backend.cancelled) == (status, [])
+
+
+def test_a_button_to_cancel_is_shown_only_where_it_works(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
+    assert "/jobs/cancel" not in browser.get("/jobs").text
+    assert "/jobs/cancel" in browser.get("/jobs", cookie=f"{COOKIE_NAME}={TOKEN}").text
+
+
+def test_texts_of_jobs_and_queries_are_escaped(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    assert "<b>job</b>" not in browser.get("/jobs").text
+    assert "<script>" not in browser.get("/?q=%22%3E%3Cscript%3E").text
+
+
+@pytest.mark.parametrize("path", ["/run/..%2f..%2fetc", "/run/0123456789abcdef", "/run/x/logs", "/run/x/stream"])
+def test_a_run_that_was_not_found_is_a_page_that_says_so(folder: Path, path: str) -> None:
+    answer = Browser(folder, make_access("127.0.0.1", False, None)).get(path)
+    assert answer.status == 404
+    assert "No run with this address" in answer.text or "no page with this address" in answer.text
+
+
+@pytest.mark.parametrize("query", ["?page=99999999", "?page=-1", "?page=x", "?q=done&page=5"])
+def test_a_page_beyond_the_last_shows_the_last(folder: Path, query: str) -> None:
+    answer = Browser(folder, make_access("127.0.0.1", False, None)).get(f"/{query}")
+    assert answer.status == 200
+    assert "runs/one" in answer.text
+
+
+def test_two_runs_are_compared_and_one_is_not(folder: Path) -> None:
+    healthy(folder / "two", seed=1)
+    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    ids = [part.partition('"')[0] for part in browser.get("/").text.split("/run/")[1:]]
+    assert "Recipe keys that differ" in browser.get(f"/compare?run={ids[0]}&run={ids[1]}").text
+    assert browser.get(f"/compare?run={ids[0]}").status == 400
