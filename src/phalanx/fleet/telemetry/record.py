@@ -2,19 +2,27 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from phalanx.errors import UsageError
 from phalanx.fleet.telemetry.local_sources import open_local_sources, ring_path
 from phalanx.fleet.telemetry.ring_file import RingBusyError, RingLayout, RingWriter
-from phalanx.fleet.telemetry.sample import DeviceSample
+from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample
 from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute
 
+if TYPE_CHECKING:
+    from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint
+
 logger = logging.getLogger(__name__)
+
+PORT_VARIABLE = "PHALANX_METRICS_PORT"
 
 
 class MinuteFile:
@@ -48,8 +56,10 @@ class MinuteFile:
 
 @contextlib.contextmanager
 def record_telemetry(run: Run) -> Iterator[None]:
-    """Sample this node once a second, and write each minute into the run."""
+    """Sample this node once a second, write each minute into the run, and answer on PHALANX_METRICS_PORT. UsageError
+    for a port that is none."""
     node = os.uname().nodename
+    endpoint = _open_endpoint(node)
     minutes = MinuteFile(run, node)
 
     def make_sampler() -> NodeSampler:
@@ -57,7 +67,8 @@ def record_telemetry(run: Run) -> Iterator[None]:
         for problem in problems:
             logger.info("telemetry: %s", problem)
         devices = [device for source in sources for device in source.read().devices]
-        return NodeSampler(sources, node, _open_ring(node, devices), minutes.write)
+        publish = endpoint.publish if endpoint is not None else _ignore_sample
+        return NodeSampler(sources, node, _open_ring(node, devices), minutes.write, publish)
 
     thread = SamplingThread(make_sampler)
     try:
@@ -65,6 +76,36 @@ def record_telemetry(run: Run) -> Iterator[None]:
     finally:
         thread.stop()
         minutes.close()
+        if endpoint is not None:
+            endpoint.close()
+
+
+def read_metrics_port(environment: Mapping[str, str]) -> int:
+    """The port that the environment asks for; 0 for none. UsageError for what is no port."""
+    given = environment.get(PORT_VARIABLE) or "0"
+    if not given.isdecimal() or int(given) > 65535:
+        raise UsageError(f"{PORT_VARIABLE}={given}: expected a port from 1 to 65535, or 0 for no metrics")
+    return int(given)
+
+
+def _open_endpoint(node: str) -> "AgentEndpoint | None":
+    """The endpoint that the environment asks for; None where it asks for none, or another agent of this node has the
+    port."""
+    if not (port := read_metrics_port(os.environ)):
+        return None
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise UsageError(f"{PORT_VARIABLE} needs the `prometheus-client` package: pip install 'phalanx[fleet]'")
+    from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint  # which takes 75 ms to import
+
+    try:
+        return AgentEndpoint(node, port)
+    except OSError as error:
+        logger.warning("telemetry: no metrics on port %d: %s", port, error.strerror)
+        return None
+
+
+def _ignore_sample(sample: NodeSample) -> None:
+    """For agents without an endpoint."""
 
 
 def _open_alone(path: Path) -> int:

@@ -25,6 +25,7 @@ class NodeSampler:
 
     Args:
         on_minute: called with each minute that is over, and at the end with the part of one.
+        on_sample: called with each sample.
         clock: seconds of a monotonic clock; `wall_clock`: seconds since the epoch.
     """
 
@@ -34,10 +35,11 @@ class NodeSampler:
         node: str,
         ring: RingWriter | None = None,
         on_minute: Callable[[NodeMinute], None] = lambda minute: None,
+        on_sample: Callable[[NodeSample], None] = lambda sample: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ):
-        self._sources, self._ring, self._on_minute = sources, ring, on_minute
+        self._sources, self._ring, self._on_minute, self._on_sample = sources, ring, on_minute, on_sample
         self._clock, self._wall_clock = clock, wall_clock
         self._checker, self._minutes = DeviceChecker(), MinuteBuilder(node)
         self._energy: dict[str, CounterTotal] = {}
@@ -61,6 +63,7 @@ class NodeSampler:
             if device.energy_joules is not None:
                 self._energy.setdefault(device.id, CounterTotal()).add(device.energy_joules)
         self._write_to_ring(sample)
+        self._on_sample(sample)
         if (minute := self._minutes.add(sample)) is not None:
             self._on_minute(minute)
         return sample

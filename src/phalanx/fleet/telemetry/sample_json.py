@@ -1,0 +1,47 @@
+"""Samples as JSON values and back, as they travel from an agent to a server. Missing values are left out."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
+
+TEXT_FIELDS = {"id", "name"}
+
+
+def to_json(sample: NodeSample) -> dict[str, Any]:
+    """A sample as JSON values."""
+    return {
+        "time": sample.time,
+        "host": _values_of(sample.host),
+        "devices": [_values_of(device) for device in sample.devices],
+    }
+
+
+def from_json(found: Any) -> NodeSample:
+    """The sample of such values. ValueError, TypeError or KeyError where they are none."""
+    host = _read_values(HostSample, found["host"])
+    host["cpu_power_is_estimate"] = bool(host.get("cpu_power_is_estimate", False))
+    return NodeSample(
+        time=float(found["time"]),
+        host=HostSample(**host),
+        devices=tuple(_read_device(each) for each in found["devices"]),
+    )
+
+
+def _read_device(found: Any) -> DeviceSample:
+    values = _read_values(DeviceSample, found)
+    if (reasons := values.get("slow_reasons")) is not None:
+        values["slow_reasons"] = SlowReason(int(reasons) & sum(SlowReason))
+    return DeviceSample(id=str(found["id"]), name=str(found.get("name", "")), **values)
+
+
+def _values_of(value: HostSample | DeviceSample) -> dict[str, Any]:
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: each for name, each in found.items() if each is not None and each is not False}
+
+
+def _read_values(kind: type[HostSample | DeviceSample], found: Any) -> dict[str, Any]:
+    known = {field.name for field in fields(kind)} - TEXT_FIELDS
+    values = {str(name): float(each) for name, each in found.items() if name in known}
+    return {name: each for name, each in values.items() if math.isfinite(each)}
