@@ -18,6 +18,7 @@ import pytest
 
 from backend_contract import BackendContract
 from phalanx.errors import UsageError
+from phalanx.jobs.backends.nodes import NodeService
 from phalanx.jobs.backends.ray.backend import RayBackend
 from phalanx.jobs.snapshot import snapshot_folder
 from phalanx.jobs.spec import Job, JobState, JobStatus
@@ -259,6 +260,13 @@ def test_a_cancelled_job_may_save_for_longer_than_ray_waits_of_itself(engine: Ra
     assert "saved" in engine.read_logs(name)
     with pytest.raises(UsageError, match="does not run"):
         engine.send_signal(name, signal.SIGUSR1)
+
+
+def test_machines_are_listed_and_a_drain_is_refused(engine: RayBackend) -> None:
+    nodes = engine.list_nodes()
+    assert [(node.state, node.service) for node in nodes] == [("alive", NodeService.OPEN)] * 2
+    with pytest.raises(UsageError, match="a drain in Ray cannot be undone"):
+        engine.drain_node(nodes[0].name, "hot", "ada")
 
 
 class TestContract(BackendContract):

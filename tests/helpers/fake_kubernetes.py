@@ -107,7 +107,7 @@ class FakeApiServer:
         self.breaks: list[int] = []
         self.stopping = threading.Event()
         self.refuse: dict[tuple[str, str], tuple[int, str]] = {}
-        self.kinds = {"jobsets", "trainjobs", "secrets", "pods", "jobs"}
+        self.kinds = {"jobsets", "trainjobs", "secrets", "pods", "jobs", "nodes"}
         self.commands: list[tuple[str, list[str]]] = []
         self.kill_fails = False
         self.lists, self.page = 0, 500
@@ -140,7 +140,7 @@ class FakeApiServer:
                 self.end_headers()
                 self.wfile.write(data)
 
-            do_GET = do_POST = do_DELETE = answer
+            do_GET = do_POST = do_DELETE = do_PATCH = answer
 
             def stream(self, pod: str) -> None:
                 """A log as it grows, until its pod is over, or it is to break off: that is in `breaks`, by length."""
@@ -212,7 +212,8 @@ class FakeApiServer:
         return next((thing["status"]["phase"] for thing in found), None)
 
     def handle(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
-        place = re.fullmatch(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/([^/]+)/([^/]+)(?:/([^/]+)(/log)?)?", path)
+        path = path.replace("/api/v1/nodes", "/api/v1/namespaces//nodes")  # which belong to no namespace
+        place = re.fullmatch(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/([^/]*)/([^/]+)(?:/([^/]+)(/log)?)?", path)
         if place is None or place[2] not in self.kinds:
             raise ApiRefusal(404, "the server could not find the requested resource")
         namespace, plural, name, log = place.groups()
@@ -239,6 +240,8 @@ class FakeApiServer:
             return self.logs[name]
         if (plural, namespace, name) not in self.objects:
             raise ApiRefusal(404, f'{plural} "{name}" not found')
+        if method == "PATCH":
+            merge(self.objects[plural, namespace, name], body)
         return self.delete(plural, namespace, name) if method == "DELETE" else self.objects[plural, namespace, name]
 
     def create(self, namespace: str, plural: str, query: Mapping[str, str], body: Any) -> Any:
@@ -264,6 +267,17 @@ class FakeApiServer:
             if any(owner["uid"] == gone["metadata"]["uid"] for owner in thing["metadata"].get("ownerReferences", ())):
                 del self.objects[key]
         return {"kind": "Status", "status": "Success"}
+
+
+def merge(thing: dict[str, Any], change: Mapping[str, Any]) -> None:
+    """Merge a change into an object: null removes a key."""
+    for key, value in change.items():
+        if value is None:
+            thing.pop(key, None)
+        elif isinstance(value, dict):
+            merge(thing.setdefault(key, {}), value)
+        else:
+            thing[key] = value
 
 
 def kubeconfig(folder: Path, address: str, namespace: str = "team-a") -> Path:

@@ -1,39 +1,72 @@
 """`phalanx fleet`: nodes and their accelerators."""
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx import formatting
 from phalanx.cli.stderr import print_warning
-from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
-    from phalanx.app.fleet import NodeReading
-    from phalanx.fleet.telemetry.sample import DeviceSample
+    from phalanx.app.fleet_nodes import FleetSources
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Show nodes and their accelerators.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Show, drain and undrain nodes.")
 
-DEVICE_COLUMNS = (
-    Column("DEVICE"),
-    Column("POWER", is_number=True),
-    Column("CAP", is_number=True),
-    Column("TEMP", is_number=True),
-    Column("MARGIN", is_number=True),
-    Column("CLOCK", is_number=True),
-    Column("BUSY", is_number=True),
-    Column("MEMORY", is_number=True),
-    Column("ECC", is_number=True),
-    Column("XID", is_number=True),
-    Column("SLOW BECAUSE"),
-)
+OnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="BACKEND",
+        help="Backend that has the nodes: local, slurm, kubernetes or ray.",
+        show_default="local; with --nodes none",
+    ),
+]
+DrainOnOption = Annotated[
+    str, typer.Option("--on", metavar="BACKEND", help="Backend that has the node: local, slurm or kubernetes.")
+]
+NodesOption = Annotated[
+    Path | None, typer.Option("--nodes", metavar="FILE", help="Nodes file: more nodes, and sources of readings.")
+]
+RunsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs",
+        metavar="DIR",
+        help="Read telemetry from this run, or from the runs in this directory.",
+        show_default="runs of the backend's jobs",
+    ),
+]
+NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Node, as shown by `phalanx fleet ls`.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback()
 def group() -> None:
-    """Show nodes and their accelerators."""
+    """Show, drain and undrain nodes."""
+
+
+@app.command("ls")
+def list_nodes(
+    on: OnOption = None, nodes: NodesOption = None, runs: RunsOption = None, as_json: JsonOption = False
+) -> None:
+    """List nodes: state, jobs, power, cap, temperature margin, age of the reading and reason.
+
+    A reading older than 3 of its periods is shown as missing, with its age.
+    """
+    from phalanx.app.fleet_nodes import FleetReader, open_node_states
+    from phalanx.cli.fleet_output import fleet_to_json, format_fleet
+
+    with open_node_states() as states:
+        view = FleetReader(_find_sources(on, nodes, runs), states).read()
+    now = time.time()
+    if as_json:
+        print(json.dumps(fleet_to_json(view, now), indent=2))
+        return
+    for problem in view.problems:
+        print_warning(problem)
+    print("\n".join(format_fleet(view.nodes, now)))
 
 
 @app.command()
@@ -43,69 +76,53 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="Print all reading
     A value that cannot be read is shown as `-`, and is null in JSON.
     """
     from phalanx.app.fleet import read_local_node
+    from phalanx.cli.fleet_output import format_node, node_to_json
 
     reading = read_local_node()
     if as_json:
-        print(json.dumps(_to_json(reading), indent=2))
+        print(json.dumps(node_to_json(reading), indent=2))
         return
     for problem in reading.problems:
         print_warning(problem)
-    print("\n".join(_format_node(reading)))
+    print("\n".join(format_node(reading)))
 
 
-def _format_node(reading: "NodeReading") -> list[str]:
-    host = reading.sample.host
-    estimate = " (estimate)" if host.cpu_power_is_estimate else ""
-    memory = f"{_format(host.memory_used_bytes, formatting.format_bytes)} of "
-    facts = [
-        f"CPU {_format(host.cpu_power_w, _format_watts)}{estimate}",
-        f"{_format(host.cpu_utilization, formatting.format_percent)} busy",
-        f"{_format(host.cpu_temperature_c, _format_celsius)}",
-        f"memory {memory}{_format(host.memory_size_bytes, formatting.format_bytes)}",
-    ]
-    lines = [f"{reading.node}: {', '.join(fact for fact in facts if fact != '-')}"]
-    if not reading.sample.devices:
-        return [*lines, "no accelerators that can be read"]
-    return [*lines, "", *format_table(DEVICE_COLUMNS, map(_to_cells, reading.sample.devices))]
+@app.command()
+def drain(
+    node: NodeArgument,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the history of the node.")],
+    on: DrainOnOption = "local",
+) -> None:
+    """Start no new job on a node. Jobs that run there continue."""
+    from phalanx.app.fleet_nodes import drain_node, find_actor, open_node_states
+    from phalanx.jobs.backends.nodes import open_node_backend
+
+    with open_node_states() as states:
+        before = drain_node(open_node_backend(on), states, node, reason, find_actor())
+    jobs = f"; {', '.join(before.jobs)} still {'runs' if len(before.jobs) == 1 else 'run'} there" if before.jobs else ""
+    typer.echo(f"drained {node}{jobs}")
 
 
-def _to_cells(device: "DeviceSample") -> tuple[str, ...]:
-    from phalanx.fleet.telemetry.sample import describe_slow_reasons
+@app.command()
+def undrain(
+    node: NodeArgument,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the history of the node.")
+    ] = "taken back without a test",
+    on: DrainOnOption = "local",
+) -> None:
+    """Take back a node that is drained or suspect: jobs start there again."""
+    from phalanx.app.fleet_nodes import find_actor, open_node_states, undrain_node
+    from phalanx.jobs.backends.nodes import open_node_backend
 
-    errors = device.ecc_uncorrected_total
-    return (
-        f"{device.id} {device.name}".strip(),
-        _format(device.power_w, _format_watts),
-        _format(device.power_cap_w, _format_watts),
-        _format(device.core_temperature_c, _format_celsius),
-        _format(device.thermal_margin_c, lambda value: f"{value:.0f} K"),
-        _format(device.core_clock_hz, lambda value: f"{value / 1e6:.0f} MHz"),
-        _format(device.utilization, formatting.format_percent),
-        _format(device.memory_used_bytes, formatting.format_bytes),
-        _format(errors, lambda value: f"{value:.0f}"),
-        _format(device.xid, lambda value: f"{value:.0f}" if value else "none"),
-        "-" if device.slow_reasons is None else describe_slow_reasons(device.slow_reasons),
-    )
+    with open_node_states() as states:
+        undrain_node(open_node_backend(on), states, node, reason, find_actor())
+    typer.echo(f"undrained {node}")
 
 
-def _format(value: float | None, show_value: Any) -> str:
-    return "-" if value is None else str(show_value(value))
+def _find_sources(on: str | None, nodes: Path | None, runs: Path | None) -> "FleetSources":
+    from phalanx.app.fleet_nodes import FleetSources
+    from phalanx.jobs.backends.nodes import open_node_backend
 
-
-def _format_watts(watts: float) -> str:
-    return f"{watts:.0f} W"
-
-
-def _format_celsius(degrees: float) -> str:
-    return f"{degrees:.0f} C"
-
-
-def _to_json(reading: "NodeReading") -> dict[str, Any]:
-    from phalanx.fleet.telemetry.sample import SLOW_REASON_LABELS
-
-    found = asdict(reading.sample)
-    for device, sample in zip(found["devices"], reading.sample.devices, strict=True):
-        reasons = sample.slow_reasons
-        labels = None if reasons is None else [text for each, text in SLOW_REASON_LABELS.items() if each in reasons]
-        device["slow_reasons"] = labels
-    return {"node": reading.node, **found, "problems": list(reading.problems)}
+    name = on or (None if nodes is not None else "local")
+    return FleetSources(None if name is None else open_node_backend(name), nodes, runs)

@@ -11,18 +11,21 @@ its actor and reason; a node is in the state of its newest row, and healthy with
 """
 
 import contextlib
+import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
 from phalanx.errors import UsageError
+from phalanx.run.private_files import state_root
 
 FORMAT_VERSION = 1
 LOCK_TIMEOUT_S = 30.0
+NODE_STATES_FILE = "nodes.db"
 
 
 class NodeState(StrEnum):
@@ -59,6 +62,11 @@ class NodeChange:
     reason: str
     actor: str
     time: float
+
+
+def node_states_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """The table of this user's fleet, next to the local queue."""
+    return state_root(environment) / NODE_STATES_FILE
 
 
 class NodeStates:

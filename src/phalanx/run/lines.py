@@ -29,10 +29,10 @@ class LineTail:
         """Whether it ends within a line, as far as it was read."""
         return bool(self._rest)
 
-    def skip(self) -> None:
-        """Pass over what is there."""
+    def skip(self, keep_bytes: int = 0) -> None:
+        """Pass over what is there, but for the last `keep_bytes`: the first line of these may be a part of one."""
         with contextlib.suppress(FileNotFoundError):
-            self._offset = self.path.stat().st_size
+            self._offset = max(0, self.path.stat().st_size - keep_bytes)
 
     def read(self, whole: bool = False) -> Iterator[bytes]:
         """Lines since the last call, without their ends; one that is not finished comes when it is, or when `whole`

@@ -60,10 +60,13 @@ class NodeMinute:
 
 
 class NodeMinuteTail:
-    """The minutes of a file as they are added to it. Lines that are none are skipped."""
+    """The minutes of a file as they are added to it. Lines that are none are skipped. `max_bytes`: of what is there
+    now, only as much is read, from the end."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, max_bytes: int | None = None):
         self._lines = LineTail(path)
+        if max_bytes is not None:
+            self._lines.skip(max_bytes)
 
     def read(self) -> Iterator[NodeMinute]:
         """The minutes since the last call, in order; none where there is no file. DataError for anything but a file."""

@@ -1,15 +1,21 @@
-"""`phalanx fleet show`: a node's readings as a table and as JSON."""
+"""`phalanx fleet`: nodes and their readings as tables and as JSON, drains and their reasons."""
 
 import json
+import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fake_nodes import FakeNodeBackend, add_minute
 from fake_nvml import FakeGpu, FakeNvml
 from phalanx.app import fleet
 from phalanx.cli.main import main
 from phalanx.fleet.telemetry.host import HostSource
 from phalanx.fleet.telemetry.nvml import NvmlSource
+from phalanx.jobs.backends import nodes
+from phalanx.jobs.spec import JobState, JobStatus
 
 
 @pytest.fixture
@@ -56,3 +62,55 @@ def test_a_lost_gpu_is_a_row_of_dashes(node: list[FakeGpu], capsys: pytest.Captu
     node[0].is_lost = True
     lost = READ(lambda: ([source], []), lambda seconds: None).sample.devices[0]
     assert (lost.id, lost.power_w, lost.core_clock_hz) == ("GPU-a", None, None)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNodeBackend:
+    """A backend whose node n1 has a reading, and n2 an old one."""
+    monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path))
+    backend = FakeNodeBackend()
+    monkeypatch.setattr(nodes, "open_backend", lambda name: backend)
+    now = time.time()
+    add_minute(tmp_path / "gpt", "n1", now - 61.0, 100.0)
+    add_minute(tmp_path / "gpt", "n2", now - 660.0, 100.0)
+    backend.jobs = [JobStatus("7", "gpt", JobState.RUNNING, run_dir=str(tmp_path / "gpt"))]
+    return backend
+
+
+def test_ls_prints_a_late_reading_as_missing_with_its_age(
+    backend: FakeNodeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "ls", "--on", "slurm"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["NODE", "STATE", "BACKEND", "GPUS", "JOB", "DRAW", "CAP", "MARGIN", "AGE", "REASON"]
+    assert re.fullmatch(r"n1 +healthy +idle +0 +- +100 W +- +- +[1-9]\.0 s", rows[0])
+    assert re.fullmatch(r"n2 +healthy +idle +0 +- +- +- +- +10 min 0\d s", rows[1])
+    assert re.fullmatch(r"n3 +healthy +idle +0 +- +- +- +- +-", rows[2])
+
+
+def test_ls_as_json_has_null_for_a_late_value(backend: FakeNodeBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "ls", "--on", "slurm", "--json"]) == 0
+    first, second, third = json.loads(capsys.readouterr().out)["nodes"]
+    assert (first["draw_w"], first["parts"], first["is_late"]) == (100.0, "CPU", False)
+    assert (second["draw_w"], second["is_late"], round(second["age_s"], -1)) == (None, True, 600)
+    assert (third["draw_w"], third["age_s"], third["is_late"]) == (None, None, True)
+
+
+def test_drain_and_undrain_say_what_they_did_and_ls_why(
+    backend: FakeNodeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.nodes["n1"] = replace(backend.nodes["n1"], jobs=("7",))
+    assert main(["fleet", "drain", "n1", "--reason", "fan is loud", "--on", "slurm"]) == 0
+    assert capsys.readouterr().out == "drained n1; 7 still runs there\n"
+    main(["fleet", "ls", "--on", "slurm"])
+    assert re.search(r"n1 +drained +drained .* fan is loud \(\w+\)\n", capsys.readouterr().out)
+    assert main(["fleet", "undrain", "n1", "--on", "slurm"]) == 0
+    assert capsys.readouterr().out == "undrained n1\n"
+
+
+def test_drain_needs_a_reason(backend: FakeNodeBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "drain", "n1", "--on", "slurm"]) == 64
+    assert "--reason" in capsys.readouterr().err
+    assert main(["fleet", "drain", "n1", "--reason", " ", "--on", "slurm"]) == 64
+    assert capsys.readouterr().err == "error: n1: --reason ' ': expected why, in one line of text\n"
+    assert backend.nodes["n1"].service == "open"

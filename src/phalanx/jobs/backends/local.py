@@ -17,8 +17,10 @@ from phalanx.cluster import Machine, discover_machine
 from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.nodes import BackendNode, NodeService
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
 from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
+from phalanx.jobs.local_queue.drain import QueueDrain, read_drain, remove_drain, write_drain
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
 from phalanx.jobs.local_queue.policy import Resources
@@ -114,11 +116,11 @@ class LocalBackend:
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a job."""
-        return self._get_record(job_id).status
+        return self._explain_waiting([self._get_record(job_id).status])[0]
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return all jobs, including ended ones."""
-        return self.database.list_statuses(array) if queue_exists(self.folder) else []
+        return self._explain_waiting(self.database.list_statuses(array)) if queue_exists(self.folder) else []
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to the job's runner, which forwards it."""
@@ -167,6 +169,39 @@ class LocalBackend:
     def list_ended_before(self, seconds: float) -> list[str]:
         """Return the ids of jobs that ended more than `seconds` ago."""
         return [str(id) for id in self.database.list_ended_before(seconds)] if queue_exists(self.folder) else []
+
+    def list_nodes(self) -> list[BackendNode]:
+        """Return this machine."""
+        drain = read_drain(self.folder)
+        running = [status.id for status in self.list_jobs() if status.state is JobState.RUNNING]
+        service = NodeService.OPEN if drain is None else NodeService.DRAINED
+        return [
+            BackendNode(
+                name=os.uname().nodename,
+                state="busy" if running else "idle",
+                service=service,
+                jobs=tuple(running),
+                reason=None if drain is None else str(drain),
+                num_gpus=self._machine().num_gpus,
+            )
+        ]
+
+    def drain_node(self, node: str, reason: str, actor: str) -> None:
+        """Start no job of the queue until this machine is undrained, also after a reboot."""
+        write_drain(self.database.folder, QueueDrain(reason, actor))
+
+    def undrain_node(self, node: str) -> None:
+        """Start jobs of the queue again."""
+        remove_drain(self.folder)
+        self.restart_dead_daemon()
+
+    def _explain_waiting(self, statuses: list[JobStatus]) -> list[JobStatus]:
+        """Queued jobs wait for the machine to be undrained, if it is drained."""
+        drain = read_drain(self.folder)
+        if drain is None:
+            return statuses
+        reason = f"this machine is drained: {drain}; `phalanx fleet undrain {os.uname().nodename}` starts jobs again"
+        return [replace(each, reason=reason) if each.state is JobState.QUEUED else each for each in statuses]
 
     def restart_dead_daemon(self) -> None:
         """Restart a daemon that was killed while jobs wait or run. Checking the lock of a live daemon takes

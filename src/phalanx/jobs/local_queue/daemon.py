@@ -25,6 +25,7 @@ import psutil
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_signal
 from phalanx.jobs.local_queue.database import JobDatabase
+from phalanx.jobs.local_queue.drain import is_drained
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
@@ -71,7 +72,8 @@ class QueueDaemon:
         self._last_change: tuple[int, int] | None = None
         """The queue's stamp when no further job could start, and ..."""
         self._next_due: float | None = None
-        """... when a job that waits is due: until either changes no job can start."""
+        """... when a job that waits is due: until either changes no job can start, unless the machine is undrained."""
+        self._is_drained = False
 
     def tick(self) -> bool:
         """Record ended jobs and start ready ones. Returns whether any job waits or runs."""
@@ -79,9 +81,9 @@ class QueueDaemon:
             self._running = self.database.list_jobs(JobState.RUNNING)
         for row in self._running:
             self.collect_attempt(row)
-        if self.database.change_counter != self._last_change or (
-            self._next_due is not None and self.database.boot_clock.now() >= self._next_due
-        ):
+        was_drained, self._is_drained = self._is_drained, is_drained(self.database.folder)
+        is_due = self._next_due is not None and self.database.boot_clock.now() >= self._next_due
+        if self.database.change_counter != self._last_change or is_due or was_drained != self._is_drained:
             self._start_ready_jobs()
         return bool(self._has_queued or self._running)
 
@@ -90,7 +92,8 @@ class QueueDaemon:
         change_counter = self.database.change_counter
         queued, running = self.database.list_jobs(JobState.QUEUED), self.database.list_jobs(JobState.RUNNING)
         wait_seconds = {row.id: -(self.database.boot_clock.seconds_since(row.due) or 0.0) for row in queued}
-        ready = apply_array_limits([row for row in queued if wait_seconds[row.id] <= 0], running)
+        due = [] if self._is_drained else [row for row in queued if wait_seconds[row.id] <= 0]
+        ready = apply_array_limits(due, running)
         chosen = select_jobs_to_start(
             [
                 PendingJob(row.id, row.resources, row.priority, -self._queue_seconds(row), row.job.time_limit_s)

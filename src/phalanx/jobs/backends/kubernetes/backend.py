@@ -24,8 +24,10 @@ from phalanx.jobs.backends.kubernetes import manifest
 from phalanx.jobs.backends.kubernetes.client import KubernetesClient, connect, send_signal_to_pod
 from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, translate_api_errors
 from phalanx.jobs.backends.kubernetes.log_streams import PodLogStreams
+from phalanx.jobs.backends.kubernetes.nodes import make_cordon, make_uncordon, parse_node
 from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
 from phalanx.jobs.backends.kubernetes.status import parse_status, pod_index, select_latest_pods
+from phalanx.jobs.backends.nodes import BackendNode, group_running_jobs
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
@@ -209,6 +211,29 @@ class KubernetesBackend:
                 propagation_policy="Foreground",
                 _request_timeout=REQUEST_TIMEOUTS_S,
             )
+
+    def list_nodes(self) -> list[BackendNode]:
+        """Return the nodes of the cluster, with the jobs that Phalanx runs in the namespace of the context."""
+        client, namespace = self._connect()
+        with translate_api_errors("listing nodes, which needs the verb list on nodes"):
+            nodes = _list_all_pages(client.core.list_node, "")
+        pods = _list_owned(client.core.list_namespaced_pod, namespace)
+        jobs = group_running_jobs(self.list_jobs()) if pods else {}
+        running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+        return [parse_node(node, running, jobs) for node in nodes]
+
+    def drain_node(self, node: str, reason: str, actor: str) -> None:
+        """Cordon a node: its pods continue. Reason and actor become annotations."""
+        self._patch_node(node, make_cordon(reason, actor))
+
+    def undrain_node(self, node: str) -> None:
+        """Uncordon a node."""
+        self._patch_node(node, make_uncordon())
+
+    def _patch_node(self, node: str, change: dict[str, Any]) -> None:
+        client, _ = self._connect()
+        with translate_api_errors(f"changing node {node}, which needs the verb patch on nodes"):
+            client.core.patch_node(node, change, _request_timeout=REQUEST_TIMEOUTS_S)
 
     def _get_workload(self, job_id: str) -> dict[str, Any]:
         found = self._find_workload(job_id)

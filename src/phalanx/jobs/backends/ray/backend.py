@@ -21,6 +21,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.nodes import BackendNode, group_running_jobs
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
@@ -30,6 +31,7 @@ from phalanx.jobs.backends.ray.driver_spec import (
     secrets_path,
     strip_ray_preamble,
 )
+from phalanx.jobs.backends.ray.nodes import parse_node
 from phalanx.jobs.backends.ray.options import parse_options
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, is_array_member, state_from_exit_code
 
@@ -47,6 +49,8 @@ JOB_NAME_KEY, NUM_NODES_KEY, WORKING_DIR_KEY, RUN_DIR_KEY = (
 GENERATED_PLACEHOLDER = "<drawn when it is submitted>"
 SNAPSHOT_PLACEHOLDER = "<a folder with the code>"
 REQUEST_FILE = "ray-job.json"
+MAX_LISTED_NODES = 10_000
+"""Nodes of a list, at most, which is also Ray's own limit."""
 SIGNAL_TIMEOUT_S, SIGNAL_POLL_INTERVAL_S = 30.0, 0.1
 """Seconds for a signal to be delivered, and between two polls of whether it was."""
 
@@ -191,6 +195,31 @@ class RayBackend:
                 client.stop_job(submission)
         # a driver that never started has not removed it
         secrets_path(info.metadata[WORKING_DIR_KEY], submission).unlink(missing_ok=True)
+
+    def list_nodes(self) -> list[BackendNode]:
+        """Return the machines of the cluster, by their IP addresses, as Ray names them in a job."""
+        client = self._client(None)
+        from ray.util.state import list_nodes
+        from ray.util.state.exception import RayStateApiException
+
+        try:
+            with _translate_ray_errors("listing nodes"):
+                found = list_nodes(address=client.get_address(), limit=MAX_LISTED_NODES)
+        except RayStateApiException as error:
+            raise UsageError(f"listing nodes: Ray does not answer: {error}") from error
+        jobs = group_running_jobs(self.list_jobs())
+        return [parse_node(node, jobs) for node in found]
+
+    def drain_node(self, node: str, reason: str, actor: str) -> None:
+        """Raises UsageError: a drain in Ray cannot be undone, and its API is private."""
+        raise UsageError(
+            f"{node}: a drain in Ray cannot be undone, so Phalanx does not start one; run `ray stop` on the node to "
+            "take it out, and `ray start` to bring it back. A job excludes a node that ends with exit code 77"
+        )
+
+    def undrain_node(self, node: str) -> None:
+        """Raises UsageError: nodes of Ray are not drained."""
+        raise UsageError(f"{node}: Ray drains no nodes; run `ray start` on one that was taken out")
 
     def _find(self, job_id: str) -> tuple[str, Any]:
         """Return Ray's submission id of a job, and the client for its cluster."""

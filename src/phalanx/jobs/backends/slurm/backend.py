@@ -19,6 +19,7 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.nodes import BackendNode
 from phalanx.jobs.backends.slurm.batch_script import (
     BATCH_FILE,
     CANCELLED_FILE,
@@ -35,6 +36,14 @@ from phalanx.jobs.backends.slurm.job_dirs import (
     read_result_file,
     write_job_dir,
     write_private_file,
+)
+from phalanx.jobs.backends.slurm.nodes import (
+    SINFO_COMMAND,
+    SQUEUE_COMMAND,
+    explain_refusal,
+    make_drain_command,
+    make_undrain_command,
+    parse_nodes,
 )
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
@@ -197,6 +206,23 @@ class SlurmBackend:
         self._run_checked(["scancel", job_id], f"job {job_id}")
         self._queue = None
         (folder / SECRETS_FILE).unlink(missing_ok=True)
+
+    def list_nodes(self) -> list[BackendNode]:
+        """Return the nodes of all partitions, with the jobs of all users on them."""
+        return parse_nodes(self._run_checked(SINFO_COMMAND), self._run_checked(SQUEUE_COMMAND))
+
+    def drain_node(self, node: str, reason: str, actor: str) -> None:
+        """Drain a node. Slurm records its own user as the actor."""
+        self._change_node(node, make_drain_command(node, reason))
+
+    def undrain_node(self, node: str) -> None:
+        """Resume a node."""
+        self._change_node(node, make_undrain_command(node))
+
+    def _change_node(self, node: str, command: Sequence[str]) -> None:
+        code, _, err = self._run_program(command)
+        if code:
+            raise UsageError(f"{node}: {explain_refusal(err) or _clean_error(err)}")
 
     @property
     def jobs_dir(self) -> Path:

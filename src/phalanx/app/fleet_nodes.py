@@ -1,0 +1,206 @@
+"""The nodes of a fleet: list them with their newest readings, drain and undrain them."""
+
+import getpass
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.app.fleet import read_local_node
+from phalanx.errors import DataError, UsageError
+from phalanx.fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_state
+from phalanx.fleet.latest_reading import LatestReading, reading_from_devices, reading_from_minute, reading_from_sample
+from phalanx.fleet.node_states import NodeState, NodeStates, node_states_path
+from phalanx.fleet.nodes_file import NodesFileEntry, load_nodes_file
+from phalanx.fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
+from phalanx.fleet.telemetry.local_sources import ring_path
+from phalanx.fleet.telemetry.prometheus import PrometheusSource
+from phalanx.fleet.telemetry.ring_file import read_ring
+from phalanx.fleet.telemetry.sample import NodeSample
+from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
+from phalanx.fleet.telemetry.source import SourceUnavailableError
+from phalanx.jobs.backends.nodes import BackendNode, NodeBackend, NodeService, find_node
+from phalanx.run import Run
+from phalanx.run.telemetry_minutes import NodeMinute
+
+EXPORTER_PERIOD_S = 30.0
+"""Seconds between two readings of dcgm-exporter, by default."""
+MAX_CONCURRENT_FETCHES = 32
+
+
+@dataclass(frozen=True)
+class FleetSources:
+    """Where nodes and readings come from: a backend, a nodes file, or both. `runs`: a run directory or a directory of
+    some, instead of the runs of the backend's jobs."""
+
+    backend: NodeBackend | None
+    nodes_file: Path | None = None
+    runs: Path | None = None
+
+
+@dataclass
+class FleetView:
+    """All nodes, and what could not be read, in words."""
+
+    nodes: list[FleetNode]
+    problems: list[str] = field(default_factory=list)
+
+
+class FleetReader:
+    """Reads a fleet again and again; what runs have written is read once.
+
+    Args:
+        sources: What to ask.
+        states: The table of nodes.
+        read_here: Reads this machine, where no agent records it.
+        now: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        sources: FleetSources,
+        states: NodeStates,
+        read_here: Callable[[], NodeSample] = lambda: read_local_node().sample,
+        now: Callable[[], float] = time.time,
+    ):
+        self._sources, self._states, self._read_here, self._now = sources, states, read_here, now
+        self._entries = [] if sources.nodes_file is None else load_nodes_file(sources.nodes_file).nodes
+        if sources.runs is not None and not sources.runs.is_dir():
+            raise UsageError(f"--runs {sources.runs}: no such directory")
+        self._runs: dict[Path, RunReadings] = {}
+        self._newest_minutes: dict[str, NodeMinute] = {}
+
+    def read(self) -> FleetView:
+        """Return all nodes as they are now."""
+        problems: list[str] = []
+        backend_nodes = {} if self._sources.backend is None else _by_name(self._sources.backend.list_nodes())
+        names = list(dict.fromkeys([*backend_nodes, *(entry.name for entry in self._entries)]))
+        self._read_runs()
+        exported = self._read_exporters(problems)
+        changes = self._states.newest()
+        nodes = []
+        for name in names:
+            backend_node = backend_nodes.get(name)
+            readings = [
+                self._find_minute_reading(name, backend_node),
+                exported.get(name),
+                self._read_this_machine(problems) if name == os.uname().nodename else None,
+            ]
+            reading = find_newest_reading(readings)
+            nodes.append(make_fleet_node(name, backend_node, changes.get(name), reading))
+        return FleetView(nodes, problems)
+
+    def _read_runs(self) -> None:
+        for path in self._list_runs():
+            if path not in self._runs:
+                self._runs[path] = RunReadings(Run(path))
+            for minute in self._runs[path].read_minutes():
+                last = self._newest_minutes.get(minute.node)
+                if last is None or minute.time >= last.time:
+                    self._newest_minutes[minute.node] = minute
+
+    def _list_runs(self) -> list[Path]:
+        if self._sources.runs is not None:
+            return list_run_directories(self._sources.runs)
+        if self._sources.backend is None:
+            return []
+        return select_recent_runs(self._sources.backend.list_jobs(), self._now())
+
+    def _find_minute_reading(self, name: str, node: BackendNode | None) -> LatestReading | None:
+        host_names = () if node is None else node.host_names
+        minutes = (self._newest_minutes.get(each) for each in (name, *host_names))
+        return find_newest_reading(None if minute is None else reading_from_minute(minute) for minute in minutes)
+
+    def _read_exporters(self, problems: list[str]) -> Mapping[str, LatestReading]:
+        """Ask all metrics endpoints of the nodes file at once."""
+        entries = [entry for entry in self._entries if entry.prometheus is not None]
+        if not entries:
+            return {}
+        found = {}
+        with ThreadPoolExecutor(min(MAX_CONCURRENT_FETCHES, len(entries))) as pool:
+            for entry, result in zip(entries, pool.map(self._read_exporter, entries), strict=True):
+                if isinstance(result, str):
+                    problems.append(f"{entry.name}: {result}")
+                else:
+                    found[entry.name] = result
+        return found
+
+    def _read_exporter(self, entry: NodesFileEntry) -> LatestReading | str:
+        """Return a reading, or why there is none."""
+        try:
+            source = PrometheusSource(entry.prometheus or "", self._now)
+        except SourceUnavailableError as error:
+            return str(error)
+        return reading_from_devices(source.read().devices, self._now(), EXPORTER_PERIOD_S)
+
+    def _read_this_machine(self, problems: list[str]) -> LatestReading | None:
+        """Return the newest sample of the agent that records this machine; without one, read it now."""
+        now, path = self._now(), ring_path(os.uname().nodename)
+        try:
+            for sample in reversed(list(read_ring(path, now - 2 * SAMPLE_INTERVAL_S, now + SAMPLE_INTERVAL_S))):
+                return reading_from_sample(sample, SAMPLE_INTERVAL_S)
+        except (OSError, DataError) as error:
+            problems.append(str(error))
+        return reading_from_sample(self._read_here(), SAMPLE_INTERVAL_S)
+
+
+def open_node_states() -> NodeStates:
+    """Open the table of nodes of this user's fleet."""
+    return NodeStates(node_states_path())
+
+
+def find_actor() -> str:
+    """Return the name of the user of this command, for the history of nodes."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        return f"user {os.getuid()}"
+
+
+def drain_node(backend: NodeBackend, states: NodeStates, name: str, reason: str, actor: str) -> BackendNode:
+    """Drain a node through its backend, and record it. Returns the node as it was before.
+
+    Raises UsageError for a node that the backend does not have, that is drained already, or that this user may not
+    drain.
+    """
+    _check_reason(name, reason)
+    node = find_node(backend.list_nodes(), name, backend.name)
+    change = states.find(name)
+    state = NodeState.HEALTHY if change is None else change.state
+    is_recorded = state in (NodeState.DRAINED, NodeState.TESTING)
+    if is_recorded and node.service is NodeService.DRAINED:
+        _, why = merge_state(node, change)
+        raise UsageError(f"{name}: is {state} already: {why}; `phalanx fleet undrain {name}` takes it back")
+    backend.drain_node(name, reason, actor)
+    if not is_recorded:
+        states.change(name, NodeState.DRAINED, reason, actor)
+    return node
+
+
+def undrain_node(backend: NodeBackend, states: NodeStates, name: str, reason: str, actor: str) -> None:
+    """Take a node back that is drained or suspect, through its backend, and record it.
+
+    Raises UsageError for a node that the backend does not have, that is neither, or that this user may not undrain.
+    """
+    _check_reason(name, reason)
+    node = find_node(backend.list_nodes(), name, backend.name)
+    change = states.find(name)
+    state = NodeState.HEALTHY if change is None else change.state
+    if state is NodeState.HEALTHY and node.service is not NodeService.DRAINED:
+        raise UsageError(f"{name}: is neither drained nor suspect; {backend.name} calls it {node.state}")
+    if node.service is NodeService.DRAINED:
+        backend.undrain_node(name)
+    if state is not NodeState.HEALTHY:
+        states.change(name, NodeState.HEALTHY, reason, actor)
+
+
+def _check_reason(node: str, reason: str) -> None:
+    """Before the backend changes anything, since the table takes no change without a reason."""
+    if not reason.strip() or not reason.isprintable():
+        raise UsageError(f"{node}: --reason {reason!r}: expected why, in one line of text")
+
+
+def _by_name(nodes: list[BackendNode]) -> dict[str, BackendNode]:
+    return {node.name: node for node in nodes}

@@ -1,0 +1,55 @@
+"""A node of the fleet: what its backend says, what Phalanx decided, and its newest reading. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phalanx.fleet.latest_reading import LatestReading
+from phalanx.fleet.node_states import NodeChange, NodeState
+from phalanx.jobs.backends.nodes import BackendNode, NodeService
+
+DOWN_STATE = "down"
+"""Shown for a healthy node on which its backend starts no jobs for another reason than a drain."""
+
+
+@dataclass(frozen=True)
+class FleetNode:
+    """A node as `phalanx fleet ls` shows it."""
+
+    name: str
+    state: str
+    """A NodeState, or `down`."""
+    reason: str | None
+    """Why it is in this state."""
+    backend: BackendNode | None
+    """None for a node that only a file or a run names."""
+    reading: LatestReading | None
+
+
+def make_fleet_node(
+    name: str, backend: BackendNode | None, change: NodeChange | None, reading: LatestReading | None
+) -> FleetNode:
+    """Return a node of what is known about it. `change`: its newest one in the table of nodes."""
+    state, reason = merge_state(backend, change)
+    return FleetNode(name, state, reason, backend, reading)
+
+
+def merge_state(backend: BackendNode | None, change: NodeChange | None) -> tuple[str, str | None]:
+    """Return the state of a node, and why. What the backend does counts: a node that was drained or undrained there is
+    in that state, and the reason names a contradiction."""
+    state = NodeState.HEALTHY if change is None else change.state
+    decided = None if change is None or state is NodeState.HEALTHY else f"{change.reason} ({change.actor})"
+    if backend is None:
+        return state, decided
+    is_out = state in (NodeState.DRAINED, NodeState.TESTING)
+    if backend.service is NodeService.DRAINED:
+        return (state, decided) if is_out else (NodeState.DRAINED, backend.reason)
+    if is_out and backend.service is NodeService.OPEN:
+        return state, f"{decided}; but the backend starts jobs there: it was undrained without Phalanx"
+    if backend.service is NodeService.DOWN and not is_out:
+        return DOWN_STATE, backend.reason or decided
+    return state, decided
+
+
+def find_newest_reading(readings: Iterable[LatestReading | None]) -> LatestReading | None:
+    """The newest reading; None without any."""
+    return max((each for each in readings if each is not None), key=lambda reading: reading.time, default=None)

@@ -1,0 +1,54 @@
+"""What runs say about nodes: the minutes that their agents write, read as they are added."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from phalanx.errors import DataError
+from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.run import Run
+from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
+
+logger = logging.getLogger(__name__)
+
+MAX_MINUTES_BYTES = 4 << 20
+"""Bytes of a node's minutes that are read at first, from the end: 5 hours with 8 accelerators."""
+MAX_JOB_AGE_S = 24 * 3600.0
+"""Seconds since the end of a job for which its run is read: what ended it may be its node's fault."""
+
+
+def list_run_directories(folder: Path) -> list[Path]:
+    """Return the run directories in a folder; the folder itself, if it is one."""
+    if Run(folder).has_started():
+        return [folder]
+    return sorted(path for path in folder.iterdir() if path.is_dir() and Run(path).has_started())
+
+
+def select_recent_runs(statuses: Iterable[JobStatus], now: float) -> list[Path]:
+    """Return the run directories of the jobs that run, or ended within the last day."""
+    found: dict[Path, None] = {}
+    for status in statuses:
+        is_recent = status.ended_at is not None and now - status.ended_at < MAX_JOB_AGE_S
+        if status.run_dir is not None and (status.state is JobState.RUNNING or is_recent):
+            found[Path(status.run_dir)] = None
+    return list(found)
+
+
+class RunReadings:
+    """New minutes of a run's nodes, at each `read`."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._tails: dict[Path, NodeMinuteTail] = {}
+
+    def read_minutes(self) -> list[NodeMinute]:
+        """Return the minutes since the last call, of each node in order. A file that is no file is left out."""
+        found: list[NodeMinute] = []
+        for path in sorted(self._run.telemetry.glob("*.jsonl")):
+            if path not in self._tails:
+                self._tails[path] = NodeMinuteTail(path, MAX_MINUTES_BYTES)
+            try:
+                found += self._tails[path].read()
+            except (OSError, DataError) as error:
+                logger.debug("%s is not read: %s", path, error)
+        return found
