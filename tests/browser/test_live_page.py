@@ -166,7 +166,7 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
     open_run(page, serve, "troubled")
     run_page = page.evaluate("location.pathname")
     ids = [wait_until(lambda: page.evaluate("location.pathname.split('/').pop()"))] * 2
-    for path in ("/", "/jobs", run_page, f"{run_page}/logs", f"/compare?run={ids[0]}&run={ids[1]}", "/nothing"):
+    for path in ("/", "/jobs", "/nodes", f"/nodes/{os.uname().nodename}", run_page, f"{run_page}/logs", f"/compare?run={ids[0]}&run={ids[1]}", "/nothing"):
         page.visit(f"{serve.base}{path}")
         page.evaluate(axe)
         page.send(
@@ -184,7 +184,7 @@ def test_pages_are_used_on_a_phone_in_the_dark_and_by_keyboard(page: Page, serve
     page.dark()
     open_run(page, serve, "troubled")
     run_page = page.evaluate("location.pathname")
-    for path in ("/", "/jobs", run_page, f"{run_page}/logs"):
+    for path in ("/", "/jobs", "/nodes", run_page, f"{run_page}/logs"):
         page.visit(f"{serve.base}{path}")
         assert page.evaluate("document.documentElement.scrollWidth <= 390"), path
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"

@@ -3,7 +3,7 @@
 import getpass
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +56,7 @@ class FleetReader:
         states: The table of nodes.
         read_here: Reads this machine, where no agent records it.
         now: Returns seconds since the epoch.
+        list_more_runs: Returns further run directories to read.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class FleetReader:
         states: NodeStates,
         read_here: Callable[[], NodeSample] = lambda: read_local_node().sample,
         now: Callable[[], float] = time.time,
+        list_more_runs: Callable[[], Sequence[Path]] = tuple,
     ):
+        self._list_more_runs = list_more_runs
         self._sources, self._states, self._read_here, self._now = sources, states, read_here, now
         self._entries = [] if sources.nodes_file is None else load_nodes_file(sources.nodes_file).nodes
         if sources.runs is not None and not sources.runs.is_dir():
@@ -104,9 +107,10 @@ class FleetReader:
     def _list_runs(self) -> list[Path]:
         if self._sources.runs is not None:
             return list_run_directories(self._sources.runs)
+        more = list(self._list_more_runs())
         if self._sources.backend is None:
-            return []
-        return select_recent_runs(self._sources.backend.list_jobs(), self._now())
+            return more
+        return [*select_recent_runs(self._sources.backend.list_jobs(), self._now()), *more]
 
     def _find_minute_reading(self, name: str, node: BackendNode | None) -> LatestReading | None:
         host_names = () if node is None else node.host_names

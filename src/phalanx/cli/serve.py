@@ -21,11 +21,18 @@ def serve(
         str, typer.Option(help="Address to listen on. Any but this machine's own demands a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8420,
+    nodes: Annotated[
+        Path | None, typer.Option("--nodes", metavar="FILE", help="Show the nodes of this file, not of the backend.")
+    ] = None,
+    agent_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="PHALANX_METRICS_PORT of the agents, to show nodes every second; 0: off."),
+    ] = 0,
     allow_actions: Annotated[
         bool, typer.Option("--allow-actions", help="Let a browser with the token cancel jobs.")
     ] = False,
 ) -> None:
-    """Serve a live page of runs and jobs until Ctrl-C.
+    """Serve a live page of runs, jobs and nodes until Ctrl-C.
 
     The page is read-only, and for browsers on this machine, unless you say otherwise. PHALANX_SERVE_TOKEN gives the
     token; without it one is made and printed.
@@ -38,6 +45,13 @@ def serve(
             raise
         raise UsageError(f"{error.name} is not installed; pip install 'phalanx[serve]'") from None
     options = ServeOptions(
-        runs or [Path("runs")], on, host, port, allow_actions, os.environ.get("PHALANX_SERVE_TOKEN") or None
+        runs or [Path("runs")],
+        on,
+        host,
+        port,
+        allow_actions,
+        nodes,
+        agent_port,
+        os.environ.get("PHALANX_SERVE_TOKEN") or None,
     )
     run_server(options, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))

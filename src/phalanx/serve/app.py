@@ -1,15 +1,16 @@
 """The routes of the server: pages, streams of server-sent events that renew them, and actions."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -19,15 +20,26 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.node_states import NodeChange
 from phalanx.observe.compare import compare_runs, render_comparison_body
 from phalanx.observe.html_report.chart import render_chart_rows
 from phalanx.observe.html_report.document import read_page_css, read_page_script
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
 from phalanx.serve.access import Access, AccessMiddleware, describe_refusal
+from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.job_pages import JobReader, render_jobs, render_jobs_page
 from phalanx.serve.live_run import LiveRuns, RunPage
 from phalanx.serve.log_pages import render_logs
+from phalanx.serve.node_pages import (
+    HEAT_MAPS,
+    HISTORY_HOURS,
+    build_heat_map,
+    render_node,
+    render_nodes,
+    render_nodes_page,
+)
+from phalanx.serve.node_reader import NodeReader, add_samples, read_node_minutes
 from phalanx.serve.pages import (
     ROWS_PER_PAGE,
     PageFrame,
@@ -59,7 +71,10 @@ class Server:
 
     index: RunIndex
     jobs: JobReader
+    nodes: NodeReader
     access: Access
+    streams: AgentStreams = field(default_factory=lambda: AgentStreams(dict))
+    read_history: Callable[[str], Sequence[NodeChange]] = lambda name: ()
     live_runs: LiveRuns = field(default_factory=LiveRuns)
     wall_clock: Callable[[], float] = time.time
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -67,6 +82,7 @@ class Server:
     def __post_init__(self) -> None:
         self._css = (read_page_css() + (STATIC_DIR / "serve.css").read_text()).encode()
         self._script = (read_page_script() + (STATIC_DIR / "live.js").read_text()).encode()
+        self._nodes_shown: tuple[tuple[str, str], int, tuple[str, dict[str, Any]]] | None = None
         self._lists: dict[RunQuery, tuple[object, float, str]] = {}
         self._static_version = hashlib.sha256(self._css + self._script).hexdigest()[:12]
 
@@ -82,6 +98,9 @@ class Server:
             Route("/jobs", self.show_jobs),
             Route("/jobs/cancel", self.cancel, methods=["POST"]),
             Route("/stream/jobs", self.stream_jobs),
+            Route("/nodes", self.show_nodes),
+            Route("/stream/nodes", self.stream_nodes),
+            Route("/nodes/{name}", self.show_node),
             Route("/static/phalanx.css", self.send_css),
             Route("/static/phalanx.js", self.send_script),
         ]
@@ -89,7 +108,14 @@ class Server:
             routes=routes,
             middleware=[Middleware(AccessMiddleware, access=self.access)],
             exception_handlers={404: self._show_not_found},
+            lifespan=self._follow_agents,
         )
+
+    @contextlib.asynccontextmanager
+    async def _follow_agents(self, app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.streams.run())
+        yield
+        task.cancel()
 
     async def show_runs(self, request: Request) -> Response:
         """The list of runs."""
@@ -187,6 +213,35 @@ class Server:
             return PlainTextResponse(str(error), 409)
         return PlainTextResponse(f"Job {job} is being cancelled.")
 
+    async def show_nodes(self, request: Request) -> Response:
+        """All nodes."""
+        by, text = _read_node_query(request)
+        body = render_nodes_page(self._render_nodes(by, text)[0], by, text)
+        return self._page("Nodes", "Nodes", body, f"/stream/nodes?{urlencode({'by': by, 'q': text})}")
+
+    async def stream_nodes(self, request: Request) -> Response:
+        """The table of nodes and the heat map again."""
+        by, text = _read_node_query(request)
+
+        async def read() -> dict[str, Any]:
+            html, heat_map = self._render_nodes(by, text)
+            return {"sections": {"nodes": html}, "heatMap": heat_map}
+
+        return self._stream_messages(request, read)
+
+    async def show_node(self, request: Request) -> Response:
+        """A node: its state with history, and its last day."""
+        name, now = request.path_params["name"], self.wall_clock()
+        nodes = add_samples(self.nodes.nodes.nodes, self.streams.samples)
+        node = next((each for each in nodes if each.name == name), None)
+        if node is None:
+            text = "The backend and the nodes file have no node of this name."
+            return self._page("Node", "Nodes", render_problem("No such node", text), status=404)
+        runs = [Run(row.path) for row in self.index.rows.values() if now - row.last_written_at < 3600 * HISTORY_HOURS]
+        minutes = await run_in_threadpool(read_node_minutes, runs, node)
+        changes = await run_in_threadpool(self.read_history, name)
+        return self._page(name, "Nodes", render_node(node, changes, minutes, now))
+
     async def send_css(self, request: Request) -> Response:
         """The style sheet."""
         return self._static(self._css, "text/css")
@@ -214,6 +269,16 @@ class Server:
     def _render_jobs(self, request: Request) -> str:
         may_cancel = describe_refusal(self.access, request) is None
         return render_jobs(self.jobs.jobs, self.jobs.backend, may_cancel)
+
+    def _render_nodes(self, by: str, text: str) -> tuple[str, dict[str, Any]]:
+        """The table and the heat map; browsers that look at the same share them for a second."""
+        now = self.wall_clock()
+        if self._nodes_shown is None or self._nodes_shown[:2] != ((by, text), int(now)):
+            found, samples = self.nodes.nodes, self.streams.samples
+            nodes = add_samples(found.nodes, samples)
+            shown = render_nodes(found, nodes, text, now), build_heat_map(nodes, samples, by, now)
+            self._nodes_shown = ((by, text), int(now), shown)
+        return self._nodes_shown[2]
 
     def _find_run(self, request: Request) -> Run | None:
         row = self.index.find(request.path_params["id"])
@@ -278,6 +343,11 @@ async def _read_form(request: Request) -> dict[str, str] | None:
         if len(body) > MAX_FORM_BYTES:
             return None
     return {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
+
+
+def _read_node_query(request: Request) -> tuple[str, str]:
+    by = request.query_params.get("by", "")
+    return by if by in HEAT_MAPS else next(iter(HEAT_MAPS)), request.query_params.get("q", "").strip()
 
 
 def _read_query(request: Request) -> RunQuery:

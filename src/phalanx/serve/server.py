@@ -2,6 +2,7 @@
 
 import errno
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,17 @@ from types import FrameType
 
 import uvicorn
 
+from phalanx.app.fleet_nodes import FleetReader, FleetSources, open_node_states
 from phalanx.errors import UsageError
+from phalanx.fleet.fleet_node import FleetNode
+from phalanx.fleet.node_states import NodeChange
 from phalanx.jobs.backends.base import open_backend
+from phalanx.jobs.backends.nodes import open_node_backend
 from phalanx.serve.access import make_access
+from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.app import Server
 from phalanx.serve.job_pages import JobReader
+from phalanx.serve.node_reader import NodeReader, ReadFleet
 from phalanx.serve.run_index import RunIndex
 
 SHUTDOWN_TIMEOUT_S = 2
@@ -29,6 +36,10 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8420
     allow_actions: bool = False
+    nodes_file: Path | None = None
+    """Names the nodes instead of the backend."""
+    agent_port: int = 0
+    """PHALANX_METRICS_PORT of the agents; 0: none are asked."""
     token: str | None = None
 
 
@@ -41,9 +52,12 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
     open_backend(options.backend)  # a name that is none, or a package that is missing
     access = make_access(options.host, options.allow_actions, options.token)
     with _listen(options.host, options.port) as listener:
-        server = Server(RunIndex(options.roots), JobReader(options.backend, open_backend), access)
-        server.index.start()
-        server.jobs.start()
+        index = RunIndex(options.roots)
+        nodes = NodeReader(lambda: _open_fleet(options, index))
+        streams = AgentStreams(lambda: _find_agents(nodes.nodes.nodes, options.agent_port))
+        server = Server(index, JobReader(options.backend, open_backend), nodes, access, streams, _read_history)
+        for thread in (server.index, server.jobs, server.nodes):
+            thread.start()
         host = f"[{options.host}]" if ":" in options.host else options.host
         secret = f"/?token={access.token}" if access.token else "/"
         report(f"http://{host}:{listener.getsockname()[1]}{secret}")
@@ -51,7 +65,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             server.make_app(),
             log_level="warning",
             access_log=False,
-            lifespan="off",
+            lifespan="on",
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         )
@@ -61,8 +75,36 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             pass
         finally:
             server.stopping.set()
-            server.index.stop()
-            server.jobs.stop()
+            for thread in (server.index, server.jobs, server.nodes):
+                thread.stop()
+
+
+def _open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
+    """Reads the nodes of the backend, or of the nodes file, with what running runs have recorded."""
+
+    def list_running() -> list[Path]:
+        now = time.time()
+        return [row.path for row in index.rows.values() if row.status(now) == "running"]
+
+    backend = None if options.nodes_file is not None else open_node_backend(options.backend)
+    sources = FleetSources(backend, options.nodes_file)
+    reader = FleetReader(sources, open_node_states(), list_more_runs=list_running)
+
+    def read() -> tuple[list[FleetNode], list[str]]:
+        view = reader.read()
+        return view.nodes, view.problems
+
+    return read
+
+
+def _find_agents(nodes: Sequence[FleetNode], port: int) -> dict[str, tuple[str, int]]:
+    """Addresses of the agents of nodes; none for port 0."""
+    return {node.name: (node.name, port) for node in nodes} if port else {}
+
+
+def _read_history(name: str) -> list[NodeChange]:
+    with open_node_states() as states:
+        return states.history(name)
 
 
 class _EndingServer(uvicorn.Server):

@@ -13,6 +13,7 @@ from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.serve.access import COOKIE_NAME, SECURITY_HEADERS, Access, make_access
 from phalanx.serve.app import Server
 from phalanx.serve.job_pages import JobReader
+from phalanx.serve.node_reader import NodeReader
 from phalanx.serve.run_index import RunIndex
 
 TOKEN = "0123456789abcdef"
@@ -51,7 +52,7 @@ class Browser:
         index.update()
         jobs = JobReader("local", lambda name: self.backend)  # type: ignore[arg-type, return-value]
         jobs.update()
-        self._app = Server(index, jobs, access).make_app()
+        self._app = Server(index, jobs, NodeReader(lambda: lambda: ((), ())), access).make_app()
 
     def get(self, path: str, **headers: str) -> Answer:
         return asyncio.run(self._ask("GET", path, headers, b""))
@@ -102,7 +103,7 @@ def test_pages_of_this_machine_need_no_token(folder: Path) -> None:
 
 def test_every_answer_has_the_security_headers(folder: Path) -> None:
     browser = Browser(folder, make_access("127.0.0.1", False, None))
-    for path in ("/", "/jobs", "/nothing", "/run/0123", "/compare"):
+    for path in ("/", "/jobs", "/nodes", "/nodes/n1", "/nothing", "/run/0123", "/compare"):
         found = browser.get(path).headers
         assert {name: found[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS, path
         assert "unsafe-inline" not in found["content-security-policy"]

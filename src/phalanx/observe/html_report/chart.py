@@ -56,7 +56,7 @@ class ChartMark:
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows. `x_range` and `y_range` are the ends of its axes."""
+    """What one chart shows. `x_range` and `y_range` are the ends of its axes; `x_label`: what x counts."""
 
     title: str
     series: Sequence[ChartSeries]
@@ -66,6 +66,7 @@ class Chart:
     unit: str = ""
     log: bool = False
     wide: bool = False
+    x_label: str = "step"
 
     @property
     def full_title(self) -> str:
@@ -78,6 +79,7 @@ class Chart:
             "title": self.title,
             "unit": self.unit,
             "log": self.log,
+            "xLabel": self.x_label,
             "xRange": self.x_range,
             "yRange": self.y_range,
             "series": [_series_to_json(series) for series in self.series],

@@ -104,7 +104,8 @@ const phalanxCharts = (() => {
     tip.hidden = left < 0 || left == null;
     if (tip.hidden) return;
     const data = plot.data, unit = chart.unit ? ` ${chart.unit}` : "";
-    const lines = [`step ${Math.round(plot.posToVal(left, "x"))}`];
+    const x = plot.posToVal(left, "x");
+    const lines = [`${chart.xLabel} ${chart.xLabel === "step" ? Math.round(x) : format(x)}`];
     shownSeries(chart).forEach((series, index) => {
       const at = idxs[index + 1];
       if (!series.label || at == null) return;

@@ -1,0 +1,208 @@
+"""Nodes on the page: tables, heat maps, and samples that agents send."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from make_run import Maker
+from phalanx.errors import UsageError
+from phalanx.fleet.fleet_node import FleetNode
+from phalanx.fleet.latest_reading import LatestReading
+from phalanx.fleet.node_states import NodeChange, NodeState
+from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample
+from phalanx.run import Run
+from phalanx.run.telemetry_minutes import NodeMinute, Rollups, ValueRollup
+from phalanx.serve import agent_streams
+from phalanx.serve.agent_streams import AgentStreams
+from phalanx.serve.node_pages import (
+    MAX_TABLE_NODES,
+    build_heat_map,
+    build_node_charts,
+    render_node,
+    render_nodes,
+    render_nodes_page,
+)
+from phalanx.serve.node_reader import NodeList, NodeReader, add_samples, read_node_minutes
+
+NOW = 1000.0
+HOT = DeviceSample(id="a", power_mean_w=350.0, power_cap_w=700.0, thermal_margin_c=10.0, utilization=1.0)
+UNKNOWN = DeviceSample(id="b")
+
+
+def node(name: str = "n1", state: str = "healthy", reading: LatestReading | None = None) -> FleetNode:
+    return FleetNode(name, state, None, None, reading)
+
+
+@pytest.mark.parametrize(
+    ("by", "values"), [("power", [50, None]), ("margin", [75, None]), ("utilization", [100, None])]
+)
+def test_a_heat_map_has_a_percentage_for_each_device_and_null_for_what_is_missing(
+    by: str, values: list[int | None]
+) -> None:
+    found = build_heat_map([node()], {"n1": NodeSample(NOW, devices=(HOT, UNKNOWN))}, by, NOW)
+    assert found["nodes"] == [["n1", "healthy", values]]
+
+
+def test_a_node_without_devices_is_one_cell() -> None:
+    sample = NodeSample(NOW, HostSample(cpu_utilization=0.5))
+    assert build_heat_map([node()], {"n1": sample}, "utilization", NOW)["nodes"] == [["n1", "healthy", [50]]]
+
+
+def test_late_samples_and_silent_nodes_have_no_colour() -> None:
+    late = {"n1": NodeSample(NOW - 4, devices=(HOT,))}
+    assert build_heat_map([node(), node("n2")], late, "power", NOW)["nodes"] == [
+        ["n1", "healthy", [None]],
+        ["n2", "healthy", [None]],
+    ]
+
+
+def test_a_late_reading_is_not_shown_as_a_value() -> None:
+    reading = LatestReading(NOW - 100, 1.0, draw_w=512.0)
+    page = render_nodes(NodeList(is_read=True), [node(reading=reading)], "", NOW)
+    assert "512 W" not in page
+    assert "(late)" in page
+
+
+def test_nodes_that_are_not_healthy_come_first_and_long_tables_are_cut() -> None:
+    nodes = [node(f"n{number}") for number in range(MAX_TABLE_NODES + 5)] + [node("bad", "drained")]
+    page = render_nodes(NodeList(nodes, is_read=True), nodes, "", NOW)
+    assert page.index(">bad<") < page.index(">n0<")
+    assert "and 6 nodes more" in page
+    assert page.count("<tr>") == MAX_TABLE_NODES + 1
+    assert render_nodes(NodeList(nodes, is_read=True), nodes, "drained", NOW).count("<tr>") == 2
+
+
+def test_the_newer_of_two_readings_is_shown() -> None:
+    old = node(reading=LatestReading(NOW - 10, 60.0, draw_w=1.0))
+    sample = NodeSample(NOW, HostSample(node_power_w=2.0))
+    (found,) = add_samples([old], {"n1": sample})
+    assert found.reading is not None
+    assert found.reading.draw_w == 2.0
+    newer = node(reading=LatestReading(NOW + 1, 60.0, draw_w=3.0))
+    assert add_samples([newer], {"n1": sample}) == [newer]
+
+
+def test_nodes_that_cannot_be_read_stay_with_a_problem() -> None:
+    answers = [([node()], []), UsageError("slurm does not answer")]
+
+    def read() -> tuple[list[FleetNode], list[str]]:
+        found = answers.pop(0)
+        if isinstance(found, UsageError):
+            raise found
+        return found
+
+    reader = NodeReader(lambda: read)
+    reader.update()
+    reader.update()
+    assert [each.name for each in reader.nodes.nodes] == ["n1"]
+    assert reader.nodes.problems == ["slurm does not answer"]
+
+
+def test_names_and_reasons_are_escaped() -> None:
+    evil = FleetNode("<b>", "drained", "<script>", None, None)
+    pages = [
+        render_nodes(NodeList(problems=["<u>"], is_read=True), [evil], "", NOW),
+        render_node(evil, [NodeChange("<b>", NodeState.DRAINED, "<script>", "<u>", NOW)], [], NOW),
+        render_nodes_page("", "power", '"><script>'),
+    ]
+    for page in pages:
+        assert "<script>" not in page
+        assert "<b>" not in page
+        assert "<u>" not in page
+
+
+def minute(time: float, power_w: float) -> NodeMinute:
+    rollup = Rollups({"power_mean_w": ValueRollup(power_w, power_w, power_w, 60)})
+    return NodeMinute(time, 60.0, 60, "n1", Rollups(), {"a": rollup, "b": rollup})
+
+
+def test_the_charts_of_a_node_have_the_last_day() -> None:
+    now = 200_000.0
+    (chart,) = build_node_charts([minute(now - 60, 300.0), minute(now - 90_000, 1.0), minute(now - 7260, 100.0)], now)
+    assert chart.title == "Power"
+    assert list(chart.series[0].x) == [pytest.approx(-2.0), 0.0]
+    assert list(chart.series[0].y) == [100.0, 300.0]
+
+
+def test_minutes_of_a_node_are_read_from_each_run_once(tmp_path: Path) -> None:
+    for name, times in (("a", (60.0, 120.0)), ("b", (120.0, 180.0))):
+        run = Maker(tmp_path / name).path
+        (run / "telemetry").mkdir()
+        (run / "telemetry" / "n1.jsonl").write_bytes(b"".join(minute(time, 1.0).to_line() for time in times))
+    found = read_node_minutes([Run(tmp_path / "a"), Run(tmp_path / "b"), Run(tmp_path / "none")], node())
+    assert sorted(each.time for each in found) == [60.0, 120.0, 180.0]
+    assert read_node_minutes([Run(tmp_path / "a")], node("../../../etc/passwd")) == []
+
+
+async def until_sample(streams: AgentStreams, name: str, time: float) -> None:
+    async with asyncio.timeout(10):
+        while name not in streams.samples or streams.samples[name].time < time:
+            await asyncio.sleep(0.01)
+
+
+def test_agents_are_followed_and_one_that_returns_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_streams, "FIRST_RETRY_S", 0.01)
+
+    async def follow() -> None:
+        first = AgentEndpoint("n1", 0)
+        port = first.port
+        streams = AgentStreams(lambda: {"n1": ("127.0.0.1", port)})
+        task = asyncio.create_task(streams.run())
+        first.publish(NodeSample(1.0))
+        await until_sample(streams, "n1", 1.0)
+        await asyncio.to_thread(first.close)
+        second = AgentEndpoint("n1", port)
+        second.publish(NodeSample(2.0))
+        await until_sample(streams, "n1", 2.0)
+        task.cancel()
+        await asyncio.to_thread(second.close)
+
+    asyncio.run(follow())
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 404 no\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nnot json\n", b"\x00" * 9999]
+)
+def test_a_port_of_something_else_gives_no_sample_and_stops_nothing(answer: bytes) -> None:
+    async def follow() -> bool:
+        asked = asyncio.Event()
+
+        async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(answer)
+            writer.close()
+            asked.set()
+
+        server = await asyncio.start_server(reply, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        streams = AgentStreams(lambda: {"n1": ("127.0.0.1", port)})
+        task = asyncio.create_task(streams.run())
+        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.sleep(0)
+        is_running = not task.done()
+        task.cancel()
+        server.close()
+        return is_running and not streams.samples
+
+    assert asyncio.run(follow())
+
+
+def test_a_node_that_leaves_the_fleet_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_streams, "SYNC_INTERVAL_S", 0.01)
+
+    async def follow() -> None:
+        endpoint = AgentEndpoint("n1", 0)
+        addresses = {"n1": ("127.0.0.1", endpoint.port)}
+        streams = AgentStreams(lambda: addresses)
+        task = asyncio.create_task(streams.run())
+        endpoint.publish(NodeSample(1.0))
+        await until_sample(streams, "n1", 1.0)
+        addresses.clear()
+        async with asyncio.timeout(10):
+            while streams.samples:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.to_thread(endpoint.close)
+
+    asyncio.run(follow())
