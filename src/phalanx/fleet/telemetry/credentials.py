@@ -48,6 +48,12 @@ def find_credentials(
     return Credentials(user, password)
 
 
+def check_ca_file(service: str, file: Path | None) -> None:
+    """Refuse a file of certificates that is not there: libraries say of it only that there is no such file."""
+    if file is not None and not file.is_file():
+        raise UsageError(f"{service}: ca_file: there is no file {file}")
+
+
 def _read_private_netrc(file: Path, host: str) -> Credentials | None:
     try:
         mode = file.stat().st_mode

@@ -14,7 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
-from phalanx.fleet.telemetry.credentials import Credentials, find_credentials
+from phalanx.fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials
 from phalanx.fleet.telemetry.polling import PollingThread
 from phalanx.fleet.telemetry.redfish_chassis import (
     ChassisReader,
@@ -149,6 +149,7 @@ def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.en
             "redfish: url: user and password do not belong into an address; use PHALANX_REDFISH_USER and "
             "PHALANX_REDFISH_PASSWORD, or credentials_file"
         )
+    check_ca_file("redfish", options.ca_file)
     credentials = find_credentials("REDFISH", address.hostname, options.credentials_file, environment)
     if credentials is not None and address.scheme == "http":
         raise UsageError(f"{options.url}: a password is not sent without TLS; use https://")
