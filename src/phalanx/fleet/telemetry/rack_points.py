@@ -22,7 +22,7 @@ HEARTBEAT_LIMIT_S = LATE_AFTER_INTERVALS * 10.0
 MAX_POINTS = 200_000
 MAX_MESSAGE_BYTES = 64 << 10
 GOOD_QUALITY = 1
-STATES = {0.0: False, 1.0: True}
+BINARY_STATES = {0.0: False, 1.0: True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _add_value(
     """The rack with one more value. Of several points of one measurement none is known to be the rack's."""
     found: float | bool | None = value if is_first else None
     if kind.unit is None:
-        state = None if value is None else STATES.get(value)
+        state = None if value is None else BINARY_STATES.get(value)
         found = state if is_first else _join_states(getattr(rack, kind.column), state)
     oldest_s = max((age for age in (rack.age_s, age_s) if age is not None), default=None)
     return replace(rack, **{kind.column: found, "age_s": oldest_s})  # type: ignore[arg-type]
