@@ -11,6 +11,7 @@ from phalanx.fleet.telemetry.redfish_chassis import (
     RedfishStatusError,
     RedfishUnreachableError,
 )
+from settable_clock import SettableClock
 
 CHASSIS = "/redfish/v1/Chassis/1"
 
@@ -28,7 +29,7 @@ class FakeBmc:
     are answered with an error), `values` (other readings, null included, by name: power, inlet, cpu, fan).
     """
 
-    clock: Any
+    clock: SettableClock
     is_modern: bool = True
     load_w: Callable[[float], float] = lambda t: 800.0
     delay_s: float = 0.0
@@ -55,7 +56,7 @@ class FakeBmc:
         self.clock.now += self.request_s
         if resource is None or path in self.failing:
             raise RedfishStatusError(f"answers with status 500 to {path}")
-        return resource
+        return dict(resource)
 
     def close(self) -> None:
         self.is_open = False

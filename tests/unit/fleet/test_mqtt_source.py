@@ -1,5 +1,6 @@
 """Racks of a building's bus: units, what is missing, faults. The stand-in is `helpers/fake_bms.py`."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,14 @@ def test_a_point_in_another_unit_is_a_problem_and_not_used() -> None:
     assert "expected the unit kW, found W" in open_fake(bms).problems[0]
 
 
+def test_of_many_points_that_are_not_used_some_are_named() -> None:
+    bms = FakeBms([FakePoint("RackPower", unit="W", tag=f"tag{index:02}\x1b[2J") for index in range(15)])
+    problems = open_fake(bms).problems
+    assert len(problems) == 11
+    assert problems[-1] == "mqtts://bus: and 5 more points are not used"
+    assert "\x1b" not in "".join(problems)
+
+
 def test_values_without_metadata_belong_to_no_rack() -> None:
     bms = FakeBms([])
     source = open_fake(bms)
@@ -264,6 +273,9 @@ def test_closing_leaves_the_bus() -> None:
     ("options", "environment", "text"),
     [
         ({"url": "bus"}, {}, "expected an address such as mqtts://"),
+        ({"url": "https://bus"}, {}, "expected an address such as mqtts://"),
+        ({"url": "mqtts://bus:port"}, {}, "expected an address such as mqtts://"),
+        ({"url": "mqtts://bus", "ca_file": Path("/none")}, {}, "mqtt: ca_file: there is no file /none"),
         ({"url": "mqtts://reader:secret@bus"}, {}, "do not belong into an address"),
         (
             {"url": "mqtt://bus"},

@@ -11,18 +11,9 @@ from phalanx.errors import UsageError
 from phalanx.fleet.telemetry.redfish import RedfishOptions, RedfishSource, open_redfish
 from phalanx.fleet.telemetry.sample import HostSample
 from phalanx.fleet.telemetry.source import SourceUnavailableError
+from settable_clock import SettableClock
 
 SERVED = HostSample(node_power_w=800.0, inlet_temperature_c=24.5, cpu_temperature_c=61.0, failed_fans=0.0)
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self, now: float = 100.0):
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class ManualPolling:
@@ -60,14 +51,14 @@ def read_one(bmc: FakeBmc, **options: Any) -> HostSample | None:
 
 @pytest.mark.parametrize("is_modern", [True, False])
 def test_modern_and_legacy_controllers_give_the_same_values(is_modern: bool) -> None:
-    opened = Opened(FakeBmc(Clock(), is_modern))
+    opened = Opened(FakeBmc(SettableClock(100.0), is_modern))
     assert opened.source.read().host == SERVED
     assert opened.source.problems == []
 
 
 def test_power_is_the_sum_of_all_supplies_where_the_chassis_has_no_reading() -> None:
     supplies = f"{CHASSIS}/PowerSubsystem/PowerSupplies"
-    bmc = FakeBmc(Clock(), False)
+    bmc = FakeBmc(SettableClock(100.0), False)
     bmc.more = {
         CHASSIS: {"Id": "1", "PowerSubsystem": link(f"{CHASSIS}/PowerSubsystem")},
         f"{CHASSIS}/PowerSubsystem": {"PowerSupplies": link(supplies)},
@@ -98,32 +89,32 @@ def test_power_is_the_sum_of_all_supplies_where_the_chassis_has_no_reading() -> 
     ],
 )
 def test_null_zero_and_blank_codes_are_missing(is_modern: bool, name: str, value: Any, column: str) -> None:
-    bmc = FakeBmc(Clock(), is_modern, values={name: value})
+    bmc = FakeBmc(SettableClock(100.0), is_modern, values={name: value})
     assert getattr(read_one(bmc), column) is None
 
 
 def test_a_fan_that_does_not_turn_is_a_failed_one() -> None:
     for is_modern in (True, False):
-        host = read_one(FakeBmc(Clock(), is_modern, values={"fan": 0}))
+        host = read_one(FakeBmc(SettableClock(100.0), is_modern, values={"fan": 0}))
         assert host is not None
         assert host.failed_fans == 1
 
 
 def test_what_a_controller_does_not_serve_is_a_problem() -> None:
-    opened = Opened(FakeBmc(Clock(), failing={f"{CHASSIS}/ThermalSubsystem"}))
+    opened = Opened(FakeBmc(SettableClock(100.0), failing={f"{CHASSIS}/ThermalSubsystem"}))
     assert opened.source.problems == ["https://bmc: serves no inlet temperature, no CPU temperature"]
     assert opened.source.read().host == HostSample(node_power_w=800.0, failed_fans=0.0)
 
 
 def test_one_resource_that_fails_costs_only_its_values() -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     opened = Opened(bmc)
     bmc.failing = {f"{CHASSIS}/EnvironmentMetrics"}
     assert opened.poll() == HostSample(inlet_temperature_c=24.5, cpu_temperature_c=61.0)
 
 
 def test_a_reading_has_the_age_of_its_first_request() -> None:
-    bmc = FakeBmc(Clock(), request_s=1.5)
+    bmc = FakeBmc(SettableClock(100.0), request_s=1.5)
     opened = Opened(bmc)
     bmc.clock.now += 4
     num_requests, begin = len(bmc.requests), bmc.clock.now
@@ -133,7 +124,7 @@ def test_a_reading_has_the_age_of_its_first_request() -> None:
 
 
 def test_a_value_older_than_three_intervals_is_missing() -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     opened = Opened(bmc, interval_s=10.0)
     bmc.clock.now += 30
     assert opened.source.read().host == SERVED
@@ -142,7 +133,7 @@ def test_a_value_older_than_three_intervals_is_missing() -> None:
 
 
 def test_a_controller_that_stops_answering_has_no_values_until_it_is_back() -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     opened = Opened(bmc)
     bmc.is_down = True
     assert opened.poll() == HostSample()
@@ -151,7 +142,7 @@ def test_a_controller_that_stops_answering_has_no_values_until_it_is_back() -> N
 
 
 def test_a_controller_that_refuses_the_password_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     opened = Opened(bmc)
     bmc.is_refused = True
     assert opened.poll() == HostSample()
@@ -162,7 +153,7 @@ def test_a_controller_that_refuses_the_password_is_asked_no_more(caplog: pytest.
 
 
 def test_readings_follow_the_load_late_averaged_and_with_noise() -> None:
-    clock = Clock(10.5)
+    clock = SettableClock(10.5)
     bmc = FakeBmc(clock, load_w=lambda t: 800.0 if t < 10 else 400.0, delay_s=0.5, mean_s=2.0, noise_w=1.0)
     opened, found = Opened(bmc), []
     for clock.now in (10.5, 11.5, 12.5, 13.5):
@@ -174,14 +165,14 @@ def test_readings_follow_the_load_late_averaged_and_with_noise() -> None:
 
 
 def test_closing_stops_polling_and_ends_the_session() -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     opened = Opened(bmc)
     opened.source.close()
     assert (opened.pollings[0].is_stopped, bmc.is_open) == (True, False)
 
 
 def test_of_several_chassis_the_outermost_is_the_node() -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     chassis, part = bmc.get(CHASSIS), f"{CHASSIS}/Tray"
     bmc.more = {
         "/redfish/v1/Chassis": {"Members": [link(part), link(CHASSIS)]},
@@ -191,7 +182,7 @@ def test_of_several_chassis_the_outermost_is_the_node() -> None:
 
 
 def test_several_outermost_chassis_have_to_be_named() -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     other = "/redfish/v1/Chassis/HGX"
     bmc.more = {
         "/redfish/v1/Chassis": {"Members": [link(other), link(CHASSIS)]},
@@ -206,7 +197,7 @@ def test_several_outermost_chassis_have_to_be_named() -> None:
 
 
 def test_a_link_to_another_host_is_not_followed() -> None:
-    bmc = FakeBmc(Clock())
+    bmc = FakeBmc(SettableClock(100.0))
     bmc.more = {"/redfish/v1/Chassis": {"Members": [link("https://elsewhere/1"), link("//elsewhere/2"), link(CHASSIS)]}}
     Opened(bmc)
     assert not [path for path in bmc.requests if "elsewhere" in path]
@@ -214,7 +205,7 @@ def test_a_link_to_another_host_is_not_followed() -> None:
 
 @pytest.mark.parametrize("resource", [{}, {"Chassis": 5}, {"Chassis": link("/redfish/v1/Systems")}])
 def test_a_service_without_chassis_is_unavailable(resource: dict[str, Any]) -> None:
-    bmc = FakeBmc(Clock(), more={"/redfish/v1/": resource, "/redfish/v1/Systems": {"Members": "none"}})
+    bmc = FakeBmc(SettableClock(100.0), more={"/redfish/v1/": resource, "/redfish/v1/Systems": {"Members": "none"}})
     with pytest.raises(SourceUnavailableError, match="has no chassis with sensors among none"):
         Opened(bmc)
 

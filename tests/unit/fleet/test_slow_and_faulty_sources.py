@@ -18,17 +18,9 @@ from phalanx.fleet.telemetry.prometheus import PrometheusSource
 from phalanx.fleet.telemetry.sample import DeviceSample
 from phalanx.fleet.telemetry.sampler import NodeSampler
 from phalanx.fleet.telemetry.source import TelemetrySource
+from settable_clock import SettableClock
 
 URL = "http://n1:9400/metrics"
-
-
-class Clock:
-    """A clock that tests set."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class AmdFromNvml(FakeAmdsmi):
@@ -46,22 +38,22 @@ class AmdFromNvml(FakeAmdsmi):
         return {"energy_accumulator": energy.value.ullVal, "counter_resolution": 1000.0}
 
 
-def make_nvml(gpu: FakeGpu, clock: Clock) -> TelemetrySource:
+def make_nvml(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
     return NvmlSource(FakeNvml(gpu, clock=clock))
 
 
-def make_amd(gpu: FakeGpu, clock: Clock) -> TelemetrySource:
+def make_amd(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
     return AmdsmiSource(AmdFromNvml(FakeNvml(gpu, clock=clock)))
 
 
-def make_prometheus(gpu: FakeGpu, clock: Clock) -> TelemetrySource:
+def make_prometheus(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
     return PrometheusSource(URL, clock, FakeExporter(FakeNvml(gpu, clock=clock), interval_s=1.0).fetch, renewal_s=1.0)
 
 
 every_source = pytest.mark.parametrize("make_source", [make_nvml, make_amd, make_prometheus])
 
 
-def sample(source: TelemetrySource, clock: Clock, seconds: int) -> tuple[list[DeviceSample], float | None]:
+def sample(source: TelemetrySource, clock: SettableClock, seconds: int) -> tuple[list[DeviceSample], float | None]:
     """The samples of each second, and the joules at the end."""
     sampler, found = NodeSampler([source], "node", clock=clock, wall_clock=clock), []
     for clock.now in range(seconds):
@@ -71,25 +63,25 @@ def sample(source: TelemetrySource, clock: Clock, seconds: int) -> tuple[list[De
 
 @every_source
 def test_energy_is_the_difference_of_the_counter(make_source: Callable[..., TelemetrySource]) -> None:
-    _, energy_j = sample(make_source(FakeGpu(), clock := Clock()), clock, 61)
+    _, energy_j = sample(make_source(FakeGpu(), clock := SettableClock()), clock, 61)
     assert energy_j == pytest.approx(60 * 500)
 
 
 @every_source
 def test_a_frozen_counter_is_missing(make_source: Callable[..., TelemetrySource]) -> None:
-    found, energy_j = sample(make_source(FakeGpu(frozen_since=20.0), clock := Clock()), clock, 40)
+    found, energy_j = sample(make_source(FakeGpu(frozen_since=20.0), clock := SettableClock()), clock, 40)
     assert [device.energy_joules is None for device in found] == [False] * 25 + [True] * 15
     assert energy_j == pytest.approx(20 * 500)
 
 
 @every_source
 def test_a_counter_that_restarts_gives_no_negative_difference(make_source: Callable[..., TelemetrySource]) -> None:
-    _, energy_j = sample(make_source(FakeGpu(reset_at=30.5), clock := Clock()), clock, 61)
+    _, energy_j = sample(make_source(FakeGpu(reset_at=30.5), clock := SettableClock()), clock, 61)
     assert energy_j == pytest.approx(30 * 500 + 29 * 500)
 
 
 def sample_exporter(seconds: int, **faults: Any) -> tuple[list[DeviceSample], float | None]:
-    clock = Clock()
+    clock = SettableClock()
     exporter = FakeExporter(FakeNvml(FakeGpu(), clock=clock))
     source = PrometheusSource(URL, clock, exporter.fetch)
     for name, value in faults.items():
@@ -128,12 +120,12 @@ def test_an_exporter_that_is_down_has_no_devices() -> None:
 @pytest.mark.parametrize(("name", "column"), [("POWER_USAGE", "power_w"), ("CLOCKS_EVENT_REASONS", "slow_reasons")])
 def test_negative_values_are_codes(name: str, column: str) -> None:
     page = f'DCGM_FI_DEV_GPU_TEMP_LIMIT{{UUID="a"}} -3\nDCGM_FI_DEV_{name}{{UUID="a"}} -1\n'
-    (device,) = PrometheusSource(URL, Clock(), lambda url: page).read().devices
+    (device,) = PrometheusSource(URL, SettableClock(), lambda url: page).read().devices
     assert (device.thermal_margin_c, getattr(device, column)) == (-3.0, None)
 
 
 def test_a_second_source_of_a_device_does_not_hide_that_its_counter_is_frozen() -> None:
-    clock = Clock()
+    clock = SettableClock()
     gpu, other = FakeGpu(frozen_since=5.0), FakeGpu(load_w=lambda t: 499.0, frozen_since=5.0)
     sampler = NodeSampler([make_nvml(gpu, clock), make_nvml(other, clock)], "node", clock=clock, wall_clock=clock)
     for clock.now in range(20):

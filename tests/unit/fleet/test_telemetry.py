@@ -19,16 +19,7 @@ from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample,
 from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.fleet.telemetry.source import SourceReading
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, ValueRollup
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self, now: float = 0.0):
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
+from settable_clock import SettableClock
 
 
 def device_sample(time_s: float, **values: float) -> NodeSample:
@@ -36,7 +27,7 @@ def device_sample(time_s: float, **values: float) -> NodeSample:
 
 
 def samples_of(gpu: FakeGpu, seconds: int) -> tuple[list[DeviceSample], NodeSampler]:
-    clock = Clock()
+    clock = SettableClock()
     sampler = NodeSampler([NvmlSource(FakeNvml(gpu, clock=clock))], "node", clock=clock, wall_clock=clock)
     found = []
     for clock.now in range(seconds):
@@ -158,7 +149,7 @@ def test_minutes_are_read_back_and_other_lines_skipped(tmp_path: Path) -> None:
 
 
 def test_the_sampler_passes_minutes_on_and_its_last_part_at_the_end() -> None:
-    clock, minutes = Clock(), list[NodeMinute]()
+    clock, minutes = SettableClock(), list[NodeMinute]()
     source = NvmlSource(FakeNvml(FakeGpu(), clock=clock))
     sampler = NodeSampler([source], "node", on_minute=minutes.append, clock=clock, wall_clock=clock)
     for clock.now in range(90):
@@ -220,7 +211,7 @@ def make_host(root: Path, energy_uj: str | None = "1000000", uptime: str = "100.
 
 def test_cpu_power_is_measured_where_rapl_can_be_read(tmp_path: Path) -> None:
     make_host(tmp_path)
-    clock = Clock()
+    clock = SettableClock()
     source = HostSource(tmp_path, clock)
     assert source.problems == []
     source.read()
@@ -233,7 +224,7 @@ def test_cpu_power_is_measured_where_rapl_can_be_read(tmp_path: Path) -> None:
 
 def read_rapl(root: Path, *readings: str) -> list[HostSample]:
     """The host each second, while the counter has these readings."""
-    clock, source, found = Clock(), None, []
+    clock, source, found = SettableClock(), None, []
     for clock.now, energy_uj in enumerate(readings):
         make_host(root, energy_uj, f"{100 + clock.now}.0 150.0")
         source = source or HostSource(root, clock)

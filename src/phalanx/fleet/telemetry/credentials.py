@@ -1,6 +1,5 @@
-"""Find the user and password of a service: in the environment, or in a private file in the form of .netrc.
-
-They are never taken from the command line or an address, which other users of the machine and logs would see.
+"""Check the address of a service, and find its user and password: in the environment, or in a private file in the form
+of .netrc. They are never taken from the command line or an address, which other users of the machine and logs see.
 """
 
 import netrc
@@ -9,6 +8,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
 
 from phalanx.errors import UsageError
 
@@ -19,6 +19,28 @@ class Credentials:
 
     user: str
     password: str = field(repr=False)
+
+
+def parse_service_url(service: str, url: str, schemes: tuple[str, str]) -> SplitResult:
+    """Split an address. `schemes`: the one with TLS, and the one without.
+
+    Raises:
+        UsageError: it is no address of these schemes, or holds a password.
+    """
+    address = urlsplit(url)
+    if "@" in address.netloc:
+        raise UsageError(
+            f"{service.lower()}: url: user and password do not belong into an address; use PHALANX_{service}_USER and "
+            f"PHALANX_{service}_PASSWORD, or credentials_file"
+        )
+    try:
+        is_address = address.scheme in schemes and bool(address.hostname) and address.port != 0
+    except ValueError:  # a port that is none
+        is_address = False
+    if not is_address:
+        example = f"{schemes[0]}://host.example.com"
+        raise UsageError(f"{service.lower()}: url: expected an address such as {example}, found {url!r}")
+    return address
 
 
 def find_credentials(
@@ -51,7 +73,7 @@ def find_credentials(
 def check_ca_file(service: str, file: Path | None) -> None:
     """Refuse a file of certificates that is not there: libraries say of it only that there is no such file."""
     if file is not None and not file.is_file():
-        raise UsageError(f"{service}: ca_file: there is no file {file}")
+        raise UsageError(f"{service.lower()}: ca_file: there is no file {file}")
 
 
 def _read_private_netrc(file: Path, host: str) -> Credentials | None:

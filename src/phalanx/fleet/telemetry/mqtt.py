@@ -14,7 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
-from phalanx.fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials
+from phalanx.fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials, parse_service_url
 from phalanx.fleet.telemetry.rack_points import REPUBLISH_INTERVAL_S, TOPIC_FILTERS, RackPoints
 from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError
 
@@ -101,16 +101,9 @@ def open_mqtt(options: MqttOptions, environment: Mapping[str, str] = os.environ)
         SourceUnavailableError: the broker does not answer, or refuses.
         UsageError: its address or credentials are wrong.
     """
-    address = urlsplit(options.url)
-    if address.scheme not in DEFAULT_PORTS or not address.hostname:
-        raise UsageError(f"mqtt: url: expected an address such as mqtts://bus.example.com, found {options.url!r}")
-    if "@" in address.netloc:
-        raise UsageError(
-            "mqtt: url: user and password do not belong into an address; use PHALANX_MQTT_USER and "
-            "PHALANX_MQTT_PASSWORD, or credentials_file"
-        )
-    check_ca_file("mqtt", options.ca_file)
-    credentials = find_credentials("MQTT", address.hostname, options.credentials_file, environment)
+    address = parse_service_url("MQTT", options.url, ("mqtts", "mqtt"))
+    check_ca_file("MQTT", options.ca_file)
+    credentials = find_credentials("MQTT", address.hostname or "", options.credentials_file, environment)
     if credentials is not None and address.scheme == "mqtt":
         raise UsageError(f"{options.url}: a password is not sent without TLS; use mqtts://")
     return MqttSource(options, AiomqttSubscriber(options, credentials))

@@ -7,10 +7,13 @@ every 100 s, as {value: number or null, timestamp: ms since the epoch, quality: 
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from phalanx.fleet.telemetry.json_values import read_number
 from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.safe_files import parse_json
+from phalanx.std_streams import escape_control_chars
 
 METADATA_PREFIX = "BMS/v1/PUB/Metadata/Rack/"
 VALUE_PREFIX = "BMS/v1/PUB/Value/Rack/"
@@ -20,6 +23,7 @@ REPUBLISH_INTERVAL_S = 100.0
 LATE_AFTER_INTERVALS = 3
 HEARTBEAT_LIMIT_S = LATE_AFTER_INTERVALS * 10.0
 MAX_POINTS = 200_000
+MAX_REFUSED_SHOWN = 10
 MAX_MESSAGE_BYTES = 64 << 10
 GOOD_QUALITY = 1
 BINARY_STATES = {0.0: False, 1.0: True}
@@ -112,6 +116,8 @@ class RackPoints:
         """What is not used or missing, and why, in words."""
         with self._lock:
             found, is_late = sorted(self._refused.values()), time_s - self.opened_at > HEARTBEAT_LIMIT_S
+            if len(found) > MAX_REFUSED_SHOWN:
+                found[MAX_REFUSED_SHOWN:] = [f"and {len(found) - MAX_REFUSED_SHOWN} more points are not used"]
             if not self._points and is_late:
                 found.append(f"no rack has metadata: is this user allowed to read {METADATA_PREFIX}# ?")
             if self._is_silent(time_s):
@@ -140,7 +146,7 @@ class RackPoints:
     def _receive_heartbeat(self, topic: str, payload: bytes, time_s: float) -> None:
         """A heartbeat that repeats its time is one of a gateway without its system."""
         value, _ = _parse_value(payload)
-        if value is not None and value != self._heartbeats.get(topic) and self._has_space(self._heartbeats, topic):
+        if value is not None and value != self._heartbeats.get(topic) and _has_space(self._heartbeats, topic):
             self._heartbeats[topic], self._heartbeat_at = value, time_s
 
     def _receive_metadata(self, key: str, payload: bytes) -> None:
@@ -149,19 +155,21 @@ class RackPoints:
             return
         self._points.pop(key, None)
         self._refused.pop(key, None)
-        content = _parse_object(payload)
+        content, name = _parse_object(payload), escape_control_chars(key)
         rack_id = content.get("rackLocationId")
-        if not payload or not self._has_space(self._points, key):  # an empty message removes a retained one
+        if not payload:  # which removes a message that the broker kept
             self._values.pop(key, None)
+        elif len(self._points) + len(self._refused) >= MAX_POINTS:
+            return
         elif not isinstance(rack_id, str) or not rack_id:
-            self._refused[key] = f"{key}: its metadata have no rackLocationId"
+            self._refused[key] = f"{name}: its metadata have no rackLocationId"
         elif content.get("engUnit") != kind.unit:
-            self._refused[key] = f"{key}: expected the unit {kind.unit}, found {content.get('engUnit')}"
+            self._refused[key] = f"{name}: expected the unit {kind.unit}, found {content.get('engUnit')}"
         else:
             self._points[key] = _PlacedPoint(rack_id, str(content.get("rackLocationName", "")), kind)
 
     def _receive_value(self, key: str, payload: bytes, time_s: float) -> None:
-        if key.partition("/")[0] not in RACK_POINTS or not self._has_space(self._values, key):
+        if key.partition("/")[0] not in RACK_POINTS or not _has_space(self._values, key):
             return
         value, measured_at = _parse_value(payload)
         last = self._values.get(key)
@@ -170,10 +178,9 @@ class RackPoints:
             return  # delivered once more, after a newer one
         self._values[key] = _ReceivedValue(value, -math.inf if measured_at is None else measured_at, time_s)
 
-    def _has_space(
-        self, known: dict[str, float] | dict[str, _PlacedPoint] | dict[str, _ReceivedValue], key: str
-    ) -> bool:
-        return key in known or len(known) < MAX_POINTS
+
+def _has_space(known: Mapping[str, object], key: str) -> bool:
+    return key in known or len(known) < MAX_POINTS
 
 
 def _add_value(
@@ -198,7 +205,7 @@ def _join_states(one: bool | None, other: bool | None) -> bool | None:
 def _parse_value(payload: bytes) -> tuple[float | None, float | None]:
     """The number of a message, None unless its quality is good, and its time in seconds since the epoch."""
     content = _parse_object(payload)
-    value, time_ms = _read_number(content.get("value")), _read_number(content.get("timestamp"))
+    value, time_ms = read_number(content.get("value")), read_number(content.get("timestamp"))
     if time_ms is None:
         return None, None
     return value if content.get("quality") == GOOD_QUALITY else None, time_ms / 1000
@@ -212,13 +219,3 @@ def _parse_object(payload: bytes) -> dict[str, object]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _read_number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None

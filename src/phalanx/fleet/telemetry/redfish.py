@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
-from phalanx.fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials
+from phalanx.fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials, parse_service_url
 from phalanx.fleet.telemetry.polling import PollingThread
 from phalanx.fleet.telemetry.redfish_chassis import (
     ChassisReader,
@@ -141,16 +140,9 @@ def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.en
         SourceUnavailableError: it does not answer, or refuses.
         UsageError: its address or credentials are wrong.
     """
-    address = urlsplit(options.url)
-    if address.scheme not in ("https", "http") or not address.hostname:
-        raise UsageError(f"redfish: url: expected an address such as https://node1-bmc, found {options.url!r}")
-    if "@" in address.netloc:
-        raise UsageError(
-            "redfish: url: user and password do not belong into an address; use PHALANX_REDFISH_USER and "
-            "PHALANX_REDFISH_PASSWORD, or credentials_file"
-        )
-    check_ca_file("redfish", options.ca_file)
-    credentials = find_credentials("REDFISH", address.hostname, options.credentials_file, environment)
+    address = parse_service_url("REDFISH", options.url, ("https", "http"))
+    check_ca_file("REDFISH", options.ca_file)
+    credentials = find_credentials("REDFISH", address.hostname or "", options.credentials_file, environment)
     if credentials is not None and address.scheme == "http":
         raise UsageError(f"{options.url}: a password is not sent without TLS; use https://")
     return RedfishSource(options, SushyClient(options, credentials))

@@ -4,10 +4,10 @@ EnvironmentMetrics, PowerSubsystem and ThermalSubsystem are read where a control
 and Thermal, which are all that many controllers have.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from phalanx.fleet.telemetry.json_values import read_number
 from phalanx.fleet.telemetry.sample import HostSample
 
 Resource = Mapping[str, object]
@@ -179,10 +179,8 @@ def _read_state(entry: Resource) -> str:
 
 
 def _read_number(entry: Resource, key: str) -> float | None:
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value) if _read_state(entry) == "Enabled" else None
+    """A number of a sensor that is enabled."""
+    return read_number(entry.get(key)) if _read_state(entry) == "Enabled" else None
 
 
 def _read_power(entry: Resource, key: str) -> float | None:
