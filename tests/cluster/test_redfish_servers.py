@@ -2,7 +2,11 @@
 
 import json
 import shutil
+import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ pytestmark = [
 ]
 
 CHASSIS = "/redfish/v1/Chassis/Node"
-READ_AND_SERVED = {
+RESOURCES = {
     "/redfish/v1/": {
         "Id": "RootService",
         "RedfishVersion": "1.18.0",
@@ -44,6 +48,7 @@ READ_AND_SERVED = {
         "TemperatureReadingsCelsius": [{"PhysicalContext": "CPU", "Reading": 66.0}],
     },
 }
+SERVED = HostSample(node_power_w=4374.5, inlet_temperature_c=27.25, cpu_temperature_c=66.0, failed_fans=1.0)
 
 
 def write_tree(folder: Path, resources: dict[str, dict[str, Any]]) -> None:
@@ -81,7 +86,7 @@ def emulator(folder: Path, certificate: tuple[Path, Path]) -> Iterator[str]:
 def tree(tmp_path: Path, certificate: tuple[Path, Path]) -> Iterator[tuple[str, Path]]:
     """The address of a service, and the folder with what it serves."""
     port, tree = find_free_port(), tmp_path / "tree"
-    write_tree(tree, READ_AND_SERVED)
+    write_tree(tree, RESOURCES)
     words = [str(STATIC), "-i", "127.0.0.1", "-p", str(port), "-m", str(tree)]
     with run_server([*words, "-c", str(certificate[0]), "-k", str(certificate[1])], port, tmp_path / "static.log"):
         yield f"https://127.0.0.1:{port}", tree
@@ -131,16 +136,118 @@ def test_the_modern_resources_of_a_tree_are_read_and_read_again(
     url, folder = tree
     source = open_redfish(RedfishOptions(url=url, ca_file=certificate[0], interval_s=0.3), {})
     try:
-        served = HostSample(node_power_w=4374.5, inlet_temperature_c=27.25, cpu_temperature_c=66.0, failed_fans=1.0)
-        assert (source.read().host, source.problems) == (served, [])
+        assert (source.read().host, source.problems) == (SERVED, [])
         write_tree(folder, {f"{CHASSIS}/EnvironmentMetrics": {"PowerWatts": {"Reading": None}}})
         wait_until(lambda: source.read().host == HostSample(inlet_temperature_c=27.25, cpu_temperature_c=66.0))
         shutil.rmtree(folder)
         wait_until(lambda: source.read().host == HostSample())
-        write_tree(folder, READ_AND_SERVED)
-        wait_until(lambda: source.read().host == served)
+        write_tree(folder, RESOURCES)
+        wait_until(lambda: source.read().host == SERVED)
     finally:
         source.close()
+
+
+def test_the_older_power_resource_of_a_tree_is_read(tree: tuple[str, Path], certificate: tuple[Path, Path]) -> None:
+    url, folder = tree
+    control = [{"MemberId": "0", "PowerConsumedWatts": 4374}, {"MemberId": "1", "PowerConsumedWatts": 900}]
+    write_tree(folder, {CHASSIS: {"Id": "Node", "Power": {"@odata.id": f"{CHASSIS}/Power"}}})
+    write_tree(folder, {f"{CHASSIS}/Power": {"PowerControl": control}})
+    source = open_redfish(RedfishOptions(url=url, ca_file=certificate[0]), {})
+    assert source.read().host == HostSample(node_power_w=4374.0)
+    source.close()
+
+
+class SessionController(ThreadingHTTPServer):
+    """A controller that wants sessions: sushy-tools has none."""
+
+    def __init__(self, certificate: tuple[Path, Path]):
+        super().__init__(("127.0.0.1", 0), SessionHandler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+        self.logins: list[dict[str, str]] = []
+        self.tokens: set[str] = set()
+        self.password = "swordfish"
+
+
+class SessionHandler(BaseHTTPRequestHandler):
+    server: SessionController
+
+    def do_GET(self) -> None:
+        root = {**RESOURCES["/redfish/v1/"], "SessionService": {"@odata.id": "/redfish/v1/SessionService"}}
+        service = {"Id": "SessionService", "Sessions": {"@odata.id": "/redfish/v1/SessionService/Sessions"}}
+        resources = {**RESOURCES, "/redfish/v1/": root, "/redfish/v1/SessionService": service}
+        is_open = self.path == "/redfish/v1/" or self.headers.get("X-Auth-Token") in self.server.tokens
+        self._answer(200, {"Name": "test", **resources[self.path]}) if is_open else self._answer(401, {"error": {}})
+
+    def do_POST(self) -> None:
+        login = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.logins.append(login)
+        if login != {"UserName": "root", "Password": self.server.password}:
+            self._answer(401, {"error": {}})
+            return
+        token = f"token-{len(self.server.logins)}"
+        self.server.tokens.add(token)
+        location = f"/redfish/v1/SessionService/Sessions/{token}"
+        self._answer(201, {"Id": token}, {"X-Auth-Token": token, "Location": location})
+
+    def do_DELETE(self) -> None:
+        self.server.tokens.discard(self.path.rsplit("/", 1)[-1])
+        self._answer(204, {})
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def _answer(self, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(content).encode() if status != 204 else b""
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def controller(certificate: tuple[Path, Path]) -> Iterator[SessionController]:
+    with SessionController(certificate) as controller:
+        thread = threading.Thread(target=controller.serve_forever)
+        thread.start()
+        yield controller
+        controller.shutdown()
+        thread.join()
+
+
+def test_a_session_is_used_renewed_and_ended(
+    controller: SessionController,
+    certificate: tuple[Path, Path],
+    wait_until: Callable[[Callable[[], bool]], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG")
+    url = f"https://127.0.0.1:{controller.server_port}"
+    source = open_redfish(RedfishOptions(url=url, ca_file=certificate[0], interval_s=0.2), credentials())
+    assert (source.read().host, len(controller.logins)) == (SERVED, 1)
+    controller.tokens.clear()  # it has expired
+    wait_until(lambda: len(controller.logins) == 2)
+    wait_until(lambda: source.read().host == SERVED)
+    source.close()
+    assert not controller.tokens
+    assert "swordfish" not in caplog.text
+    assert "token-1" not in caplog.text
+
+
+def test_a_password_that_no_longer_holds_is_tried_once(
+    controller: SessionController, certificate: tuple[Path, Path], wait_until: Callable[[Callable[[], bool]], None]
+) -> None:
+    url = f"https://127.0.0.1:{controller.server_port}"
+    source = open_redfish(RedfishOptions(url=url, ca_file=certificate[0], interval_s=0.1), credentials())
+    assert source.read().host == SERVED
+    controller.password = "changed"
+    controller.tokens.clear()
+    wait_until(lambda: source.read().host == HostSample())
+    time.sleep(0.5)  # five intervals
+    assert len(controller.logins) == 2
+    source.close()
 
 
 def test_a_service_that_is_not_there_is_unavailable() -> None:
