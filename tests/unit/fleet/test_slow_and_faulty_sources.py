@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fake_amdsmi import FakeAmdsmi
+from fake_amdsmi import LoadedAmdsmi
 from fake_exporter import FakeExporter
 from fake_nvml import FakeGpu, FakeNvml
 from phalanx.fleet.telemetry.amd import AmdsmiSource
@@ -23,27 +23,12 @@ from settable_clock import SettableClock
 URL = "http://n1:9400/metrics"
 
 
-class AmdFromNvml(FakeAmdsmi):
-    """AMD's library over a GPU of `fake_nvml`: power and energy only."""
-
-    def __init__(self, nvml: FakeNvml):
-        super().__init__({})
-        self.nvml = nvml
-
-    def amdsmi_get_power_info(self, handle: int) -> dict[str, Any]:
-        return {"current_socket_power": self.nvml.nvmlDeviceGetPowerUsage(self.nvml.gpus[0]) // 1000}
-
-    def amdsmi_get_energy_count(self, handle: int) -> dict[str, Any]:
-        (energy,) = self.nvml.nvmlDeviceGetFieldValues(self.nvml.gpus[0], [83])
-        return {"energy_accumulator": energy.value.ullVal, "counter_resolution": 1000.0}
-
-
 def make_nvml(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
     return NvmlSource(FakeNvml(gpu, clock=clock))
 
 
 def make_amd(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
-    return AmdsmiSource(AmdFromNvml(FakeNvml(gpu, clock=clock)))
+    return AmdsmiSource(LoadedAmdsmi(FakeNvml(gpu, clock=clock)))
 
 
 def make_prometheus(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
@@ -78,6 +63,13 @@ def test_a_frozen_counter_is_missing(make_source: Callable[..., TelemetrySource]
 def test_a_counter_that_restarts_gives_no_negative_difference(make_source: Callable[..., TelemetrySource]) -> None:
     _, energy_j = sample(make_source(FakeGpu(reset_at=30.5), clock := SettableClock()), clock, 61)
     assert energy_j == pytest.approx(30 * 500 + 29 * 500)
+
+
+@every_source
+def test_power_follows_the_load_late_and_averaged(make_source: Callable[..., TelemetrySource]) -> None:
+    gpu = FakeGpu(load_w=lambda t: 700.0 if t < 10 else 100.0, delay_s=2.0, mean_s=2.0)
+    found, _ = sample(make_source(gpu, clock := SettableClock()), clock, 17)
+    assert [found[second].power_w for second in (11, 13, 16)] == [700.0, 400.0, 100.0]
 
 
 def sample_exporter(seconds: int, **faults: Any) -> tuple[list[DeviceSample], float | None]:
