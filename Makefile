@@ -60,7 +60,7 @@ test-faults: venv ## Test that runs survive injected faults and damaged files: a
 test-all: venv ## Run all tests, also those that take minutes each.
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak
 
-test-cluster: venv ## Test on a real Slurm of four nodes and a real Ray, made on this machine; Slurm needs root.
+test-cluster: venv ## Test on a real Slurm, Ray, Redfish, MQTT and Prometheus, made on this machine; Slurm needs root.
 	$(BIN)/python -m pytest tests/cluster
 
 # PART=1 leaves out what is marked as slow: .ci/run has ten minutes for it.

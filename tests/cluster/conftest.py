@@ -1,7 +1,9 @@
-"""The Slurm of the session. Where there can be none, the tests are skipped, and the reason is told."""
+"""The Slurm of the session, and waiting for servers. Where there can be no Slurm, the tests are skipped, and the reason
+is told."""
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,16 @@ def slurm(rig: SlurmCluster, secret: str, tmp_path_factory: pytest.TempPathFacto
     folder: Path = tmp_path_factory.mktemp("shared") / "it's $(here) 100%d"
     clock = itertools.count(step=QUEUE_MAX_AGE_S).__next__  # Slurm is asked whenever a test polls
     return SlurmBackend(rig.run, folder, {"SECRET": secret}, clock)
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], bool]], None]:
+    """Waits for a condition that a server and a thread have to bring about."""
+
+    def wait(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not come about within 60 s"
+            time.sleep(0.05)
+
+    return wait

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+from fake_nvml import FakeNvml
+
 
 class AmdSmiException(Exception):
     """AmdSmiException of the stand-in."""
@@ -39,3 +41,18 @@ class FakeAmdsmi:
         if not name.startswith("amdsmi_get"):
             raise AttributeError(name)
         return answer
+
+
+class LoadedAmdsmi(FakeAmdsmi):
+    """Power and energy of a GPU of `fake_nvml`, with its delay, averaging, noise and faults."""
+
+    def __init__(self, nvml: FakeNvml):
+        super().__init__({})
+        self.nvml = nvml
+
+    def amdsmi_get_power_info(self, handle: int) -> dict[str, Any]:
+        return {"current_socket_power": self.nvml.nvmlDeviceGetPowerUsage(self.nvml.gpus[0]) // 1000}
+
+    def amdsmi_get_energy_count(self, handle: int) -> dict[str, Any]:
+        (energy,) = self.nvml.nvmlDeviceGetFieldValues(self.nvml.gpus[0], [83])
+        return {"energy_accumulator": energy.value.ullVal, "counter_resolution": 1000.0}

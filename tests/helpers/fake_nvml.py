@@ -47,6 +47,8 @@ class FakeGpu:
     unsupported: set[str] = field(default_factory=set)
     xids: list[int] = field(default_factory=list)
     reasons: int = 4
+    power_mw: int | None = None
+    """Instead of what the load says, and then without the fields of power."""
     values: dict[str, int] = field(default_factory=dict)
     """Values of fields other than power and energy, in NVML's units."""
 
@@ -88,7 +90,8 @@ class FakeNvml:
         return "NVIDIA H100 80GB HBM3"
 
     def nvmlDeviceGetPowerUsage(self, gpu: FakeGpu) -> int:
-        return round(1000 * self._mean_w(self._check(gpu, "nvmlDeviceGetPowerUsage")))
+        mean_mw = round(1000 * self._mean_w(self._check(gpu, "nvmlDeviceGetPowerUsage")))
+        return mean_mw if gpu.power_mw is None else gpu.power_mw
 
     def nvmlDeviceGetEnforcedPowerLimit(self, gpu: FakeGpu) -> int:
         self._check(gpu)
@@ -159,7 +162,8 @@ class FakeNvml:
             "TOTAL_ENERGY_CONSUMPTION": lambda: round(1000 * self._energy_j(gpu)),
         }.get(name, lambda: gpu.values.get(name))()
         kind = INT if "TLIMIT" in name else ULONGLONG if "ENERGY" in name or "ECC" in name or "NVLINK" in name else UINT
-        if found is None or name in gpu.unsupported:
+        is_replaced = gpu.power_mw is not None and name.startswith("POWER")
+        if found is None or is_replaced or name in gpu.unsupported:
             return SimpleNamespace(nvmlReturn=3, valueType=0, value=SimpleNamespace(dVal=0.0))
         return SimpleNamespace(
             nvmlReturn=0,

@@ -49,6 +49,18 @@ def test_what_is_not_supported_is_missing_and_not_zero() -> None:
     assert found.nvlink_errors_total is None
 
 
+@pytest.mark.parametrize("blank", [2**32 - 1, 2**64 - 1])
+def test_blank_codes_are_missing(blank: int) -> None:
+    found = read_one(FakeGpu(values={"MEMORY_TEMP": blank, "ECC_DBE_VOL_TOTAL": blank}, power_mw=blank))
+    assert (found.memory_temperature_c, found.ecc_uncorrected_total, found.power_w) == (None, None, None)
+
+
+def test_xid_errors_that_the_driver_does_not_report_are_missing_and_not_zero() -> None:
+    source = NvmlSource(FakeNvml(FakeGpu(unsupported={"nvmlDeviceRegisterEvents"}), FakeGpu("GPU-b")))
+    assert [(device.xid, device.xids_total) for device in source.read().devices] == [(None, None), (0, 0)]
+    assert "Xid errors of GPU-a are not reported" in source.problems[0]
+
+
 def test_the_margin_of_older_gpus_is_up_to_their_threshold() -> None:
     assert read_one(FakeGpu(unsupported={"nvmlDeviceGetMarginTemperature"})).thermal_margin_c == 89 - 56
 

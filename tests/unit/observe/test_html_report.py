@@ -131,6 +131,7 @@ def test_the_json_of_a_chart_has_null_for_what_is_not_finite_and_few_digits() ->
         "title": "Loss",
         "unit": "",
         "log": True,
+        "xLabel": "step",
         "xRange": (0.0, 3.0),
         "yRange": (1.0, 2.0),
         "series": [{"label": "training", "color": "train", "style": "line", "x": [1, 2, 3], "y": [2.0, None, 1.2346]}],

@@ -24,14 +24,32 @@ IDLE_POWER_SHARE = 0.3
 """Part of that which an idle package draws."""
 
 
+MAX_PACKAGE_WATTS = 2000.0
+"""More than a CPU package draws: a RAPL counter that went back further was reset, and did not wrap."""
+
+
 @dataclass
 class _RaplPackage:
     energy_file: Path
     range_uj: int
     """Where the counter starts again at zero."""
     last_uj: int = -1
+    read_at: float = 0.0
     joules: float = 0.0
     """Since the source was opened."""
+
+    def add(self, now_uj: int, now: float) -> bool:
+        """Add a reading; return whether it says what was drawn since the last one. A counter that does not move, as in
+        some virtual machines, or that was reset does not."""
+        last_uj, seconds = self.last_uj, now - self.read_at
+        self.last_uj, self.read_at = now_uj, now
+        if last_uj < 0:
+            return True
+        joules = (now_uj - last_uj) % (self.range_uj + 1) / 1e6
+        if joules > MAX_PACKAGE_WATTS * seconds or (joules == 0 and seconds > 0):
+            return False
+        self.joules += joules
+        return True
 
 
 class HostSource:
@@ -95,15 +113,12 @@ class HostSource:
         return found
 
     def _read_energy(self) -> float | None:
-        """Joules of all packages since the source was opened; None unless each of them answers."""
+        """Joules of all packages since the source was opened; None unless each of them says what it drew."""
+        is_known = bool(self._packages)
         for package in self._packages:
             now_uj = _read_number(package.energy_file)
-            if now_uj is None:
-                return None
-            if package.last_uj >= 0:
-                package.joules += (int(now_uj) - package.last_uj) % (package.range_uj + 1) / 1e6
-            package.last_uj = int(now_uj)
-        return sum(package.joules for package in self._packages) if self._packages else None
+            is_known &= now_uj is not None and package.add(int(now_uj), self._clock())
+        return sum(package.joules for package in self._packages) if is_known else None
 
     def _measure_power(self, energy_j: float | None) -> float | None:
         """Watts since the last reading."""

@@ -39,6 +39,8 @@ VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Members of nvmlValue_t by nvmlValueType_t."""
 SLOWDOWN_THRESHOLD = 1
 """NVML_TEMPERATURE_THRESHOLD_SLOWDOWN."""
+BLANK_VALUES = frozenset((2**32 - 1, 2**64 - 1))
+"""NVML_VALUE_NOT_AVAILABLE in the unsigned types: "no value"."""
 
 
 @dataclass
@@ -46,8 +48,9 @@ class _Gpu:
     handle: Any
     uuid: str
     name: str
-    xids: int = 0
-    last_xid: int = 0
+    xids: int | None = None
+    """Xid errors since the source was opened; None where the driver does not report them."""
+    last_xid: int | None = None
 
 
 class NvmlSource:
@@ -109,6 +112,8 @@ class NvmlSource:
                 nvml.nvmlDeviceRegisterEvents(gpu.handle, nvml.nvmlEventTypeXidCriticalError, event_set)
             except nvml.NVMLError as error:
                 self.problems.append(f"NVML: Xid errors of {gpu.uuid} are not reported: {error}")
+            else:
+                gpu.xids = gpu.last_xid = 0
         return event_set
 
     def _collect_xids(self) -> None:
@@ -120,7 +125,7 @@ class NvmlSource:
             except self._nvml.NVMLError:  # NVMLError_Timeout: no more of them
                 return
             gpu = by_uuid.get(_text(self._query(self._nvml.nvmlDeviceGetUUID, event.device) or ""))
-            if gpu is not None:
+            if gpu is not None and gpu.xids is not None:
                 gpu.xids, gpu.last_xid = gpu.xids + 1, int(event.eventData)
 
     def _read_gpu(self, gpu: _Gpu, index: int) -> DeviceSample:
@@ -155,8 +160,8 @@ class NvmlSource:
             memory_size_bytes=None if memory is None else float(memory.total),
             ecc_corrected_total=fields.get("ECC_SBE_VOL_TOTAL"),
             ecc_uncorrected_total=fields.get("ECC_DBE_VOL_TOTAL"),
-            xid=float(gpu.last_xid),
-            xids_total=float(gpu.xids),
+            xid=_scaled(gpu.last_xid),
+            xids_total=_scaled(gpu.xids),
             pcie_sent_bytes_per_s=sent,
             pcie_received_bytes_per_s=received,
             pcie_replays_total=fields.get("PCIE_REPLAY_COUNTER"),
@@ -176,7 +181,8 @@ class NvmlSource:
             for name, value in zip(self._fields, values, strict=True)
             if value.nvmlReturn == self._nvml.NVML_SUCCESS
             and value.valueType < len(VALUE_MEMBERS)
-            and math.isfinite(number := float(getattr(value.value, VALUE_MEMBERS[value.valueType])))
+            and (found := getattr(value.value, VALUE_MEMBERS[value.valueType])) not in BLANK_VALUES
+            and math.isfinite(number := float(found))
         }
 
     def _read_margin(self, handle: Any, temperature: float | None, fields: Mapping[str, float]) -> float | None:
@@ -212,7 +218,7 @@ class NvmlSource:
 
 
 def _scaled(value: float | None, factor: float = 1.0) -> float | None:
-    return None if value is None else float(value) * factor
+    return None if value is None or value in BLANK_VALUES else float(value) * factor
 
 
 def _text(value: str | bytes) -> str:

@@ -1,23 +1,31 @@
 """Read the accelerators of nodes from a metrics endpoint: dcgm-exporter's, or any with its names.
 
 dcgm-exporter renews values every 30 s by default, prints huge numbers for "no value", and may freeze until it is
-restarted: the checks of the sampler find a counter that does not move.
+restarted: then the energy counters do not move, and no value of it is taken. A Prometheus server has the same names
+under `/federate`, with the time of each value.
 """
 
+import http.client
 import math
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.fleet.telemetry.counters import FrozenCounterCheck
 from phalanx.fleet.telemetry.sample import DeviceSample, SlowReason
 from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError
 
 FETCH_TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 64 << 20
-LATE_AFTER_S = 90.0
-"""Age from which a value with a time of its own is missing: three times dcgm-exporter's interval."""
+RENEWAL_S = 30.0
+"""dcgm-exporter's default interval."""
+LATE_AFTER_RENEWALS = 3
+"""A value that has a time of its own is missing when it is older."""
+NEGATIVE_COLUMNS = ("thermal_margin_c",)
+"""What may be below zero."""
 BLANK_FROM = float(2**47)
 """DCGM's blank codes begin here (DCGM_FP64_BLANK); those of 64-bit integers begin at 0x7ffffffffffffff0."""
 INT32_BLANKS = range(0x7FFFFFF0, 0x80000000)
@@ -48,10 +56,33 @@ PROXYLESS_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Nodes are reached without a proxy."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrometheusOptions:
+    """How a metrics endpoint is read."""
+
+    url: str
+    """Such as http://node1:9400/metrics, or http://prometheus:9090/federate?match[]={Hostname="node1"}."""
+    renewal_s: float = RENEWAL_S
+    """Seconds between new values there."""
+
+
+def open_prometheus(options: PrometheusOptions) -> "PrometheusSource":
+    """Open the endpoint that `options` names. SourceUnavailableError where it does not answer or has no accelerator."""
+    return PrometheusSource(options.url, time.time, renewal_s=options.renewal_s)
+
+
 def fetch_page(url: str) -> str:
     """The text at `url`. OSError where it is not answered in time, ValueError for no such address."""
-    with PROXYLESS_OPENER.open(url, timeout=FETCH_TIMEOUT_S) as response:
-        return str(response.read(MAX_PAGE_BYTES).decode(errors="replace"))
+    try:
+        with PROXYLESS_OPENER.open(url, timeout=FETCH_TIMEOUT_S) as response:
+            page = response.read(MAX_PAGE_BYTES)
+            if response.length or not page.endswith(b"\n"):  # a number that is cut off looks like another one
+                raise OSError("the answer is cut off")
+            return str(page.decode(errors="replace"))
+    except http.client.InvalidURL as error:
+        raise ValueError(str(error)) from error
+    except http.client.HTTPException as error:
+        raise OSError("the answer is cut off, or is no HTTP") from error
 
 
 class PrometheusSource:
@@ -61,8 +92,15 @@ class PrometheusSource:
     endpoint does not answer at first; later its devices are missing.
     """
 
-    def __init__(self, url: str, now: Callable[[], float], fetch: Callable[[str], str] = fetch_page):
-        self._url, self._now, self._fetch = url, now, fetch
+    def __init__(
+        self,
+        url: str,
+        now: Callable[[], float],
+        fetch: Callable[[str], str] = fetch_page,
+        renewal_s: float = RENEWAL_S,
+    ):
+        self._url, self._now, self._fetch, self._renewal_s = url, now, fetch, renewal_s
+        self._checks: dict[str, FrozenCounterCheck] = {}
         self.name = url
         self.problems: list[str] = []
         try:
@@ -76,7 +114,7 @@ class PrometheusSource:
     def read(self) -> SourceReading:
         """Read the page once. No devices where it does not answer."""
         try:
-            return SourceReading(self._read_page())
+            return SourceReading(self._read_page(), renewal_s=self._renewal_s)
         except (OSError, ValueError):
             return SourceReading()
 
@@ -86,13 +124,25 @@ class PrometheusSource:
     def _read_page(self) -> tuple[DeviceSample, ...]:
         from prometheus_client.parser import text_string_to_metric_families
 
-        families = text_string_to_metric_families(self._fetch(self._url))
-        return read_dcgm_metrics((each for family in families for each in family.samples), self._now())
+        families, now = text_string_to_metric_families(self._fetch(self._url)), self._now()
+        late_after_s = LATE_AFTER_RENEWALS * self._renewal_s
+        found = read_dcgm_metrics((each for family in families for each in family.samples), now, late_after_s)
+        return tuple(self._check(device, now) for device in found)
+
+    def _check(self, device: DeviceSample, now: float) -> DeviceSample:
+        """The device; without values where the exporter has frozen: its other values are old ones, too."""
+        check = self._checks.setdefault(device.id, FrozenCounterCheck())
+        if check.is_frozen(device.energy_joules, device.power_w, now, self._renewal_s):
+            return DeviceSample(id=device.id, name=device.name)
+        return device
 
 
-def read_dcgm_metrics(metrics: Iterable[Any], now: float) -> tuple[DeviceSample, ...]:
+def read_dcgm_metrics(
+    metrics: Iterable[Any], now: float, late_after_s: float = LATE_AFTER_RENEWALS * RENEWAL_S
+) -> tuple[DeviceSample, ...]:
     """The devices of metric samples (name, labels, value, timestamp), in the order of their appearance."""
     devices: dict[str, DeviceSample] = {}
+    oldest = now - late_after_s
     for metric in metrics:
         name = metric.name.removesuffix("_total")  # which the parser adds to counters
         if name not in DCGM_FIELDS:
@@ -102,15 +152,15 @@ def read_dcgm_metrics(metrics: Iterable[Any], now: float) -> tuple[DeviceSample,
             continue
         sample = devices.get(id) or DeviceSample(id=id, name=metric.labels.get("modelName", ""))
         column, factor = DCGM_FIELDS[name]
-        devices[id] = replace(sample, **{column: _read_value(column, metric, factor, now)})  # type: ignore[arg-type]
+        devices[id] = replace(sample, **{column: _read_value(column, metric, factor, oldest)})  # type: ignore[arg-type]
     return tuple(devices.values())
 
 
-def _read_value(column: str, metric: Any, factor: float, now: float) -> float | SlowReason | None:
+def _read_value(column: str, metric: Any, factor: float, oldest: float) -> float | SlowReason | None:
     value = float(metric.value)
     if not math.isfinite(value) or value >= BLANK_FROM or value in INT32_BLANKS:
         return None
-    if metric.timestamp is not None and now - float(metric.timestamp) > LATE_AFTER_S:
+    if (value < 0 and column not in NEGATIVE_COLUMNS) or (metric.timestamp is not None and metric.timestamp < oldest):
         return None
     return SlowReason(int(value) & sum(SlowReason)) if column == "slow_reasons" else value * factor
 

@@ -98,6 +98,8 @@ class HostSample:
     """At the node's power supplies, by its management controller."""
     cpu_temperature_c: float | None = None
     inlet_temperature_c: float | None = None
+    failed_fans: float | None = None
+    """Fans that do not turn, or that the management controller reports as failed."""
     cpu_utilization: float | None = None
     memory_used_bytes: float | None = None
     memory_size_bytes: float | None = None
@@ -105,6 +107,26 @@ class HostSample:
     disk_written_bytes_total: float | None = None
     network_sent_bytes_total: float | None = None
     network_received_bytes_total: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RackSample:
+    """A rack's liquid and power, by the building management system."""
+
+    id: str
+    """The rack's location id, which building and cluster share."""
+    name: str = ""
+    supply_temperature_c: float | None = None
+    return_temperature_c: float | None = None
+    flow_l_per_min: float | None = None
+    differential_pressure_pa: float | None = None
+    valve_position: float | None = None
+    """0 closed, 1 open."""
+    power_w: float | None = None
+    has_leak: bool | None = None
+    has_leak_sensor_fault: bool | None = None
+    age_s: float | None = None
+    """Seconds since the oldest of these values was measured; None without any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,10 @@ class NodeSampler:
         readings = [source.read() for source in self._sources]
         now = self._clock()
         devices: dict[str, DeviceSample] = {}
-        for device in (each for reading in readings for each in reading.devices):
-            devices.setdefault(device.id, self._checker.check(device, now))
+        for reading in readings:
+            for device in reading.devices:
+                if device.id not in devices:  # the first source that has it gives it, and alone is checked
+                    devices[device.id] = self._checker.check(device, now, reading.renewal_s)
         host = merge_hosts(reading.host for reading in readings if reading.host is not None)
         sample = NodeSample(self._wall_clock(), host, tuple(devices.values()))
         for device in sample.devices:

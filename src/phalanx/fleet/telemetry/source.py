@@ -4,15 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.fleet.telemetry.sample import DeviceSample, HostSample
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, RackSample
 
 
 @dataclass(frozen=True, slots=True)
 class SourceReading:
-    """What a source reads at one time: devices, parts of the host, or both."""
+    """What a source reads at one time: devices, parts of the host, racks."""
 
     devices: tuple[DeviceSample, ...] = ()
     host: HostSample | None = None
+    racks: tuple[RackSample, ...] = ()
+    host_age_s: float = 0.0
+    """Seconds since the values of the host were measured: a service that answers slowly is asked in the background."""
+    renewal_s: float = 0.0
+    """Seconds between new values of devices where the service renews them more slowly than it is read; else 0."""
 
 
 class TelemetrySource(Protocol):
