@@ -1,7 +1,12 @@
 """Samples of all nodes once a second, from the agents that answer on a port (PHALANX_METRICS_PORT): one connection a
-node, kept open. Addresses come from the backend or the nodes file, never from a run directory."""
+node, kept open. Addresses come from the backend or the nodes file, never from a run directory.
+
+Lines are kept as bytes and parsed when a page or Prometheus asks: with 1,000 nodes, parsing takes 20 times as long as
+receiving.
+"""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -13,7 +18,7 @@ from phalanx.fleet.telemetry.sample_json import from_json
 logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 5.0
-"""Between two looks at which nodes there are."""
+"""Between two looks at which nodes there are, and at which are silent."""
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
@@ -26,12 +31,22 @@ class AgentStreams:
     def __init__(self, addresses: Callable[[], Mapping[str, tuple[str, int]]]):
         self._addresses = addresses
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._samples: dict[str, NodeSample] = {}
+        self._lines: dict[str, bytes] = {}
+        self._parsed: dict[str, tuple[bytes, NodeSample]] = {}
 
-    @property
-    def samples(self) -> Mapping[str, NodeSample]:
+    def read_samples(self) -> dict[str, NodeSample]:
         """The newest sample of each node that has sent one; its time says how old it is."""
-        return self._samples
+        for name, line in list(self._lines.items()):
+            parsed = self._parsed.get(name)
+            if parsed is not None and parsed[0] is line:
+                continue
+            try:
+                self._parsed[name] = line, from_json(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                logger.debug("agent of %s: no sample: %s", name, error)
+                self._lines.pop(name)
+                self._parsed.pop(name, None)
+        return {name: sample for name, (_, sample) in self._parsed.items()}
 
     async def run(self) -> None:
         """Follow all nodes until this is cancelled."""
@@ -46,34 +61,79 @@ class AgentStreams:
     def _follow_new(self, addresses: Mapping[str, tuple[str, int]]) -> None:
         for name in self._tasks.keys() - addresses.keys():
             self._tasks.pop(name).cancel()
-            self._samples.pop(name, None)
+            self._lines.pop(name, None)
+            self._parsed.pop(name, None)
         for name, (host, port) in addresses.items():
             if name not in self._tasks:
                 self._tasks[name] = asyncio.create_task(self._follow(name, host, port))
 
     async def _follow(self, name: str, host: str, port: int) -> None:
         retry_s = FIRST_RETRY_S
+        loop = asyncio.get_running_loop()
         while True:
-            before = self._samples.get(name)
+            stream = _Stream(host, port, lambda line: self._lines.__setitem__(name, line), loop.time)
             try:
-                await self._read_stream(name, host, port)
-            except (OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    transport, _ = await loop.create_connection(lambda stream=stream: stream, host, port)  # type: ignore[misc]
+                try:
+                    await stream.wait_closed()
+                finally:
+                    transport.close()
+            except (OSError, TimeoutError) as error:
                 logger.debug("agent of %s at %s:%d: %s", name, host, port, error)
-            retry_s = FIRST_RETRY_S if self._samples.get(name) is not before else min(2 * retry_s, LAST_RETRY_S)
+            retry_s = FIRST_RETRY_S if stream.has_lines else min(2 * retry_s, LAST_RETRY_S)
             await asyncio.sleep(retry_s)
 
-    async def _read_stream(self, name: str, host: str, port: int) -> None:
-        """Read samples until the agent ends. Errors of the connection, and of what is no sample, pass."""
-        connecting = asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
-        reader, writer = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
-        try:
-            writer.write(f"GET {SAMPLES_PATH} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
-            status = await asyncio.wait_for(reader.readline(), SILENCE_TIMEOUT_S)
-            if status.split()[1:2] != [b"200"]:
-                raise ValueError(f"answers {status!r}")
-            while (await asyncio.wait_for(reader.readline(), SILENCE_TIMEOUT_S)).strip():
-                pass  # headers
-            while line := await asyncio.wait_for(reader.readline(), SILENCE_TIMEOUT_S):
-                self._samples[name] = from_json(json.loads(line))
-        finally:
-            writer.close()
+
+class _Stream(asyncio.Protocol):
+    """Asks for samples, and passes on the last whole line of what arrives together."""
+
+    def __init__(self, host: str, port: int, on_line: Callable[[bytes], None], clock: Callable[[], float]):
+        self._request = f"GET {SAMPLES_PATH} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
+        self._on_line, self._clock = on_line, clock
+        self._buffer, self._is_head = b"", True
+        self._closed = asyncio.Event()
+        self._heard_at = clock()
+        self._transport: asyncio.Transport | None = None
+        self.has_lines = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the request."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on the last line."""
+        self._heard_at = self._clock()
+        self._buffer += data
+        if self._is_head:
+            head, end, rest = self._buffer.partition(b"\r\n\r\n")
+            if not end and len(self._buffer) <= MAX_LINE_BYTES:
+                return
+            if not end or head.split(maxsplit=2)[1:2] != [b"200"]:
+                self._close()
+                return
+            self._is_head, self._buffer = False, rest
+        lines, newline, self._buffer = self._buffer.rpartition(b"\n")
+        if newline:
+            self.has_lines = True
+            self._on_line(lines[lines.rfind(b"\n") + 1 :])
+        elif len(self._buffer) > MAX_LINE_BYTES:
+            self._close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Note that it is closed."""
+        self._closed.set()
+
+    async def wait_closed(self) -> None:
+        """Wait until the agent closes it, or is silent for too long."""
+        while not self._closed.is_set() and self._clock() - self._heard_at < SILENCE_TIMEOUT_S:
+            # not asyncio.wait_for, which in Python 3.11 may lose a cancellation
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SYNC_INTERVAL_S):
+                    await self._closed.wait()
+
+    def _close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()

@@ -232,7 +232,7 @@ class Server:
     async def show_node(self, request: Request) -> Response:
         """A node: its state with history, and its last day."""
         name, now = request.path_params["name"], self.wall_clock()
-        nodes = add_samples(self.nodes.nodes.nodes, self.streams.samples)
+        nodes = add_samples(self.nodes.nodes.nodes, self.streams.read_samples())
         node = next((each for each in nodes if each.name == name), None)
         if node is None:
             text = "The backend and the nodes file have no node of this name."
@@ -264,7 +264,7 @@ class Server:
         rows = select_rows(self.index.rows, query, now)
         last_page = max(0, (len(rows) - 1) // ROWS_PER_PAGE)
         shown = RunQuery(query.text, min(query.page, last_page))
-        return render_run_list(rows, shown, self.index.is_complete, now)
+        return render_run_list(rows, shown, self.index.is_complete)
 
     def _render_jobs(self, request: Request) -> str:
         may_cancel = describe_refusal(self.access, request) is None
@@ -274,7 +274,7 @@ class Server:
         """The table and the heat map; browsers that look at the same share them for a second."""
         now = self.wall_clock()
         if self._nodes_shown is None or self._nodes_shown[:2] != ((by, text), int(now)):
-            found, samples = self.nodes.nodes, self.streams.samples
+            found, samples = self.nodes.nodes, self.streams.read_samples()
             nodes = add_samples(found.nodes, samples)
             shown = render_nodes(found, nodes, text, now), build_heat_map(nodes, samples, by, now)
             self._nodes_shown = ((by, text), int(now), shown)

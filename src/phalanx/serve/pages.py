@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 from urllib.parse import urlencode
 
 from phalanx import formatting
@@ -38,6 +39,14 @@ class RunQuery:
         values = {"q": self.text, "page": self.page, **changes}
         words = urlencode({key: value for key, value in values.items() if value})
         return f"{path}?{words}" if words else path
+
+
+class ListedRun(NamedTuple):
+    """A run of the list; a tuple, since 10,000 are made every second."""
+
+    id: str
+    status: str
+    row: RunRow
 
 
 def render_frame(frame: PageFrame, body: str) -> str:
@@ -81,34 +90,31 @@ def render_reading_note(page: RunPage) -> str:
     return f'<p class="note">Reading the events: {share}. What follows is the run up to there.</p>'
 
 
-def select_rows(rows: Mapping[str, RunRow], query: RunQuery, now: float) -> list[tuple[str, RunRow]]:
+def select_rows(rows: Mapping[str, RunRow], query: RunQuery, now: float) -> list[ListedRun]:
     """The rows that a query asks for: running ones first, then the newest."""
     words = query.text.lower().split()
-    found = [
-        (id, row)
-        for id, row in rows.items()
-        if not words or all(word in f"{row.path} {row.status(now)}".lower() for word in words)
-    ]
-    return sorted(found, key=lambda each: (each[1].status(now) != "running", -each[1].last_written_at))
+    listed = [ListedRun(id, row.status(now), row) for id, row in rows.items()]
+    if words:
+        listed = [each for each in listed if all(word in f"{each.row.path} {each.status}".lower() for word in words)]
+    return sorted(listed, key=lambda each: (each.status != "running", -each.row.last_written_at))
 
 
-def render_run_list(rows: Sequence[tuple[str, RunRow]], query: RunQuery, is_complete: bool, now: float) -> str:
+def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: bool) -> str:
     """The table of one page of runs, with what stands around it."""
-    shown = rows[query.page * ROWS_PER_PAGE : (query.page + 1) * ROWS_PER_PAGE]
-    count = formatting.format_plural(len(rows), "run")
+    shown = runs[query.page * ROWS_PER_PAGE : (query.page + 1) * ROWS_PER_PAGE]
     reading = "" if is_complete else "; looking for more"
-    running = sum(row.status(now) == "running" for _, row in rows)
-    summary = f'<p class="note">{count}, {running} running{reading}</p>'
-    if not rows:
+    num_running = sum(each.status == "running" for each in runs)
+    summary = f'<p class="note">{formatting.format_plural(len(runs), "run")}, {num_running} running{reading}</p>'
+    if not runs:
         advice = "No run matches." if query.text else "No runs here yet. `phalanx train RECIPE` makes one."
         return f'{summary}<p class="note">{escape(advice)}</p>' if is_complete else summary
     head = "".join(
         f"<th scope=col>{name}</th>"
         for name in ("", "run", "status", "step", "loss", "", "validation", "speed", "workers", "last written")
     )
-    body = "".join(_render_row(id, row, now) for id, row in shown)
+    body = "".join(map(_render_row, shown))
     table = f'<table class="list"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'{summary}<div class="scroll">{table}</div>{_render_page_links(len(rows), query)}'
+    return f'{summary}<div class="scroll">{table}</div>{_render_page_links(len(runs), query)}'
 
 
 def render_runs(content: str, query: RunQuery) -> str:
@@ -124,8 +130,8 @@ def render_runs(content: str, query: RunQuery) -> str:
 </form>"""
 
 
-def _render_row(id: str, row: RunRow, now: float) -> str:
-    status = row.status(now)
+def _render_row(listed: ListedRun) -> str:
+    id, status, row = listed
     name = escape(str(row.path))
     total = f" of {row.total_steps}" if row.total_steps else ""
     cells = (

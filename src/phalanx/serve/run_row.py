@@ -110,7 +110,7 @@ def _is_continued(before: FileState, now: FileState) -> bool:
 
 
 def _read_whole(empty: RunRow, descriptor: int, size: int) -> RunRow:
-    head = list(_parse_events(os.pread(descriptor, END_BYTES, 0), is_start=True, num_steps=1))
+    head = list(_parse_events(os.pread(descriptor, END_BYTES, 0), is_start=True, num_steps=1, num_early=0))
     row = replace(empty, first_event_at=head[0].time if head else None)
     if size > END_BYTES:
         row = _add_start(row, head)
@@ -173,7 +173,7 @@ def _sample_losses(descriptor: int, size: int) -> Losses:
     found: Losses = ()
     for index in range(SPARKLINE_POINTS):
         at = size * index // SPARKLINE_POINTS
-        piece = _parse_events(os.pread(descriptor, PIECE_BYTES, at), is_start=at == 0, num_steps=1)
+        piece = _parse_events(os.pread(descriptor, PIECE_BYTES, at), is_start=at == 0, num_steps=1, num_early=0)
         found = _add_losses(found, [event for event in piece if isinstance(event, StepDone)], None)
     return found
 
@@ -190,12 +190,16 @@ def _add_losses(found: Losses, steps: Sequence[StepDone], total_steps: int | Non
     return tuple(points if len(points) <= 2 * SPARKLINE_POINTS else points[::2])
 
 
-def _parse_events(piece: bytes, is_start: bool, num_steps: int = 20) -> Iterator[RunEvent]:
-    """The events of whole lines in a piece of the file, of its steps the last `num_steps`. `is_start`: it begins with
-    the start of a line."""
+def _parse_events(
+    piece: bytes, is_start: bool, num_steps: int = 10, num_early: int = SPARKLINE_POINTS
+) -> Iterator[RunEvent]:
+    """The events of whole lines in a piece of the file, of its steps the last `num_steps`, and `num_early` at most of
+    those before. `is_start`: it begins with the start of a line."""
     lines = piece.split(b"\n")[0 if is_start else 1 : -1]
     steps = [number for number, line in enumerate(lines) if STEP_MARK in line]
-    skipped = set(steps[:-num_steps])
+    early = steps[:-num_steps]
+    kept = early[:: -(-len(early) // num_early)] if num_early and early else []
+    skipped = set(early).difference(kept)
     for number, line in enumerate(lines):
         if number in skipped:
             continue

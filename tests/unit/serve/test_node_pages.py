@@ -138,7 +138,7 @@ def test_minutes_of_a_node_are_read_from_each_run_once(tmp_path: Path) -> None:
 
 async def until_sample(streams: AgentStreams, name: str, time: float) -> None:
     async with asyncio.timeout(10):
-        while name not in streams.samples or streams.samples[name].time < time:
+        while name not in (found := streams.read_samples()) or found[name].time < time:
             await asyncio.sleep(0.01)
 
 
@@ -183,7 +183,7 @@ def test_a_port_of_something_else_gives_no_sample_and_stops_nothing(answer: byte
         is_running = not task.done()
         task.cancel()
         server.close()
-        return is_running and not streams.samples
+        return is_running and not streams.read_samples()
 
     assert asyncio.run(follow())
 
@@ -200,7 +200,7 @@ def test_a_node_that_leaves_the_fleet_is_forgotten(monkeypatch: pytest.MonkeyPat
         await until_sample(streams, "n1", 1.0)
         addresses.clear()
         async with asyncio.timeout(10):
-            while streams.samples:
+            while streams.read_samples():
                 await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.to_thread(endpoint.close)

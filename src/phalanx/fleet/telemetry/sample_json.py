@@ -7,6 +7,7 @@ from typing import Any
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
 
 TEXT_FIELDS = {"id", "name"}
+FIELD_NAMES = {kind: frozenset(each.name for each in fields(kind)) for kind in (HostSample, DeviceSample)}
 
 
 def to_json(sample: NodeSample) -> dict[str, Any]:
@@ -37,11 +38,11 @@ def _read_device(found: Any) -> DeviceSample:
 
 
 def _values_of(value: HostSample | DeviceSample) -> dict[str, Any]:
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    found = {name: getattr(value, name) for name in FIELD_NAMES[type(value)]}
     return {name: each for name, each in found.items() if each is not None and each is not False}
 
 
 def _read_values(kind: type[HostSample | DeviceSample], found: Any) -> dict[str, Any]:
-    known = {field.name for field in fields(kind)} - TEXT_FIELDS
-    values = {str(name): float(each) for name, each in found.items() if name in known}
+    known = FIELD_NAMES[kind]
+    values = {name: float(each) for name, each in found.items() if name in known and name not in TEXT_FIELDS}
     return {name: each for name, each in values.items() if math.isfinite(each)}
