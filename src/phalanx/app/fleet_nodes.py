@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
-from phalanx.app.fleet import read_local_node
+from phalanx.app.fleet import NodeReading, read_local_node
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.day_summary import HourSummary, read_last_day
 from phalanx.fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_state
 from phalanx.fleet.latest_reading import LatestReading, reading_from_devices, reading_from_minute, reading_from_sample
-from phalanx.fleet.node_states import NodeState, NodeStates, node_states_path
+from phalanx.fleet.node_states import NodeChange, NodeState, NodeStates, node_states_path
 from phalanx.fleet.nodes_file import NodesFileEntry, load_nodes_file
 from phalanx.fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
 from phalanx.fleet.telemetry.local_sources import ring_path
@@ -21,7 +23,7 @@ from phalanx.fleet.telemetry.ring_file import read_ring
 from phalanx.fleet.telemetry.sample import NodeSample
 from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
 from phalanx.fleet.telemetry.source import SourceUnavailableError
-from phalanx.jobs.backends.nodes import BackendNode, NodeBackend, NodeService, find_node
+from phalanx.jobs.backends.nodes import MAX_SUGGESTED_NAMES, BackendNode, NodeBackend, NodeService, find_node
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute
 
@@ -144,6 +146,37 @@ class FleetReader:
         except (OSError, DataError) as error:
             problems.append(str(error))
         return reading_from_sample(self._read_here(), SAMPLE_INTERVAL_S)
+
+
+@dataclass(frozen=True)
+class NodeDetails:
+    """A node with its history. Of this machine, also all readings now, and the hours of the last day."""
+
+    node: FleetNode
+    history: list[NodeChange]
+    here: NodeReading | None
+    hours: list[HourSummary]
+
+
+def read_node_details(
+    sources: FleetSources,
+    states: NodeStates,
+    name: str,
+    read_here: Callable[[], NodeReading] = read_local_node,
+    now: Callable[[], float] = time.time,
+) -> tuple[NodeDetails, list[str]]:
+    """Return all about a node, and what could not be read. Raises UsageError for a name that no source has."""
+    is_here = name == os.uname().nodename
+    here = read_here() if is_here else None
+    view = FleetReader(sources, states, lambda: here.sample if here is not None else read_here().sample, now).read()
+    node = next((node for node in view.nodes if node.name == name), None)
+    if node is None:
+        names = [node.name for node in view.nodes]
+        near = get_close_matches(name, names) or names[:MAX_SUGGESTED_NAMES]
+        raise UsageError(f"{name}: no such node; nearest are {', '.join(near)} (`phalanx fleet ls` lists all)")
+    hours = read_last_day(ring_path(name), now()) if is_here else []
+    problems = view.problems if here is None else [*here.problems, *view.problems]
+    return NodeDetails(node, states.history(name), here, hours), problems
 
 
 def open_node_states() -> NodeStates:
