@@ -3,15 +3,16 @@
 import getpass
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from phalanx.app.fleet import NodeReading, read_local_node
 from phalanx.errors import DataError, UsageError
 from phalanx.fleet.day_summary import HourSummary, read_last_day
+from phalanx.fleet.evidence import apply_evidence, read_evidence_table
 from phalanx.fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_state
 from phalanx.fleet.latest_reading import LatestReading, reading_from_devices, reading_from_minute, reading_from_sample
 from phalanx.fleet.node_states import NodeChange, NodeState, NodeStates, node_states_path
@@ -48,6 +49,8 @@ class FleetView:
 
     nodes: list[FleetNode]
     problems: list[str] = field(default_factory=list)
+    new_suspects: list[NodeChange] = field(default_factory=list)
+    """Nodes that this reading found evidence against."""
 
 
 class FleetReader:
@@ -75,11 +78,12 @@ class FleetReader:
         self._newest_minutes: dict[str, NodeMinute] = {}
 
     def read(self) -> FleetView:
-        """Return all nodes as they are now."""
+        """Return all nodes as they are now. One that runs have evidence against becomes suspect."""
         problems: list[str] = []
         backend_nodes = {} if self._sources.backend is None else _by_name(self._sources.backend.list_nodes())
         names = list(dict.fromkeys([*backend_nodes, *(entry.name for entry in self._entries)]))
         self._read_runs()
+        new_suspects = self._apply_evidence(names, backend_nodes)
         exported = self._read_exporters(problems)
         changes = self._states.newest()
         nodes = []
@@ -92,7 +96,15 @@ class FleetReader:
             ]
             reading = find_newest_reading(readings)
             nodes.append(make_fleet_node(name, backend_node, changes.get(name), reading))
-        return FleetView(nodes, problems)
+        return FleetView(nodes, problems, new_suspects)
+
+    def _apply_evidence(self, names: Sequence[str], backend_nodes: Mapping[str, BackendNode]) -> list[NodeChange]:
+        """Evidence names nodes as their agents do; what is against a node that the fleet does not have is left out."""
+        node_names = {host: node.name for node in backend_nodes.values() for host in node.host_names}
+        node_names |= {name: name for name in names}
+        evidence = [each for run in self._runs.values() for each in run.list_evidence(read_evidence_table())]
+        known = (replace(each, node=node_names[each.node]) for each in evidence if each.node in node_names)
+        return apply_evidence(self._states, sorted(known, key=lambda each: each.time))
 
     def _read_runs(self) -> None:
         for path in self._list_runs():

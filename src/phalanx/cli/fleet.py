@@ -68,6 +68,8 @@ def list_nodes(
         return
     for problem in view.problems:
         print_warning(problem)
+    for change in view.new_suspects:
+        print_warning(f"{change.node} is suspect from now on: {change.reason}")
     print("\n".join(format_fleet(view.nodes, now)))
 
 

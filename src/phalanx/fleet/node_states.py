@@ -25,6 +25,8 @@ from phalanx.run.private_files import state_root
 
 FORMAT_VERSION = 1
 LOCK_TIMEOUT_S = 30.0
+CANNOT_OPEN_TEXT = "unable to open database file"
+"""What SQLite says of a folder or a file that it may not use."""
 NODE_STATES_FILE = "nodes.db"
 
 
@@ -107,21 +109,37 @@ class NodeStates:
 
     def change(self, node: str, state: NodeState, reason: str, actor: str) -> NodeChange:
         """Bring a node into a state. UsageError where it cannot come there from its state, or is in it."""
-        if not reason.strip():
-            raise UsageError(f"{node}: say why it becomes {state}")
+        with self._transaction():
+            return self._change(node, state, reason, actor)
+
+    def change_healthy(self, node: str, state: NodeState, reason: str, actor: str) -> NodeChange | None:
+        """Bring a healthy node into a state; None, and nothing is changed, for one that is not healthy (any more)."""
+        with self._transaction():
+            last = self.find(node)
+            if last is not None and last.state is not NodeState.HEALTHY:
+                return None
+            return self._change(node, state, reason, actor)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
         with self._naming_errors(), self._db:  # which commits, or rolls back where this raises
             self._db.execute("BEGIN IMMEDIATE")
-            last = self.find(node)
-            current = NodeState.HEALTHY if last is None else last.state
-            if state not in NEXT_STATES[current]:
-                since = "" if last is None else f" ({last.reason}; {last.actor})"
-                allowed = " or ".join(NEXT_STATES[current])
-                raise UsageError(f"{node}: is {current}{since}; it can become {allowed}, not {state}")
-            change = NodeChange(node, state, reason, actor, self._clock())
-            self._db.execute(
-                "INSERT INTO changes (node, state, reason, actor, time) VALUES (?, ?, ?, ?, ?)",
-                (change.node, str(change.state), change.reason, change.actor, change.time),
-            )
+            yield
+
+    def _change(self, node: str, state: NodeState, reason: str, actor: str) -> NodeChange:
+        if not reason.strip():
+            raise UsageError(f"{node}: say why it becomes {state}")
+        last = self.find(node)
+        current = NodeState.HEALTHY if last is None else last.state
+        if state not in NEXT_STATES[current]:
+            since = "" if last is None else f" ({last.reason}; {last.actor})"
+            allowed = " or ".join(NEXT_STATES[current])
+            raise UsageError(f"{node}: is {current}{since}; it can become {allowed}, not {state}")
+        change = NodeChange(node, state, reason, actor, self._clock())
+        self._db.execute(
+            "INSERT INTO changes (node, state, reason, actor, time) VALUES (?, ?, ?, ?, ?)",
+            (change.node, str(change.state), change.reason, change.actor, change.time),
+        )
         return change
 
     def _create(self) -> None:
@@ -148,6 +166,11 @@ class NodeStates:
         try:
             yield
         except (sqlite3.Error, OSError, ValueError) as error:
+            if isinstance(error, PermissionError) or (CANNOT_OPEN_TEXT in str(error) and not self._path.is_dir()):
+                raise UsageError(
+                    f"{self._path}: the table of nodes cannot be opened ({error}); name a folder that you may write by "
+                    "PHALANX_STATE_DIR"
+                ) from error
             raise UsageError(
                 f"{self._path}: not a table of nodes ({error}); move it away to begin with healthy nodes"
             ) from error

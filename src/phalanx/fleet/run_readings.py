@@ -1,18 +1,24 @@
-"""What runs say about nodes: the minutes that their agents write, read as they are added."""
+"""What runs say about nodes: the minutes that their agents write and the events of the run, read as they are added."""
 
 import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.errors import DataError
+from phalanx.fleet.evidence import EvidenceTable, NodeEvidence, find_evidence, has_errors
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Run
+from phalanx.run.event_types import Event, StragglerDetected, WorkerFailure, WorkerStarted
+from phalanx.run.events import parse_event
+from phalanx.run.lines import LineTail
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
 
 logger = logging.getLogger(__name__)
 
 MAX_MINUTES_BYTES = 4 << 20
 """Bytes of a node's minutes that are read at first, from the end: 5 hours with 8 accelerators."""
+MAX_EVENTS_BYTES = 16 << 20
+"""Bytes of a run's events that are read at first, from the end: 40,000 steps."""
 MAX_JOB_AGE_S = 24 * 3600.0
 """Seconds since the end of a job for which its run is read: what ended it may be its node's fault."""
 
@@ -35,11 +41,20 @@ def select_recent_runs(statuses: Iterable[JobStatus], now: float) -> list[Path]:
 
 
 class RunReadings:
-    """New minutes of a run's nodes, at each `read`."""
+    """New minutes of a run's nodes, at each `read_minutes`; what may be evidence against a node is kept."""
 
     def __init__(self, run: Run):
         self._run = run
         self._tails: dict[Path, NodeMinuteTail] = {}
+        self._events = LineTail(run.events)
+        self._events.skip(MAX_EVENTS_BYTES)
+        self._suspicious_minutes: list[NodeMinute] = []
+        self._relevant_events: list[Event] = []
+
+    def list_evidence(self, table: EvidenceTable) -> list[NodeEvidence]:
+        """Return the evidence against nodes in what was read of minutes so far, and in the events until now."""
+        self._read_events()
+        return find_evidence(self._suspicious_minutes, self._relevant_events, table)
 
     def read_minutes(self) -> list[NodeMinute]:
         """Return the minutes since the last call, of each node in order. A file that is no file is left out."""
@@ -51,4 +66,14 @@ class RunReadings:
                 found += self._tails[path].read()
             except (OSError, DataError) as error:
                 logger.debug("%s is not read: %s", path, error)
+        self._suspicious_minutes += filter(has_errors, found)
         return found
+
+    def _read_events(self) -> None:
+        try:
+            for line in self._events.read():
+                event = parse_event(line.decode(errors="replace"))
+                if isinstance(event, WorkerStarted | StragglerDetected | WorkerFailure):
+                    self._relevant_events.append(event)
+        except (OSError, DataError) as error:
+            logger.debug("%s is not read: %s", self._run.events, error)

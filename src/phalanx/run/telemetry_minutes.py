@@ -29,6 +29,8 @@ class Rollups:
 
     values: Mapping[str, ValueRollup] = field(default_factory=dict)
     increases: Mapping[str, float] = field(default_factory=dict)
+    xids: tuple[int, ...] = ()
+    """Numbers of the Xid errors within the minute, of each second the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class NodeMinuteTail:
 
 def _to_json(rollups: Rollups) -> dict[str, Any]:
     values = {name: [each.min, each.mean, each.max, each.count] for name, each in rollups.values.items()}
-    return {"values": values, "increases": dict(rollups.increases)}
+    xids = {"xids": list(rollups.xids)} if rollups.xids else {}
+    return {"values": values, "increases": dict(rollups.increases), **xids}
 
 
 def _from_json(found: Any) -> NodeMinute:
@@ -102,4 +105,5 @@ def _read_rollups(found: Any) -> Rollups:
         str(name): ValueRollup(float(low), float(mean), float(high), int(count))
         for name, (low, mean, high, count) in found["values"].items()
     }
-    return Rollups(values, {str(name): float(each) for name, each in found["increases"].items()})
+    increases = {str(name): float(each) for name, each in found["increases"].items()}
+    return Rollups(values, increases, tuple(int(number) for number in found.get("xids", ())))

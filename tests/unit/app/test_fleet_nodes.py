@@ -16,6 +16,8 @@ from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.fleet.telemetry.sample import HostSample, NodeSample
 from phalanx.jobs.backends.nodes import BackendNode, NodeService
 from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.run.event_types import WorkerFailure, WorkerStarted
+from phalanx.run.events import EventLog
 
 NOW = 1000.0
 HERE = os.uname().nodename
@@ -177,3 +179,35 @@ def test_what_is_drained_is_not_drained_again_and_what_is_healthy_not_taken_back
     drain_node(backend, states, "n1", "hot", "ada")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"n1: is drained already: hot \(ada\); `phalanx fleet undrain n1`"):
         drain_node(backend, states, "n1", "again", "ada")  # type: ignore[arg-type]
+
+
+def test_a_node_with_evidence_in_a_run_is_listed_as_suspect(
+    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path
+) -> None:
+    backend.nodes["n2"] = replace(backend.nodes["n2"], host_names=("gpt-workers-0-0",))
+    add_minute(tmp_path / "gpt", "gpt-workers-0-0", 900.0, 100.0, xids=(79,))
+    add_minute(tmp_path / "gpt", "elsewhere", 900.0, 100.0, xids=(79,))
+    log = EventLog(tmp_path / "gpt" / "events.jsonl")
+    log.write(WorkerStarted(pid=1, rank=0, host="n1", attempt=0))
+    log.write(WorkerFailure(rank=0, cause="exit_code", exit_code=77, message="no GPU"))
+    log.close()
+    backend.jobs = [run_job(tmp_path / "gpt", JobState.INTERRUPTED, NOW - 60.0)]
+    reader = make_reader(states, backend)
+    view = reader.read()
+    assert [(node.name, node.state) for node in view.nodes] == [("n1", "suspect"), ("n2", "suspect"), ("n3", "healthy")]
+    assert str(view.nodes[0].reason).startswith("a run left it as unfit (no GPU): drain and test the node")
+    assert {change.node for change in view.new_suspects} == {"n1", "n2"}
+    assert reader.read().new_suspects == []
+    assert sorted(states.newest()) == ["n1", "n2"]
+
+
+def test_evidence_that_is_written_later_is_found_by_the_next_read(
+    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path
+) -> None:
+    add_minute(tmp_path / "gpt", "n1", 840.0, 100.0)
+    backend.jobs = [run_job(tmp_path / "gpt")]
+    reader = make_reader(states, backend)
+    assert reader.read().new_suspects == []
+    add_minute(tmp_path / "gpt", "n1", 900.0, 100.0, xids=(79,))
+    (change,) = reader.read().new_suspects
+    assert change.node == "n1"

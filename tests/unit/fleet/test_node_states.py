@@ -84,6 +84,24 @@ def test_a_file_that_is_no_table_is_said(tmp_path: Path, content: bytes | None) 
         NodeStates(path)
 
 
+def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(
+        UsageError, match=r"cannot be opened \(.*Permission denied\); name a folder .* PHALANX_STATE_DIR"
+    ):
+        NodeStates(tmp_path / "fleet.db")
+
+
+def test_only_a_healthy_node_is_changed_where_that_is_asked_for(tmp_path: Path) -> None:
+    with NodeStates(tmp_path / "fleet.db") as nodes:
+        assert nodes.change_healthy("n1", NodeState.SUSPECT, "Xid 79", "evidence") is not None
+        assert nodes.change_healthy("n1", NodeState.DRAINED, "Xid 79", "evidence") is None
+        assert [each.state for each in nodes.history("n1")] == [NodeState.SUSPECT]
+
+
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "fleet.db") as db:
         db.execute("PRAGMA user_version=9")
