@@ -82,7 +82,7 @@ class FleetReader:
         problems: list[str] = []
         backend_nodes = {} if self._sources.backend is None else _by_name(self._sources.backend.list_nodes())
         names = list(dict.fromkeys([*backend_nodes, *(entry.name for entry in self._entries)]))
-        self._read_runs()
+        self._read_runs(problems)
         new_suspects = self._apply_evidence(names, backend_nodes)
         exported = self._read_exporters(problems)
         changes = self._states.newest()
@@ -106,8 +106,8 @@ class FleetReader:
         known = (replace(each, node=node_names[each.node]) for each in evidence if each.node in node_names)
         return apply_evidence(self._states, sorted(known, key=lambda each: each.time))
 
-    def _read_runs(self) -> None:
-        for path in self._list_runs():
+    def _read_runs(self, problems: list[str]) -> None:
+        for path in self._list_runs(problems):
             if path not in self._runs:
                 self._runs[path] = RunReadings(Run(path))
             for minute in self._runs[path].read_minutes():
@@ -115,12 +115,16 @@ class FleetReader:
                 if last is None or minute.time >= last.time:
                     self._newest_minutes[minute.node] = minute
 
-    def _list_runs(self) -> list[Path]:
+    def _list_runs(self, problems: list[str]) -> list[Path]:
         if self._sources.runs is not None:
             return list_run_directories(self._sources.runs)
         if self._sources.backend is None:
             return []
-        return select_recent_runs(self._sources.backend.list_jobs(), self._now())
+        try:
+            return select_recent_runs(self._sources.backend.list_jobs(), self._now())
+        except UsageError as error:  # nodes can be listed where jobs cannot, as on Kubernetes without JobSet
+            problems.append(f"readings of runs are missing: {error}")
+            return list(self._runs)
 
     def _find_minute_reading(self, name: str, node: BackendNode | None) -> LatestReading | None:
         host_names = () if node is None else node.host_names

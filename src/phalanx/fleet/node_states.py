@@ -74,25 +74,21 @@ def node_states_path(environment: Mapping[str, str] = os.environ) -> Path:
 class NodeStates:
     """The states of a fleet's nodes in the file at `path`, which any number of processes share.
 
-    UsageError for a file that is no such table, or that cannot be opened.
+    The file is made by the first change. UsageError for a file that is no such table, or that cannot be opened.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time):
         self._path, self._clock = path, clock
-        with self._naming_errors():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None)
-            if self._read_version() == 0:
-                self._create()
-            version = self._read_version()
-        if version != FORMAT_VERSION:
-            raise UsageError(f"{path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
+        self._connection: sqlite3.Connection | None = None
+        if path.exists():
+            self._open()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._db.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def find(self, node: str) -> NodeChange | None:
         """The newest change of a node; None for a node that never changed, and so is healthy."""
@@ -122,6 +118,8 @@ class NodeStates:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
+        if self._connection is None:
+            self._open()
         with self._naming_errors(), self._db:  # which commits, or rolls back where this raises
             self._db.execute("BEGIN IMMEDIATE")
             yield
@@ -142,6 +140,21 @@ class NodeStates:
         )
         return change
 
+    @property
+    def _db(self) -> sqlite3.Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def _open(self) -> None:
+        with self._naming_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None)
+            if self._read_version() == 0:
+                self._create()
+            version = self._read_version()
+        if version != FORMAT_VERSION:
+            raise UsageError(f"{self._path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
+
     def _create(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         with self._db:
@@ -155,6 +168,10 @@ class NodeStates:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
     def _select(self, clause: str, *values: str) -> list[NodeChange]:
+        if self._connection is None:
+            if not self._path.exists():  # no process has changed a node so far
+                return []
+            self._open()
         with self._naming_errors():
             rows = self._db.execute(f"SELECT node, state, reason, actor, time FROM changes {clause}", values).fetchall()
             return [

@@ -1,6 +1,7 @@
 """What runs say about nodes: the minutes that their agents write and the events of the run, read as they are added."""
 
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,9 +26,9 @@ MAX_JOB_AGE_S = 24 * 3600.0
 
 def list_run_directories(folder: Path) -> list[Path]:
     """Return the run directories in a folder; the folder itself, if it is one."""
-    if Run(folder).has_started():
+    if _is_run(folder):
         return [folder]
-    return sorted(path for path in folder.iterdir() if path.is_dir() and Run(path).has_started())
+    return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))
 
 
 def select_recent_runs(statuses: Iterable[JobStatus], now: float) -> list[Path]:
@@ -46,8 +47,7 @@ class RunReadings:
     def __init__(self, run: Run):
         self._run = run
         self._tails: dict[Path, NodeMinuteTail] = {}
-        self._events = LineTail(run.events)
-        self._events.skip(MAX_EVENTS_BYTES)
+        self._events: LineTail | None = None
         self._suspicious_minutes: list[NodeMinute] = []
         self._relevant_events: list[Event] = []
 
@@ -59,21 +59,41 @@ class RunReadings:
     def read_minutes(self) -> list[NodeMinute]:
         """Return the minutes since the last call, of each node in order. A file that is no file is left out."""
         found: list[NodeMinute] = []
-        for path in sorted(self._run.telemetry.glob("*.jsonl")):
-            if path not in self._tails:
-                self._tails[path] = NodeMinuteTail(path, MAX_MINUTES_BYTES)
+        for path in self._list_minute_files():
             try:
+                if path not in self._tails:
+                    self._tails[path] = NodeMinuteTail(path, MAX_MINUTES_BYTES)
                 found += self._tails[path].read()
             except (OSError, DataError) as error:
                 logger.debug("%s is not read: %s", path, error)
         self._suspicious_minutes += filter(has_errors, found)
         return found
 
+    def _list_minute_files(self) -> list[Path]:
+        folder = self._run.telemetry
+        try:
+            return [folder / name for name in sorted(os.listdir(folder)) if name.endswith(".jsonl")]
+        except OSError as error:  # there are none yet, or this user may not read them
+            logger.debug("%s is not read: %s", folder, error)
+            return []
+
     def _read_events(self) -> None:
         try:
+            if self._events is None:
+                events = LineTail(self._run.events)
+                events.skip(MAX_EVENTS_BYTES)
+                self._events = events
             for line in self._events.read():
                 event = parse_event(line.decode(errors="replace"))
                 if isinstance(event, WorkerStarted | StragglerDetected | WorkerFailure):
                     self._relevant_events.append(event)
         except (OSError, DataError) as error:
             logger.debug("%s is not read: %s", self._run.events, error)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a run is there that this user may read."""
+    try:
+        return Run(path).has_started()
+    except PermissionError:
+        return False

@@ -1,6 +1,7 @@
 """The nodes of a fleet with their newest readings; drained and undrained with their history."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -211,3 +212,33 @@ def test_evidence_that_is_written_later_is_found_by_the_next_read(
     add_minute(tmp_path / "gpt", "n1", 900.0, 100.0, xids=(79,))
     (change,) = reader.read().new_suspects
     assert change.node == "n1"
+
+
+def test_a_run_that_vanishes_or_may_not_be_read_leaves_the_others(
+    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, node in (("a", "n1"), ("b", "n2"), ("c", "n3")):
+        add_minute(tmp_path / name, node, 900.0, 100.0)
+    backend.jobs = [run_job(tmp_path / name) for name in ("a", "b", "c", "nowhere")]
+    stat = Path.stat
+
+    def refuse(path: Path, **more: Any) -> os.stat_result:
+        if tmp_path / "b" in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    reader = make_reader(states, backend)
+    assert draws(reader) == {"n1": 100.0, "n2": None, "n3": 100.0}
+    shutil.rmtree(tmp_path / "a")
+    assert draws(reader) == {"n1": 100.0, "n2": None, "n3": 100.0}
+
+
+def test_where_jobs_cannot_be_listed_nodes_are_and_it_is_said(states: NodeStates, backend: FakeNodeBackend) -> None:
+    def fail(array: str | None = None) -> list[JobStatus]:
+        raise UsageError("JobSet is not installed")
+
+    backend.list_jobs = fail  # type: ignore[method-assign]
+    view = make_reader(states, backend).read()
+    assert [node.name for node in view.nodes] == ["n1", "n2", "n3"]
+    assert view.problems == ["readings of runs are missing: JobSet is not installed"]

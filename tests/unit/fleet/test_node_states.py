@@ -89,10 +89,18 @@ def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path, monkeypatch: p
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(
-        UsageError, match=r"cannot be opened \(.*Permission denied\); name a folder .* PHALANX_STATE_DIR"
-    ):
-        NodeStates(tmp_path / "fleet.db")
+    problem = r"cannot be opened \(.*Permission denied\); name a folder .* PHALANX_STATE_DIR"
+    with NodeStates(tmp_path / "fleet.db") as nodes, pytest.raises(UsageError, match=problem):
+        nodes.change("n1", NodeState.SUSPECT, "why", "ada")
+
+
+def test_to_ask_makes_no_file_and_sees_one_that_another_process_made(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "fleet.db"
+    with NodeStates(path) as asking, NodeStates(path) as changing:
+        assert (asking.find("n1"), asking.newest(), asking.history("n1")) == (None, {}, [])
+        assert list(tmp_path.iterdir()) == []
+        changing.change("n1", NodeState.SUSPECT, "Xid 79", "evidence")
+        assert list(asking.newest()) == ["n1"]
 
 
 def test_only_a_healthy_node_is_changed_where_that_is_asked_for(tmp_path: Path) -> None:
