@@ -1,6 +1,7 @@
 """Evidence against nodes, from the minutes of their agents and the events of runs. What counts, and what follows, is
 data/evidence.yaml. Pure, but for the table of nodes."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ COUNTER_EVIDENCE = {
     "nvlink_errors_total": ("nvlink-errors", "NVLink errors"),
 }
 """Counters of an accelerator that are evidence: its kind, and what is counted."""
+ERRORS_PATTERN = re.compile(rb'"xids"|"(?:%s)":(?! *0(?:\.0)?[,}])' % "|".join(COUNTER_EVIDENCE).encode())
+"""In the line of a minute with errors: Xid errors, or a counter that increased."""
 EVIDENCE_ACTOR = "evidence"
 """Actor of a change that evidence made, in the history of a node."""
 MAX_SHOWN_EVIDENCE = 3
@@ -82,6 +85,11 @@ def apply_evidence(states: NodeStates, evidence: Iterable[NodeEvidence]) -> list
         if change is not None:
             changes.append(change)
     return changes
+
+
+def may_have_errors(line: bytes) -> bool:
+    """Whether a line may be a minute with errors, by its bytes."""
+    return ERRORS_PATTERN.search(line) is not None
 
 
 def has_errors(minute: NodeMinute) -> bool:

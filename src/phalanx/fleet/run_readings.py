@@ -2,11 +2,12 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.errors import DataError
-from phalanx.fleet.evidence import EvidenceTable, NodeEvidence, find_evidence, has_errors
+from phalanx.fleet.evidence import EvidenceTable, NodeEvidence, find_evidence, has_errors, may_have_errors
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Run
 from phalanx.run.event_types import Event, StragglerDetected, WorkerFailure, WorkerStarted
@@ -16,10 +17,12 @@ from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
 
 logger = logging.getLogger(__name__)
 
-MAX_MINUTES_BYTES = 4 << 20
-"""Bytes of a node's minutes that are read at first, from the end: 5 hours with 8 accelerators."""
+MAX_MINUTES_BYTES = 16 << 20
+"""Bytes of a node's minutes that are read at first, from the end: more than a day with 8 accelerators."""
 MAX_EVENTS_BYTES = 16 << 20
 """Bytes of a run's events that are read at first, from the end: 40,000 steps."""
+RELEVANT_EVENTS = (WorkerStarted, StragglerDetected, WorkerFailure)
+RELEVANT_KINDS_PATTERN = re.compile(rb'"(?:%s)"' % "|".join(each.kind for each in RELEVANT_EVENTS).encode())
 MAX_JOB_AGE_S = 24 * 3600.0
 """Seconds since the end of a job for which its run is read: what ended it may be its node's fault."""
 
@@ -42,7 +45,7 @@ def select_recent_runs(statuses: Iterable[JobStatus], now: float) -> list[Path]:
 
 
 class RunReadings:
-    """New minutes of a run's nodes, at each `read_minutes`; what may be evidence against a node is kept."""
+    """The newest minutes of a run's nodes; what may be evidence against a node is kept."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -57,13 +60,14 @@ class RunReadings:
         return find_evidence(self._suspicious_minutes, self._relevant_events, table)
 
     def read_minutes(self) -> list[NodeMinute]:
-        """Return the minutes since the last call, of each node in order. A file that is no file is left out."""
+        """Return the newest minute of each node, and those with errors before it since the last call, of each node in
+        order. A file that is no file is left out."""
         found: list[NodeMinute] = []
         for path in self._list_minute_files():
             try:
                 if path not in self._tails:
                     self._tails[path] = NodeMinuteTail(path, MAX_MINUTES_BYTES)
-                found += self._tails[path].read()
+                found += self._tails[path].read_chosen(may_have_errors)
             except (OSError, DataError) as error:
                 logger.debug("%s is not read: %s", path, error)
         self._suspicious_minutes += filter(has_errors, found)
@@ -84,8 +88,10 @@ class RunReadings:
                 events.skip(MAX_EVENTS_BYTES)
                 self._events = events
             for line in self._events.read():
+                if RELEVANT_KINDS_PATTERN.search(line) is None:  # most are steps, and to parse them takes seconds
+                    continue
                 event = parse_event(line.decode(errors="replace"))
-                if isinstance(event, WorkerStarted | StragglerDetected | WorkerFailure):
+                if isinstance(event, RELEVANT_EVENTS):
                     self._relevant_events.append(event)
         except (OSError, DataError) as error:
             logger.debug("%s is not read: %s", self._run.events, error)

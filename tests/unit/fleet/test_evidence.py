@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.cluster.xids import XidAction
-from phalanx.fleet.evidence import COUNTER_EVIDENCE, apply_evidence, find_evidence, has_errors, read_evidence_table
+from phalanx.fleet.evidence import (
+    COUNTER_EVIDENCE,
+    apply_evidence,
+    find_evidence,
+    has_errors,
+    may_have_errors,
+    read_evidence_table,
+)
 from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.run.event_types import Event, HangDetected, StragglerDetected, WorkerFailure, WorkerStarted
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups
@@ -76,6 +83,25 @@ def test_only_minutes_with_errors_are_kept() -> None:
     assert has_errors(minute(pcie_replays_total=1.0))
     assert has_errors(minute(xids=(31,)))
     assert not has_errors(minute(energy_joules=1.0, pcie_replays_total=0.0))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        minute(pcie_replays_total=1.0),
+        minute(ecc_uncorrected_total=0.5),
+        minute(xids=(31,)),
+        minute(nvlink_errors_total=10),
+    ],
+)
+def test_a_minute_with_errors_is_known_by_its_line(kept: NodeMinute) -> None:
+    assert has_errors(kept)
+    assert may_have_errors(kept.to_line())
+
+
+def test_a_minute_without_errors_is_known_by_its_line() -> None:
+    clean = minute(pcie_replays_total=0.0, ecc_uncorrected_total=0, nvlink_errors_total=0.0, energy_joules=1.0)
+    assert not may_have_errors(clean.to_line())
 
 
 @pytest.mark.parametrize(

@@ -308,3 +308,16 @@ def test_of_a_long_file_only_the_last_minutes_are_read(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(minutes[0].to_line())
     assert list(tail.read()) == minutes[:1]
+
+
+def test_of_chosen_minutes_the_newest_is_always_one(tmp_path: Path) -> None:
+    minutes = [NodeMinute(60.0 * index, 60.0, 60, "n1", Rollups(), {}) for index in range(6)]
+    lines = [minute.to_line() for minute in minutes]
+    (tmp_path / "n1.jsonl").write_bytes(b"".join([*lines[:4], b"no minute\n", lines[4]]))
+    tail = NodeMinuteTail(tmp_path / "n1.jsonl")
+    chosen = (lines[1].strip(), lines[5].strip())
+    assert list(tail.read_chosen(chosen.__contains__)) == [minutes[1], minutes[4]]
+    assert list(tail.read_chosen(chosen.__contains__)) == []
+    with open(tmp_path / "n1.jsonl", "ab") as file:
+        file.write(lines[5])
+    assert list(tail.read_chosen(chosen.__contains__)) == [minutes[5]]
