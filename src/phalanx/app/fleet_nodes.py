@@ -99,11 +99,17 @@ class FleetReader:
         return FleetView(nodes, problems, new_suspects)
 
     def _apply_evidence(self, names: Sequence[str], backend_nodes: Mapping[str, BackendNode]) -> list[NodeChange]:
-        """Evidence names nodes as their agents do; what is against a node that the fleet does not have is left out."""
+        """Evidence names nodes as their agents do; what is against a node that the fleet does not have is left out.
+        What a clock that is ahead has dated in the future waits until then: else a node could not be taken back
+        before."""
         node_names = {host: node.name for node in backend_nodes.values() for host in node.host_names}
         node_names |= {name: name for name in names}
         evidence = [each for run in self._runs.values() for each in run.list_evidence(read_evidence_table())]
-        known = (replace(each, node=node_names[each.node]) for each in evidence if each.node in node_names)
+        known = [
+            replace(each, node=node_names[each.node])
+            for each in evidence
+            if each.node in node_names and each.time <= self._now()
+        ]
         return apply_evidence(self._states, sorted(known, key=lambda each: each.time))
 
     def _read_runs(self, problems: list[str]) -> None:

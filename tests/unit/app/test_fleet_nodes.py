@@ -190,7 +190,7 @@ def test_a_node_with_evidence_in_a_run_is_listed_as_suspect(
     add_minute(tmp_path / "gpt", "elsewhere", 900.0, 100.0, xids=(79,))
     log = EventLog(tmp_path / "gpt" / "events.jsonl")
     log.write(WorkerStarted(pid=1, rank=0, host="n1", attempt=0))
-    log.write(WorkerFailure(rank=0, cause="exit_code", exit_code=77, message="no GPU"))
+    log.write(WorkerFailure(time=950.0, rank=0, cause="exit_code", exit_code=77, message="no GPU"))
     log.close()
     backend.jobs = [run_job(tmp_path / "gpt", JobState.INTERRUPTED, NOW - 60.0)]
     reader = make_reader(states, backend)
@@ -242,3 +242,13 @@ def test_where_jobs_cannot_be_listed_nodes_are_and_it_is_said(states: NodeStates
     view = make_reader(states, backend).read()
     assert [node.name for node in view.nodes] == ["n1", "n2", "n3"]
     assert view.problems == ["readings of runs are missing: JobSet is not installed"]
+
+
+def test_evidence_of_a_clock_that_is_ahead_waits(states: NodeStates, backend: FakeNodeBackend, tmp_path: Path) -> None:
+    add_minute(tmp_path / "gpt", "n1", 5000.0, 100.0, xids=(79,))
+    backend.jobs = [run_job(tmp_path / "gpt")]
+    clock = [NOW]
+    reader = make_reader(states, backend, now=lambda: clock[0])
+    assert reader.read().new_suspects == []
+    clock[0] = 5001.0
+    assert len(reader.read().new_suspects) == 1
