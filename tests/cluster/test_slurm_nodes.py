@@ -1,5 +1,6 @@
 """Nodes of a real Slurm: drained, no job starts there; undrained, one does."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from phalanx.errors import UsageError
 from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.jobs.backends.slurm.backend import SlurmBackend
 from phalanx.jobs.spec import Job, JobState
+from phalanx.run import Run
 from slurm_cluster import NODES, SlurmCluster
 
 
@@ -56,3 +58,37 @@ def test_a_user_without_the_right_may_not_drain(rig: SlurmCluster, tmp_path: Pat
             drain_node(slurm, states, "n1", "hot", "eve")
         assert states.history("n1") == []
     assert rig.states()["n1"] == "idle"
+
+
+WRITE_MINUTE = """
+import os, sys, time
+import sys
+from pathlib import Path
+from phalanx.run.telemetry_minutes import NodeMinute, Rollups, ValueRollup
+node, run = os.uname().nodename, Path(sys.argv[1])
+host = Rollups({"cpu_power_w": ValueRollup(100.0, 100.0, 100.0, 60)})
+devices = {"GPU-a": Rollups({"power_mean_w": ValueRollup(300.0, 300.0, 300.0, 60)}, {}, (79,))}
+minute = NodeMinute(time.time() - 60, 60.0, 60, node, host, devices)
+(run / "telemetry" / f"{node}.jsonl").write_bytes(minute.to_line())
+"""
+
+
+def test_what_a_job_writes_on_its_node_is_its_reading_and_makes_it_suspect(
+    rig: SlurmCluster, slurm: SlurmBackend, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    run.create()
+    run.telemetry.mkdir()
+    command = (sys.executable, "-c", WRITE_MINUTE, str(run.path))
+    job = slurm.submit(slurm.render(Job("errors", command, tmp_path, num_nodes=2, run_dir=run.path)))
+    rig.wait_for(lambda: slurm.poll(job).state.is_final, "the job to end")
+    with NodeStates(tmp_path / "nodes.db") as states:
+        view = FleetReader(FleetSources(slurm), states).read()
+    used = {node.name: node for node in view.nodes if node.name in slurm.poll(job).nodes}
+    assert len(used) == 2, list(slurm.read_logs(job))
+    for node in used.values():
+        assert node.state is NodeState.SUSPECT
+        assert str(node.reason).startswith("Xid 79 on GPU-a (GPU fell off the bus)")
+        assert node.reading is not None
+        assert (node.reading.draw_w, node.reading.parts) == (400.0, "CPU and accelerators")
+    assert [node.state for node in view.nodes if node.name not in used] == [NodeState.HEALTHY] * 2

@@ -40,7 +40,7 @@ class FakeNodeBackend:
         self.nodes[node] = replace(self.nodes[node], service=NodeService.OPEN, reason=None, state="idle")
 
 
-def add_minute(folder: Path, node: str, time: float, watts: float) -> None:
+def add_minute(folder: Path, node: str, time: float, watts: float, xids: tuple[int, ...] = ()) -> None:
     """A minute of a node in a run."""
     run = Run(folder)
     if not run.path.exists():
@@ -48,5 +48,6 @@ def add_minute(folder: Path, node: str, time: float, watts: float) -> None:
         run.resolved.touch()
         run.telemetry.mkdir()
     host = Rollups({"cpu_power_w": ValueRollup(watts, watts, watts, 60)})
+    devices = {"GPU-a": Rollups(xids=xids)} if xids else {}
     with open(run.telemetry / f"{node}.jsonl", "ab") as file:
-        file.write(NodeMinute(time, 60.0, 60, node, host, {}).to_line())
+        file.write(NodeMinute(time, 60.0, 60, node, host, devices).to_line())

@@ -5,14 +5,17 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 
-from phalanx.app.fleet import read_local_node
+from phalanx.app.fleet import NodeReading, read_local_node
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.day_summary import HourSummary, read_last_day
+from phalanx.fleet.evidence import apply_evidence, read_evidence_table
 from phalanx.fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_state
 from phalanx.fleet.latest_reading import LatestReading, reading_from_devices, reading_from_minute, reading_from_sample
-from phalanx.fleet.node_states import NodeState, NodeStates, node_states_path
+from phalanx.fleet.node_states import NodeChange, NodeState, NodeStates, node_states_path
 from phalanx.fleet.nodes_file import NodesFileEntry, load_nodes_file
 from phalanx.fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
 from phalanx.fleet.telemetry.local_sources import ring_path
@@ -21,7 +24,7 @@ from phalanx.fleet.telemetry.ring_file import read_ring
 from phalanx.fleet.telemetry.sample import NodeSample
 from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
 from phalanx.fleet.telemetry.source import SourceUnavailableError
-from phalanx.jobs.backends.nodes import BackendNode, NodeBackend, NodeService, find_node
+from phalanx.jobs.backends.nodes import MAX_SUGGESTED_NAMES, BackendNode, NodeBackend, NodeService, find_node
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute
 
@@ -46,6 +49,8 @@ class FleetView:
 
     nodes: list[FleetNode]
     problems: list[str] = field(default_factory=list)
+    new_suspects: list[NodeChange] = field(default_factory=list)
+    """Nodes that this reading found evidence against."""
 
 
 class FleetReader:
@@ -57,6 +62,7 @@ class FleetReader:
         read_here: Reads this machine, where no agent records it.
         now: Returns seconds since the epoch.
         list_more_runs: Returns further run directories to read.
+        finds_evidence: Whether a node that runs have evidence against becomes suspect in the table.
     """
 
     def __init__(
@@ -66,8 +72,9 @@ class FleetReader:
         read_here: Callable[[], NodeSample] = lambda: read_local_node().sample,
         now: Callable[[], float] = time.time,
         list_more_runs: Callable[[], Sequence[Path]] = tuple,
+        finds_evidence: bool = True,
     ):
-        self._list_more_runs = list_more_runs
+        self._list_more_runs, self._finds_evidence = list_more_runs, finds_evidence
         self._sources, self._states, self._read_here, self._now = sources, states, read_here, now
         self._entries = [] if sources.nodes_file is None else load_nodes_file(sources.nodes_file).nodes
         if sources.runs is not None and not sources.runs.is_dir():
@@ -76,11 +83,12 @@ class FleetReader:
         self._newest_minutes: dict[str, NodeMinute] = {}
 
     def read(self) -> FleetView:
-        """Return all nodes as they are now."""
+        """Return all nodes as they are now. One that runs have evidence against becomes suspect."""
         problems: list[str] = []
         backend_nodes = {} if self._sources.backend is None else _by_name(self._sources.backend.list_nodes())
         names = list(dict.fromkeys([*backend_nodes, *(entry.name for entry in self._entries)]))
-        self._read_runs()
+        self._read_runs(problems)
+        new_suspects = self._apply_evidence(names, backend_nodes) if self._finds_evidence else []
         exported = self._read_exporters(problems)
         changes = self._states.newest()
         nodes = []
@@ -93,10 +101,24 @@ class FleetReader:
             ]
             reading = find_newest_reading(readings)
             nodes.append(make_fleet_node(name, backend_node, changes.get(name), reading))
-        return FleetView(nodes, problems)
+        return FleetView(nodes, problems, new_suspects)
 
-    def _read_runs(self) -> None:
-        for path in self._list_runs():
+    def _apply_evidence(self, names: Sequence[str], backend_nodes: Mapping[str, BackendNode]) -> list[NodeChange]:
+        """Evidence names nodes as their agents do; what is against a node that the fleet does not have is left out.
+        What a clock that is ahead has dated in the future waits until then: else a node could not be taken back
+        before."""
+        node_names = {host: node.name for node in backend_nodes.values() for host in node.host_names}
+        node_names |= {name: name for name in names}
+        evidence = [each for run in self._runs.values() for each in run.list_evidence(read_evidence_table())]
+        known = [
+            replace(each, node=node_names[each.node])
+            for each in evidence
+            if each.node in node_names and each.time <= self._now()
+        ]
+        return apply_evidence(self._states, sorted(known, key=lambda each: each.time))
+
+    def _read_runs(self, problems: list[str]) -> None:
+        for path in self._list_runs(problems):
             if path not in self._runs:
                 self._runs[path] = RunReadings(Run(path))
             for minute in self._runs[path].read_minutes():
@@ -104,13 +126,17 @@ class FleetReader:
                 if last is None or minute.time >= last.time:
                     self._newest_minutes[minute.node] = minute
 
-    def _list_runs(self) -> list[Path]:
+    def _list_runs(self, problems: list[str]) -> list[Path]:
         if self._sources.runs is not None:
             return list_run_directories(self._sources.runs)
         more = list(self._list_more_runs())
         if self._sources.backend is None:
             return more
-        return [*select_recent_runs(self._sources.backend.list_jobs(), self._now()), *more]
+        try:
+            return [*select_recent_runs(self._sources.backend.list_jobs(), self._now()), *more]
+        except UsageError as error:  # nodes can be listed where jobs cannot, as on Kubernetes without JobSet
+            problems.append(f"readings of runs are missing: {error}")
+            return [*self._runs, *more]
 
     def _find_minute_reading(self, name: str, node: BackendNode | None) -> LatestReading | None:
         host_names = () if node is None else node.host_names
@@ -148,6 +174,37 @@ class FleetReader:
         except (OSError, DataError) as error:
             problems.append(str(error))
         return reading_from_sample(self._read_here(), SAMPLE_INTERVAL_S)
+
+
+@dataclass(frozen=True)
+class NodeDetails:
+    """A node with its history. Of this machine, also all readings now, and the hours of the last day."""
+
+    node: FleetNode
+    history: list[NodeChange]
+    here: NodeReading | None
+    hours: list[HourSummary]
+
+
+def read_node_details(
+    sources: FleetSources,
+    states: NodeStates,
+    name: str,
+    read_here: Callable[[], NodeReading] = read_local_node,
+    now: Callable[[], float] = time.time,
+) -> tuple[NodeDetails, list[str]]:
+    """Return all about a node, and what could not be read. Raises UsageError for a name that no source has."""
+    is_here = name == os.uname().nodename
+    here = read_here() if is_here else None
+    view = FleetReader(sources, states, lambda: here.sample if here is not None else read_here().sample, now).read()
+    node = next((node for node in view.nodes if node.name == name), None)
+    if node is None:
+        names = [node.name for node in view.nodes]
+        near = get_close_matches(name, names) or names[:MAX_SUGGESTED_NAMES]
+        raise UsageError(f"{name}: no such node; nearest are {', '.join(near)} (`phalanx fleet ls` lists all)")
+    hours = read_last_day(ring_path(name), now()) if is_here else []
+    problems = view.problems if here is None else [*here.problems, *view.problems]
+    return NodeDetails(node, states.history(name), here, hours), problems
 
 
 def open_node_states() -> NodeStates:

@@ -80,7 +80,7 @@ def doctor(
     if network or connect:
         found = measure_links(connect or [])
     else:
-        found = _run_checks(run, expect_gpus, quick, only or [], skip or [])
+        found = check_this_machine(run, expect_gpus, quick, only or [], skip or [])
     if out is not None:
         write_report(found.as_json(), out / f"{make_file_name(found.node)}.json")
     if as_json:
@@ -91,9 +91,10 @@ def doctor(
     return int(ExitCode.DONE if found.is_fit else ExitCode.UNFIT_NODE)
 
 
-def _run_checks(
+def check_this_machine(
     run: Path, expect_gpus: int | None, quick: bool, only: list[str], skip: list[str]
 ) -> "NodeHealthReport":
+    """Run the chosen checks, with a progress bar."""
     from phalanx.cli.calibrate import show_progress
     from phalanx.cluster.health import CheckContext
     from phalanx.cluster.health.registry import choose_checks

@@ -1,6 +1,7 @@
 """`phalanx fleet`: nodes and their accelerators."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.stderr import print_warning
+from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from phalanx.app.fleet_nodes import FleetSources
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Show, drain and undrain nodes.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Show, drain, test and undrain nodes.")
 
 OnOption = Annotated[
     str | None,
@@ -44,7 +46,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.callback()
 def group() -> None:
-    """Show, drain and undrain nodes."""
+    """Show, drain, test and undrain nodes."""
 
 
 @app.command("ls")
@@ -66,25 +68,56 @@ def list_nodes(
         return
     for problem in view.problems:
         print_warning(problem)
+    for change in view.new_suspects:
+        print_warning(f"{change.node} is suspect from now on: {change.reason}")
     print("\n".join(format_fleet(view.nodes, now)))
 
 
 @app.command()
-def show(as_json: Annotated[bool, typer.Option("--json", help="Print all readings as JSON.")] = False) -> None:
-    """Show power, heat, load and errors of this machine and its accelerators now.
+def watch(
+    on: OnOption = None,
+    nodes: NodesOption = None,
+    runs: RunsOption = None,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600.0, metavar="SECONDS", help="Seconds between two readings.")
+    ] = 5.0,
+) -> None:
+    """List nodes again and again, until Ctrl-C. On a terminal the table is redrawn in place."""
+    from phalanx.app.fleet_nodes import FleetReader, open_node_states
+    from phalanx.cli.fleet_watch import watch_fleet
+
+    with open_node_states() as states:
+        watch_fleet(FleetReader(_find_sources(on, nodes, runs), states), interval)
+
+
+@app.command()
+def show(
+    node: Annotated[
+        str | None, typer.Argument(metavar="[NODE]", help="Node, as shown by `phalanx fleet ls`; else this machine.")
+    ] = None,
+    on: OnOption = None,
+    nodes: NodesOption = None,
+    runs: RunsOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all readings as JSON.")] = False,
+) -> None:
+    """Show a node and its history; of this machine, also power, heat, load and errors now and in the last 24 hours.
 
     A value that cannot be read is shown as `-`, and is null in JSON.
     """
     from phalanx.app.fleet import read_local_node
-    from phalanx.cli.fleet_output import format_node, node_to_json
+    from phalanx.app.fleet_nodes import open_node_states, read_node_details
+    from phalanx.cli.fleet_output import details_to_json, format_details
 
-    reading = read_local_node()
+    sources, name = _find_sources(on, nodes, runs), node or os.uname().nodename
+    with open_node_states() as states:
+        details, problems = read_node_details(sources, states, name, read_local_node)
+    now = time.time()
     if as_json:
-        print(json.dumps(node_to_json(reading), indent=2))
+        print(json.dumps({**details_to_json(details, now), "problems": problems}, indent=2))
         return
-    for problem in reading.problems:
+    for problem in problems:
         print_warning(problem)
-    print("\n".join(format_node(reading)))
+    print("\n".join(format_details(details, now)))
 
 
 @app.command()
@@ -118,6 +151,47 @@ def undrain(
     with open_node_states() as states:
         undrain_node(open_node_backend(on), states, node, reason, find_actor())
     typer.echo(f"undrained {node}")
+
+
+@app.command("test")
+def check_fitness(
+    node: Annotated[
+        str | None,
+        typer.Argument(metavar="[NODE]", help="Drained node, as shown by `phalanx fleet ls`; else this machine."),
+    ] = None,
+    on: DrainOnOption = "local",
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE", help="Report of the node by `phalanx doctor --json`, instead of a test here."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the checks that measure: under 3 s.")] = False,
+) -> int:
+    """Test a drained node with `phalanx doctor`, and undrain it if it is fit.
+
+    The checks run on the node itself: for another machine give its report. Exit code 0: fit. 77: a check failed, and
+    the node stays drained.
+    """
+    from phalanx.app.fleet_nodes import find_actor, open_node_states
+    from phalanx.app.node_fitness import open_node_test, record_node_test
+    from phalanx.cli.doctor import check_this_machine
+    from phalanx.cli.doctor_output import format_report, read_reports
+    from phalanx.jobs.backends.nodes import open_node_backend
+
+    name, backend = node or os.uname().nodename, open_node_backend(on)
+    if report is None and name != os.uname().nodename:
+        raise UsageError(
+            f"{name}: the checks run on the node itself. Run `phalanx doctor --json > {name}.json` there, then "
+            f"`phalanx fleet test {name} --on {on} --report {name}.json`"
+        )
+    with open_node_states() as states, open_node_test(backend, states, name, find_actor()) as found:
+        result = check_this_machine(Path(), None, quick, [], []) if report is None else read_reports([report])[0]
+        state = record_node_test(backend, states, found, result, find_actor())
+    for line in format_report(result, quiet=True):
+        typer.echo(line)
+    typer.echo(f"{name} is {state}")
+    return int(ExitCode.DONE if result.is_fit else ExitCode.UNFIT_NODE)
 
 
 def _find_sources(on: str | None, nodes: Path | None, runs: Path | None) -> "FleetSources":

@@ -1,5 +1,6 @@
 """Nodes of a fleet as tables and as JSON."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
     from phalanx.app.fleet import NodeReading
-    from phalanx.app.fleet_nodes import FleetView
+    from phalanx.app.fleet_nodes import FleetView, NodeDetails
+    from phalanx.fleet.day_summary import HourSummary
     from phalanx.fleet.fleet_node import FleetNode
     from phalanx.fleet.telemetry.sample import DeviceSample
 
@@ -40,6 +42,17 @@ DEVICE_COLUMNS = (
     Column("SLOW BECAUSE"),
 )
 
+HISTORY_COLUMNS = (Column("SINCE"), Column("STATE"), Column("ACTOR"), Column("REASON"))
+HOUR_COLUMNS = (
+    Column("HOUR"),
+    Column("SAMPLES", is_number=True),
+    Column("MEAN DRAW", is_number=True),
+    Column("MAX DRAW", is_number=True),
+    Column("MIN MARGIN", is_number=True),
+    Column("SLOW", is_number=True),
+)
+"""Of one sample a minute."""
+
 
 def format_fleet(nodes: "Sequence[FleetNode]", now: float, width: int | None = None) -> list[str]:
     """Format nodes as a table. `now`: seconds since the epoch, for the age of readings."""
@@ -51,6 +64,41 @@ def fleet_to_json(view: "FleetView", now: float) -> dict[str, Any]:
     return {"nodes": [_node_to_json(node, now) for node in view.nodes], "problems": view.problems}
 
 
+def format_details(details: "NodeDetails", now: float) -> list[str]:
+    """Format all about a node."""
+    lines = [] if details.here is None else [*format_node(details.here), ""]
+    lines += format_fleet([details.node], now)
+    if details.history:
+        rows = (
+            (formatting.format_timestamp(each.time), each.state, each.actor, each.reason) for each in details.history
+        )
+        lines += ["", *format_table(HISTORY_COLUMNS, ([escape_control_chars(cell) for cell in row] for row in rows))]
+    if details.hours:
+        lines += ["", *format_table(HOUR_COLUMNS, map(_to_hour_cells, details.hours))]
+    return lines
+
+
+def details_to_json(details: "NodeDetails", now: float) -> dict[str, Any]:
+    """All about a node as plain values."""
+    return {
+        **_node_to_json(details.node, now),
+        **({} if details.here is None else _reading_to_json(details.here)),
+        "history": [asdict(each) for each in details.history],
+        "last_24_hours": [asdict(each) for each in details.hours],
+    }
+
+
+def _to_hour_cells(hour: "HourSummary") -> tuple[str, ...]:
+    return (
+        time.strftime("%Y-%m-%d %H:00", time.localtime(hour.time)),
+        str(hour.num_samples),
+        _format(hour.mean_draw_w, _format_watts),
+        _format(hour.max_draw_w, _format_watts),
+        _format(hour.min_margin_k, _format_kelvins),
+        formatting.format_percent(hour.slow_fraction),
+    )
+
+
 def _to_node_cells(node: "FleetNode", now: float) -> tuple[str, ...]:
     backend, reading = node.backend, node.reading
     draw = cap = margin = age = "-"
@@ -60,7 +108,7 @@ def _to_node_cells(node: "FleetNode", now: float) -> tuple[str, ...]:
         if not reading.is_late(now):
             draw = ("~" if reading.is_estimate else "") + _format(reading.draw_w, _format_watts)
             cap = _format(reading.cap_w, _format_watts)
-            margin = _format(reading.margin_k, lambda value: f"{value:.0f} K")
+            margin = _format(reading.margin_k, _format_kelvins)
             slow_because = reading.slow_because
     cells = (
         node.name,
@@ -120,7 +168,7 @@ def _to_cells(device: "DeviceSample") -> tuple[str, ...]:
         _format(device.power_w, _format_watts),
         _format(device.power_cap_w, _format_watts),
         _format(device.core_temperature_c, _format_celsius),
-        _format(device.thermal_margin_c, lambda value: f"{value:.0f} K"),
+        _format(device.thermal_margin_c, _format_kelvins),
         _format(device.core_clock_hz, lambda value: f"{value / 1e6:.0f} MHz"),
         _format(device.utilization, formatting.format_percent),
         _format(device.memory_used_bytes, formatting.format_bytes),
@@ -138,11 +186,15 @@ def _format_watts(watts: float) -> str:
     return f"{watts:.0f} W"
 
 
+def _format_kelvins(kelvins: float) -> str:
+    return f"{kelvins:.0f} K"
+
+
 def _format_celsius(degrees: float) -> str:
     return f"{degrees:.0f} C"
 
 
-def node_to_json(reading: "NodeReading") -> dict[str, Any]:
+def _reading_to_json(reading: "NodeReading") -> dict[str, Any]:
     from phalanx.fleet.telemetry.sample import SLOW_REASON_LABELS
 
     found = asdict(reading.sample)
@@ -150,4 +202,4 @@ def node_to_json(reading: "NodeReading") -> dict[str, Any]:
         reasons = sample.slow_reasons
         labels = None if reasons is None else [text for each, text in SLOW_REASON_LABELS.items() if each in reasons]
         device["slow_reasons"] = labels
-    return {"node": reading.node, **found, "problems": list(reading.problems)}
+    return found

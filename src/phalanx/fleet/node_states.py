@@ -25,6 +25,8 @@ from phalanx.run.private_files import state_root
 
 FORMAT_VERSION = 1
 LOCK_TIMEOUT_S = 30.0
+CANNOT_OPEN_TEXT = "unable to open database file"
+"""What SQLite says of a folder or a file that it may not use."""
 NODE_STATES_FILE = "nodes.db"
 
 
@@ -72,25 +74,21 @@ def node_states_path(environment: Mapping[str, str] = os.environ) -> Path:
 class NodeStates:
     """The states of a fleet's nodes in the file at `path`, which any number of processes share.
 
-    UsageError for a file that is no such table, or that cannot be opened.
+    The file is made by the first change. UsageError for a file that is no such table, or that cannot be opened.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time):
         self._path, self._clock = path, clock
-        with self._naming_errors():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None)
-            if self._read_version() == 0:
-                self._create()
-            version = self._read_version()
-        if version != FORMAT_VERSION:
-            raise UsageError(f"{path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
+        self._connection: sqlite3.Connection | None = None
+        if path.exists():
+            self._open()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._db.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def find(self, node: str) -> NodeChange | None:
         """The newest change of a node; None for a node that never changed, and so is healthy."""
@@ -107,22 +105,55 @@ class NodeStates:
 
     def change(self, node: str, state: NodeState, reason: str, actor: str) -> NodeChange:
         """Bring a node into a state. UsageError where it cannot come there from its state, or is in it."""
-        if not reason.strip():
-            raise UsageError(f"{node}: say why it becomes {state}")
+        with self._transaction():
+            return self._change(node, state, reason, actor)
+
+    def change_healthy(self, node: str, state: NodeState, reason: str, actor: str) -> NodeChange | None:
+        """Bring a healthy node into a state; None, and nothing is changed, for one that is not healthy (any more)."""
+        with self._transaction():
+            last = self.find(node)
+            if last is not None and last.state is not NodeState.HEALTHY:
+                return None
+            return self._change(node, state, reason, actor)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        if self._connection is None:
+            self._open()
         with self._naming_errors(), self._db:  # which commits, or rolls back where this raises
             self._db.execute("BEGIN IMMEDIATE")
-            last = self.find(node)
-            current = NodeState.HEALTHY if last is None else last.state
-            if state not in NEXT_STATES[current]:
-                since = "" if last is None else f" ({last.reason}; {last.actor})"
-                allowed = " or ".join(NEXT_STATES[current])
-                raise UsageError(f"{node}: is {current}{since}; it can become {allowed}, not {state}")
-            change = NodeChange(node, state, reason, actor, self._clock())
-            self._db.execute(
-                "INSERT INTO changes (node, state, reason, actor, time) VALUES (?, ?, ?, ?, ?)",
-                (change.node, str(change.state), change.reason, change.actor, change.time),
-            )
+            yield
+
+    def _change(self, node: str, state: NodeState, reason: str, actor: str) -> NodeChange:
+        if not reason.strip():
+            raise UsageError(f"{node}: say why it becomes {state}")
+        last = self.find(node)
+        current = NodeState.HEALTHY if last is None else last.state
+        if state not in NEXT_STATES[current]:
+            since = "" if last is None else f" ({last.reason}; {last.actor})"
+            allowed = " or ".join(NEXT_STATES[current])
+            raise UsageError(f"{node}: is {current}{since}; it can become {allowed}, not {state}")
+        change = NodeChange(node, state, reason, actor, self._clock())
+        self._db.execute(
+            "INSERT INTO changes (node, state, reason, actor, time) VALUES (?, ?, ?, ?, ?)",
+            (change.node, str(change.state), change.reason, change.actor, change.time),
+        )
         return change
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def _open(self) -> None:
+        with self._naming_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None)
+            if self._read_version() == 0:
+                self._create()
+            version = self._read_version()
+        if version != FORMAT_VERSION:
+            raise UsageError(f"{self._path}: format {version}; this version of Phalanx knows {FORMAT_VERSION}")
 
     def _create(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
@@ -137,6 +168,10 @@ class NodeStates:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
     def _select(self, clause: str, *values: str) -> list[NodeChange]:
+        if self._connection is None:
+            if not self._path.exists():  # no process has changed a node so far
+                return []
+            self._open()
         with self._naming_errors():
             rows = self._db.execute(f"SELECT node, state, reason, actor, time FROM changes {clause}", values).fetchall()
             return [
@@ -148,6 +183,11 @@ class NodeStates:
         try:
             yield
         except (sqlite3.Error, OSError, ValueError) as error:
+            if isinstance(error, PermissionError) or (CANNOT_OPEN_TEXT in str(error) and not self._path.is_dir()):
+                raise UsageError(
+                    f"{self._path}: the table of nodes cannot be opened ({error}); name a folder that you may write by "
+                    "PHALANX_STATE_DIR"
+                ) from error
             raise UsageError(
                 f"{self._path}: not a table of nodes ({error}); move it away to begin with healthy nodes"
             ) from error

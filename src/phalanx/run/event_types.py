@@ -307,7 +307,7 @@ class StragglerDetected(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure(RunEvent):
     """A worker, or what it needs, has failed. `signal` is set if `cause` is `signal`, `exit_code` if it is `exit_code`,
-    `host` for a lost node and a fork server. `message` describes the failure in words."""
+    `host` for a lost node, an unfit node (exit code 77) and a fork server. `message` describes the failure in words."""
 
     kind: ClassVar[str] = "failure"
     rank: int

@@ -88,7 +88,7 @@ def _open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
 
     backend = None if options.nodes_file is not None else open_node_backend(options.backend)
     sources = FleetSources(backend, options.nodes_file)
-    reader = FleetReader(sources, open_node_states(), list_more_runs=list_running)
+    reader = FleetReader(sources, open_node_states(), list_more_runs=list_running, finds_evidence=False)
 
     def read() -> tuple[list[FleetNode], list[str]]:
         view = reader.read()

@@ -1,6 +1,7 @@
 """The nodes of a fleet with their newest readings; drained and undrained with their history."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.fleet.telemetry.sample import HostSample, NodeSample
 from phalanx.jobs.backends.nodes import BackendNode, NodeService
 from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.run.event_types import WorkerFailure, WorkerStarted
+from phalanx.run.events import EventLog
 
 NOW = 1000.0
 HERE = os.uname().nodename
@@ -177,3 +180,75 @@ def test_what_is_drained_is_not_drained_again_and_what_is_healthy_not_taken_back
     drain_node(backend, states, "n1", "hot", "ada")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"n1: is drained already: hot \(ada\); `phalanx fleet undrain n1`"):
         drain_node(backend, states, "n1", "again", "ada")  # type: ignore[arg-type]
+
+
+def test_a_node_with_evidence_in_a_run_is_listed_as_suspect(
+    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path
+) -> None:
+    backend.nodes["n2"] = replace(backend.nodes["n2"], host_names=("gpt-workers-0-0",))
+    add_minute(tmp_path / "gpt", "gpt-workers-0-0", 900.0, 100.0, xids=(79,))
+    add_minute(tmp_path / "gpt", "elsewhere", 900.0, 100.0, xids=(79,))
+    log = EventLog(tmp_path / "gpt" / "events.jsonl")
+    log.write(WorkerStarted(pid=1, rank=0, host="n1", attempt=0))
+    log.write(WorkerFailure(time=950.0, rank=0, cause="exit_code", exit_code=77, message="no GPU"))
+    log.close()
+    backend.jobs = [run_job(tmp_path / "gpt", JobState.INTERRUPTED, NOW - 60.0)]
+    reader = make_reader(states, backend)
+    view = reader.read()
+    assert [(node.name, node.state) for node in view.nodes] == [("n1", "suspect"), ("n2", "suspect"), ("n3", "healthy")]
+    assert str(view.nodes[0].reason).startswith("a run left it as unfit (no GPU): drain and test the node")
+    assert {change.node for change in view.new_suspects} == {"n1", "n2"}
+    assert reader.read().new_suspects == []
+    assert sorted(states.newest()) == ["n1", "n2"]
+
+
+def test_evidence_that_is_written_later_is_found_by_the_next_read(
+    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path
+) -> None:
+    add_minute(tmp_path / "gpt", "n1", 840.0, 100.0)
+    backend.jobs = [run_job(tmp_path / "gpt")]
+    reader = make_reader(states, backend)
+    assert reader.read().new_suspects == []
+    add_minute(tmp_path / "gpt", "n1", 900.0, 100.0, xids=(79,))
+    (change,) = reader.read().new_suspects
+    assert change.node == "n1"
+
+
+def test_a_run_that_vanishes_or_may_not_be_read_leaves_the_others(
+    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, node in (("a", "n1"), ("b", "n2"), ("c", "n3")):
+        add_minute(tmp_path / name, node, 900.0, 100.0)
+    backend.jobs = [run_job(tmp_path / name) for name in ("a", "b", "c", "nowhere")]
+    stat = Path.stat
+
+    def refuse(path: Path, **more: Any) -> os.stat_result:
+        if tmp_path / "b" in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    reader = make_reader(states, backend)
+    assert draws(reader) == {"n1": 100.0, "n2": None, "n3": 100.0}
+    shutil.rmtree(tmp_path / "a")
+    assert draws(reader) == {"n1": 100.0, "n2": None, "n3": 100.0}
+
+
+def test_where_jobs_cannot_be_listed_nodes_are_and_it_is_said(states: NodeStates, backend: FakeNodeBackend) -> None:
+    def fail(array: str | None = None) -> list[JobStatus]:
+        raise UsageError("JobSet is not installed")
+
+    backend.list_jobs = fail  # type: ignore[method-assign]
+    view = make_reader(states, backend).read()
+    assert [node.name for node in view.nodes] == ["n1", "n2", "n3"]
+    assert view.problems == ["readings of runs are missing: JobSet is not installed"]
+
+
+def test_evidence_of_a_clock_that_is_ahead_waits(states: NodeStates, backend: FakeNodeBackend, tmp_path: Path) -> None:
+    add_minute(tmp_path / "gpt", "n1", 5000.0, 100.0, xids=(79,))
+    backend.jobs = [run_job(tmp_path / "gpt")]
+    clock = [NOW]
+    reader = make_reader(states, backend, now=lambda: clock[0])
+    assert reader.read().new_suspects == []
+    clock[0] = 5001.0
+    assert len(reader.read().new_suspects) == 1

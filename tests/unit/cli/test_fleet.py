@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,17 @@ import pytest
 from fake_nodes import FakeNodeBackend, add_minute
 from fake_nvml import FakeGpu, FakeNvml
 from phalanx.app import fleet
+from phalanx.app.fleet_nodes import FleetReader, FleetSources
+from phalanx.cli.fleet_watch import watch_fleet
 from phalanx.cli.main import main
+from phalanx.cluster.health import HealthFinding, HealthVerdict
+from phalanx.cluster.health.runner import NodeHealthReport
+from phalanx.errors import UsageError
+from phalanx.fleet.node_states import NodeStates
 from phalanx.fleet.telemetry.host import HostSource
 from phalanx.fleet.telemetry.nvml import NvmlSource
 from phalanx.jobs.backends import nodes
+from phalanx.jobs.backends.nodes import BackendNode
 from phalanx.jobs.spec import JobState, JobStatus
 
 
@@ -114,3 +122,80 @@ def test_drain_needs_a_reason(backend: FakeNodeBackend, capsys: pytest.CaptureFi
     assert main(["fleet", "drain", "n1", "--reason", " ", "--on", "slurm"]) == 64
     assert capsys.readouterr().err == "error: n1: --reason ' ': expected why, in one line of text\n"
     assert backend.nodes["n1"].service == "open"
+
+
+def test_show_of_a_node_has_its_history(backend: FakeNodeBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fleet", "drain", "n1", "--reason", "fan is loud", "--on", "slurm"])
+    main(["fleet", "undrain", "n1", "--reason", "fan\u202e replaced", "--on", "slurm"])
+    main(["fleet", "undrain", "n1", "--reason", "fan replaced", "--on", "slurm"])
+    capsys.readouterr()
+    assert main(["fleet", "show", "n1", "--on", "slurm"]) == 0
+    _, row, _, header, drained, healthy = capsys.readouterr().out.splitlines()
+    assert row.startswith("n1    healthy  idle")
+    assert header.split() == ["SINCE", "STATE", "ACTOR", "REASON"]
+    assert drained.endswith("fan is loud")
+    assert healthy.endswith("fan replaced")
+    main(["fleet", "show", "n1", "--on", "slurm", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ([each["state"] for each in found["history"]], found["last_24_hours"]) == (["drained", "healthy"], [])
+
+
+def test_show_of_a_node_that_is_not_there_names_the_nearest(
+    backend: FakeNodeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "show", "n33", "--on", "slurm"]) == 64
+    assert capsys.readouterr().err.startswith("error: n33: no such node; nearest are n3")
+
+
+def watch(backend: FakeNodeBackend, tmp_path: Path, sleep: Callable[[float], None]) -> None:
+    with NodeStates(tmp_path / "nodes.db") as states:
+        watch_fleet(FleetReader(FleetSources(backend), states), 2.0, sleep)  # type: ignore[arg-type]
+
+
+def test_watch_prints_the_nodes_until_ctrl_c(
+    backend: FakeNodeBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        backend.nodes["n1"] = replace(backend.nodes["n1"], state="allocated")
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(backend, tmp_path, sleep)
+    assert slept == [2.0, 2.0]
+    assert re.findall(r"n1 +healthy +(\w+)", capsys.readouterr().out) == ["idle", "allocated"]
+
+
+def test_watch_keeps_the_last_nodes_while_the_backend_does_not_answer(
+    backend: FakeNodeBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> list[BackendNode]:
+        raise UsageError("slurm does not answer")
+
+    def sleep(seconds: float) -> None:
+        if backend.list_nodes == fail:
+            raise KeyboardInterrupt
+        backend.list_nodes = fail  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(backend, tmp_path, sleep)
+    first, second = capsys.readouterr().out.split("\n\n")[:2]
+    assert "warning" not in first
+    assert "n3    healthy" in second
+    assert second.endswith("warning: slurm does not answer")
+
+
+def test_test_takes_a_report_of_another_node(
+    backend: FakeNodeBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["fleet", "drain", "n1", "--reason", "fan is loud", "--on", "slurm"])
+    assert main(["fleet", "test", "n1", "--on", "slurm"]) == 64
+    assert "Run `phalanx doctor --json > n1.json` there" in capsys.readouterr().err
+    for verdict, code, state in ((HealthVerdict.FAIL, 77, "drained"), (HealthVerdict.PASS, 0, "healthy")):
+        report = NodeHealthReport("n1", time.time() + 1, 1.0, (HealthFinding("gpu/xid", verdict, "Xid 79"),))
+        (tmp_path / "n1.json").write_text(json.dumps(report.as_json()))
+        assert main(["fleet", "test", "n1", "--on", "slurm", "--report", str(tmp_path / "n1.json")]) == code
+        assert capsys.readouterr().out.endswith(f"n1 is {state}\n")

@@ -84,6 +84,32 @@ def test_a_file_that_is_no_table_is_said(tmp_path: Path, content: bytes | None) 
         NodeStates(path)
 
 
+def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    problem = r"cannot be opened \(.*Permission denied\); name a folder .* PHALANX_STATE_DIR"
+    with NodeStates(tmp_path / "fleet.db") as nodes, pytest.raises(UsageError, match=problem):
+        nodes.change("n1", NodeState.SUSPECT, "why", "ada")
+
+
+def test_to_ask_makes_no_file_and_sees_one_that_another_process_made(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "fleet.db"
+    with NodeStates(path) as asking, NodeStates(path) as changing:
+        assert (asking.find("n1"), asking.newest(), asking.history("n1")) == (None, {}, [])
+        assert list(tmp_path.iterdir()) == []
+        changing.change("n1", NodeState.SUSPECT, "Xid 79", "evidence")
+        assert list(asking.newest()) == ["n1"]
+
+
+def test_only_a_healthy_node_is_changed_where_that_is_asked_for(tmp_path: Path) -> None:
+    with NodeStates(tmp_path / "fleet.db") as nodes:
+        assert nodes.change_healthy("n1", NodeState.SUSPECT, "Xid 79", "evidence") is not None
+        assert nodes.change_healthy("n1", NodeState.DRAINED, "Xid 79", "evidence") is None
+        assert [each.state for each in nodes.history("n1")] == [NodeState.SUSPECT]
+
+
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "fleet.db") as db:
         db.execute("PRAGMA user_version=9")

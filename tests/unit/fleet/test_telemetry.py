@@ -18,7 +18,7 @@ from phalanx.fleet.telemetry.rollup import MinuteBuilder, merge_hosts
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason, describe_slow_reasons
 from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.fleet.telemetry.source import SourceReading
-from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, ValueRollup
+from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups, ValueRollup
 from settable_clock import SettableClock
 
 
@@ -286,3 +286,42 @@ def test_a_counter_that_only_root_may_read_is_a_problem_with_its_cure(tmp_path: 
     energy.mkdir()  # root may read any file
     (problem,) = HostSource(tmp_path).problems
     assert f"sudo chmod a+r {energy}" in problem
+
+
+def test_a_minute_has_the_numbers_of_its_xid_errors_and_keeps_them_in_a_line(tmp_path: Path) -> None:
+    builder = MinuteBuilder("n1")
+    for second, (xid, total) in enumerate([(0, 0), (79, 1), (79, 1), (79, 2), (31, 4), (31, 4)]):
+        builder.add(NodeSample(float(second), devices=(DeviceSample(id="a", xid=xid, xids_total=total),)))
+    minute = builder.take()
+    assert minute is not None
+    assert minute.devices["a"].xids == (79, 79, 31)
+    (tmp_path / "n1.jsonl").write_bytes(minute.to_line())
+    assert list(NodeMinuteTail(tmp_path / "n1.jsonl").read()) == [minute]
+    builder.add(NodeSample(60.0, devices=(DeviceSample(id="a", xid=31, xids_total=4),)))
+    later = builder.take()
+    assert later is not None
+    assert later.devices["a"].xids == ()
+
+
+def test_of_a_long_file_only_the_last_minutes_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "n1.jsonl"
+    minutes = [NodeMinute(60.0 * index, 60.0, 60, "n1", Rollups(), {}) for index in range(100)]
+    path.write_bytes(b"".join(minute.to_line() for minute in minutes))
+    tail = NodeMinuteTail(path, max_bytes=3 * len(minutes[-1].to_line()) + 10)
+    assert list(tail.read()) == minutes[-3:]
+    with open(path, "ab") as file:
+        file.write(minutes[0].to_line())
+    assert list(tail.read()) == minutes[:1]
+
+
+def test_of_chosen_minutes_the_newest_is_always_one(tmp_path: Path) -> None:
+    minutes = [NodeMinute(60.0 * index, 60.0, 60, "n1", Rollups(), {}) for index in range(6)]
+    lines = [minute.to_line() for minute in minutes]
+    (tmp_path / "n1.jsonl").write_bytes(b"".join([*lines[:4], b"no minute\n", lines[4]]))
+    tail = NodeMinuteTail(tmp_path / "n1.jsonl")
+    chosen = (lines[1].strip(), lines[5].strip())
+    assert list(tail.read_chosen(chosen.__contains__)) == [minutes[1], minutes[4]]
+    assert list(tail.read_chosen(chosen.__contains__)) == []
+    with open(tmp_path / "n1.jsonl", "ab") as file:
+        file.write(lines[5])
+    assert list(tail.read_chosen(chosen.__contains__)) == [minutes[5]]

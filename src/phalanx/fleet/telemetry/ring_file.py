@@ -116,8 +116,9 @@ class RingWriter:
         os.close(self._fd)
 
 
-def read_ring(path: Path, since: float, until: float) -> Iterator[NodeSample]:
-    """The samples from `since` to `until` (seconds since the epoch), in order; none where there is no file.
+def read_ring(path: Path, since: float, until: float, every_s: int = 1) -> Iterator[NodeSample]:
+    """The samples from `since` to `until` (seconds since the epoch), in order; none where there is no file. Of
+    `every_s` seconds, only those of the first second.
 
     Raises DataError for a file that is no ring of this format.
     """
@@ -133,7 +134,8 @@ def read_ring(path: Path, since: float, until: float) -> Iterator[NodeSample]:
             whole = len(content) // (8 * layout.num_columns)
             rows = np.frombuffer(content, np.float64, whole * layout.num_columns).reshape(whole, layout.num_columns)
             times = rows[:, 0]  # 0 where nothing was written yet
-            yield from map(layout.to_sample, rows[(times > 0) & (times >= since) & (times <= until)])
+            chosen = (times > 0) & (times >= since) & (times <= until) & (np.floor(times) % every_s == 0)
+            yield from map(layout.to_sample, rows[chosen])
 
 
 def _slot_ranges(since: float, until: float, capacity: int) -> Sequence[range]:

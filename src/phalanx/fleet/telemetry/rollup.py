@@ -39,6 +39,7 @@ class _RollupBuilder:
     sums: dict[str, _ValueSums] = field(default_factory=dict)
     counters: dict[str, CounterTotal] = field(default_factory=dict)
     increases: dict[str, float] = field(default_factory=dict)
+    xids: list[int] = field(default_factory=list)
 
     def add(self, sample: HostSample | DeviceSample) -> None:
         for column in self.columns:
@@ -49,14 +50,16 @@ class _RollupBuilder:
                 self.sums.setdefault(column, _ValueSums()).add(value)
             elif (increase := self.counters.setdefault(column, CounterTotal()).add(value)) is not None:
                 self.increases[column] = self.increases.get(column, 0.0) + increase
+                if column == "xids_total" and increase and isinstance(sample, DeviceSample) and sample.xid:
+                    self.xids.append(int(sample.xid))
 
     def take(self) -> Rollups:
         values = {
             name: ValueRollup(sums.low, sums.sum / sums.count, sums.high, sums.count)
             for name, sums in self.sums.items()
         }
-        found = Rollups(values, self.increases)
-        self.sums, self.increases = {}, {}
+        found = Rollups(values, self.increases, tuple(self.xids))
+        self.sums, self.increases, self.xids = {}, {}, []
         return found
 
 

@@ -219,6 +219,11 @@ def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
     return failure_of(*first_failure(attempt.exit_statuses, attempt.early_exits), message)
 
 
+def unfit_node_event(rank: int, host: str | None, message: str) -> WorkerFailure:
+    """Return the event that a run left a node, and why: evidence for the operators of nodes."""
+    return WorkerFailure(rank=rank, cause="exit_code", exit_code=int(ExitCode.UNFIT_NODE), host=host, message=message)
+
+
 def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
     """Return the event of a worker that failed with `status`."""
     if status < 0:

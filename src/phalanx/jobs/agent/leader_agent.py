@@ -16,6 +16,7 @@ from phalanx.jobs.agent.attempt import (
     decide_outcome,
     fault_fields,
     first_failure,
+    unfit_node_event,
 )
 from phalanx.jobs.agent.attempt_history import AttemptHistory
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
@@ -70,6 +71,7 @@ class LeaderAgent(LeaderState):
                 return RunOutcome(ExitCode.UNFINISHED, None, missing_text)
             join_timeout_s = REJOIN_TIMEOUT_S
             if (unfit_reason := self.check_preflight()) is not None:
+                self.emit(unfit_node_event(0, self.node_group.local_node.name, unfit_reason))
                 return RunOutcome(ExitCode.UNFIT_NODE, None, unfit_reason)
             attempt = self.run_attempt(attempt_number, world_size, command)
             code, message = decide_outcome(attempt, self.run.logs, attempt_number)
@@ -105,6 +107,7 @@ class LeaderAgent(LeaderState):
         if code is ExitCode.UNFIT_NODE and attempt.error is not None:
             assert message is not None
             unfit_rank = next((rank for rank, status in attempt.exit_statuses.items() if status == code), 0)
+            self.emit(unfit_node_event(unfit_rank, attempt.host_of(unfit_rank), message))
             return self.without(unfit_rank, attempt, message)
         ran_out_of_memory = attempt.error is not None and attempt.error.out_of_memory
         return RunOutcome(code, attempt.result, message, ran_out_of_memory and code is ExitCode.RECIPE)

@@ -345,13 +345,14 @@ def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_othe
 
 
 def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(
-    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
     end = attempt({1: 77, 0: -9}, error=error(ExitCode.UNFIT_NODE, "7 of 8 GPUs"), ranks_by_node=places)
     outcome, _ = supervise(agent, [end], monkeypatch)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "node 1 (n2) is unfit: 7 of 8 GPUs")
     assert agent.node_group.unfit == {1: "7 of 8 GPUs"}
+    assert [(each.host, each.exit_code, each.message) for each in shown] == [("n2", 77, "7 of 8 GPUs")]
 
 
 def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
@@ -915,12 +916,16 @@ def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> 
 # --- preflight --------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_whose_device_is_gone_trains_nothing(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_device_is_gone_trains_nothing(
+    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent.hardware = HardwareMonitor(
         preflight=lambda: [HealthFinding("gpus/count", HealthVerdict.FAIL, "7 of 8 GPUs are left")]
     )
     outcome, numbers = supervise(agent, [], monkeypatch)
     assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
+    here = agent.node_group.local_node.name
+    assert [(each.host, each.exit_code) for each in shown] == [(here, 77)]
 
 
 def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
