@@ -166,7 +166,16 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
     open_run(page, serve, "troubled")
     run_page = page.evaluate("location.pathname")
     ids = [wait_until(lambda: page.evaluate("location.pathname.split('/').pop()"))] * 2
-    for path in ("/", "/jobs", "/nodes", f"/nodes/{os.uname().nodename}", run_page, f"{run_page}/logs", f"/compare?run={ids[0]}&run={ids[1]}", "/nothing"):
+    for path in (
+        "/",
+        "/jobs",
+        "/nodes",
+        f"/nodes/{os.uname().nodename}",
+        run_page,
+        f"{run_page}/logs",
+        f"/compare?run={ids[0]}&run={ids[1]}",
+        "/nothing",
+    ):
         page.visit(f"{serve.base}{path}")
         page.evaluate(axe)
         page.send(
