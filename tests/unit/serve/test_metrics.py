@@ -3,10 +3,14 @@
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
 from made_samples import full_node
@@ -138,6 +142,24 @@ def test_each_panel_of_the_dashboard_asks_the_chosen_data_source() -> None:
     sources = [target["datasource"] for target in targets if target.get("type") != "row"]
     assert sources == [{"type": "prometheus", "uid": "${datasource}"}] * len(sources)
     assert DASHBOARD["templating"]["list"][0]["type"] == "datasource"
+
+
+def test_grafanas_own_types_read_the_dashboard_and_lose_nothing_of_it() -> None:
+    register_default_plugins()
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
+    assert list(find_losses(DASHBOARD, read)) == []
+
+
+def find_losses(written: Any, read: Any, path: str = "") -> Iterator[str]:
+    """Where a value was left out or changed."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        for key, value in written.items():
+            yield from find_losses(value, read.get(key), f"{path}/{key}")
+    elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        for number, (one, other) in enumerate(zip(written, read, strict=True)):
+            yield from find_losses(one, other, f"{path}/{number}")
+    elif written != read:
+        yield path
 
 
 def test_no_two_panels_of_the_dashboard_overlap() -> None:
