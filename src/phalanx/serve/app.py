@@ -266,8 +266,9 @@ class Server:
         return MetricSnapshot(
             self.wall_clock(),
             list(self.index.rows.values()),
+            self.index.is_complete,
             None if jobs.read_at is None or jobs.problem else [job.state.value for job in jobs.jobs],
-            [node.state for node in nodes.nodes] if nodes.is_read else None,
+            [node.state for node in nodes.nodes] if nodes.is_current else None,
             dict(self.streams.samples),
         )
 

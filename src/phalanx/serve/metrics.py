@@ -44,10 +44,12 @@ class MetricSnapshot:
 
     time: float
     runs: Sequence[RunRow]
+    has_all_runs: bool
+    """Whether every run that was found is among them."""
     job_states: Sequence[str] | None
-    """None where the jobs have not been read."""
+    """None where the jobs could not be read."""
     node_states: Sequence[str] | None
-    """None where the nodes have not been read."""
+    """None where the nodes could not be read."""
     samples: Mapping[str, NodeSample]
     """The newest sample of each node with an agent that answers."""
 
@@ -60,7 +62,8 @@ def list_metrics() -> list[MetricDefinition]:
 def build_metrics(snapshot: MetricSnapshot) -> Iterator[Metric]:
     """The metrics that have a value. Samples that are late have none."""
     statuses = [row.status(snapshot.time) for row in snapshot.runs]
-    yield from RUN_COUNT.build(_count(RUN_STATUSES, statuses))
+    if snapshot.has_all_runs:
+        yield from RUN_COUNT.build(_count(RUN_STATUSES, statuses))
     running = [row for row, status in zip(snapshot.runs, statuses, strict=True) if status == "running"]
     running = sorted(running, key=lambda row: row.last_written_at, reverse=True)[:MAX_RUNS]
     for column, metric in RUN_METRICS.items():

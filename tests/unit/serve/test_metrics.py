@@ -30,7 +30,9 @@ def row(path: str = "runs/one", **values: Any) -> RunRow:
 
 
 def snapshot(*rows: RunRow, **values: Any) -> MetricSnapshot:
-    return MetricSnapshot(NOW, rows, **{"job_states": [], "node_states": [], "samples": {}, **values})
+    return MetricSnapshot(
+        NOW, rows, **{"has_all_runs": True, "job_states": [], "node_states": [], "samples": {}, **values}
+    )
 
 
 def values_of(found: MetricSnapshot) -> dict[str, dict[str, float]]:
@@ -97,6 +99,12 @@ def test_jobs_and_nodes_are_counted_by_state() -> None:
 def test_jobs_and_nodes_that_could_not_be_read_are_missing_and_not_0() -> None:
     values = values_of(snapshot(job_states=None, node_states=None))
     assert not values.keys() & {"phalanx_jobs", "phalanx_nodes"}
+
+
+def test_runs_are_not_counted_before_all_are_found() -> None:
+    values = values_of(snapshot(row(), has_all_runs=False))
+    assert "phalanx_runs" not in values
+    assert values["phalanx_run_step"] == {"runs/one": 0.0}
 
 
 @pytest.mark.parametrize("age_s", [4.0, -4.0])
