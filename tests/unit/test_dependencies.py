@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DEVELOPMENT = ("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray", "fleet", "serve", "dev")
+DEVELOPMENT = ("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray", "fleet", "serve", "otlp", "dev")
 LOCK = (ROOT / "requirements.lock").read_text()
 spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
 assert spec is not None

@@ -41,9 +41,10 @@ def serve(
         from phalanx.serve.server import ServeOptions
         from phalanx.serve.server import serve as run_server
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        if error.name not in ("starlette", "uvicorn", "prometheus_client"):
             raise
-        raise UsageError(f"{error.name} is not installed; pip install 'phalanx[serve]'") from None
+        package = error.name.replace("_", "-")
+        raise UsageError(f"{package} is not installed; pip install 'phalanx[serve]'") from None
     options = ServeOptions(
         runs or [Path("runs")],
         on,

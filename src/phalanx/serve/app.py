@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode
@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from phalanx.errors import DataError, UsageError
 from phalanx.fleet.node_states import NodeChange
+from phalanx.fleet.telemetry.agent_endpoint import METRICS_TYPE
+from phalanx.fleet.telemetry.exposition import render_families
 from phalanx.observe.compare import compare_runs, render_comparison_body
 from phalanx.observe.html_report.chart import render_chart_rows
 from phalanx.observe.html_report.document import read_page_css, read_page_script
@@ -31,6 +33,7 @@ from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.job_pages import JobReader, render_jobs, render_jobs_page
 from phalanx.serve.live_run import LiveRuns, RunPage
 from phalanx.serve.log_pages import render_logs
+from phalanx.serve.metrics import MetricSnapshot, build_metrics
 from phalanx.serve.node_pages import (
     HEAT_MAPS,
     HISTORY_HOURS,
@@ -60,6 +63,7 @@ MAX_COMPARED_RUNS = 6
 MAX_FORM_BYTES = 4096
 MAX_KEPT_LISTS = 64
 STATIC_DIR = Path(__file__).parent / "static"
+DASHBOARD_FILE = STATIC_DIR / "grafana.json"
 
 Sections = Mapping[str, str]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -101,6 +105,8 @@ class Server:
             Route("/nodes", self.show_nodes),
             Route("/stream/nodes", self.stream_nodes),
             Route("/nodes/{name}", self.show_node),
+            Route("/metrics", self.send_metrics),
+            Route("/grafana.json", self.send_dashboard),
             Route("/static/phalanx.css", self.send_css),
             Route("/static/phalanx.js", self.send_script),
         ]
@@ -241,6 +247,30 @@ class Server:
         minutes = await run_in_threadpool(read_node_minutes, runs, node)
         changes = await run_in_threadpool(self.read_history, name)
         return self._page(name, "Nodes", render_node(node, changes, minutes, now))
+
+    async def send_metrics(self, request: Request) -> Response:
+        """Runs, jobs and nodes for Prometheus; `?readings=no`: without what agents read, which may be long."""
+        snapshot = self.take_snapshot()
+        if request.query_params.get("readings") == "no":
+            snapshot = replace(snapshot, samples={})
+        content = await run_in_threadpool(lambda: render_families(build_metrics(snapshot)))
+        return Response(content, headers={"content-type": METRICS_TYPE})
+
+    async def send_dashboard(self, request: Request) -> Response:
+        """A dashboard of these metrics, to import in Grafana."""
+        return Response(DASHBOARD_FILE.read_bytes(), media_type="application/json")
+
+    def take_snapshot(self) -> MetricSnapshot:
+        """What is known now."""
+        jobs, nodes = self.jobs.jobs, self.nodes.nodes
+        return MetricSnapshot(
+            self.wall_clock(),
+            list(self.index.rows.values()),
+            self.index.is_complete,
+            None if jobs.read_at is None or jobs.problem else [job.state.value for job in jobs.jobs],
+            [node.state for node in nodes.nodes] if nodes.is_current else None,
+            dict(self.streams.samples),
+        )
 
     async def send_css(self, request: Request) -> Response:
         """The style sheet."""

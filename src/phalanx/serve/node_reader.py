@@ -27,6 +27,8 @@ class NodeList:
     nodes: Sequence[FleetNode] = ()
     problems: Sequence[str] = ()
     is_read: bool = False
+    is_current: bool = False
+    """Whether the last reading succeeded; otherwise these nodes are of an earlier one."""
 
 
 class NodeReader:
@@ -54,7 +56,7 @@ class NodeReader:
         try:
             self._read = self._read or self._open_fleet()
             nodes, problems = self._read()
-            self.nodes = NodeList(nodes, problems, is_read=True)
+            self.nodes = NodeList(nodes, problems, is_read=True, is_current=True)
         except PhalanxError as error:
             self.nodes = NodeList(self.nodes.nodes, [str(error)], is_read=True)
 

@@ -1,6 +1,7 @@
 """Start the server, and end it on Ctrl-C."""
 
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from phalanx.serve.access import make_access
 from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.app import Server
 from phalanx.serve.job_pages import JobReader
+from phalanx.serve.metrics import build_metrics
 from phalanx.serve.node_reader import NodeReader, ReadFleet
+from phalanx.serve.otlp import OtlpExport, open_otlp_export
 from phalanx.serve.run_index import RunIndex
 
 SHUTDOWN_TIMEOUT_S = 2
@@ -56,7 +59,11 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
         nodes = NodeReader(lambda: _open_fleet(options, index))
         streams = AgentStreams(lambda: _find_agents(nodes.nodes.nodes, options.agent_port))
         server = Server(index, JobReader(options.backend, open_backend), nodes, access, streams, _read_history)
-        for thread in (server.index, server.jobs, server.nodes):
+        export = open_otlp_export(os.environ, lambda: build_metrics(server.take_snapshot()))
+        threads: list[RunIndex | JobReader | NodeReader | OtlpExport] = [server.index, server.jobs, server.nodes]
+        if export is not None:
+            threads.append(export)
+        for thread in threads:
             thread.start()
         host = f"[{options.host}]" if ":" in options.host else options.host
         secret = f"/?token={access.token}" if access.token else "/"
@@ -75,7 +82,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             pass
         finally:
             server.stopping.set()
-            for thread in (server.index, server.jobs, server.nodes):
+            for thread in threads:
                 thread.stop()
 
 

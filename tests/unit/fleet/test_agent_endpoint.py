@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from phalanx.errors import UsageError
 from phalanx.fleet.telemetry import sample_json
 from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint
-from phalanx.fleet.telemetry.exposition import render_metrics
+from phalanx.fleet.telemetry.exposition import build_node_metrics, render_families
 from phalanx.fleet.telemetry.prometheus import read_dcgm_metrics
 from phalanx.fleet.telemetry.record import PORT_VARIABLE, read_metrics_port, record_telemetry
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
@@ -58,7 +58,7 @@ def endpoint() -> Iterator[AgentEndpoint]:
 
 
 def test_metrics_have_base_units_and_leave_out_what_is_missing() -> None:
-    found = values_of(render_metrics({"node-1": SAMPLE}))
+    found = values_of(render_families(build_node_metrics({"node-1": SAMPLE})))
     assert found["phalanx_device_power_watts"] == {("node-1", "GPU-1", "H100"): 400.5}
     assert found["phalanx_device_energy_joules_total"] == {("node-1", "GPU-1", "H100"): 1e6}
     assert found["phalanx_device_clock_hertz"] == {("node-1", "GPU-1", "H100"): 1.98e9}
@@ -69,14 +69,14 @@ def test_metrics_have_base_units_and_leave_out_what_is_missing() -> None:
 
 
 def test_metrics_under_dcgm_exporters_names_are_read_back_as_the_same_devices() -> None:
-    families = text_string_to_metric_families(render_metrics({"node-1": SAMPLE}).decode())
+    families = text_string_to_metric_families(render_families(build_node_metrics({"node-1": SAMPLE})).decode())
     (found,) = read_dcgm_metrics((each for family in families for each in family.samples), 0.0)
     assert found == DEVICE
 
 
 def test_a_label_cannot_break_the_format() -> None:
     device = DeviceSample(id='a"} 1\nx{b="', name="\\", power_mean_w=1.0)
-    found = values_of(render_metrics({'n"\n': NodeSample(1.0, devices=(device,))}))
+    found = values_of(render_families(build_node_metrics({'n"\n': NodeSample(1.0, devices=(device,))})))
     assert found["phalanx_device_power_watts"] == {('n"\n', 'a"} 1\nx{b="', "\\"): 1.0}
 
 

@@ -1,12 +1,15 @@
 """Who may see a page, and who may act: asked of the application as a browser would."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from made_samples import full_node
 from make_run import healthy
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import JobState, JobStatus
@@ -52,7 +55,8 @@ class Browser:
         index.update()
         jobs = JobReader("local", lambda name: self.backend)  # type: ignore[arg-type, return-value]
         jobs.update()
-        self._app = Server(index, jobs, NodeReader(lambda: lambda: ((), ())), access).make_app()
+        self.server = Server(index, jobs, NodeReader(lambda: lambda: ((), ())), access)
+        self._app = self.server.make_app()
 
     def get(self, path: str, **headers: str) -> Answer:
         return asyncio.run(self._ask("GET", path, headers, b""))
@@ -103,7 +107,7 @@ def test_pages_of_this_machine_need_no_token(folder: Path) -> None:
 
 def test_every_answer_has_the_security_headers(folder: Path) -> None:
     browser = Browser(folder, make_access("127.0.0.1", False, None))
-    for path in ("/", "/jobs", "/nodes", "/nodes/n1", "/nothing", "/run/0123", "/compare"):
+    for path in ("/", "/jobs", "/nodes", "/nodes/n1", "/nothing", "/run/0123", "/compare", "/metrics"):
         found = browser.get(path).headers
         assert {name: found[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS, path
         assert "unsafe-inline" not in found["content-security-policy"]
@@ -113,10 +117,11 @@ def test_another_address_demands_a_token(folder: Path) -> None:
     access = make_access("0.0.0.0", False, None)
     assert access.token is not None
     browser = Browser(folder, access)
-    for path in ("/", "/jobs", "/static/phalanx.js"):
+    for path in ("/", "/jobs", "/static/phalanx.js", "/metrics", "/grafana.json"):
         assert browser.get(path).status == 403
     assert browser.get("/", cookie=f"{COOKIE_NAME}={access.token}").status == 200
-    assert browser.get("/", authorization=f"Bearer {access.token}").status == 200
+    for path in ("/", "/metrics", "/grafana.json"):
+        assert browser.get(path, authorization=f"Bearer {access.token}").status == 200
     assert browser.get("/", cookie=f"{COOKIE_NAME}=wrong").status == 403
 
 
@@ -205,3 +210,13 @@ def test_two_runs_are_compared_and_one_is_not(folder: Path) -> None:
     ids = [part.partition('"')[0] for part in browser.get("/").text.split("/run/")[1:]]
     assert "Recipe keys that differ" in browser.get(f"/compare?run={ids[0]}&run={ids[1]}").text
     assert browser.get(f"/compare?run={ids[0]}").status == 400
+
+
+def test_readings_can_be_left_out_of_the_metrics(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    browser.server.streams = SimpleNamespace(samples={"n1": full_node(time.time())})  # type: ignore[assignment]
+    assert "phalanx_device_power_watts" in browser.get("/metrics").text
+    answer = browser.get("/metrics?readings=no")
+    assert "phalanx_device_power_watts" not in answer.text
+    assert 'phalanx_jobs{state="running"} 1.0' in answer.text
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")

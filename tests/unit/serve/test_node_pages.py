@@ -98,6 +98,7 @@ def test_nodes_that_cannot_be_read_stay_with_a_problem() -> None:
     reader.update()
     assert [each.name for each in reader.nodes.nodes] == ["n1"]
     assert reader.nodes.problems == ["slurm does not answer"]
+    assert not reader.nodes.is_current
 
 
 def test_names_and_reasons_are_escaped() -> None:

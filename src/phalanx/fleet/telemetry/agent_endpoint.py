@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 
-from phalanx.fleet.telemetry.exposition import render_metrics
+from phalanx.fleet.telemetry.exposition import build_node_metrics, render_families
 from phalanx.fleet.telemetry.sample import NodeSample
 from phalanx.fleet.telemetry.sample_json import to_json
 
@@ -59,7 +59,7 @@ class AgentEndpoint:
 
     def render(self) -> bytes:
         """The page of metrics."""
-        return render_metrics({} if self._sample is None else {self._node: self._sample})
+        return render_families(build_node_metrics({} if self._sample is None else {self._node: self._sample}))
 
     def wait_for_sample(self, before: NodeSample | None) -> NodeSample | None:
         """The next sample after `before`; None when there will be none."""

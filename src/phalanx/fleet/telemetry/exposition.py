@@ -1,9 +1,10 @@
 """Readings of nodes as metrics in Prometheus's text format: own names with base units, and dcgm-exporter's names, with
 which dashboards that people have already work. A value that is missing is left out."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from phalanx.fleet.telemetry.metric_definition import MetricDefinition
 from phalanx.fleet.telemetry.prometheus import DCGM_FIELDS
 from phalanx.fleet.telemetry.sample import SLOW_REASON_LABELS, DeviceSample, NodeSample
 
@@ -50,33 +51,50 @@ HOST_METRICS = {
     "network_received_bytes_total": ("network_received_bytes_total", "Received from networks"),
 }
 """Names and helps of a host's values; each name follows `phalanx_node_`."""
+DEVICE_LABELS = ("node", "device", "name")
+_HOST_DEFINITIONS = {
+    column: MetricDefinition(f"phalanx_node_{name}", help, ("node",)) for column, (name, help) in HOST_METRICS.items()
+}
+_DEVICE_DEFINITIONS = {
+    column: MetricDefinition(f"phalanx_device_{name}", help, DEVICE_LABELS)
+    for column, (name, help) in DEVICE_METRICS.items()
+}
+CPU_POWER_IS_ESTIMATE = MetricDefinition("phalanx_node_cpu_power_is_estimate", "1: CPU power is estimated", ("node",))
+READ_TIME = MetricDefinition("phalanx_node_read_time_seconds", "When the node was read, unix seconds", ("node",))
+DEVICE_SLOW = MetricDefinition(
+    "phalanx_device_slow", "1: clocks are low because of this reason", (*DEVICE_LABELS, "reason")
+)
 DCGM_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")
 
 NodeReadings = Mapping[str, NodeSample]
 """The newest sample of each node."""
 
 
-def render_metrics(readings: NodeReadings, more: Iterable["Metric"] = ()) -> bytes:
-    """The page of these nodes, with further metrics behind theirs."""
+def render_families(metrics: Iterable["Metric"]) -> bytes:
+    """The page of these metrics."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(_Collector([*build_node_metrics(readings), *more]))
+    registry.register(_Collector(list(metrics)))
     return generate_latest(registry)
 
 
+def list_node_metrics() -> list[MetricDefinition]:
+    """The metrics of nodes and their devices, without dcgm-exporter's names."""
+    return [*_HOST_DEFINITIONS.values(), CPU_POWER_IS_ESTIMATE, READ_TIME, *_DEVICE_DEFINITIONS.values(), DEVICE_SLOW]
+
+
 def build_node_metrics(readings: NodeReadings) -> Iterator["Metric"]:
-    """The metrics of nodes and their devices."""
-    for column, (name, help) in HOST_METRICS.items():
-        rows = [((node,), getattr(sample.host, column)) for node, sample in readings.items()]
-        yield from _build_metric(f"phalanx_node_{name}", help, ("node",), rows)
+    """The metrics of nodes and their devices that have a value, also under dcgm-exporter's names."""
+    for column, host_metric in _HOST_DEFINITIONS.items():
+        yield from host_metric.build(((node,), getattr(sample.host, column)) for node, sample in readings.items())
     estimates = [((node,), float(sample.host.cpu_power_is_estimate)) for node, sample in readings.items()]
-    yield from _build_metric("phalanx_node_cpu_power_is_estimate", "1: CPU power is estimated", ("node",), estimates)
-    ages = [((node,), sample.time) for node, sample in readings.items()]
-    yield from _build_metric("phalanx_node_read_time_seconds", "When the node was read, unix seconds", ("node",), ages)
-    for column, (name, help) in DEVICE_METRICS.items():
-        device_rows = [(_own_labels(node, device), getattr(device, column)) for node, device in _devices(readings)]
-        yield from _build_metric(f"phalanx_device_{name}", help, ("node", "device", "name"), device_rows)
+    yield from CPU_POWER_IS_ESTIMATE.build(estimates)
+    yield from READ_TIME.build(((node,), sample.time) for node, sample in readings.items())
+    for column, device_metric in _DEVICE_DEFINITIONS.items():
+        yield from device_metric.build(
+            (_own_labels(node, device), getattr(device, column)) for node, device in _devices(readings)
+        )
     yield from _build_slow_reasons(readings)
     yield from _build_aliases(readings)
 
@@ -88,8 +106,7 @@ def _build_slow_reasons(readings: NodeReadings) -> Iterator["Metric"]:
         if device.slow_reasons is not None
         for reason, label in SLOW_REASON_LABELS.items()
     ]
-    labels = ("node", "device", "name", "reason")
-    yield from _build_metric("phalanx_device_slow", "1: clocks are low because of this reason", labels, rows)
+    yield from DEVICE_SLOW.build(rows)
 
 
 def _build_aliases(readings: NodeReadings) -> Iterator["Metric"]:
@@ -104,7 +121,7 @@ def _build_aliases(readings: NodeReadings) -> Iterator["Metric"]:
             for labels, device in _label_for_dcgm(readings)
             if (value := getattr(device, column)) is not None
         ]
-        yield from _build_metric(name, f"As of dcgm-exporter; see {column}", DCGM_LABELS, rows)
+        yield from MetricDefinition(name, f"As of dcgm-exporter; see {column}", DCGM_LABELS).build(rows)
 
 
 def _label_for_dcgm(readings: NodeReadings) -> Iterator[tuple[tuple[str, ...], DeviceSample]]:
@@ -121,21 +138,6 @@ def _devices(readings: NodeReadings) -> Iterator[tuple[str, DeviceSample]]:
 
 def _own_labels(node: str, device: DeviceSample) -> tuple[str, ...]:
     return node, device.id, device.name
-
-
-def _build_metric(
-    name: str, help: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
-) -> Iterator["Metric"]:
-    """A gauge, or a counter where the name ends in `_total`; none without a value."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    make: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    metric: Metric = make(name, help, labels=labels)
-    for values, value in rows:
-        if value is not None:
-            metric.add_metric(list(values), float(value))  # type: ignore[attr-defined]
-    if metric.samples:
-        yield metric
 
 
 class _Collector:
