@@ -15,7 +15,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DEVELOPMENT = ("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray", "fleet", "dev")
+TRACKER_EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")
+DEVELOPMENT = ("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray", "fleet", *TRACKER_EXTRAS, "dev")
 LOCK = (ROOT / "requirements.lock").read_text()
 spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
 assert spec is not None
