@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
-from phalanx.observe.trackers.names import TRACKER_NAMES, describe_missing_package, make_tracker
+from phalanx.observe.trackers.names import TRACKER_NAMES, describe_problem, make_tracker, set_library_defaults
 from phalanx.observe.trackers.process import first_line
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.validation_errors import suggest_nearest
@@ -25,9 +25,9 @@ MAX_WAIT_AT_END_S = 30.0
 
 
 def check_trackers(loaded: LoadedRecipe) -> None:
-    """Raise UsageError when the package of a tracker in the recipe is missing."""
+    """Raise UsageError when a tracker in the recipe lacks its package or its server's address."""
     for index, name in enumerate(loaded.recipe.trackers):
-        if (problem := describe_missing_package(name)) is not None:
+        if (problem := describe_problem(name)) is not None:
             raise UsageError(f"{loaded.location_of(f'trackers.{index}')}: {problem}")
 
 
@@ -104,10 +104,12 @@ def send_run(run: Run, name: str) -> str:
     if name not in TRACKER_NAMES:
         known = ", ".join(TRACKER_NAMES)
         raise UsageError(f"--to {name}: expected one of {known}{suggest_nearest(name, TRACKER_NAMES)}")
-    if (problem := describe_missing_package(name)) is not None:
+    if (problem := describe_problem(name)) is not None:
         raise UsageError(f"--to {problem}")
+    set_library_defaults()
     tracker = make_tracker(name)
-    with lock_feed(run, name):
+    # what libraries print is not the answer of this command
+    with lock_feed(run, name), contextlib.redirect_stdout(sys.stderr):
         feed = TrackerFeed(run, name, tracker)
         try:
             feed.send_new()

@@ -5,7 +5,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from phalanx.errors import DataError, UsageError
 from phalanx.observe.goodput import compute_device_time
@@ -23,11 +23,13 @@ MAX_ROWS_PER_SEND = 500
 
 @dataclass(frozen=True)
 class FeedState:
-    """What RUN/trackers/NAME.json holds. `num_events`: events of the run that were read when `sent_step` was sent."""
+    """What RUN/trackers/NAME.json holds. `num_events`: events of the run that were read when `sent_step` was sent;
+    `remote_id`: what the tracker calls the run."""
 
     id: str
     sent_step: int = NO_STEP
     num_events: int = 0
+    remote_id: str = ""
 
 
 class TrackerFeed:
@@ -39,12 +41,26 @@ class TrackerFeed:
         self.state = self._read_state()
         self.rows = StepRows(read_run_facts(run))
         self._tail = EventTail(run.events)
-        self._num_events, self._drop_from = 0, None if not tracker.supersedes else max(0, self.state.sent_step)
+        self._num_events = 0
+        self._drop_from: int | None = None
         self._tags: dict[str, str] = {}
         self._is_open = False
 
     def send_new(self) -> None:
         """Read the events that are new, and send what may be sent."""
+        try:
+            self._send_new()
+        except BaseException:  # it may have taken some of it: open it again, which asks it
+            self._is_open = False
+            raise
+
+    def close(self) -> None:
+        """End sending."""
+        if self._is_open:
+            self._is_open = False
+            self._tracker.close(self.rows.status)
+
+    def _send_new(self) -> None:
         if not self._is_open:
             self._open()
         self._send()
@@ -57,20 +73,21 @@ class TrackerFeed:
             self._tracker.set_tags(tags)
             self._tags = tags
 
-    def close(self) -> None:
-        """End sending."""
-        if self._is_open:
-            self._is_open = False
-            self._tracker.close(self.rows.status)
-
     def _open(self) -> None:
+        """Open the tracker, at first or after it has failed, and ask how far it is."""
         self._run.trackers.mkdir(exist_ok=True)
         self._write_state(self.state)  # the id, before the tracker knows it
-        recipe = read_resolved_recipe(self._run)
-        name = self._run.path.absolute().name
-        project = str(recipe.get("name", name))
-        newest = self._tracker.open(TrackedRun(self.state.id, name, project, recipe, self._run.path.absolute()))
-        self.rows.sent_step = self.state.sent_step - 1 if self._tracker.supersedes else newest
+        recipe, path = read_resolved_recipe(self._run), self._run.path.absolute()
+        project, state = str(recipe.get("name", path.name)), self.state
+        tracked = TrackedRun(state.id, path.name, project, recipe, path, state.remote_id, state.sent_step)
+        newest = self._tracker.open(tracked)
+        if not self._tracker.supersedes:
+            self.rows.drop_rows_until(newest)
+        elif self._num_events == 0:  # more of the newest step may follow, such as its evaluation
+            self.rows.sent_step, self._drop_from = state.sent_step - 1, max(0, state.sent_step)
+        elif self._drop_from is None:
+            self._drop_from = state.sent_step + 1
+        self._write_state(replace(state, remote_id=self._tracker.remote_id))
         self._is_open = True
 
     def _add_event(self, event: Event) -> None:
@@ -103,12 +120,13 @@ class TrackerFeed:
             sent_step = part[-1].step
             # where steps can be taken back, more of the newest may follow, such as its evaluation
             self.rows.sent_step = sent_step - 1 if self._tracker.supersedes else sent_step
-            self._write_state(FeedState(self.state.id, sent_step, self._num_events))
+            self._write_state(replace(self.state, sent_step=sent_step, num_events=self._num_events))
 
     def _read_state(self) -> FeedState:
         found = self._run.read_json_or_empty(self._path)
         try:
-            return FeedState(str(found["id"]), int(found["sent_step"]), int(found["num_events"]))
+            numbers = int(found["sent_step"]), int(found["num_events"])
+            return FeedState(str(found["id"]), *numbers, str(found["remote_id"]))
         except (KeyError, TypeError, ValueError):
             return FeedState(uuid.uuid4().hex)
 

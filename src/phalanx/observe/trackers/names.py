@@ -1,9 +1,11 @@
 """Which trackers there are, and how one is opened."""
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from typing import get_args
 
+from phalanx.observe.trackers.mlflow_tracker import describe_missing_server
 from phalanx.observe.trackers.tracker import Tracker
 from phalanx.recipe.schema import TrackerName
 
@@ -16,12 +18,20 @@ TRACKER_CLASSES = {
     "trackio": "trackio_tracker:TrackioTracker",
 }
 
+LIBRARY_DEFAULTS = {
+    # MLflow would otherwise try 7 times for 2 minutes each
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""Environment variables of the trackers' libraries, unless they are set."""
 
-def describe_missing_package(name: str) -> str | None:
-    """Say how to install the package of a tracker; None if it is installed."""
-    if find_spec(name) is not None:
-        return None
-    return f"{name} needs the `{name}` package: pip install 'phalanx[{name}]'"
+
+def describe_problem(name: str) -> str | None:
+    """Say what a tracker lacks on this machine, such as its package; None if nothing."""
+    if find_spec(name) is None:
+        return f"{name} needs the `{name}` package: pip install 'phalanx[{name}]'"
+    return describe_missing_server() if name == "mlflow" else None
 
 
 def make_tracker(name: str) -> Tracker:
@@ -29,3 +39,9 @@ def make_tracker(name: str) -> Tracker:
     module, _, class_name = TRACKER_CLASSES[name].partition(":")
     tracker: Tracker = getattr(import_module(f"phalanx.observe.trackers.{module}"), class_name)()
     return tracker
+
+
+def set_library_defaults() -> None:
+    """Set LIBRARY_DEFAULTS in this process."""
+    for variable, value in LIBRARY_DEFAULTS.items():
+        os.environ.setdefault(variable, value)

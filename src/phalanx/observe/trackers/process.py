@@ -13,20 +13,13 @@ from typing import TextIO
 
 from phalanx.formatting import format_plural
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
-from phalanx.observe.trackers.names import make_tracker
+from phalanx.observe.trackers.names import make_tracker, set_library_defaults
 from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
 from phalanx.run import Run
 from phalanx.std_streams import word_of
 
 POLL_INTERVAL_S = 1.0
 MAX_RETRY_INTERVAL_S = 60.0
-LIBRARY_DEFAULTS = {
-    # MLflow would otherwise try 7 times for 2 minutes each
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "GIT_PYTHON_REFRESH": "quiet",
-}
-"""Environment variables of the trackers' libraries, unless they are set."""
 
 
 class FeedLoop:
@@ -90,8 +83,7 @@ def main(run_path: str, name: str, parent: int) -> int:
     die_with_parent(parent)
     prefer_oom_kill()
     os.nice(19)
-    for variable, value in LIBRARY_DEFAULTS.items():
-        os.environ.setdefault(variable, value)
+    set_library_defaults()
     messages = open(os.dup(1), "w")  # noqa: SIM115 - lives as long as the process
     os.dup2(2, 1)
     run = Run(Path(run_path))

@@ -86,6 +86,11 @@ class StepRows:
         """Return rows that could not be sent."""
         self._rows = {row.step: row for row in rows} | self._rows
 
+    def drop_rows_until(self, sent_step: int) -> None:
+        """Drop rows that turn out to have been sent."""
+        self.sent_step = sent_step
+        self._rows = {step: row for step, row in self._rows.items() if step > sent_step}
+
     def tags(self) -> dict[str, str]:
         """What holds for the whole run so far."""
         tags = {"status": self.status or "running", "restarts": str(self.num_restarts), "faults": str(self.num_faults)}

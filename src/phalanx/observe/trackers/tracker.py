@@ -18,13 +18,16 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What identifies a run to trackers. `id` is chosen once for its life; `config` is the resolved recipe."""
+    """What identifies a run to trackers. `id` is chosen once for its life, `remote_id` is what the tracker calls it;
+    `config` is the resolved recipe, `sent_step` the newest step that was sent as far as is known."""
 
     id: str
     name: str
     project: str
     config: Mapping[str, Any]
     path: Path
+    remote_id: str = ""
+    sent_step: int = -1
 
 
 class Tracker(ABC):
@@ -32,6 +35,9 @@ class Tracker(ABC):
 
     supersedes: ClassVar[bool]
     """Whether steps that were sent can be taken back. Else only final steps are sent, in ascending order."""
+
+    remote_id: str = ""
+    """What the tracker calls the run, if that is another id; set by `open`."""
 
     @abstractmethod
     def open(self, tracked_run: TrackedRun) -> int:
