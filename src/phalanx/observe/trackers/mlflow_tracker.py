@@ -13,6 +13,7 @@ from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker, fla
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Metric
 
 ID_TAG = "phalanx.id"
 METRIC_OF_EACH_STEP = "train/lr"
@@ -105,7 +106,7 @@ class MlflowTracker(Tracker):
                     raise
         return str(experiment.experiment_id)
 
-    def _send(self, metrics: "Sequence[object]") -> None:
+    def _send(self, metrics: "Sequence[Metric]") -> None:
         if metrics:
             self._opened().log_batch(self.remote_id, metrics=metrics)
 
