@@ -343,7 +343,8 @@ class Recipe(ConfigModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     trackers: list[TrackerName] = Field(
-        default_factory=list, description="Experiment trackers that the run is sent to while it trains."
+        default_factory=list,
+        description="Experiment trackers that get the run while it trains: tensorboard, wandb, mlflow, trackio.",
     )
     callbacks: list[str] = Field(default_factory=list, description="`module:Class` of callbacks.")
     num_threads: Annotated[int, Field(gt=0, le=MOST_THREADS), NUMBER_NOT_BOOL] | Literal["auto"] = Field(

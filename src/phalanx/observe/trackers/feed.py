@@ -13,7 +13,7 @@ from phalanx.observe.history import read_history
 from phalanx.observe.run_info import read_resolved_recipe
 from phalanx.observe.run_progress import read_run_facts
 from phalanx.observe.trackers.step_rows import NO_STEP, StepRows
-from phalanx.observe.trackers.tracker import TrackedRun, Tracker
+from phalanx.observe.trackers.tracker import TrackedRun, Tracker, make_own_folder
 from phalanx.run import EventTail, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import Event, RunEnded
@@ -75,7 +75,7 @@ class TrackerFeed:
 
     def _open(self) -> None:
         """Open the tracker, at first or after it has failed, and ask how far it is."""
-        self._run.trackers.mkdir(exist_ok=True)
+        make_own_folder(self._run.trackers)
         self._write_state(self.state)  # the id, before the tracker knows it
         recipe, path = read_resolved_recipe(self._run), self._run.path.absolute()
         project, state = str(recipe.get("name", path.name)), self.state
@@ -126,7 +126,7 @@ class TrackerFeed:
         found = self._run.read_json_or_empty(self._path)
         try:
             numbers = int(found["sent_step"]), int(found["num_events"])
-            return FeedState(str(found["id"]), *numbers, str(found["remote_id"]))
+            return FeedState(uuid.UUID(str(found["id"])).hex, *numbers, str(found["remote_id"]))
         except (KeyError, TypeError, ValueError):
             return FeedState(uuid.uuid4().hex)
 
@@ -139,8 +139,11 @@ class TrackerFeed:
 def lock_feed(run: Run, name: str) -> Iterator[None]:
     """Exclude other processes that send this run to this tracker. UsageError where there is one."""
     try:
-        run.trackers.mkdir(exist_ok=True)
-        fd = os.open(run.trackers / f"{name}.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd = os.open(
+            make_own_folder(run.trackers) / f"{name}.lock",
+            os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o644,
+        )
     except OSError as error:
         raise DataError(f"{run.trackers}: cannot be written: {error.strerror}") from None
     try:

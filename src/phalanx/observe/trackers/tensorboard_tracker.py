@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker
+from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker, make_own_folder
 from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
 
@@ -34,8 +34,7 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event as EventProto
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._folder = Run(tracked_run.path).tensorboard
-        self._folder.mkdir(exist_ok=True)
+        self._folder = make_own_folder(Run(tracked_run.path).tensorboard)
         # readers take files in the order of their names; the usual ones have the time of a clock that may be set
         number = 1 + len(list(self._folder.glob("events.out.tfevents.*")))
         path = self._folder / f"events.out.tfevents.{number:010d}.phalanx"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from phalanx.errors import DataError
+
 
 @dataclass(frozen=True)
 class MetricRow:
@@ -63,6 +65,15 @@ class Tracker(ABC):
     @abstractmethod
     def describe_location(self) -> str:
         """Where people find the run."""
+
+
+def make_own_folder(path: Path) -> Path:
+    """Make a folder in a run directory. DataError for a link, as a run directory may come from a stranger: nothing
+    outside it is written because of it."""
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise DataError(f"{path}: expected a folder, found a link")
+    return path
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker
+from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker, make_own_folder
 from phalanx.observe.trackers.wandb_files import find_newest_step, find_offline_files
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class WandbTracker(Tracker):
         which may be less than it had sent."""
         import wandb
 
+        folder = make_own_folder(tracked_run.path / "wandb")
         offline_files = find_offline_files(tracked_run.path, tracked_run.id)
         newest = find_newest_step(offline_files) if offline_files else tracked_run.sent_step
         settings = wandb.Settings(
@@ -42,7 +43,7 @@ class WandbTracker(Tracker):
             dir=str(tracked_run.path),
             settings=settings,
         )
-        self._location = str(tracked_run.path / "wandb") if run.offline else str(run.url)
+        self._location = str(folder) if run.offline else str(run.url)
         return newest if run.offline else run.step - 1
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
