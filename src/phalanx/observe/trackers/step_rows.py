@@ -8,6 +8,7 @@ after its checkpoint.
 import math
 from dataclasses import replace
 
+from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.run_progress import RunFacts
 from phalanx.observe.trackers.tracker import MetricRow
 from phalanx.run import Event
@@ -22,6 +23,8 @@ from phalanx.run.event_types import (
 
 NO_STEP = -1
 """Before any step: evaluations before training are of step 0."""
+PHASE_METRICS = tuple(f"time/{phase}_s" for phase in STEP_COMPONENTS)
+"""Metrics of StepPhases, in its order. Made once: many rows may be held."""
 
 
 class StepRows:
@@ -34,7 +37,7 @@ class StepRows:
         self.num_faults = self.num_restarts = 0
         self.last_fault = ""
         self._rows: dict[int, MetricRow] = {}
-        self._world_size = 1
+        self._world_size, self._speed_metric = 1, f"train/{facts.unit}_per_s"
         self._is_counter_due = False
         self.can_take_back = False
         """Whether steps that were sent and are done again are sent again."""
@@ -79,6 +82,9 @@ class StepRows:
 
     def take_rows(self, last_step: int) -> list[MetricRow]:
         """Remove and return the rows up to a step, ascending."""
+        first_step = next(iter(self._rows), None)  # held rows are in ascending order, and may be many
+        if first_step is None or first_step > last_step:
+            return []
         steps = sorted(step for step in self._rows if step <= last_step)
         return [self._rows.pop(step) for step in steps]
 
@@ -138,10 +144,10 @@ class StepRows:
         if event.grad_norm is not None:
             metrics["train/grad_norm"] = event.grad_norm
         metrics["time/step_s"] = event.duration_s
-        metrics |= {f"time/{phase}_s": seconds for phase, seconds in vars(event.breakdown_s).items()}
+        metrics |= zip(PHASE_METRICS, vars(event.breakdown_s).values(), strict=True)
         if event.duration_s > 0:
             units_per_s = event.units / event.duration_s
-            metrics[f"train/{self.facts.unit}_per_s"] = units_per_s
+            metrics[self._speed_metric] = units_per_s
             if self.facts.flops_per_sample and self.facts.matmul_flops_per_worker:
                 flops_per_s = self.facts.flops_per_sample * units_per_s / self.facts.units_per_sample
                 metrics["train/mfu"] = flops_per_s / (self.facts.matmul_flops_per_worker * self._world_size)
