@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
 from phalanx.observe.trackers.names import TRACKER_NAMES, describe_problem, make_tracker, set_library_defaults
-from phalanx.observe.trackers.process import first_line
+from phalanx.observe.trackers.process import INCOMPLETE_EXIT_CODE, first_line
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.run import Run
@@ -75,8 +75,9 @@ class TrackerProcess:
         resend = f"send the rest with: phalanx report --to {self._name} {word_of(self._run.path)}"
         try:
             code = self._process.wait(max(0.1, deadline - time.monotonic()))
-            if code not in (0, 1):  # 1: it has said why
-                logger.warning("%s: its process ended with %s; %s", self._name, code, resend)
+            if code not in (0, INCOMPLETE_EXIT_CODE):
+                log = self._run.logs / f"tracker-{self._name}.log"
+                logger.warning("%s: its process ended with %s, see %s; %s", self._name, code, log, resend)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -49,6 +49,16 @@ def test_nothing_is_written_through_a_link_in_a_run_directory(tmp_path: Path) ->
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_a_process_that_died_is_named_at_the_end_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = GrowingRun(tmp_path / "run").run
+    monkeypatch.setattr(trackers.sys, "executable", "/bin/false")
+    with trackers.feed_trackers(run, ["tensorboard"]):
+        pass
+    assert f"tensorboard: its process ended with 1, see {run.logs / 'tracker-tensorboard.log'}; send" in caplog.text
+
+
 def test_a_tracker_that_cannot_be_started_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

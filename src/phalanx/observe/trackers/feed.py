@@ -1,7 +1,6 @@
 """Feeds one tracker from a run directory, and remembers in it what was sent."""
 
 import contextlib
-import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from phalanx.observe.trackers.tracker import TrackedRun, Tracker, make_own_folde
 from phalanx.run import EventTail, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import Event, RunEnded
+from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
 MAX_ROWS_PER_SEND = 500
 
@@ -136,8 +136,9 @@ class TrackerFeed:
 
 
 @contextlib.contextmanager
-def lock_feed(run: Run, name: str) -> Iterator[None]:
-    """Exclude other processes that send this run to this tracker. UsageError where there is one."""
+def lock_feed(run: Run, name: str, timeout_s: float = 0.0) -> Iterator[None]:
+    """Exclude other processes that send this run to this tracker. UsageError where there is one after `timeout_s`. On a
+    file system without locks none is excluded."""
     try:
         fd = os.open(
             make_own_folder(run.trackers) / f"{name}.lock",
@@ -148,9 +149,11 @@ def lock_feed(run: Run, name: str) -> Iterator[None]:
         raise DataError(f"{run.trackers}: cannot be written: {error.strerror}") from None
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{run.path}: another process sends this run to {name}; wait until it ends") from None
+            is_acquired = acquire_lock(fd, timeout_s)
+        except LocksUnsupportedError:
+            is_acquired = True
+        if not is_acquired:
+            raise UsageError(f"{run.path}: another process sends this run to {name}; wait until it ends")
         yield
     finally:
         os.close(fd)

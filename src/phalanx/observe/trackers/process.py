@@ -20,6 +20,10 @@ from phalanx.std_streams import word_of
 
 POLL_INTERVAL_S = 1.0
 MAX_RETRY_INTERVAL_S = 60.0
+LOCK_TIMEOUT_S = 30.0
+"""Seconds that the process of an agent that was killed may take to end."""
+INCOMPLETE_EXIT_CODE = 3
+"""Exit code of a process that could not send everything and has said why. Python's own for an exception is 1."""
 
 
 class FeedLoop:
@@ -87,11 +91,11 @@ def main(run_path: str, name: str, parent: int) -> int:
     messages = open(os.dup(1), "w")  # noqa: SIM115 - lives as long as the process
     os.dup2(2, 1)
     run = Run(Path(run_path))
-    with lock_feed(run, name):
+    with lock_feed(run, name, LOCK_TIMEOUT_S):
         loop = FeedLoop(run, name, messages)
         while not select.select([sys.stdin], [], [], loop.interval_s)[0]:
             loop.send()
-        return 0 if loop.finish() else 1
+        return 0 if loop.finish() else INCOMPLETE_EXIT_CODE
 
 
 if __name__ == "__main__":
