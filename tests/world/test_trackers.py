@@ -12,8 +12,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from fake_tracker import GrowingRun
 from phalanx.app import trackers
 from phalanx.app.trackers import feed_trackers
 from phalanx.errors import ExitCode
@@ -158,6 +160,20 @@ def test_a_tracker_that_never_answers_delays_the_end_no_longer_than_its_limit(
             began = time.monotonic()
     assert time.monotonic() - began < 5
     assert "mlflow: not complete after 0 s; send the rest with: phalanx report --to mlflow" in caplog.text
+
+
+def test_a_signal_for_all_processes_of_a_job_does_not_end_a_tracker_before_the_run(tmp_path: Path) -> None:
+    growing = GrowingRun(tmp_path / "run")
+    with feed_trackers(growing.run, ["tensorboard"]):
+        growing.start()
+        growing.train(1, 5)
+        wait_until(lambda: sent_step(growing.run, "tensorboard") == 5)
+        children = psutil.Process().children()
+        (process,) = [each for each in children if "phalanx.observe.trackers.process" in each.cmdline()]
+        process.send_signal(signal.SIGTERM)
+        growing.train(6, 9)
+        growing.end(9)
+    assert [step for step, _ in read_tensorboard(growing.run, "train/loss")] == list(range(1, 10))
 
 
 def test_wandb_without_a_key_is_named(lab: TrainHarness, environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

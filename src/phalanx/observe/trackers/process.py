@@ -6,6 +6,7 @@ message for the user; everything that the tracker's library prints goes to stand
 
 import os
 import select
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ POLL_INTERVAL_S = 1.0
 MAX_RETRY_INTERVAL_S = 60.0
 LOCK_TIMEOUT_S = 30.0
 """Seconds that the process of an agent that was killed may take to end."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 INCOMPLETE_EXIT_CODE = 3
 """Exit code of a process that could not send everything and has said why. Python's own for an exception is 1."""
 
@@ -85,6 +87,8 @@ def first_line(error: BaseException) -> str:
 def main(run_path: str, name: str, parent: int) -> int:
     """Feed a tracker until standard input is closed."""
     die_with_parent(parent)
+    for number in STOP_SIGNALS:  # a scheduler sends them to all processes of a job; the agent says when this one ends
+        signal.signal(number, signal.SIG_IGN)
     prefer_oom_kill()
     os.nice(19)
     set_library_defaults()
