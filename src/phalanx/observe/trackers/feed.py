@@ -127,7 +127,7 @@ class TrackerFeed:
         try:
             numbers = int(found["sent_step"]), int(found["num_events"])
             return FeedState(uuid.UUID(str(found["id"])).hex, *numbers, str(found["remote_id"]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return FeedState(uuid.uuid4().hex)
 
     def _write_state(self, state: FeedState) -> None:

@@ -240,6 +240,20 @@ def test_a_run_keeps_its_id_when_its_directory_moves(growing: GrowingRun, server
     assert first == second
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"id": "x", "sent_step": 1, "num_events": 1, "remote_id": ""}', '{"id": 3, "sent_step": 1e999}'],
+)
+def test_a_damaged_state_begins_a_new_one(growing: GrowingRun, server: FakeServer, content: str) -> None:
+    growing.run.trackers.mkdir()
+    (growing.run.trackers / "mlflow.json").write_text(content)
+    growing.start()
+    growing.train(1, 3)
+    growing.end(3)
+    feed(growing, server).send_new()
+    assert steps(server) == [1, 2, 3]
+
+
 def test_a_second_process_for_the_same_tracker_is_refused(growing: GrowingRun) -> None:
     with (
         lock_feed(growing.run, "mlflow"),
