@@ -73,6 +73,12 @@ build/emulated/venv/.installed:
 	build/emulated/venv/bin/python -m pip install --quiet torch==2.11.0 pytest pytest-timeout -e '.[tokenizers]'
 	@touch $@
 
+# Its own environment: the server needs python-dateutil 2, the client of Kubernetes 3.
+build/mlflow/venv/.installed: ## Install an MLflow server for its test (about 1 GB).
+	$(PYTHON) -m venv build/mlflow/venv
+	build/mlflow/venv/bin/python -m pip install --quiet 'mlflow>=3.1,<4'
+	@touch $@
+
 cluster-up: venv ## Open a shell on such a Slurm; `exit` removes it.
 	@$(BIN)/python tests/helpers/slurm_cluster.py
 

@@ -15,7 +15,13 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DEVELOPMENT = ("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray", "fleet", "serve", "otlp", "dev")
+TRACKER_EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")
+FLEET_EXTRAS = ("fleet", "serve", "otlp")
+DEVELOPMENT = (
+    *("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray"),
+    *(*FLEET_EXTRAS, *TRACKER_EXTRAS),
+    "dev",
+)
 LOCK = (ROOT / "requirements.lock").read_text()
 spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
 assert spec is not None

@@ -24,6 +24,7 @@ from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.inference import load_trained_model
 from phalanx.train.map_dataset import MapDatasetSource, fingerprint_dataset
 from phalanx.train.model_builder import derive_seed, seed_everything
+from read_trackers import read_tensorboard
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault, send_signal_at_step, wait_until, write_faults
 
 ROOT = Path(__file__).parents[2]
@@ -353,12 +354,14 @@ def test_an_example_under_torchrun_is_the_same_run(lab: TrainHarness, scripts: P
 
 def test_the_command_line_shows_a_script_like_a_recipe(lab: TrainHarness, scripts: Path) -> None:
     run = lab.new_run()
+    overrides = ("steps=6", "trackers=[tensorboard]")
     done = lab.command(
-        "train", lab.folder / "session_script.py", "right", "steps=6", "--nproc-per-node", "2", "--run", run.path
+        "train", lab.folder / "session_script.py", "right", *overrides, "--nproc-per-node", "2", "--run", run.path
     )
     assert done.returncode == 0, done.stderr
     for said in ("2 workers on cpu", "tokens/s", "finished: 6 of 6 steps", f"phalanx report {run.path}"):
         assert said in done.stderr
+    assert [step for step, _ in read_tensorboard(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
 
 
 def folds(lab: TrainHarness, place: Path, how: str, nproc: int) -> "subprocess.CompletedProcess[str]":

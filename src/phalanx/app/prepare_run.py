@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
+from phalanx.app.trackers import check_trackers
 from phalanx.autoconfig.choices import resume_recipe
 from phalanx.autoconfig.resolve import (
     SubprocessCall,
@@ -158,6 +159,7 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     `begins`: the run has no checkpoint yet.
     """
     loaded.check_required()
+    check_trackers(loaded)
     machine = find_machine(loaded)
     world = nproc or num_workers_for(loaded.recipe, machine.num_gpus or 1)
     check_workers(machine, world, nodes)

@@ -6,6 +6,7 @@ from typing import Any
 
 from phalanx.app.prepare_run import PreparedRun
 from phalanx.app.resume import read_last_attempt, read_last_step
+from phalanx.app.trackers import feed_trackers
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.cluster import discover_machine
 from phalanx.cluster.gpu_energy import read_local_gpu_joules
@@ -55,7 +56,7 @@ def supervise_run(
             meter=read_local_gpu_joules if machine.num_gpus else lambda count: None,
         ),
     )
-    with record_telemetry(run):
+    with record_telemetry(run), feed_trackers(run, recipe.trackers):
         return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
 
 

@@ -1,11 +1,13 @@
 """Train by a script that calls `phalanx.session`, as workers of an agent on this machine."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
 from phalanx.app.prepare_run import create_run
 from phalanx.app.resume import read_last_attempt
 from phalanx.app.supervise import supervise_until_done
+from phalanx.app.trackers import feed_trackers
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
 from phalanx.cluster.discovery import check_workers
@@ -40,7 +42,7 @@ def supervise_script(
     script = arguments.path
     check_run_path(run.path)
     create_run(run)
-    with lock_run(run) as note:
+    with lock_run(run) as note, contextlib.ExitStack() as stack:
         payload = {
             "script": str(script.absolute()),
             "arguments": list(arguments.overrides),
@@ -51,8 +53,11 @@ def supervise_script(
 
         def show_and_configure(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known
-                limits = load_resolved_recipe(run.resolved).fault_tolerance
+                recipe = load_resolved_recipe(run.resolved)
+                limits = recipe.fault_tolerance
                 agent.recovery = RecoveryPolicy(limits.max_restarts, limits.hang_timeout_s)
+                if event.attempt == first_attempt:
+                    stack.enter_context(feed_trackers(run, recipe.trackers))
             show(event)
 
         def adjust_outcome(outcome: RunOutcome) -> RunOutcome:

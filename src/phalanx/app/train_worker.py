@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from phalanx.app.prepare_run import RunRequest, prepare_run
 from phalanx.app.resume import describe_finished
+from phalanx.app.trackers import feed_trackers
 from phalanx.app.train import TrainObserver
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import ExitCode
@@ -52,7 +53,8 @@ def train_as_worker(arguments: TrainArguments, observer: TrainObserver) -> ExitC
             for event in prepared.opening_events():
                 event_log.write(event)
                 observer.show_event(event)
-        return run_worker(payload, replace(dist_env, attempt=prepared.first_attempt), observer.show_event)
+        with feed_trackers(run, prepared.recipe.trackers):
+            return run_worker(payload, replace(dist_env, attempt=prepared.first_attempt), observer.show_event)
 
 
 def _follow_rank_zero(arguments: TrainArguments, dist_env: DistEnv) -> ExitCode | None:

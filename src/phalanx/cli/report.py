@@ -18,6 +18,10 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page with plots.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="TRACKER", help="Send the run to tensorboard, wandb, mlflow or trackio; report nothing."),
+    ] = None,
 ) -> None:
     """Report loss, speed, where the time went, restarts and recommendations of a run."""
     from phalanx.observe.history import read_history
@@ -29,6 +33,13 @@ def report(
     from phalanx.run.directory import check_output_path
 
     run_dir = Run.open_existing(run)
+    if to is not None:
+        from phalanx.app.trackers import send_run
+
+        if html is not None or json:
+            raise UsageError("--to sends the run to a tracker and reports nothing; leave out --html and --json")
+        typer.echo(send_run(run_dir, to))
+        return
     if html is not None:
         check_output_path("--html", html, PAGE_MARKERS)
     history = read_history(run_dir.events)

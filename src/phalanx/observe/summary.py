@@ -22,6 +22,7 @@ from phalanx.observe import metrics
 from phalanx.observe.durations import RunDurations, split_work, summarize_durations
 from phalanx.observe.event_messages import describe_straggler
 from phalanx.observe.goodput import DeviceTime, compute_device_time
+from phalanx.observe.google_goodput import ettr_to_json, google_goodput_to_json
 from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
 from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
 from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
@@ -178,6 +179,8 @@ class RunSummary:
                 "num_restarts": self.num_restarts,
                 "breakdown_shares": self.breakdown_shares,
                 "goodput": self.device_time.goodput_share,
+                "google_goodput": google_goodput_to_json(self.device_time),
+                "ettr": ettr_to_json(self.durations),
             }
         )
         assert isinstance(strict, dict)

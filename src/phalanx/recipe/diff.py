@@ -13,6 +13,7 @@ KEYS_FREE_ON_RESUME = (
     "steps",
     "checkpoint",
     "fault_tolerance",
+    "trackers",
     "callbacks",
     "evaluation.every",
     "evaluation.max_samples",

@@ -286,6 +286,9 @@ class CheckpointConfig(ConfigModel):
     null: never. A lost worker or node then costs the steps since the last copy."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class FaultToleranceConfig(ConfigModel):
     """Limits on restarts of a run."""
 
@@ -339,6 +342,10 @@ class Recipe(ConfigModel):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
+    trackers: list[TrackerName] = Field(
+        default_factory=list,
+        description="Experiment trackers that get the run while it trains: tensorboard, wandb, mlflow, trackio.",
+    )
     callbacks: list[str] = Field(default_factory=list, description="`module:Class` of callbacks.")
     num_threads: Annotated[int, Field(gt=0, le=MOST_THREADS), NUMBER_NOT_BOOL] | Literal["auto"] = Field(
         "auto", description="CPU threads of each worker."

@@ -13,7 +13,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.json_schema import ModelClass, child_keys, describe_expected, find_schema, iterate_keys
+from phalanx.recipe.json_schema import (
+    ModelClass,
+    child_keys,
+    describe_expected,
+    find_schema,
+    iterate_keys,
+    iterate_variants,
+)
 from phalanx.recipe.schema import Recipe
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key
 
@@ -83,10 +90,10 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
             return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
     start = f"{name}: " if name else ""
     finite_text = " that is finite" if error["type"] == "finite_number" else ""
-    return (
-        f"{start}found {describe_value(error['input'])}, expected "
-        f"{describe_expected(find_schema(key, model) or {})}{finite_text}"
-    )
+    schema = find_schema(key, model) or {}
+    names = [name for variant in iterate_variants(schema) for name in variant.get("enum", ())]
+    nearest = suggest_nearest(error["input"], names) if isinstance(error["input"], str) else ""
+    return f"{start}found {describe_value(error['input'])}, expected {describe_expected(schema)}{finite_text}{nearest}"
 
 
 def _suggest_key(key: KeyPath, model: ModelClass) -> str:

@@ -88,6 +88,16 @@ class Run:
         return self.path / "telemetry"
 
     @property
+    def trackers(self) -> Path:
+        """Directory of what was sent to experiment trackers: NAME.json of each."""
+        return self.path / "trackers"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Directory of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from make_run import healthy
 from phalanx.cli.report import compare, report
 from phalanx.errors import UsageError
+from phalanx.run import Run
 from phalanx.run.events import UnknownFormat
+from read_trackers import read_tensorboard
 
 app = typer.Typer()
 app.command()(report)
@@ -36,6 +38,20 @@ def test_report_writes_html_and_prints_json(tmp_path: Path) -> None:
     facts = json.loads(run("report", path, "--json").output)
     assert facts["status"] == "done"
     assert [each["recipe_key"] for each in facts["recommendations"]] == ["evaluation.every"]
+
+
+def test_report_sends_a_run_to_a_tracker_and_says_where_it_is(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", total=20)
+    result = run("report", path, "--to", "tensorboard")
+    assert result.exit_code == 0
+    assert result.stdout == f"{path} is in tensorboard up to step 20: {path / 'tensorboard'}\n"
+    assert [step for step, _ in read_tensorboard(Run(path), "train/loss")] == list(range(1, 21))
+
+
+def test_report_does_not_send_and_report_at_once(tmp_path: Path) -> None:
+    result = run("report", healthy(tmp_path / "run", total=20), "--to", "tensorboard", "--json")
+    assert isinstance(result.exception, UsageError)
+    assert "leave out --html and --json" in str(result.exception)
 
 
 def test_report_of_no_run_and_a_page_that_cannot_be_written_are_usage_errors(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from make_run import Maker, healthy, troubled
 from phalanx.observe.goodput import DeviceTime, compute_device_time
+from phalanx.observe.google_goodput import google_goodput_to_json
 from phalanx.observe.history import read_history
 from phalanx.observe.summary import build_summary
 from phalanx.observe.text_report import describe_failure_cost, duration_rows, goodput_rows
@@ -37,6 +38,33 @@ def test_the_shares_sum_to_the_allocation(make: object, tmp_path: Path) -> None:
     parts = found.productive_s + found.blocked_s + found.wasted_s + found.unavailable_s
     assert parts == pytest.approx(found.allocated_s, rel=1e-9)
     assert min(found.productive_s, found.blocked_s, found.wasted_s, found.unavailable_s) >= 0
+
+
+@pytest.mark.parametrize("make", [healthy, troubled, killed])
+def test_the_types_of_googles_library_sum_to_the_allocation_too(make: object, tmp_path: Path) -> None:
+    found = google_goodput_to_json(ledger(make(tmp_path / "run")))  # type: ignore[operator]
+    entries = [*found["goodput_time"].values(), *found["badput_time"].values()]
+    assert sum(entry["seconds"] for entry in entries) == pytest.approx(found["total_elapsed_time"])
+    assert sum(entry["share"] for entry in entries) == pytest.approx(1)
+    assert all(entry["definition"] for entry in entries)
+
+
+def test_a_disruption_has_googles_names(tmp_path: Path) -> None:
+    device_time = ledger(killed(tmp_path / "run"))
+    found = google_goodput_to_json(device_time)
+    badput = {name: entry["seconds"] for name, entry in found["badput_time"].items()}
+    assert found["disruption_count"] == 1
+    assert badput["INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"] == pytest.approx(3.5)
+    assert badput["WASTED_PROGRESS_FROM_DISRUPTION"] == pytest.approx(7.0, rel=0.1)
+    assert badput["DATA_LOADING_SYNC"] == device_time.data_wait_s > 0
+
+
+def test_ettr_is_productive_wall_time_over_wall_time(tmp_path: Path) -> None:
+    run = Run(killed(tmp_path / "run", world=4))
+    found = build_summary(run, read_history(run.events)).to_json()
+    assert found["ettr"]["value"] == pytest.approx(found["durations"]["productive_s"] / found["durations"]["wall_s"])
+    assert found["ettr"]["definition"].startswith("effective training time ratio")
+    assert found["google_goodput"]["goodput_time"]["TOTAL"]["share"] == pytest.approx(found["goodput"])
 
 
 def test_a_quiet_run_is_nearly_all_productive(tmp_path: Path) -> None:

@@ -199,6 +199,10 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
         ("parallelism:\n  shrad: 3", "2: parallelism.shrad: unknown key; did you mean shard?"),
         ("compile: maybe", '1: compile: found "maybe", expected true or false or auto'),
         ("callbacks: a:b", '1: callbacks: found "a:b", expected a list of texts'),
+        (
+            "trackers: [wandb, mlflw]",
+            '1: trackers.1: found "mlflw", expected tensorboard, wandb, mlflow or trackio; did you mean mlflow?',
+        ),
         ("data: {source: {txt: a}}", "1: data.source.txt: unknown key; did you mean text?"),
         ("data:\n  source:\n  - text: a\n  - {text: b, weight: x}", "4: data.source.1.weight: found "),
         ("data:\n  source: {weight: 2}", "2: data.source: give exactly one of text, "),
