@@ -44,7 +44,7 @@ class AgentStreams:
                 self._parsed[name] = line, from_json(json.loads(line))
             except (ValueError, TypeError, KeyError) as error:
                 logger.debug("agent of %s: no sample: %s", name, error)
-                self._lines.pop(name)
+                self._lines.pop(name, None)
                 self._parsed.pop(name, None)
         return {name: sample for name, (_, sample) in self._parsed.items()}
 

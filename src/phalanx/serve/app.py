@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode
@@ -250,9 +250,7 @@ class Server:
 
     async def send_metrics(self, request: Request) -> Response:
         """Runs, jobs and nodes for Prometheus; `?readings=no`: without what agents read, which may be long."""
-        snapshot = self.take_snapshot()
-        if request.query_params.get("readings") == "no":
-            snapshot = replace(snapshot, samples={})
+        snapshot = self.take_snapshot(request.query_params.get("readings") != "no")
         content = await run_in_threadpool(lambda: render_families(build_metrics(snapshot)))
         return Response(content, headers={"content-type": METRICS_TYPE})
 
@@ -260,7 +258,7 @@ class Server:
         """A dashboard of these metrics, to import in Grafana."""
         return Response(DASHBOARD_FILE.read_bytes(), media_type="application/json")
 
-    def take_snapshot(self) -> MetricSnapshot:
+    def take_snapshot(self, with_readings: bool = True) -> MetricSnapshot:
         """What is known now."""
         jobs, nodes = self.jobs.jobs, self.nodes.nodes
         return MetricSnapshot(
@@ -269,7 +267,7 @@ class Server:
             self.index.is_complete,
             None if jobs.read_at is None or jobs.problem else [job.state.value for job in jobs.jobs],
             [node.state for node in nodes.nodes] if nodes.is_current else None,
-            dict(self.streams.samples),
+            self.streams.read_samples() if with_readings else {},
         )
 
     async def send_css(self, request: Request) -> Response:

@@ -214,7 +214,7 @@ def test_two_runs_are_compared_and_one_is_not(folder: Path) -> None:
 
 def test_readings_can_be_left_out_of_the_metrics(folder: Path) -> None:
     browser = Browser(folder, make_access("127.0.0.1", False, None))
-    browser.server.streams = SimpleNamespace(samples={"n1": full_node(time.time())})  # type: ignore[assignment]
+    browser.server.streams = SimpleNamespace(read_samples=lambda: {"n1": full_node(time.time())})  # type: ignore[assignment]
     assert "phalanx_device_power_watts" in browser.get("/metrics").text
     answer = browser.get("/metrics?readings=no")
     assert "phalanx_device_power_watts" not in answer.text
