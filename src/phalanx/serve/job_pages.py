@@ -21,7 +21,7 @@ READ_INTERVAL_S = 3.0
 """Slurm's controller is asked no more often than this."""
 STOP_TIMEOUT_S = 5.0
 MAX_ENDED_JOBS = 100
-COLUMNS = ("job", "name", "state", "attempts", "nodes", "submitted", "started", "ended", "why", "")
+JOB_COLUMNS = ("job", "name", "state", "attempts", "nodes", "submitted", "started", "ended", "why", "")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def render_jobs(found: JobList, backend: str, may_cancel: bool) -> str:
     if not jobs and found.problem is None and found.read_at is not None:
         parts.append('<p class="note">No jobs. <code>phalanx jobs submit RECIPE</code> submits one.</p>')
     if jobs:
-        parts.append(render_rows(COLUMNS, (_render_cells(job, may_cancel) for job in jobs)))
+        parts.append(render_rows(JOB_COLUMNS, (_render_cells(job, may_cancel) for job in jobs)))
     return "".join(parts)
 
 

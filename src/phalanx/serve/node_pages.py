@@ -23,7 +23,7 @@ HOTTEST_MARGIN_C = 40.0
 """Kelvins of margin at the cool end of the scale."""
 HISTORY_HOURS = 24.0
 MAX_TABLE_NODES = 100
-COLUMNS = ("node", "state", "jobs", "draw", "cap", "margin", "slow because", "read", "reason")
+NODE_COLUMNS = ("node", "state", "jobs", "draw", "cap", "margin", "slow because", "read", "reason")
 
 
 def _power_share(device: DeviceSample | HostSample) -> float | None:
@@ -83,7 +83,7 @@ def render_nodes(found: NodeList, nodes: Sequence[FleetNode], text: str, now: fl
     words = text.lower().split()
     matching = [node for node in nodes if all(word in f"{node.name} {node.state}".lower() for word in words)]
     shown = sorted(matching, key=lambda node: node.state == "healthy")[:MAX_TABLE_NODES]
-    table = render_rows(COLUMNS, (_render_cells(node, now) for node in shown))
+    table = render_rows(NODE_COLUMNS, (_render_cells(node, now) for node in shown))
     rest = len(matching) - len(shown)
     more = f'<p class="note">and {formatting.format_plural(rest, "node")} more: filter by name or state</p>'
     return "".join(parts) + _render_totals(nodes, now) + table + (more if rest else "")
@@ -142,7 +142,7 @@ def _format_watts(watts: float) -> str:
 
 def render_node(node: FleetNode, changes: Sequence[NodeChange], minutes: Sequence[NodeMinute], now: float) -> str:
     """The page of a node: its state and how it came into it, and the last day of its readings."""
-    cells = dict(zip(COLUMNS[1:], _render_cells(node, now)[1:], strict=True))
+    cells = dict(zip(NODE_COLUMNS[1:], _render_cells(node, now)[1:], strict=True))
     facts = "".join(f"<tr><th scope=row>{name}</th><td>{value}</td></tr>" for name, value in cells.items() if value)
     history = '<p class="note">It was never suspect or drained.</p>'
     if changes:

@@ -13,7 +13,7 @@ from phalanx.serve.run_row import Losses, RunRow
 
 SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 120, 26
 ROWS_PER_PAGE = 100
-TABS = (("Runs", "/"), ("Jobs", "/jobs"), ("Nodes", "/nodes"))
+PAGE_TABS = (("Runs", "/"), ("Jobs", "/jobs"), ("Nodes", "/nodes"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class ListedRun(NamedTuple):
 def render_frame(frame: PageFrame, body: str) -> str:
     """The whole document."""
     tabs = "".join(
-        f'<a href="{address}"{" aria-current=page" if name == frame.tab else ""}>{name}</a>' for name, address in TABS
+        f'<a href="{address}"{" aria-current=page" if name == frame.tab else ""}>{name}</a>'
+        for name, address in PAGE_TABS
     )
     events = f' data-events="{escape(frame.events)}"' if frame.events else ""
     version = f"?v={frame.static_version}"
