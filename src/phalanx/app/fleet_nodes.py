@@ -1,10 +1,10 @@
 """The nodes of a fleet: list them with their newest readings, drain and undrain them."""
 
+import contextlib
 import getpass
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,24 +13,19 @@ from phalanx.app.fleet import NodeReading, read_local_node
 from phalanx.errors import DataError, UsageError
 from phalanx.fleet.day_summary import HourSummary, read_last_day
 from phalanx.fleet.evidence import apply_evidence, read_evidence_table
-from phalanx.fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_state
-from phalanx.fleet.latest_reading import LatestReading, reading_from_devices, reading_from_minute, reading_from_sample
+from phalanx.fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_readings, merge_state
+from phalanx.fleet.latest_reading import LatestReading, reading_from_minute, reading_from_sample
+from phalanx.fleet.node_services import NodeServices, ServiceOpeners
 from phalanx.fleet.node_states import NodeChange, NodeState, NodeStates, node_states_path
-from phalanx.fleet.nodes_file import NodesFileEntry, load_nodes_file
+from phalanx.fleet.nodes_file import NodesFile, load_nodes_file
 from phalanx.fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
 from phalanx.fleet.telemetry.local_sources import ring_path
-from phalanx.fleet.telemetry.prometheus import PrometheusSource
 from phalanx.fleet.telemetry.ring_file import read_ring
-from phalanx.fleet.telemetry.sample import NodeSample
+from phalanx.fleet.telemetry.sample import NodeSample, RackSample
 from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
-from phalanx.fleet.telemetry.source import SourceUnavailableError
 from phalanx.jobs.backends.nodes import MAX_SUGGESTED_NAMES, BackendNode, NodeBackend, NodeService, find_node
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute
-
-EXPORTER_PERIOD_S = 30.0
-"""Seconds between two readings of dcgm-exporter, by default."""
-MAX_CONCURRENT_FETCHES = 32
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,7 @@ class FleetView:
     problems: list[str] = field(default_factory=list)
     new_suspects: list[NodeChange] = field(default_factory=list)
     """Nodes that this reading found evidence against."""
+    racks: Sequence[RackSample] = ()
 
 
 class FleetReader:
@@ -62,6 +58,7 @@ class FleetReader:
         read_here: Reads this machine, where no agent records it.
         now: Returns seconds since the epoch.
         list_more_runs: Returns further run directories to read.
+        openers: Open the services of the nodes file.
         finds_evidence: Whether a node that runs have evidence against becomes suspect in the table.
     """
 
@@ -73,10 +70,12 @@ class FleetReader:
         now: Callable[[], float] = time.time,
         list_more_runs: Callable[[], Sequence[Path]] = tuple,
         finds_evidence: bool = True,
+        openers: ServiceOpeners | None = None,
     ):
         self._list_more_runs, self._finds_evidence = list_more_runs, finds_evidence
         self._sources, self._states, self._read_here, self._now = sources, states, read_here, now
-        self._entries = [] if sources.nodes_file is None else load_nodes_file(sources.nodes_file).nodes
+        file = NodesFile(nodes=[]) if sources.nodes_file is None else load_nodes_file(sources.nodes_file)
+        self._entries, self._services = file.nodes, NodeServices(file, openers, now)
         if sources.runs is not None and not sources.runs.is_dir():
             raise UsageError(f"--runs {sources.runs}: no such directory")
         self._runs: dict[Path, RunReadings] = {}
@@ -89,19 +88,25 @@ class FleetReader:
         names = list(dict.fromkeys([*backend_nodes, *(entry.name for entry in self._entries)]))
         self._read_runs(problems)
         new_suspects = self._apply_evidence(names, backend_nodes) if self._finds_evidence else []
-        exported = self._read_exporters(problems)
+        served, served_problems = self._services.read_nodes()
+        racks, rack_problems = self._services.read_racks()
+        problems += [*served_problems, *rack_problems]
         changes = self._states.newest()
         nodes = []
         for name in names:
             backend_node = backend_nodes.get(name)
             readings = [
                 self._find_minute_reading(name, backend_node),
-                exported.get(name),
+                served.get(name),
                 self._read_this_machine(problems) if name == os.uname().nodename else None,
             ]
-            reading = find_newest_reading(readings)
+            reading = merge_readings(readings, self._now())
             nodes.append(make_fleet_node(name, backend_node, changes.get(name), reading))
-        return FleetView(nodes, problems, new_suspects)
+        return FleetView(nodes, problems, new_suspects, racks)
+
+    def close(self) -> None:
+        """Close the services of the nodes file."""
+        self._services.close()
 
     def _apply_evidence(self, names: Sequence[str], backend_nodes: Mapping[str, BackendNode]) -> list[NodeChange]:
         """Evidence names nodes as their agents do; what is against a node that the fleet does not have is left out.
@@ -143,28 +148,6 @@ class FleetReader:
         minutes = (self._newest_minutes.get(each) for each in (name, *host_names))
         return find_newest_reading(None if minute is None else reading_from_minute(minute) for minute in minutes)
 
-    def _read_exporters(self, problems: list[str]) -> Mapping[str, LatestReading]:
-        """Ask all metrics endpoints of the nodes file at once."""
-        entries = [entry for entry in self._entries if entry.prometheus is not None]
-        if not entries:
-            return {}
-        found = {}
-        with ThreadPoolExecutor(min(MAX_CONCURRENT_FETCHES, len(entries))) as pool:
-            for entry, result in zip(entries, pool.map(self._read_exporter, entries), strict=True):
-                if isinstance(result, str):
-                    problems.append(f"{entry.name}: {result}")
-                else:
-                    found[entry.name] = result
-        return found
-
-    def _read_exporter(self, entry: NodesFileEntry) -> LatestReading | str:
-        """Return a reading, or why there is none."""
-        try:
-            source = PrometheusSource(entry.prometheus or "", self._now)
-        except SourceUnavailableError as error:
-            return str(error)
-        return reading_from_devices(source.read().devices, self._now(), EXPORTER_PERIOD_S)
-
     def _read_this_machine(self, problems: list[str]) -> LatestReading | None:
         """Return the newest sample of the agent that records this machine; without one, read it now."""
         now, path = self._now(), ring_path(os.uname().nodename)
@@ -196,7 +179,9 @@ def read_node_details(
     """Return all about a node, and what could not be read. Raises UsageError for a name that no source has."""
     is_here = name == os.uname().nodename
     here = read_here() if is_here else None
-    view = FleetReader(sources, states, lambda: here.sample if here is not None else read_here().sample, now).read()
+    reader = FleetReader(sources, states, lambda: here.sample if here is not None else read_here().sample, now)
+    with contextlib.closing(reader):
+        view = reader.read()
     node = next((node for node in view.nodes if node.name == name), None)
     if node is None:
         names = [node.name for node in view.nodes]

@@ -1,5 +1,6 @@
 """`phalanx fleet`: nodes and their accelerators."""
 
+import contextlib
 import json
 import os
 import time
@@ -60,8 +61,9 @@ def list_nodes(
     from phalanx.app.fleet_nodes import FleetReader, open_node_states
     from phalanx.cli.fleet_output import fleet_to_json, format_fleet
 
-    with open_node_states() as states:
-        view = FleetReader(_find_sources(on, nodes, runs), states).read()
+    sources = _find_sources(on, nodes, runs)
+    with open_node_states() as states, contextlib.closing(FleetReader(sources, states)) as reader:
+        view = reader.read()
     now = time.time()
     if as_json:
         print(json.dumps(fleet_to_json(view, now), indent=2))
@@ -70,7 +72,7 @@ def list_nodes(
         print_warning(problem)
     for change in view.new_suspects:
         print_warning(f"{change.node} is suspect from now on: {change.reason}")
-    print("\n".join(format_fleet(view.nodes, now)))
+    print("\n".join(format_fleet(view, now)))
 
 
 @app.command()
@@ -86,8 +88,9 @@ def watch(
     from phalanx.app.fleet_nodes import FleetReader, open_node_states
     from phalanx.cli.fleet_watch import watch_fleet
 
-    with open_node_states() as states:
-        watch_fleet(FleetReader(_find_sources(on, nodes, runs), states), interval)
+    sources = _find_sources(on, nodes, runs)
+    with open_node_states() as states, contextlib.closing(FleetReader(sources, states)) as reader:
+        watch_fleet(reader, interval)
 
 
 @app.command()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from phalanx.app.fleet_nodes import FleetView, NodeDetails
     from phalanx.fleet.day_summary import HourSummary
     from phalanx.fleet.fleet_node import FleetNode
-    from phalanx.fleet.telemetry.sample import DeviceSample
+    from phalanx.fleet.telemetry.sample import DeviceSample, RackSample
 
 NODE_COLUMNS = (
     Column("NODE"),
@@ -42,6 +42,17 @@ DEVICE_COLUMNS = (
     Column("SLOW BECAUSE"),
 )
 
+RACK_COLUMNS = (
+    Column("RACK"),
+    Column("POWER", is_number=True),
+    Column("SUPPLY", is_number=True),
+    Column("RETURN", is_number=True),
+    Column("FLOW", is_number=True),
+    Column("PRESSURE", is_number=True),
+    Column("VALVE", is_number=True),
+    Column("LEAK"),
+    Column("AGE", is_number=True),
+)
 HISTORY_COLUMNS = (Column("SINCE"), Column("STATE"), Column("ACTOR"), Column("REASON"))
 HOUR_COLUMNS = (
     Column("HOUR"),
@@ -54,20 +65,32 @@ HOUR_COLUMNS = (
 """Of one sample a minute."""
 
 
-def format_fleet(nodes: "Sequence[FleetNode]", now: float, width: int | None = None) -> list[str]:
-    """Format nodes as a table. `now`: seconds since the epoch, for the age of readings."""
+def format_fleet(view: "FleetView", now: float, width: int | None = None) -> list[str]:
+    """Format nodes as a table, and racks as another. `now`: seconds since the epoch, for the age of readings."""
+    lines = format_nodes(view.nodes, now, width)
+    if view.racks:
+        lines += ["", *format_table(RACK_COLUMNS, map(_to_rack_cells, view.racks), width=width)]
+    return lines
+
+
+def format_nodes(nodes: "Sequence[FleetNode]", now: float, width: int | None = None) -> list[str]:
+    """Format nodes as a table."""
     return format_table(NODE_COLUMNS, (_to_node_cells(node, now) for node in nodes), width=width)
 
 
 def fleet_to_json(view: "FleetView", now: float) -> dict[str, Any]:
     """All nodes as plain values. Values of a late reading are null."""
-    return {"nodes": [_node_to_json(node, now) for node in view.nodes], "problems": view.problems}
+    return {
+        "nodes": [_node_to_json(node, now) for node in view.nodes],
+        "racks": [asdict(rack) for rack in view.racks],
+        "problems": view.problems,
+    }
 
 
 def format_details(details: "NodeDetails", now: float) -> list[str]:
     """Format all about a node."""
     lines = [] if details.here is None else [*format_node(details.here), ""]
-    lines += format_fleet([details.node], now)
+    lines += format_nodes([details.node], now)
     if details.history:
         rows = (
             (formatting.format_timestamp(each.time), each.state, each.actor, each.reason) for each in details.history
@@ -86,6 +109,22 @@ def details_to_json(details: "NodeDetails", now: float) -> dict[str, Any]:
         "history": [asdict(each) for each in details.history],
         "last_24_hours": [asdict(each) for each in details.hours],
     }
+
+
+def _to_rack_cells(rack: "RackSample") -> tuple[str, ...]:
+    leak = "-" if rack.has_leak is None else "LEAK" if rack.has_leak else "none"
+    cells = (
+        f"{rack.id} {rack.name}".strip(),
+        _format(rack.power_w, _format_watts),
+        _format(rack.supply_temperature_c, _format_celsius),
+        _format(rack.return_temperature_c, _format_celsius),
+        _format(rack.flow_l_per_min, lambda value: f"{value:.1f} l/min"),
+        _format(rack.differential_pressure_pa, lambda value: f"{value / 1000:.1f} kPa"),
+        _format(rack.valve_position, formatting.format_percent),
+        leak + (" (sensor fault)" if rack.has_leak_sensor_fault else ""),
+        _format(rack.age_s, lambda value: formatting.format_duration(float(round(value)))),
+    )
+    return tuple(map(escape_control_chars, cells))
 
 
 def _to_hour_cells(hour: "HourSummary") -> tuple[str, ...]:

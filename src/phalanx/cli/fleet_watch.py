@@ -31,7 +31,7 @@ def watch_fleet(
     view = reader.read()
     with _open_display() as print_lines:
         while True:
-            lines = [formatting.format_timestamp(now()), *format_fleet(view.nodes, now())]
+            lines = [formatting.format_timestamp(now()), *format_fleet(view, now())]
             print_lines([*lines, *(f"warning: {escape_control_chars(problem)}" for problem in view.problems)])
             sleep(interval_s)
             try:

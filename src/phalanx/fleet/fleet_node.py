@@ -1,7 +1,7 @@
 """A node of the fleet: what its backend says, what Phalanx decided, and its newest reading. Pure."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_states import NodeChange, NodeState
@@ -48,6 +48,23 @@ def merge_state(backend: BackendNode | None, change: NodeChange | None) -> tuple
     if backend.service is NodeService.DOWN and not is_out:
         return DOWN_STATE, backend.reason or decided
     return state, decided
+
+
+def merge_readings(readings: Iterable[LatestReading | None], now: float) -> LatestReading | None:
+    """The newest reading, with the power at the node's supplies of another where that is not late either, and with the
+    cap and margin of accelerators that only another has."""
+    known = sorted((each for each in readings if each is not None), key=lambda each: -each.time)
+    if not known:
+        return None
+    newest, *others = known
+    for other in others:
+        if other.is_late(now) or newest.is_late(now):
+            continue
+        if other.parts == "node" and newest.parts != "node":
+            newest = replace(newest, draw_w=other.draw_w, parts="node", is_estimate=False)
+        if newest.cap_w is None and newest.margin_k is None:
+            newest = replace(newest, cap_w=other.cap_w, margin_k=other.margin_k, slow_because=other.slow_because)
+    return newest
 
 
 def find_newest_reading(readings: Iterable[LatestReading | None]) -> LatestReading | None:

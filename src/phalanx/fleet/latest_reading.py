@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, SlowReason, describe_slow_reasons
+from phalanx.fleet.telemetry.sample import NodeSample, SlowReason, describe_slow_reasons
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups
 
 LATE_AFTER_PERIODS = 3
@@ -53,11 +53,6 @@ def reading_from_sample(sample: NodeSample, period_s: float) -> LatestReading:
         margin_k=_least(device.thermal_margin_c for device in devices),
         slow_because=describe_slow_reasons(notable) if notable else None,
     )
-
-
-def reading_from_devices(devices: Sequence[DeviceSample], time: float, period_s: float) -> LatestReading:
-    """Return the reading of a source that knows accelerators only."""
-    return reading_from_sample(NodeSample(time, devices=tuple(devices)), period_s)
 
 
 def reading_from_minute(minute: NodeMinute) -> LatestReading:

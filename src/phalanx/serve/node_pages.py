@@ -10,7 +10,7 @@ import numpy as np
 from phalanx import formatting
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.node_states import NodeChange
-from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, RackSample
 from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups
@@ -23,6 +23,7 @@ HOTTEST_MARGIN_C = 40.0
 """Kelvins of margin at the cool end of the scale."""
 HISTORY_HOURS = 24.0
 MAX_TABLE_NODES = 100
+RACK_COLUMNS = ("rack", "power", "supply", "return", "flow", "pressure", "valve", "leak", "oldest value")
 NODE_COLUMNS = ("node", "state", "jobs", "draw", "cap", "margin", "slow because", "read", "reason")
 
 
@@ -85,8 +86,34 @@ def render_nodes(found: NodeList, nodes: Sequence[FleetNode], text: str, now: fl
     shown = sorted(matching, key=lambda node: node.state == "healthy")[:MAX_TABLE_NODES]
     table = render_rows(NODE_COLUMNS, (_render_cells(node, now) for node in shown))
     rest = len(matching) - len(shown)
+    racks = render_racks(found.racks) if found.racks else ""
     more = f'<p class="note">and {formatting.format_plural(rest, "node")} more: filter by name or state</p>'
-    return "".join(parts) + _render_totals(nodes, now) + table + (more if rest else "")
+    return "".join(parts) + _render_totals(nodes, now) + table + (more if rest else "") + racks
+
+
+def render_racks(racks: Sequence[RackSample]) -> str:
+    """The table of racks; those with a leak first."""
+    ordered = sorted(racks, key=lambda rack: not rack.has_leak)
+    return "<h2>Racks</h2>" + render_rows(RACK_COLUMNS, map(_render_rack, ordered))
+
+
+def _render_rack(rack: RackSample) -> Sequence[str]:
+    def show(value: float | None, unit: str, scale: float = 1.0) -> str:
+        return "" if value is None else f"{value * scale:.1f} {unit}"
+
+    leak = "" if rack.has_leak is None else "LEAK" if rack.has_leak else "none"
+    return (
+        escape(f"{rack.id} {rack.name}".strip()),
+        "" if rack.power_w is None else _format_watts(rack.power_w),
+        show(rack.supply_temperature_c, "°C"),
+        show(rack.return_temperature_c, "°C"),
+        show(rack.flow_l_per_min, "l/min"),
+        show(rack.differential_pressure_pa, "kPa", 1e-3),
+        show(rack.valve_position, "%", 100.0),
+        (f'<span class="problem">{leak}</span>' if rack.has_leak else leak)
+        + (" (sensor fault)" if rack.has_leak_sensor_fault else ""),
+        show(rack.age_s, "s"),
+    )
 
 
 def render_nodes_page(content: str, by: str, text: str) -> str:

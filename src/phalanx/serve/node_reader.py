@@ -8,7 +8,7 @@ from phalanx.errors import DataError, PhalanxError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import reading_from_sample
 from phalanx.fleet.run_readings import MAX_MINUTES_BYTES
-from phalanx.fleet.telemetry.sample import NodeSample
+from phalanx.fleet.telemetry.sample import NodeSample, RackSample
 from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
@@ -16,8 +16,8 @@ from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
 READ_INTERVAL_S = 5.0
 STOP_TIMEOUT_S = 5.0
 
-ReadFleet = Callable[[], tuple[Sequence[FleetNode], Sequence[str]]]
-"""Returns all nodes, and what could not be read, in words. PhalanxError where nothing could be read."""
+ReadFleet = Callable[[], tuple[Sequence[FleetNode], Sequence[str], Sequence[RackSample]]]
+"""Returns all nodes, what could not be read, in words, and the racks. PhalanxError where nothing could be read."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class NodeList:
 
     nodes: Sequence[FleetNode] = ()
     problems: Sequence[str] = ()
+    racks: Sequence[RackSample] = ()
     is_read: bool = False
     is_current: bool = False
     """Whether the last reading succeeded; otherwise these nodes are of an earlier one."""
@@ -55,8 +56,8 @@ class NodeReader:
         """Read the nodes once. Nodes that cannot be read stay as they were, with a problem."""
         try:
             self._read = self._read or self._open_fleet()
-            nodes, problems = self._read()
-            self.nodes = NodeList(nodes, problems, is_read=True, is_current=True)
+            nodes, problems, racks = self._read()
+            self.nodes = NodeList(nodes, problems, racks, is_read=True, is_current=True)
         except PhalanxError as error:
             self.nodes = NodeList(self.nodes.nodes, [str(error)], is_read=True)
 

@@ -15,6 +15,7 @@ from phalanx.app.fleet_nodes import FleetReader, FleetSources, open_node_states
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.node_states import NodeChange
+from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.jobs.backends.base import open_backend
 from phalanx.jobs.backends.nodes import open_node_backend
 from phalanx.serve.access import make_access
@@ -97,9 +98,9 @@ def _open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
     sources = FleetSources(backend, options.nodes_file)
     reader = FleetReader(sources, open_node_states(), list_more_runs=list_running, finds_evidence=False)
 
-    def read() -> tuple[list[FleetNode], list[str]]:
+    def read() -> tuple[Sequence[FleetNode], Sequence[str], Sequence[RackSample]]:
         view = reader.read()
-        return view.nodes, view.problems
+        return view.nodes, view.problems, view.racks
 
     return read
 

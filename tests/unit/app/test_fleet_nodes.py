@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from fake_nodes import FakeNodeBackend, add_minute
-from phalanx.app import fleet_nodes
 from phalanx.app.fleet_nodes import FleetReader, FleetSources, drain_node, undrain_node
 from phalanx.errors import UsageError
+from phalanx.fleet.node_services import ServiceOpeners
 from phalanx.fleet.node_states import NodeState, NodeStates
+from phalanx.fleet.telemetry.prometheus import PrometheusSource
 from phalanx.fleet.telemetry.sample import HostSample, NodeSample
 from phalanx.jobs.backends.nodes import BackendNode, NodeService
 from phalanx.jobs.spec import JobState, JobStatus
@@ -101,20 +102,19 @@ def test_this_machine_is_read_where_no_agent_records_it(
 
 
 def test_nodes_of_a_file_come_after_the_backends_and_have_their_own_sources(
-    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    states: NodeStates, backend: FakeNodeBackend, tmp_path: Path
 ) -> None:
     pages = {"http://n2/": 'DCGM_FI_DEV_POWER_USAGE{gpu="0",UUID="GPU-a"} 300\n'}
-    make_source = fleet_nodes.PrometheusSource
 
     def fetch(url: str) -> str:
         if url not in pages:
             raise ConnectionRefusedError(111, "Connection refused")
         return pages[url]
 
-    monkeypatch.setattr(fleet_nodes, "PrometheusSource", lambda url, now: make_source(url, now, fetch))
+    openers = ServiceOpeners(prometheus=lambda options: PrometheusSource(options.url, lambda: NOW, fetch))
     file = tmp_path / "nodes.yaml"
     file.write_text("nodes: [{name: n2, prometheus: 'http://n2/'}, {name: x1, prometheus: 'http://x1/'}]\n")
-    view = make_reader(states, backend, file).read()
+    view = make_reader(states, backend, file, openers=openers).read()
     assert [node.name for node in view.nodes] == ["n1", "n2", "n3", "x1"]
     found = {node.name: node.reading for node in view.nodes}
     assert (found["n2"] is not None and found["n2"].draw_w, found["x1"]) == (300.0, None)

@@ -4,7 +4,6 @@ import pytest
 
 from phalanx.fleet.latest_reading import (
     LatestReading,
-    reading_from_devices,
     reading_from_minute,
     reading_from_sample,
 )
@@ -45,7 +44,7 @@ def test_an_estimate_is_marked() -> None:
 
 
 def test_an_exporter_knows_accelerators_only() -> None:
-    assert reading_from_devices([COOL, HOT], 1.0, 30.0).parts == "accelerators"
+    assert reading_from_sample(NodeSample(1.0, devices=(COOL, HOT)), 30.0).parts == "accelerators"
 
 
 @pytest.mark.parametrize("column", ["power_mean_w", "power_instant_w"])

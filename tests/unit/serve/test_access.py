@@ -55,7 +55,7 @@ class Browser:
         index.update()
         jobs = JobReader("local", lambda name: self.backend)  # type: ignore[arg-type, return-value]
         jobs.update()
-        self.server = Server(index, jobs, NodeReader(lambda: lambda: ((), ())), access)
+        self.server = Server(index, jobs, NodeReader(lambda: lambda: ((), (), ())), access)
         self._app = self.server.make_app()
 
     def get(self, path: str, **headers: str) -> Answer:

@@ -11,7 +11,7 @@ from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_states import NodeChange, NodeState
 from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint
-from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, RackSample
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups, ValueRollup
 from phalanx.serve import agent_streams
@@ -85,9 +85,9 @@ def test_the_newer_of_two_readings_is_shown() -> None:
 
 
 def test_nodes_that_cannot_be_read_stay_with_a_problem() -> None:
-    answers = [([node()], []), UsageError("slurm does not answer")]
+    answers = [([node()], [], []), UsageError("slurm does not answer")]
 
-    def read() -> tuple[list[FleetNode], list[str]]:
+    def read() -> tuple[list[FleetNode], list[str], list[RackSample]]:
         found = answers.pop(0)
         if isinstance(found, UsageError):
             raise found
@@ -112,6 +112,15 @@ def test_names_and_reasons_are_escaped() -> None:
         assert "<script>" not in page
         assert "<b>" not in page
         assert "<u>" not in page
+
+
+def test_a_rack_with_a_leak_comes_first_and_what_is_missing_is_empty() -> None:
+    racks = [RackSample(id="r1", flow_l_per_min=90.0), RackSample(id="r2", has_leak=True)]
+    page = render_nodes(NodeList([node()], racks=racks, is_read=True), [node()], "", NOW)
+    assert page.index(">r2<") < page.index(">r1<")
+    assert "LEAK" in page
+    assert "90.0 l/min" in page
+    assert "None" not in page
 
 
 def minute(time: float, power_w: float) -> NodeMinute:

@@ -1,0 +1,167 @@
+"""Readings of nodes and racks from the services of a nodes file."""
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import RecipeError
+from phalanx.fleet.fleet_node import merge_readings
+from phalanx.fleet.latest_reading import LatestReading
+from phalanx.fleet.node_services import NodeServices, ServiceOpeners
+from phalanx.fleet.nodes_file import MqttEntry, RedfishEntry, load_nodes_file
+from phalanx.fleet.telemetry.mqtt import MqttOptions
+from phalanx.fleet.telemetry.redfish import RedfishOptions
+from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, RackSample
+from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError
+from settable_clock import SettableClock
+
+FILE = """\
+nodes:
+  - name: n1
+    prometheus: http://n1:9400/metrics
+    redfish: {url: "https://n1-bmc", interval_s: 5}
+  - name: n2
+    redfish: {url: "https://n2-bmc"}
+  - name: n3
+mqtt: {url: "mqtts://bus"}
+"""
+DEVICE = DeviceSample(id="a", power_mean_w=300.0, power_cap_w=700.0, energy_joules=5.0)
+RACK = RackSample(id="r1", power_w=9000.0)
+
+
+@dataclass
+class FakeSource:
+    reading: SourceReading
+    name: str = "fake"
+    problems: list[str] = field(default_factory=list)
+    is_closed: bool = False
+
+    def read(self) -> SourceReading:
+        return self.reading
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class FakeServices:
+    """What opens sources by their address; those in `down` do not answer."""
+
+    sources: dict[str, FakeSource]
+    down: set[str] = field(default_factory=set)
+    opened: list[str] = field(default_factory=list)
+
+    def open(self, options: object) -> FakeSource:
+        url = str(options.url)  # type: ignore[attr-defined]
+        if url in self.down:
+            raise SourceUnavailableError(f"{url}: connection refused")
+        self.opened.append(url)
+        return self.sources[url]
+
+
+@pytest.fixture
+def services() -> FakeServices:
+    return FakeServices(
+        {
+            "http://n1:9400/metrics": FakeSource(SourceReading((DEVICE,), renewal_s=30.0)),
+            "https://n1-bmc": FakeSource(SourceReading(host=HostSample(node_power_w=1000.0), host_age_s=4.0)),
+            "https://n2-bmc": FakeSource(SourceReading(host=HostSample(node_power_w=500.0))),
+            "mqtts://bus": FakeSource(SourceReading(racks=(RACK,))),
+        }
+    )
+
+
+@pytest.fixture
+def clock() -> SettableClock:
+    return SettableClock(100.0)
+
+
+@pytest.fixture
+def found(services: FakeServices, clock: SettableClock, tmp_path: Path) -> NodeServices:
+    path = tmp_path / "nodes.yaml"
+    path.write_text(FILE)
+    openers = ServiceOpeners(services.open, services.open, services.open)
+    return NodeServices(load_nodes_file(path), openers, lambda: 1000.0 + clock.now, clock)
+
+
+def test_a_node_has_one_reading_of_all_its_services(found: NodeServices) -> None:
+    readings, problems = found.read_nodes()
+    assert problems == []
+    assert readings.keys() == {"n1", "n2"}
+    assert readings["n1"] == LatestReading(1096.0, 30.0, 1000.0, "node", cap_w=700.0)
+    assert readings["n2"].draw_w == 500.0
+
+
+def test_services_stay_open_between_readings_and_are_closed_at_the_end(
+    found: NodeServices, services: FakeServices
+) -> None:
+    for _ in range(3):
+        found.read_nodes()
+        found.read_racks()
+    assert sorted(services.opened) == sorted(services.sources)
+    found.close()
+    assert all(source.is_closed for source in services.sources.values())
+
+
+def test_a_service_that_is_down_is_a_problem_until_it_answers(found: NodeServices, services: FakeServices) -> None:
+    services.down.add("https://n2-bmc")
+    readings, problems = found.read_nodes()
+    assert readings.keys() == {"n1"}
+    assert problems == ["n2: https://n2-bmc: connection refused"]
+    services.down.clear()
+    readings, problems = found.read_nodes()
+    assert (readings["n2"].draw_w, problems) == (500.0, [])
+
+
+def test_a_bus_that_is_down_is_a_problem(found: NodeServices, services: FakeServices) -> None:
+    services.down.add("mqtts://bus")
+    assert found.read_racks() == ((), ["mqtts://bus: connection refused"])
+    services.down.clear()
+    assert found.read_racks() == ((RACK,), [])
+
+
+def test_a_source_without_any_value_gives_no_reading(found: NodeServices, services: FakeServices) -> None:
+    services.sources["https://n2-bmc"].reading = SourceReading()
+    assert "n2" not in found.read_nodes()[0]
+
+
+def test_the_entries_of_the_file_have_the_options_of_the_sources() -> None:
+    for entry, options in ((RedfishEntry, RedfishOptions), (MqttEntry, MqttOptions)):
+        made = options(**entry(url="https://x").model_dump())  # type: ignore[arg-type]
+        assert made == options(url="https://x")
+        assert set(entry.model_fields) == {each.name for each in fields(options)}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("nodes: [{name: n1, redfish: {url: x, password: y}}]\n", "redfish.password: unknown key"),
+        ("nodes: []\nmqtt: {}\n", "mqtt.url"),
+        ("nodes: [{name: n1, redfish: {url: x, interval_s: 0}}]\n", "interval_s"),
+    ],
+)
+def test_wrong_options_are_refused_with_their_key(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "nodes.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=problem):
+        load_nodes_file(path)
+
+
+AGENT = LatestReading(99.0, 1.0, 400.0, "CPU and accelerators", is_estimate=True, cap_w=700.0, margin_k=20.0)
+SUPPLIES = LatestReading(95.0, 10.0, 900.0, "node")
+
+
+def test_power_at_the_supplies_counts_before_the_sum_of_parts() -> None:
+    expected = replace(AGENT, draw_w=900.0, parts="node", is_estimate=False)
+    assert merge_readings([SUPPLIES, None, AGENT], 100.0) == expected
+
+
+def test_a_late_reading_adds_nothing() -> None:
+    assert merge_readings([replace(SUPPLIES, time=10.0), AGENT], 100.0) == AGENT
+
+
+def test_cap_and_margin_come_from_the_reading_that_has_them() -> None:
+    newest = replace(SUPPLIES, time=99.5)
+    found = merge_readings([AGENT, newest], 100.0)
+    assert found == replace(newest, cap_w=700.0, margin_k=20.0)
