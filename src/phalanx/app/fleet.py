@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phalanx.fleet.telemetry.local_sources import open_local_sources
-from phalanx.fleet.telemetry.sample import NodeSample
-from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S, NodeSampler
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample
+from phalanx.fleet.telemetry.sampler import NodeSampler
 from phalanx.fleet.telemetry.source import TelemetrySource
 
 

@@ -21,8 +21,7 @@ from phalanx.fleet.nodes_file import NodesFile, load_nodes_file
 from phalanx.fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
 from phalanx.fleet.telemetry.local_sources import ring_path
 from phalanx.fleet.telemetry.ring_file import read_ring
-from phalanx.fleet.telemetry.sample import NodeSample, RackSample
-from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, RackSample
 from phalanx.jobs.backends.nodes import MAX_SUGGESTED_NAMES, BackendNode, NodeBackend, NodeService, find_node
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute

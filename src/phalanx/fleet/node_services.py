@@ -13,8 +13,7 @@ from phalanx.fleet.telemetry.mqtt import MqttOptions, open_mqtt
 from phalanx.fleet.telemetry.prometheus import PrometheusOptions, open_prometheus
 from phalanx.fleet.telemetry.redfish import RedfishOptions, open_redfish
 from phalanx.fleet.telemetry.rollup import merge_hosts
-from phalanx.fleet.telemetry.sample import NodeSample, RackSample
-from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, RackSample
 from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError, TelemetrySource
 
 MAX_CONCURRENT_READS = 32

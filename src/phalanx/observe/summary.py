@@ -25,6 +25,7 @@ from phalanx.observe.goodput import DeviceTime, compute_device_time
 from phalanx.observe.google_goodput import ettr_to_json, google_goodput_to_json
 from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
 from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
+from phalanx.observe.run_energy import read_run_energy
 from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
 from phalanx.run import Run
 from phalanx.run.event_types import (
@@ -121,12 +122,23 @@ class CheckpointSummary:
 
 @dataclass(frozen=True)
 class EnergySummary:
-    """Energy that GPUs drew while workers ran, by their own counters: those of the leading node."""
+    """Energy of a run in all attempts, repeated steps included."""
 
     energy_j: float
+    """Joules of GPUs and CPUs, as far as they were measured."""
+    device_j: float
+    """Part of it: GPUs, by their own counters. Those of the leading node where its agent alone has told them apart
+    from GPUs of other runs."""
     num_devices: int
+    cpu_j: float | None
+    """Part of it: all CPU packages of the nodes; None where nothing was recorded."""
+    cpu_is_estimate: bool
     energy_j_per_unit: float | None
-    """Joules for a token (or sample) that counted; None where other nodes trained, too."""
+    """Joules for a token (or sample) that counted; None where GPUs of some nodes were not measured."""
+    energy_j_per_step: float | None
+    """The same for a step that counted."""
+    energy_j_at_end: float | None
+    """What it will be at the last step, at the same rate; None for a run that is over."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +249,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
             *map(describe_straggler, history.of(StragglerDetected)),
         ),
         checkpoints=_summarize_checkpoints(history),
-        energy=_summarize_energy(history),
+        energy=_summarize_energy(run, history, status in RUN_OUTCOMES),
         digest=str(result["digest"]) if is_finished and result.get("digest") else None,
         lost=tuple(lost),
     )
@@ -275,12 +287,32 @@ def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[st
     return history.status, history.last_step
 
 
-def _summarize_energy(history: RunHistory) -> EnergySummary | None:
-    if not (drawn := history.of(EnergyUsed)):
+def _summarize_energy(run: Run, history: RunHistory, is_over: bool) -> EnergySummary | None:
+    """From what agents have recorded; GPUs from events where a node has more of them than the run has workers there."""
+    recorded, drawn = read_run_energy(run), history.of(EnergyUsed)
+    last = history.attempts[-1] if history.attempts else None
+    device_j, num_devices, is_complete = 0.0, 0, last is None or last.device == "cpu"
+    if recorded is not None and last is not None and not is_complete and recorded.num_devices == last.world_size:
+        device_j, num_devices = recorded.device_j, recorded.num_devices
+        is_complete = recorded.num_nodes >= history.num_nodes and recorded.missing_device_s == 0
+    elif drawn:
+        device_j, num_devices = sum(event.energy_j for event in drawn), drawn[-1].num_gpus
+        is_complete = history.num_nodes == 1
+    elif recorded is None:
         return None
-    joules, units = sum(event.energy_j for event in drawn), float(np.nansum(history.steps.tokens))
-    single_node = history.num_nodes == 1 and units > 0
-    return EnergySummary(joules, drawn[-1].num_gpus, joules / units if single_node else None)
+    cpu_j = None if recorded is None else recorded.cpu_j
+    energy_j, units = device_j + (cpu_j or 0.0), float(np.nansum(history.steps.tokens))
+    steps, planned = len(history.steps), history.planned_steps
+    return EnergySummary(
+        energy_j=energy_j,
+        device_j=device_j,
+        num_devices=num_devices,
+        cpu_j=cpu_j,
+        cpu_is_estimate=recorded is not None and recorded.cpu_is_estimate,
+        energy_j_per_unit=energy_j / units if is_complete and units > 0 else None,
+        energy_j_per_step=energy_j / steps if is_complete and steps else None,
+        energy_j_at_end=energy_j / steps * planned if steps and planned and not is_over else None,
+    )
 
 
 def _summarize_loss(history: RunHistory) -> LossSummary:

@@ -10,7 +10,7 @@ from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_info import RunInfo
-from phalanx.observe.summary import RunSummary
+from phalanx.observe.summary import EnergySummary, RunSummary
 from phalanx.text_table import Column, format_facts, format_table
 
 PAGE_WIDTH = 100
@@ -192,18 +192,32 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         sheet += computed.format(f"{formatting.format_flops(speed.data_sheet_flops_per_s)}{source}")
     facts += [("MFU (measured peak)", measured), ("MFU (data-sheet peak)", sheet)]
     if (energy := summary.energy) is not None:
-        energy_text = (
-            f"{formatting.format_significant(energy.energy_j / 3.6e6)} kWh by "
-            f"{formatting.format_plural(energy.num_devices, 'GPU')}"
-        )
-        if energy.energy_j_per_unit is not None:
-            energy_text += (
-                f", {formatting.format_significant(energy.energy_j_per_unit)} J per {speed.unit.removesuffix('s')}"
-            )
+        energy_text = describe_energy(energy, speed.unit)
         facts.append(("energy", energy_text))
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
     return facts
+
+
+def describe_energy(energy: EnergySummary, unit: str) -> str:
+    """How much energy, of what, for each token and step, and at the end."""
+
+    def format_kwh(joules: float) -> str:
+        return f"{formatting.format_significant(joules / 3.6e6)} kWh"
+
+    parts = []
+    if energy.num_devices:
+        parts.append(f"{format_kwh(energy.device_j)} by {formatting.format_plural(energy.num_devices, 'GPU')}")
+    if energy.cpu_j is not None:
+        parts.append(f"{format_kwh(energy.cpu_j)} by CPUs{' (estimate)' if energy.cpu_is_estimate else ''}")
+    text = parts[0] if len(parts) == 1 else f"{format_kwh(energy.energy_j)}: {', '.join(parts)}"
+    rates = [
+        f"{formatting.format_significant(joules)} J per {name}"
+        for joules, name in ((energy.energy_j_per_unit, unit.removesuffix("s")), (energy.energy_j_per_step, "step"))
+        if joules is not None
+    ]
+    at_end = [] if energy.energy_j_at_end is None else [f"{format_kwh(energy.energy_j_at_end)} at the last step"]
+    return "; ".join(part for part in (text, ", ".join(rates), *at_end) if part)
 
 
 def _format_error(share: float) -> str:

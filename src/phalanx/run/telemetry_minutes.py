@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,20 @@ class Rollups:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeEnergy:
+    """What a run has used on a node so far, in all attempts."""
+
+    device_j: float = 0.0
+    """Joules of all accelerators of the node: differences of their counters, else mean power times seconds."""
+    num_devices: int = 0
+    cpu_j: float = 0.0
+    """Joules of all CPU packages; an estimate where their power is."""
+    measured_s: float = 0.0
+    missing_device_s: float = 0.0
+    """Seconds of accelerators without power and counter, summed over these; their energy is not in `device_j`."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeMinute:
     """A node from `time` (seconds since the epoch) on. `num_samples` of `duration_s` seconds were read."""
 
@@ -45,6 +59,8 @@ class NodeMinute:
     devices: Mapping[str, Rollups]
     """By the id of the device."""
     cpu_power_is_estimate: bool = False
+    run_energy: NodeEnergy | None = None
+    """Up to the end of this minute; None in the minutes of no run."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -58,6 +74,8 @@ class NodeMinute:
             "host": _to_json(self.host),
             "devices": {id: _to_json(rollups) for id, rollups in self.devices.items()},
         }
+        if self.run_energy is not None:
+            found["run_energy"] = asdict(self.run_energy)
         return json.dumps(found).encode() + b"\n"
 
 
@@ -113,7 +131,15 @@ def _from_json(found: Any) -> NodeMinute:
         host=_read_rollups(found["host"]),
         devices={str(id): _read_rollups(each) for id, each in found["devices"].items()},
         cpu_power_is_estimate=bool(found["cpu_power_is_estimate"]),
+        run_energy=_read_energy(found.get("run_energy")),
     )
+
+
+def _read_energy(found: Any) -> NodeEnergy | None:
+    if found is None:
+        return None
+    values = {each.name: float(found[each.name]) for each in fields(NodeEnergy)}
+    return NodeEnergy(**{**values, "num_devices": int(values["num_devices"])})  # type: ignore[arg-type]
 
 
 def _read_rollups(found: Any) -> Rollups:

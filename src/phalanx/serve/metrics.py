@@ -12,8 +12,7 @@ from phalanx.fleet.latest_reading import LATE_AFTER_PERIODS
 from phalanx.fleet.node_states import NodeState
 from phalanx.fleet.telemetry.exposition import build_node_metrics, list_node_metrics
 from phalanx.fleet.telemetry.metric_definition import MetricDefinition
-from phalanx.fleet.telemetry.sample import NodeSample
-from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample
 from phalanx.jobs.spec import JobState
 from phalanx.serve.run_row import RunRow
 

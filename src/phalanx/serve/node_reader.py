@@ -8,8 +8,7 @@ from phalanx.errors import DataError, PhalanxError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import reading_from_sample
 from phalanx.fleet.run_readings import MAX_MINUTES_BYTES
-from phalanx.fleet.telemetry.sample import NodeSample, RackSample
-from phalanx.fleet.telemetry.sampler import SAMPLE_INTERVAL_S
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, RackSample
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
 

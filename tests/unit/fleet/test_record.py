@@ -1,6 +1,7 @@
 """What an agent leaves of its node's telemetry, in the run and on the node."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from phalanx.fleet.telemetry.local_sources import ring_path
 from phalanx.fleet.telemetry.record import MinuteFile, record_telemetry
 from phalanx.fleet.telemetry.ring_file import read_ring
 from phalanx.run import Run
-from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups, ValueRollup
+from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, NodeMinuteTail, Rollups, ValueRollup
 
 NODE = os.uname().nodename
 MINUTE = NodeMinute(60.0, 60.0, 60, NODE, Rollups({"cpu_power_w": ValueRollup(1.0, 2.0, 3.0, 60)}), {})
@@ -41,12 +42,23 @@ def test_two_agents_on_one_node_write_its_minutes_once(run: Run) -> None:
     first, second = MinuteFile(run, NODE), MinuteFile(run, NODE)
     for file in (first, second, first):
         file.write(MINUTE)
-    assert minutes_of(run) == [MINUTE, MINUTE]
+    assert [replace(minute, run_energy=None) for minute in minutes_of(run)] == [MINUTE, MINUTE]
     first.close()
     third = MinuteFile(run, NODE)
     third.write(MINUTE)
     third.close()
     assert len(minutes_of(run)) == 3
+
+
+def test_the_energy_of_a_run_adds_up_over_attempts(run: Run) -> None:
+    for _ in range(2):  # an agent, and the one after it
+        file = MinuteFile(run, NODE)
+        file.write(MINUTE)
+        file.close()
+    assert [minute.run_energy for minute in minutes_of(run)] == [
+        NodeEnergy(cpu_j=120.0, measured_s=60.0),
+        NodeEnergy(cpu_j=240.0, measured_s=120.0),
+    ]
 
 
 def test_a_run_without_a_directory_yet_gets_none(tmp_path: Path) -> None:

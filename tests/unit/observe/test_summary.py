@@ -14,7 +14,8 @@ from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.observe.text_report import PAGE_WIDTH, render_report_text
 from phalanx.run import Run
-from phalanx.run.event_types import Compiled, EnergyUsed, EvaluationDone, RunEnded, StepPhases
+from phalanx.run.event_types import AttemptStarted, Compiled, EnergyUsed, EvaluationDone, RunEnded, StepPhases
+from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, Rollups
 
 
 def summary(path: Path) -> RunSummary:
@@ -80,7 +81,66 @@ def test_what_gpus_drew_is_summed_over_attempts_and_given_for_a_token(tmp_path: 
     assert found is not None
     assert (found.energy_j, found.num_devices) == (32_768.0, 2)
     assert found.energy_j_per_unit == pytest.approx(32_768 / (10 * 4096))
-    assert "0.00910 kWh by 2 GPUs, 0.800 J per token" in pages(tmp_path / "run")[0]
+    assert "0.00910 kWh by 2 GPUs; 0.800 J per token" in pages(tmp_path / "run")[0]
+
+
+def write_energy(run: Path, node: str, energy: NodeEnergy, is_estimate: bool = True) -> None:
+    (run / "telemetry").mkdir(exist_ok=True)
+    minute = NodeMinute(60.0, 60.0, 60, node, Rollups(), {}, is_estimate, energy)
+    (run / "telemetry" / f"{node}.jsonl").write_bytes(minute.to_line())
+
+
+def energy_run(path: Path, world: int, device: str, num_steps: int = 10) -> Path:
+    maker = Maker(path, total=20, world=world)
+    maker.event(AttemptStarted, world_size=world, attempt=0, start_step=0, total_steps=20, device=device)
+    maker.steps(1, num_steps)
+    return path
+
+
+def test_energy_of_all_nodes_is_charged_to_run_step_and_token(tmp_path: Path) -> None:
+    run = energy_run(tmp_path / "run", 4, "cuda")
+    for node in ("n1", "n2"):
+        write_energy(run, node, NodeEnergy(1000.0, 2, 200.0, 60.0))
+    found = summary(run).energy
+    assert found is not None
+    assert (found.energy_j, found.device_j, found.num_devices, found.cpu_j) == (2400.0, 2000.0, 4, 400.0)
+    assert found.energy_j_per_step == pytest.approx(240.0)
+    assert found.energy_j_per_unit == pytest.approx(2400 / (10 * 4096))
+    assert found.energy_j_at_end == pytest.approx(4800.0)
+    assert "by 4 GPUs, 0.000111 kWh by CPUs (estimate); " in " ".join(pages(run)[0].split())
+
+
+def test_gpus_of_a_node_that_other_runs_may_use_count_by_events_only(tmp_path: Path) -> None:
+    run = energy_run(tmp_path / "run", 2, "cuda")
+    write_energy(run, "n1", NodeEnergy(9000.0, 8, 100.0, 60.0))
+    found = summary(run).energy
+    assert found is not None
+    assert (found.device_j, found.num_devices, found.cpu_j) == (0.0, 0, 100.0)
+    assert found.energy_j_per_step is None
+
+
+def test_a_run_on_cpus_has_their_energy_and_no_gpus(tmp_path: Path) -> None:
+    run = energy_run(tmp_path / "run", 2, "cpu")
+    write_energy(run, "n1", NodeEnergy(9000.0, 8, 100.0, 60.0), is_estimate=False)
+    found = summary(run).energy
+    assert found is not None
+    assert (found.energy_j, found.energy_j_per_step, found.cpu_is_estimate) == (100.0, 10.0, False)
+
+
+def test_gpus_that_were_missing_for_a_while_leave_no_energy_for_a_step(tmp_path: Path) -> None:
+    run = energy_run(tmp_path / "run", 2, "cuda")
+    write_energy(run, "n1", NodeEnergy(1000.0, 2, 100.0, 60.0, missing_device_s=5.0))
+    found = summary(run).energy
+    assert found is not None
+    assert (found.energy_j, found.energy_j_per_step, found.energy_j_per_unit) == (1100.0, None, None)
+
+
+def test_telemetry_of_another_kind_is_left_out(tmp_path: Path) -> None:
+    run = energy_run(tmp_path / "run", 2, "cpu")
+    (run / "telemetry").mkdir()
+    (run / "telemetry" / "n1.jsonl").write_text('{"format": 1, "run_energy": {"device_j": "x"}}\n' * 3)
+    (run / "telemetry" / "n2.jsonl").symlink_to("/dev/zero")
+    assert summary(run).energy is None
 
 
 def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> None:

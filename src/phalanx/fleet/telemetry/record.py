@@ -6,22 +6,26 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 from phalanx.fleet.telemetry.local_sources import open_local_sources, ring_path
 from phalanx.fleet.telemetry.ring_file import RingBusyError, RingLayout, RingWriter
+from phalanx.fleet.telemetry.rollup import add_minute_energy
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample
 from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.run import Run
-from phalanx.run.telemetry_minutes import NodeMinute
+from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, NodeMinuteTail
 
 if TYPE_CHECKING:
     from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint
 
 logger = logging.getLogger(__name__)
 
+LAST_MINUTES_BYTES = 1 << 20
+"""Bytes in which the newest minute of a file is: one with 16 accelerators has 20 kB."""
 PORT_VARIABLE = "PHALANX_METRICS_PORT"
 
 
@@ -32,6 +36,7 @@ class MinuteFile:
     def __init__(self, run: Run, node: str):
         self._run, self._path, self._fd = run, run.telemetry / f"{node}.jsonl", -1
         self._is_off = False
+        self._energy = NodeEnergy()
 
     def write(self, minute: NodeMinute) -> None:
         """Append a minute; none while the run has no directory yet."""
@@ -40,7 +45,9 @@ class MinuteFile:
         try:
             if self._fd < 0:
                 self._fd = _open_alone(self._path)
-            os.write(self._fd, minute.to_line())
+                self._energy = _read_last_energy(self._path)
+            self._energy = add_minute_energy(self._energy, minute)
+            os.write(self._fd, replace(minute, run_energy=self._energy).to_line())
         except BlockingIOError:
             logger.info("telemetry: another agent records this node in %s", self._path)
             self._is_off = True
@@ -106,6 +113,12 @@ def _open_endpoint(node: str) -> "AgentEndpoint | None":
 
 def _ignore_sample(sample: NodeSample) -> None:
     """For agents without an endpoint."""
+
+
+def _read_last_energy(path: Path) -> NodeEnergy:
+    """What earlier attempts have used on this node."""
+    energies = [minute.run_energy for minute in NodeMinuteTail(path, LAST_MINUTES_BYTES).read()]
+    return next((each for each in reversed(energies) if each is not None), NodeEnergy())
 
 
 def _open_alone(path: Path) -> int:

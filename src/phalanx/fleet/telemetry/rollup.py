@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from phalanx.fleet.telemetry.counters import CounterTotal
 from phalanx.fleet.telemetry.ring_file import DEVICE_COLUMNS, HOST_COLUMNS
-from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample
-from phalanx.run.telemetry_minutes import NodeMinute, Rollups, ValueRollup
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, DeviceSample, HostSample, NodeSample
+from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, Rollups, ValueRollup
 
 ROLLUP_S = 60
+DEVICE_POWER_COLUMNS = ("power_mean_w", "power_instant_w")
 NOT_AVERAGED = {"slow_reasons", "cpu_power_is_estimate", "xid"}
 """Columns of which a mean means nothing."""
 
@@ -103,6 +104,31 @@ class MinuteBuilder:
         )
         self._num_samples = 0
         return found
+
+
+def add_minute_energy(before: NodeEnergy, minute: NodeMinute) -> NodeEnergy:
+    """The energy of a run on this node with this minute's. A counter's increase counts, else the mean power over the
+    seconds that were read."""
+    seconds = minute.num_samples * SAMPLE_INTERVAL_S
+    devices = [
+        _find_joules(device, "energy_joules", DEVICE_POWER_COLUMNS, seconds) for device in minute.devices.values()
+    ]
+    known = [joules for joules in devices if joules is not None]
+    cpu_j = _find_joules(minute.host, "cpu_energy_joules", ("cpu_power_w",), seconds)
+    return NodeEnergy(
+        device_j=before.device_j + sum(known),
+        num_devices=max(before.num_devices, len(devices)),
+        cpu_j=before.cpu_j + (cpu_j or 0.0),
+        measured_s=before.measured_s + seconds,
+        missing_device_s=before.missing_device_s + seconds * (len(devices) - len(known)),
+    )
+
+
+def _find_joules(rollups: Rollups, counter: str, power_columns: tuple[str, ...], seconds: float) -> float | None:
+    if counter in rollups.increases:
+        return rollups.increases[counter]
+    found = next((rollups.values[column] for column in power_columns if column in rollups.values), None)
+    return None if found is None else found.mean * seconds
 
 
 def merge_hosts(parts: Iterable[HostSample]) -> HostSample:

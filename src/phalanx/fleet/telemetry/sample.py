@@ -5,6 +5,9 @@ late, or of a counter that no longer changes. A missing value is never replaced 
 from dataclasses import dataclass, field
 from enum import IntFlag
 
+SAMPLE_INTERVAL_S = 1.0
+"""From one sample of a node by its agent to the next."""
+
 
 class SlowReason(IntFlag):
     """Why clocks are lower than they could be. Bits as in NVML's clocks event reasons."""

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from phalanx.fleet.telemetry.counters import CounterTotal, DeviceChecker
 from phalanx.fleet.telemetry.ring_file import RingWriter
 from phalanx.fleet.telemetry.rollup import MinuteBuilder, merge_hosts
-from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, DeviceSample, NodeSample
 from phalanx.fleet.telemetry.source import TelemetrySource
 from phalanx.run.telemetry_minutes import NodeMinute
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_INTERVAL_S = 1.0
 STOP_TIMEOUT_S = 5.0
 """Seconds to wait for the last reading: a driver may never answer."""
 

@@ -1,0 +1,47 @@
+"""The energy of a run on all its nodes, as their agents have recorded it in RUN/telemetry."""
+
+from dataclasses import dataclass
+
+from phalanx.errors import DataError
+from phalanx.run import Run
+from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinuteTail
+
+LAST_MINUTES_BYTES = 1 << 20
+"""Bytes in which the newest minute of a node is."""
+
+
+@dataclass(frozen=True)
+class RunEnergy:
+    """Joules of all nodes so far, and of what."""
+
+    device_j: float
+    num_devices: int
+    cpu_j: float
+    cpu_is_estimate: bool
+    num_nodes: int
+    missing_device_s: float
+
+
+def read_run_energy(run: Run) -> RunEnergy | None:
+    """The energy of a run; None without a node that has recorded any. Reads the newest minute of each node only."""
+    energies: list[NodeEnergy] = []
+    is_estimate = False
+    for path in sorted(run.telemetry.glob("*.jsonl")):
+        try:
+            minutes = list(NodeMinuteTail(path, LAST_MINUTES_BYTES).read())
+        except (OSError, DataError):  # no file; the run may come from a stranger
+            continue
+        newest = next((each for each in reversed(minutes) if each.run_energy is not None), None)
+        if newest is not None and newest.run_energy is not None:
+            energies.append(newest.run_energy)
+            is_estimate = is_estimate or newest.cpu_power_is_estimate
+    if not energies:
+        return None
+    return RunEnergy(
+        device_j=sum(each.device_j for each in energies),
+        num_devices=sum(each.num_devices for each in energies),
+        cpu_j=sum(each.cpu_j for each in energies),
+        cpu_is_estimate=is_estimate,
+        num_nodes=len(energies),
+        missing_device_s=sum(each.missing_device_s for each in energies),
+    )
