@@ -127,8 +127,7 @@ class EnergySummary:
     energy_j: float
     """Joules of GPUs and CPUs, as far as they were measured."""
     device_j: float
-    """Part of it: GPUs, by their own counters. Those of the leading node where its agent alone has told them apart
-    from GPUs of other runs."""
+    """Part of it: GPUs, by their own counters. On nodes that runs share, those of the leading node."""
     num_devices: int
     cpu_j: float | None
     """Part of it: all CPU packages of the nodes; None where nothing was recorded."""

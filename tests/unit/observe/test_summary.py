@@ -107,7 +107,7 @@ def test_energy_of_all_nodes_is_charged_to_run_step_and_token(tmp_path: Path) ->
     assert found.energy_j_per_step == pytest.approx(240.0)
     assert found.energy_j_per_unit == pytest.approx(2400 / (10 * 4096))
     assert found.energy_j_at_end == pytest.approx(4800.0)
-    assert "by 4 GPUs, 0.000111 kWh by CPUs (estimate); " in " ".join(pages(run)[0].split())
+    assert "by 4 GPUs, 1.11e-4 kWh by CPUs (estimate); " in " ".join(pages(run)[0].split())
 
 
 def test_gpus_of_a_node_that_other_runs_may_use_count_by_events_only(tmp_path: Path) -> None:
