@@ -18,6 +18,7 @@ from phalanx.fleet.node_states import NodeChange
 from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.jobs.backends.base import open_backend
 from phalanx.jobs.backends.nodes import open_node_backend
+from phalanx.jobs.spec import JobStatus
 from phalanx.serve.access import make_access
 from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.app import Server
@@ -25,7 +26,7 @@ from phalanx.serve.job_pages import JobReader
 from phalanx.serve.metrics import build_metrics
 from phalanx.serve.node_reader import NodeReader, ReadFleet
 from phalanx.serve.otlp import OtlpExport, open_otlp_export
-from phalanx.serve.run_index import RunIndex
+from phalanx.serve.run_index import RunIndex, run_id
 
 SHUTDOWN_TIMEOUT_S = 2
 """For streams to end: they look once a second."""
@@ -59,7 +60,14 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
         index = RunIndex(options.roots)
         nodes = NodeReader(lambda: _open_fleet(options, index))
         streams = AgentStreams(lambda: _find_agents(nodes.nodes.nodes, options.agent_port))
-        server = Server(index, JobReader(options.backend, open_backend), nodes, access, streams, _read_history)
+        server = Server(
+            index,
+            JobReader(options.backend, open_backend, lambda job, now: _predict_end(index, job, now)),
+            nodes,
+            access,
+            streams,
+            _read_history,
+        )
         export = open_otlp_export(os.environ, lambda: build_metrics(server.take_snapshot()))
         threads: list[RunIndex | JobReader | NodeReader | OtlpExport] = [server.index, server.jobs, server.nodes]
         if export is not None:
@@ -85,6 +93,14 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             server.stopping.set()
             for thread in threads:
                 thread.stop()
+
+
+def _predict_end(index: RunIndex, job: JobStatus, now: float) -> float | None:
+    """When the run of a job will be done, at the pace of its last steps; None for another kind of job."""
+    row = None if job.run_dir is None else index.find(run_id(Path(job.run_dir)))
+    if row is None or row.total_steps is None or row.step_s is None:
+        return None
+    return now + max(0, row.total_steps - row.step) * row.step_s
 
 
 def _open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:

@@ -15,7 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.serve.access import COOKIE_NAME, SECURITY_HEADERS, Access, make_access
 from phalanx.serve.app import Server
-from phalanx.serve.job_pages import JobReader
+from phalanx.serve.job_pages import JobReader, render_jobs
 from phalanx.serve.node_reader import NodeReader
 from phalanx.serve.run_index import RunIndex
 
@@ -220,3 +220,24 @@ def test_readings_can_be_left_out_of_the_metrics(folder: Path) -> None:
     assert "phalanx_device_power_watts" not in answer.text
     assert 'phalanx_jobs{state="running"} 1.0' in answer.text
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+def test_predicted_starts_and_ends_are_marked(folder: Path) -> None:
+    class PredictingFakeBackend(FakeBackend):
+        def list_jobs(self, array: str | None = None) -> list[JobStatus]:
+            return [JobStatus("7", "first", JobState.RUNNING, started_at=10.0), JobStatus("8", "next", JobState.QUEUED)]
+
+        def predict_starts(self, ends: Mapping[str, float]) -> dict[str, float]:
+            return {"8": ends["7"]}
+
+    jobs = JobReader(
+        "local",
+        lambda name: PredictingFakeBackend(),  # type: ignore[arg-type, return-value]
+        lambda job, now: now + 60.0,
+        lambda: 1000.0,
+    )
+    jobs.update()
+    assert (jobs.jobs.ends, jobs.jobs.starts) == ({"7": 1060.0}, {"8": 1060.0})
+    page = render_jobs(jobs.jobs, "local", False)
+    assert page.count("(predicted)") == 2
+    assert page.count('data-time="1060.0"') == 2

@@ -89,6 +89,15 @@ class LogFollowingBackend(Protocol):
 
 
 @runtime_checkable
+class PredictingBackend(Protocol):
+    """A backend that can say when queued jobs will start."""
+
+    def predict_starts(self, ends: Mapping[str, float]) -> dict[str, float]:
+        """Predict when queued jobs start (unix seconds), by id; a job of which that is unknown is left out. `ends`:
+        predicted ends of running jobs, by id. Changes nothing."""
+
+
+@runtime_checkable
 class ReleasingBackend(Protocol):
     """A backend that holds a job with an unfit node until it is released."""
 

@@ -23,7 +23,7 @@ from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
 from phalanx.jobs.local_queue.drain import QueueDrain, read_drain, remove_drain, write_drain
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
-from phalanx.jobs.local_queue.policy import Resources
+from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, predict_starts
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE, SNAPSHOT_SOURCE_VARIABLE
@@ -194,6 +194,27 @@ class LocalBackend:
         """Start jobs of the queue again."""
         remove_drain(self.folder)
         self.restart_dead_daemon()
+
+    def predict_starts(self, ends: Mapping[str, float]) -> dict[str, float]:
+        """Predict when queued jobs start. A running job ends at its time limit, or when `ends` says if that is
+        earlier; none starts on a drained machine."""
+        if not queue_exists(self.folder) or read_drain(self.folder) is not None:
+            return {}
+        database, machine, now = self.database, self._machine(), self.database.clock()
+
+        def remaining_seconds(row: JobRecord) -> float | None:
+            known = [database.remaining_seconds(row), ends[str(row.id)] - now if str(row.id) in ends else None]
+            return min((seconds for seconds in known if seconds is not None), default=None)
+
+        pending = [
+            PendingJob(row.id, row.resources, row.priority, -database.waited_seconds(row), row.job.time_limit_s)
+            for row in database.list_jobs(JobState.QUEUED)
+        ]
+        running = [
+            RunningJob(row.id, row.resources, remaining_seconds(row)) for row in database.list_jobs(JobState.RUNNING)
+        ]
+        capacity = Resources(machine.num_gpus, machine.physical_cores)
+        return {str(id): now + seconds for id, seconds in predict_starts(pending, running, capacity, 0.0).items()}
 
     def _explain_waiting(self, statuses: list[JobStatus]) -> list[JobStatus]:
         """Queued jobs wait for the machine to be undrained, if it is drained."""

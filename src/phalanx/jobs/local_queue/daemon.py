@@ -96,10 +96,12 @@ class QueueDaemon:
         ready = apply_array_limits(due, running)
         chosen = select_jobs_to_start(
             [
-                PendingJob(row.id, row.resources, row.priority, -self._queue_seconds(row), row.job.time_limit_s)
+                PendingJob(
+                    row.id, row.resources, row.priority, -self.database.waited_seconds(row), row.job.time_limit_s
+                )
                 for row in ready
             ],
-            [RunningJob(row.id, row.resources, self._remaining_seconds(row)) for row in running],
+            [RunningJob(row.id, row.resources, self.database.remaining_seconds(row)) for row in running],
             self.capacity,
             0.0,
         )
@@ -108,17 +110,6 @@ class QueueDaemon:
         self._running, self._has_queued, self._last_change = running, bool(queued), change_counter
         next_wait = min((wait for wait in wait_seconds.values() if wait > 0), default=None)
         self._next_due = None if next_wait is None else self.database.boot_clock.now() + next_wait
-
-    def _queue_seconds(self, row: JobRecord) -> float:
-        """Return the seconds that a job has waited; for a job from before this boot, at least the time since the
-        boot."""
-        waited_s = self.database.boot_clock.seconds_since(row.came)
-        return waited_s if waited_s is not None else max(self.database.boot_clock.now(), self.clock() - row.submitted)
-
-    def _remaining_seconds(self, row: JobRecord) -> float | None:
-        """Return the seconds until a job's time limit; None without a limit."""
-        ran = self.database.boot_clock.seconds_since(row.began)
-        return None if row.job.time_limit_s is None else row.job.time_limit_s - (ran or 0.0)
 
     def start_attempt(self, row: JobRecord) -> None:
         """Start an attempt of a job, unless it was cancelled meanwhile."""

@@ -136,6 +136,17 @@ class JobDatabase:
         """Let go of the file."""
         self._db.close()
 
+    def waited_seconds(self, row: JobRecord) -> float:
+        """Return the seconds that a job has waited; for a job from before this boot, at least the time since the
+        boot."""
+        waited_s = self.boot_clock.seconds_since(row.came)
+        return waited_s if waited_s is not None else max(self.boot_clock.now(), self.clock() - row.submitted)
+
+    def remaining_seconds(self, row: JobRecord) -> float | None:
+        """Return the seconds until a running job's time limit; None without a limit."""
+        ran = self.boot_clock.seconds_since(row.began)
+        return None if row.job.time_limit_s is None else row.job.time_limit_s - (ran or 0.0)
+
     def job_dir(self, job: int) -> Path:
         """The folder of a job."""
         return self.folder / "jobs" / str(job)

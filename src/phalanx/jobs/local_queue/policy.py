@@ -92,6 +92,27 @@ def select_jobs_to_start(
     return chosen
 
 
+def predict_starts(
+    pending: Sequence[PendingJob], running: Sequence[RunningJob], capacity: Resources, now: float
+) -> dict[int, float]:
+    """Predict when pending jobs start, by id: the policy is applied at each known end. A job ends at its time limit,
+    one without a limit at an unknown time; jobs that wait for such an end are left out."""
+    found: dict[int, float] = {}
+    waiting, started, moment = {job.id: job for job in pending}, list(running), now
+    while waiting:
+        for id in select_jobs_to_start(list(waiting.values()), started, capacity, moment):
+            job = waiting.pop(id)
+            found[id] = moment
+            ends_by = None if job.time_limit_s is None else moment + job.time_limit_s
+            started.append(RunningJob(id, job.resources, ends_by))
+        ends = [job.ends_by for job in started if job.ends_by is not None]
+        if not ends:
+            break
+        moment = max(moment, min(ends))
+        started = [job for job in started if job.ends_by is None or job.ends_by > moment]
+    return found
+
+
 def _earliest_fit(
     head: PendingJob, running: Sequence[RunningJob], free: Resources, now: float
 ) -> tuple[float, Resources]:

@@ -7,6 +7,7 @@
   let skewS = 0, heardAt = null;
 
   const formatAge = (seconds) => {
+    if (seconds < -1) return formatAge(-seconds).replace(/^(.*) ago$/, "in $1");
     if (seconds < 1) return "now";
     if (seconds < 60) return `${Math.floor(seconds)} s ago`;
     if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
@@ -15,7 +16,7 @@
   const showAges = () => {
     const now = Date.now() / 1000 + skewS;
     for (const element of document.querySelectorAll("[data-time]")) {
-      const age = Math.max(0, now - Number(element.dataset.time));
+      const age = now - Number(element.dataset.time);
       element.textContent = formatAge(age);
       if (element.dataset.staleAfter) element.classList.toggle("stale", age > Number(element.dataset.staleAfter));
     }

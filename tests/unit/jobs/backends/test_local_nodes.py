@@ -79,3 +79,17 @@ def test_a_damaged_file_keeps_the_machine_drained(engine: LocalBackend) -> None:
     (engine.folder / DRAIN_FILE).write_text("{")
     (node,) = engine.list_nodes()
     assert (node.service, node.reason) == ("drained", f"{DRAIN_FILE} is damaged (unknown)")
+
+
+def test_the_start_of_a_queued_job_is_predicted_from_the_end_of_a_running_one(
+    engine: LocalBackend, tmp_path: Path, machine: Machine
+) -> None:
+    daemon = QueueDaemon(engine.database, Resources(0, machine.physical_cores), lambda home, attempt: os.getpid())
+    first = engine.submit(engine.render(Job("first", ("true",), tmp_path)))
+    daemon.tick()
+    second = engine.submit(engine.render(Job("second", ("true",), tmp_path)))
+    end = engine.database.clock() + 600
+    assert engine.predict_starts({}) == {}
+    assert engine.predict_starts({first: end}) == {second: pytest.approx(end, abs=1)}
+    engine.drain_node(NODE, "loud fan", "ada")
+    assert engine.predict_starts({first: end}) == {}

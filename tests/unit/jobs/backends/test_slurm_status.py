@@ -1,6 +1,7 @@
 """What the engine makes of Slurm's words, recorded from 22.05, with no Slurm at all."""
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from phalanx.jobs.backends.slurm.backend import QUEUE_MAX_AGE_S, SlurmBackend, r
 from phalanx.jobs.backends.slurm.status import (
     QUEUE_COLUMNS,
     expand_hostlist,
+    parse_expected_starts,
     parse_fields,
     parse_live_status,
     parse_past_status,
@@ -457,3 +459,9 @@ def test_a_controller_that_does_not_answer_is_asked_no_more_often(tmp_path: Path
             slurm.poll("0")
         recorded.now += 1.0
     assert recorded.asked_queue() == 10 / QUEUE_MAX_AGE_S
+
+
+def test_expected_starts_are_read_and_jobs_without_one_are_left_out() -> None:
+    text = "7 2026-11-27T10:00:00\n8_3 N/A\n9\n\n"
+    (found,) = parse_expected_starts(text).items()
+    assert found == ("7", datetime(2026, 11, 27, 10).timestamp())

@@ -9,6 +9,7 @@ from phalanx.jobs.local_queue.policy import (
     PendingJob,
     Resources,
     RunningJob,
+    predict_starts,
     select_gpus,
     select_jobs_to_start,
     sort_by_priority,
@@ -124,3 +125,39 @@ def test_nobody_delays_the_first_that_waits(queue: list[PendingJob], busy: list[
         return float("inf")
 
     assert earliest([*before, *overtook]) == pytest.approx(earliest(before))
+
+
+def test_starts_are_predicted_from_known_ends() -> None:
+    pending = [waiting(1, 4, since=1, limit=100.0), waiting(2, 4, since=2, limit=50.0), waiting(3, 4, since=3)]
+    assert predict_starts(pending, [running(4, NOW + 30)], MACHINE, NOW) == {1: NOW + 30, 2: NOW + 130, 3: NOW + 180}
+
+
+def test_a_job_that_fits_starts_now_and_what_waits_for_an_unknown_end_is_left_out() -> None:
+    pending = [waiting(1, 2, since=1), waiting(2, 4, since=2, limit=5.0)]
+    assert predict_starts(pending, [running(2, NOW + 10)], MACHINE, NOW) == {1: NOW}
+    assert predict_starts([waiting(1, 4)], [running(4, None)], MACHINE, NOW) == {}
+
+
+def test_a_late_end_is_predicted_for_now() -> None:
+    assert predict_starts([waiting(1, 4)], [running(4, NOW - 60)], MACHINE, NOW) == {1: NOW}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 100)), max_size=12),
+    st.lists(st.integers(1, 100), max_size=4),
+)
+def test_predicted_starts_are_those_that_the_policy_gives_when_time_passes(
+    jobs: list[tuple[int, int, int]], ends: list[int]
+) -> None:
+    pending = [waiting(id, gpus, priority=level, limit=float(limit)) for id, (gpus, level, limit) in enumerate(jobs)]
+    started = [RunningJob(100 + number, Resources(1, 1), NOW + end) for number, end in enumerate(ends)]
+    found = predict_starts(pending, started, MACHINE, NOW)
+    assert found.keys() == {job.id for job in pending}
+    for moment in found.values():  # nothing is ever given twice
+        active = [job for job in started if job.ends_by is not None and job.ends_by > moment]
+        used = sum(job.resources.gpus for job in active) + sum(
+            job.resources.gpus
+            for job in pending
+            if found[job.id] <= moment and found[job.id] + (job.time_limit_s or 0.0) > moment
+        )
+        assert used <= MACHINE.gpus

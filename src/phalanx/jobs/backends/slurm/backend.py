@@ -49,6 +49,7 @@ from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
     QUEUE_FORMAT,
     is_command,
+    parse_expected_starts,
     parse_fields,
     parse_live_status,
     parse_past_status,
@@ -156,6 +157,11 @@ class SlurmBackend:
         queue = self._query_queue(folders)
         ordered = sorted(folders, key=lambda id: [int(number) for number in id.split("_")])
         return [self._get_status(id, folders[id], queue) for id in ordered]
+
+    def predict_starts(self, ends: Mapping[str, float]) -> dict[str, float]:
+        """Return when Slurm expects the user's pending jobs to start: by its own backfill, from time limits."""
+        code, out, _ = self._run_program(["squeue", "--me", "--array", "--noheader", "--start", "--format=%i %S"])
+        return {} if code else parse_expected_starts(out)
 
     def release(self, job_id: str) -> bool:
         """Release a job that is held because of unfit nodes, and exclude these nodes. Returns False for any other

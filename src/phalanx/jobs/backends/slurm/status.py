@@ -94,6 +94,16 @@ def parse_fields(text: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if value not in UNSET_VALUES}
 
 
+def parse_expected_starts(text: str) -> dict[str, float]:
+    """Expected starts (unix seconds) by job id, of lines `ID TIME`. Jobs without one (N/A) are left out."""
+    found = {}
+    for line in text.splitlines():
+        id, _, moment = line.partition(" ")
+        if (start := _parse_time(moment.strip())) is not None:
+            found[id] = start
+    return found
+
+
 def parse_queue(text: str) -> dict[str, dict[str, str]]:
     """What `squeue --noheader --Format=QUEUE_FORMAT` prints, by id: fields as of `parse_fields`."""
     jobs = {}
