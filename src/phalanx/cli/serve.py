@@ -24,6 +24,10 @@ def serve(
     nodes: Annotated[
         Path | None, typer.Option("--nodes", metavar="FILE", help="Show the nodes of this file, not of the backend.")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME|FILE", help="Cluster with prices, for cost; as for `phalanx plan`."),
+    ] = None,
     agent_port: Annotated[
         int,
         typer.Option(min=0, max=65535, help="PHALANX_METRICS_PORT of the agents, to show nodes every second; 0: off."),
@@ -52,6 +56,7 @@ def serve(
         port,
         allow_actions,
         nodes,
+        cluster,
         agent_port,
         os.environ.get("PHALANX_SERVE_TOKEN") or None,
     )

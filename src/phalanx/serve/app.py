@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import hashlib
-import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,19 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from phalanx.cluster.spec import Prices
 from phalanx.errors import DataError, UsageError
 from phalanx.fleet.node_states import NodeChange
 from phalanx.fleet.telemetry.agent_endpoint import METRICS_TYPE
 from phalanx.fleet.telemetry.exposition import render_families
 from phalanx.observe.compare import compare_runs, render_comparison_body
-from phalanx.observe.html_report.chart import render_chart_rows
 from phalanx.observe.html_report.document import read_page_css, read_page_script
-from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
 from phalanx.serve.access import Access, AccessMiddleware, describe_refusal
 from phalanx.serve.agent_streams import AgentStreams
+from phalanx.serve.cluster_page import find_period, render_cluster, render_cluster_page
 from phalanx.serve.job_pages import JobReader, render_jobs, render_jobs_page
-from phalanx.serve.live_run import LiveRuns, RunPage
+from phalanx.serve.live_run import LiveRuns
 from phalanx.serve.log_pages import render_logs
 from phalanx.serve.metrics import MetricSnapshot, build_metrics
 from phalanx.serve.node_pages import (
@@ -43,6 +42,7 @@ from phalanx.serve.node_pages import (
     render_nodes_page,
 )
 from phalanx.serve.node_reader import NodeReader, add_samples, read_node_minutes
+from phalanx.serve.page_stream import STREAM_INTERVAL_S, Message, make_chart_message, stream_messages
 from phalanx.serve.pages import (
     ROWS_PER_PAGE,
     PageFrame,
@@ -55,17 +55,16 @@ from phalanx.serve.pages import (
     render_runs,
     select_rows,
 )
+from phalanx.serve.run_accounts import AccountReader
 from phalanx.serve.run_index import RunIndex
 
-STREAM_INTERVAL_S = 1.0
-"""Between two messages of a stream, which also say that the connection lives."""
 MAX_COMPARED_RUNS = 6
 MAX_FORM_BYTES = 4096
 MAX_KEPT_LISTS = 64
+USAGE_INTERVAL_S = 5.0
 STATIC_DIR = Path(__file__).parent / "static"
 DASHBOARD_FILE = STATIC_DIR / "grafana.json"
 
-Sections = Mapping[str, str]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -77,6 +76,8 @@ class Server:
     jobs: JobReader
     nodes: NodeReader
     access: Access
+    accounts: AccountReader
+    prices: Prices = field(default_factory=Prices)
     streams: AgentStreams = field(default_factory=lambda: AgentStreams(dict))
     read_history: Callable[[str], Sequence[NodeChange]] = lambda name: ()
     live_runs: LiveRuns = field(default_factory=LiveRuns)
@@ -87,6 +88,7 @@ class Server:
         self._css = (read_page_css() + (STATIC_DIR / "serve.css").read_text()).encode()
         self._script = (read_page_script() + (STATIC_DIR / "live.js").read_text()).encode()
         self._nodes_shown: tuple[tuple[str, str], int, tuple[str, dict[str, Any]]] | None = None
+        self._usages: dict[str, tuple[float, str]] = {}
         self._lists: dict[RunQuery, tuple[object, float, str]] = {}
         self._static_version = hashlib.sha256(self._css + self._script).hexdigest()[:12]
 
@@ -107,6 +109,8 @@ class Server:
             Route("/nodes/{name}", self.show_node),
             Route("/metrics", self.send_metrics),
             Route("/grafana.json", self.send_dashboard),
+            Route("/cluster", self.show_cluster),
+            Route("/stream/cluster", self.stream_cluster),
             Route("/static/phalanx.css", self.send_css),
             Route("/static/phalanx.js", self.send_script),
         ]
@@ -133,10 +137,10 @@ class Server:
         """The list again, whenever it changes."""
         query = _read_query(request)
 
-        async def read() -> Sections:
-            return {"runs": self._render_list(query)}
+        async def read() -> Message:
+            return {"sections": {"runs": self._render_list(query)}}
 
-        return self._stream(request, read)
+        return self._stream_messages(read)
 
     async def show_run(self, request: Request) -> Response:
         """The page of a run."""
@@ -155,7 +159,7 @@ class Server:
             return self._missing_run()
         live, shown_titles, shown_version = self.live_runs.find(run), [""], [0]
 
-        async def read() -> dict[str, Any]:
+        async def read() -> Message:
             try:
                 page = await run_in_threadpool(live.read_page)
             except DataError as error:
@@ -163,14 +167,14 @@ class Server:
             if not run.path.is_dir():
                 gone = "The directory of this run is no longer there. What follows is the last that was read."
                 return {"sections": {"reading": f'<p class="note problem">{gone}</p>'}}
-            message: dict[str, Any] = {"sections": {"reading": render_reading_note(page), **page.sections}}
+            message: Message = {"sections": {"reading": render_reading_note(page), **page.sections}}
             titles = " ".join(chart.full_title for chart in page.charts)
             if page.version != shown_version[0]:
-                message["charts"] = _chart_message(page, is_same=titles == shown_titles[0])
+                message["charts"] = make_chart_message(page.charts, is_same=titles == shown_titles[0])
             shown_titles[0], shown_version[0] = titles, page.version
             return message
 
-        return self._stream_messages(request, read)
+        return self._stream_messages(read)
 
     async def show_logs(self, request: Request) -> Response:
         """Output of the workers of a run."""
@@ -201,10 +205,10 @@ class Server:
     async def stream_jobs(self, request: Request) -> Response:
         """The jobs again, whenever they change."""
 
-        async def read() -> Sections:
-            return {"jobs": self._render_jobs(request)}
+        async def read() -> Message:
+            return {"sections": {"jobs": self._render_jobs(request)}}
 
-        return self._stream(request, read)
+        return self._stream_messages(read)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a job."""
@@ -229,11 +233,11 @@ class Server:
         """The table of nodes and the heat map again."""
         by, text = _read_node_query(request)
 
-        async def read() -> dict[str, Any]:
+        async def read() -> Message:
             html, heat_map = self._render_nodes(by, text)
             return {"sections": {"nodes": html}, "heatMap": heat_map}
 
-        return self._stream_messages(request, read)
+        return self._stream_messages(read)
 
     async def show_node(self, request: Request) -> Response:
         """A node: its state with history, and its last day."""
@@ -247,6 +251,21 @@ class Server:
         minutes = await run_in_threadpool(read_node_minutes, runs, node)
         changes = await run_in_threadpool(self.read_history, name)
         return self._page(name, "Nodes", render_node(node, changes, minutes, now))
+
+    async def show_cluster(self, request: Request) -> Response:
+        """Usage over all runs."""
+        period = find_period([request.query_params.get("period", "")])
+        body = render_cluster_page(self._render_cluster(period), period)
+        return self._page("Cluster", "Cluster", body, f"/stream/cluster?period={period}")
+
+    async def stream_cluster(self, request: Request) -> Response:
+        """Usage again."""
+        period = find_period([request.query_params.get("period", "")])
+
+        async def read() -> Message:
+            return {"sections": {"cluster": self._render_cluster(period)}}
+
+        return self._stream_messages(read)
 
     async def send_metrics(self, request: Request) -> Response:
         """Runs, jobs and nodes for Prometheus; `?readings=no`: without what agents read, which may be long."""
@@ -277,6 +296,15 @@ class Server:
     async def send_script(self, request: Request) -> Response:
         """The scripts."""
         return self._static(self._script, "text/javascript")
+
+    def _render_cluster(self, period: str) -> str:
+        """Usage over a period; browsers share it for some seconds, since it sums over all runs."""
+        now = self.wall_clock()
+        found = self._usages.get(period)
+        if found is None or now - found[0] > USAGE_INTERVAL_S:
+            html = render_cluster(self.index.rows, self.accounts.accounts, self.prices, period, now)
+            found = self._usages[period] = (now, html)
+        return found[1]
 
     def _render_list(self, query: RunQuery) -> str:
         """The list of runs; browsers that look at the same one share it for a second."""
@@ -324,43 +352,13 @@ class Server:
     def _page(self, title: str, tab: str, body: str, events: str | None = None, status: int = 200) -> Response:
         return HTMLResponse(render_frame(PageFrame(title, tab, events, self._static_version), body), status)
 
+    def _stream_messages(self, read: Callable[[], Awaitable[Message]]) -> Response:
+        messages = stream_messages(read, self.stopping.is_set, self.wall_clock)
+        return StreamingResponse(messages, media_type="text/event-stream")
+
     def _static(self, content: bytes, media_type: str) -> Response:
         headers = {"cache-control": "max-age=31536000, immutable"}  # the address changes with the content
         return Response(content, media_type=media_type, headers=headers)
-
-    def _stream(self, request: Request, read: Callable[[], Awaitable[Sections]]) -> Response:
-        async def read_message() -> dict[str, Any]:
-            return {"sections": await read()}
-
-        return self._stream_messages(request, read_message)
-
-    def _stream_messages(self, request: Request, read: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
-        """Server-sent events, one a second: sections that changed since the last message."""
-
-        async def send() -> AsyncIterator[str]:
-            shown: dict[str, int] = {}
-            while not self.stopping.is_set():
-                message = await read()
-                sections = message.get("sections", {})
-                message["sections"] = {id: html for id, html in sections.items() if shown.get(id) != hash(html)}
-                shown.update((id, hash(html)) for id, html in sections.items())
-                message["now"] = self.wall_clock()
-                yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
-                await asyncio.sleep(STREAM_INTERVAL_S)
-
-        return StreamingResponse(send(), media_type="text/event-stream")
-
-
-def _chart_message(page: RunPage, is_same: bool) -> dict[str, Any]:
-    """The charts: new figures, or new values for those that the page has."""
-    if not is_same:
-        return {"html": render_charts(page.charts)}
-    return {
-        "charts": [
-            {"json": chart.to_json(), "description": chart.describe(), "rows": render_chart_rows(chart)}
-            for chart in page.charts
-        ]
-    }
 
 
 async def _read_form(request: Request) -> dict[str, str] | None:

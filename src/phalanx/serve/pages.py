@@ -13,7 +13,7 @@ from phalanx.serve.run_row import Losses, RunRow
 
 SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 120, 26
 ROWS_PER_PAGE = 100
-PAGE_TABS = (("Runs", "/"), ("Jobs", "/jobs"), ("Nodes", "/nodes"))
+PAGE_TABS = (("Runs", "/"), ("Jobs", "/jobs"), ("Nodes", "/nodes"), ("Cluster", "/cluster"))
 
 
 @dataclass(frozen=True)

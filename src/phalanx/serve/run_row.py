@@ -43,6 +43,8 @@ class RunRow:
     path: Path
     owner: int
     """User id of the directory's owner."""
+    group: int
+    """Group id of the directory."""
     state: FileState | None
     """Of events.jsonl; None where it cannot be read."""
     last_written_at: float
@@ -87,7 +89,7 @@ def read_run_row(run: Run, before: RunRow | None = None) -> RunRow:
     """Read the row of a run; where `before` is its row a moment ago, only what was added since. Nothing in the
     directory makes this fail."""
     state, written_at = stat_run(run)
-    empty = RunRow(run.path, _find_owner(run.path), state, written_at)
+    empty = RunRow(run.path, *_find_owner(run.path), state, written_at)
     if state is None:
         return empty
     try:
@@ -219,11 +221,12 @@ def _telemetry_times(run: Run) -> Iterator[float]:
         return
 
 
-def _find_owner(path: Path) -> int:
+def _find_owner(path: Path) -> tuple[int, int]:
     try:
-        return path.stat(follow_symlinks=False).st_uid
+        found = path.stat(follow_symlinks=False)
     except OSError:
-        return -1
+        return -1, -1
+    return found.st_uid, found.st_gid
 
 
 def _describe(error: Exception) -> str:

@@ -12,6 +12,8 @@ from types import FrameType
 import uvicorn
 
 from phalanx.app.fleet_nodes import FleetReader, FleetSources, open_node_states
+from phalanx.cluster.load import load_cluster
+from phalanx.cluster.spec import Prices
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.node_states import NodeChange
@@ -19,6 +21,7 @@ from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.jobs.backends.base import open_backend
 from phalanx.jobs.backends.nodes import open_node_backend
 from phalanx.jobs.spec import JobStatus
+from phalanx.run.cache import cache_root
 from phalanx.serve.access import make_access
 from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.app import Server
@@ -26,6 +29,7 @@ from phalanx.serve.job_pages import JobReader
 from phalanx.serve.metrics import build_metrics
 from phalanx.serve.node_reader import NodeReader, ReadFleet
 from phalanx.serve.otlp import OtlpExport, open_otlp_export
+from phalanx.serve.run_accounts import AccountReader
 from phalanx.serve.run_index import RunIndex, run_id
 
 SHUTDOWN_TIMEOUT_S = 2
@@ -43,6 +47,8 @@ class ServeOptions:
     allow_actions: bool = False
     nodes_file: Path | None = None
     """Names the nodes instead of the backend."""
+    cluster: str | None = None
+    """Name or file of the cluster with the prices."""
     agent_port: int = 0
     """PHALANX_METRICS_PORT of the agents; 0: none are asked."""
     token: str | None = None
@@ -54,6 +60,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
     for root in options.roots:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")
+    prices = Prices() if options.cluster is None else load_cluster(options.cluster).prices
     open_backend(options.backend)  # a name that is none, or a package that is missing
     access = make_access(options.host, options.allow_actions, options.token)
     with _listen(options.host, options.port) as listener:
@@ -65,11 +72,14 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             JobReader(options.backend, open_backend, lambda job, now: _predict_end(index, job, now)),
             nodes,
             access,
+            AccountReader(index, cache_root() / "serve" / "accounts.json"),
+            prices,
             streams,
             _read_history,
         )
         export = open_otlp_export(os.environ, lambda: build_metrics(server.take_snapshot()))
-        threads: list[RunIndex | JobReader | NodeReader | OtlpExport] = [server.index, server.jobs, server.nodes]
+        threads: list[RunIndex | JobReader | NodeReader | AccountReader | OtlpExport]
+        threads = [server.index, server.jobs, server.nodes, server.accounts]
         if export is not None:
             threads.append(export)
         for thread in threads:

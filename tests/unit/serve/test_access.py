@@ -17,6 +17,7 @@ from phalanx.serve.access import COOKIE_NAME, SECURITY_HEADERS, Access, make_acc
 from phalanx.serve.app import Server
 from phalanx.serve.job_pages import JobReader, render_jobs
 from phalanx.serve.node_reader import NodeReader
+from phalanx.serve.run_accounts import AccountReader
 from phalanx.serve.run_index import RunIndex
 
 TOKEN = "0123456789abcdef"
@@ -55,7 +56,7 @@ class Browser:
         index.update()
         jobs = JobReader("local", lambda name: self.backend)  # type: ignore[arg-type, return-value]
         jobs.update()
-        self.server = Server(index, jobs, NodeReader(lambda: lambda: ((), (), ())), access)
+        self.server = Server(index, jobs, NodeReader(lambda: lambda: ((), (), ())), access, AccountReader(index))
         self._app = self.server.make_app()
 
     def get(self, path: str, **headers: str) -> Answer:

@@ -57,7 +57,7 @@ def receiver() -> Iterator[Receiver]:
 
 def read_metrics() -> list[Metric]:
     run = RunRow(
-        Path("runs/one"), 0, None, NOW, step=7, total_steps=10, world_size=2, loss=2.5, validation_loss=2.0,
+        Path("runs/one"), 0, 0, None, NOW, step=7, total_steps=10, world_size=2, loss=2.5, validation_loss=2.0,
         units_per_s=4096.0, step_s=0.5, first_event_at=NOW - 60,
     )  # fmt: skip
     return list(build_metrics(MetricSnapshot(NOW, [run], True, ["queued"], ["healthy"], {"n1": full_node(NOW, 100.0)})))

@@ -26,7 +26,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "metrics.md").read_text(
 
 
 def row(path: str = "runs/one", **values: Any) -> RunRow:
-    return RunRow(Path(path), 0, None, **{"last_written_at": NOW - 1, "first_event_at": NOW - 60, **values})
+    return RunRow(Path(path), 0, 0, None, **{"last_written_at": NOW - 1, "first_event_at": NOW - 60, **values})
 
 
 def snapshot(*rows: RunRow, **values: Any) -> MetricSnapshot:

@@ -1,0 +1,43 @@
+"""Server-sent events that renew a page: sections that changed, and charts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from phalanx.observe.html_report.chart import Chart, render_chart_rows
+from phalanx.observe.html_report.report import render_charts
+
+STREAM_INTERVAL_S = 1.0
+"""Between two messages of a stream, which also say that the connection lives."""
+
+Message = dict[str, Any]
+"""A message, as `live.js` reads it: `sections` are HTML by the id of the element; some pages have `charts` or a
+`heatMap`."""
+
+
+async def stream_messages(
+    read: Callable[[], Awaitable[Message]], is_over: Callable[[], bool], wall_clock: Callable[[], float]
+) -> AsyncIterator[str]:
+    """Yield the text of a stream: a message a second, with the sections that changed since the last one."""
+    shown: dict[str, int] = {}
+    while not is_over():
+        message = await read()
+        sections = message.get("sections", {})
+        message["sections"] = {id: html for id, html in sections.items() if shown.get(id) != hash(html)}
+        shown.update((id, hash(html)) for id, html in sections.items())
+        message["now"] = wall_clock()
+        yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
+        await asyncio.sleep(STREAM_INTERVAL_S)
+
+
+def make_chart_message(charts: Sequence[Chart], is_same: bool) -> Message:
+    """The charts: new figures, or new values for those that the page has."""
+    if not is_same:
+        return {"html": render_charts(charts)}
+    return {
+        "charts": [
+            {"json": chart.to_json(), "description": chart.describe(), "rows": render_chart_rows(chart)}
+            for chart in charts
+        ]
+    }
