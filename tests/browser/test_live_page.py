@@ -84,10 +84,14 @@ def _forget(page: Page) -> None:
     page.send("Network.clearBrowserCookies")
 
 
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHandle]:
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHandle]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("a few words of no meaning. " * 200)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -169,6 +173,7 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
     for path in (
         "/",
         "/jobs",
+        "/cluster",
         "/nodes",
         f"/nodes/{os.uname().nodename}",
         run_page,
@@ -193,7 +198,7 @@ def test_pages_are_used_on_a_phone_in_the_dark_and_by_keyboard(page: Page, serve
     page.dark()
     open_run(page, serve, "troubled")
     run_page = page.evaluate("location.pathname")
-    for path in ("/", "/jobs", "/nodes", run_page, f"{run_page}/logs"):
+    for path in ("/", "/jobs", "/nodes", "/cluster", run_page, f"{run_page}/logs"):
         page.visit(f"{serve.base}{path}")
         assert page.evaluate("document.documentElement.scrollWidth <= 390"), path
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
