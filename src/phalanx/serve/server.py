@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
     prices = Prices() if options.cluster is None else load_cluster(options.cluster).prices
     open_backend(options.backend)  # a name that is none, or a package that is missing
     access = make_access(options.host, options.allow_actions, options.token)
+    _raise_file_limit()
     with _listen(options.host, options.port) as listener:
         index = RunIndex(options.roots)
         nodes = NodeReader(lambda: _open_fleet(options, index))
@@ -152,6 +154,12 @@ class _EndingServer(uvicorn.Server):
         """Handle SIGINT or SIGTERM."""
         self._pages.stopping.set()
         super().handle_exit(sig, frame)
+
+
+def _raise_file_limit() -> None:
+    """Each agent and each page has a connection; the limit of a shell is often 1,024 open files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:
