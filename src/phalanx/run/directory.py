@@ -98,6 +98,11 @@ class Run:
         return self.path / "tensorboard"
 
     @property
+    def notes(self) -> Path:
+        """Notes of people (`notes`)."""
+        return self.path / "notes.jsonl"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from phalanx.cluster.spec import Prices
@@ -27,12 +27,14 @@ from phalanx.observe.compare import compare_runs, render_comparison_body
 from phalanx.observe.html_report.document import read_page_css, read_page_script
 from phalanx.run import Run
 from phalanx.serve.access import Access, AccessMiddleware, describe_refusal
+from phalanx.serve.actions import Actions
 from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.cluster_page import find_period, render_cluster, render_cluster_page
 from phalanx.serve.job_pages import JobReader, render_jobs, render_jobs_page
 from phalanx.serve.live_run import LiveRuns
 from phalanx.serve.log_pages import render_logs
 from phalanx.serve.metrics import MetricSnapshot, build_metrics
+from phalanx.serve.node_actions import NodeActions
 from phalanx.serve.node_pages import (
     HEAT_MAPS,
     HISTORY_HOURS,
@@ -59,7 +61,6 @@ from phalanx.serve.run_accounts import AccountReader
 from phalanx.serve.run_index import RunIndex
 
 MAX_COMPARED_RUNS = 6
-MAX_FORM_BYTES = 4096
 MAX_KEPT_LISTS = 64
 USAGE_INTERVAL_S = 5.0
 STATIC_DIR = Path(__file__).parent / "static"
@@ -80,11 +81,12 @@ class Server:
     prices: Prices = field(default_factory=Prices)
     streams: AgentStreams = field(default_factory=lambda: AgentStreams(dict))
     read_history: Callable[[str], Sequence[NodeChange]] = lambda name: ()
-    live_runs: LiveRuns = field(default_factory=LiveRuns)
+    node_actions: NodeActions = field(default_factory=NodeActions)
     wall_clock: Callable[[], float] = time.time
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        self.live_runs = LiveRuns(prices=self.prices)
         self._css = (read_page_css() + (STATIC_DIR / "serve.css").read_text()).encode()
         self._script = (read_page_script() + (STATIC_DIR / "live.js").read_text()).encode()
         self._nodes_shown: tuple[tuple[str, str], int, tuple[str, dict[str, Any]]] | None = None
@@ -102,7 +104,7 @@ class Server:
             Route("/run/{id}/logs", self.show_logs),
             Route("/compare", self.show_comparison),
             Route("/jobs", self.show_jobs),
-            Route("/jobs/cancel", self.cancel, methods=["POST"]),
+            *Actions(self.access, self.jobs, self.node_actions, self._find_run, self.wall_clock).make_routes(),
             Route("/stream/jobs", self.stream_jobs),
             Route("/nodes", self.show_nodes),
             Route("/stream/nodes", self.stream_nodes),
@@ -151,7 +153,9 @@ class Server:
         except DataError as error:
             return self._page("Run", "Runs", render_problem(str(live.path), str(error)), status=422)
         id = request.path_params["id"]
-        return self._page(page.title, "Runs", render_run(page, f"/run/{id}/logs"), f"/run/{id}/stream")
+        return self._page(
+            page.title, "Runs", render_run(page, f"/run/{id}", self._may_act(request)), f"/run/{id}/stream"
+        )
 
     async def stream_run(self, request: Request) -> Response:
         """The parts of a run's page that change, and its charts."""
@@ -210,19 +214,6 @@ class Server:
 
         return self._stream_messages(read)
 
-    async def cancel(self, request: Request) -> Response:
-        """Cancel a job."""
-        if (refusal := describe_refusal(self.access, request)) is not None:
-            return PlainTextResponse(refusal, 403)
-        if (form := await _read_form(request)) is None:
-            return PlainTextResponse("The request is too long.", 413)
-        job = form.get("job", "")
-        try:
-            await run_in_threadpool(self.jobs.cancel, job)
-        except UsageError as error:
-            return PlainTextResponse(str(error), 409)
-        return PlainTextResponse(f"Job {job} is being cancelled.")
-
     async def show_nodes(self, request: Request) -> Response:
         """All nodes."""
         by, text = _read_node_query(request)
@@ -250,7 +241,7 @@ class Server:
         runs = [Run(row.path) for row in self.index.rows.values() if now - row.last_written_at < 3600 * HISTORY_HOURS]
         minutes = await run_in_threadpool(read_node_minutes, runs, node)
         changes = await run_in_threadpool(self.read_history, name)
-        return self._page(name, "Nodes", render_node(node, changes, minutes, now))
+        return self._page(name, "Nodes", render_node(node, changes, minutes, self._may_act(request), now))
 
     async def show_cluster(self, request: Request) -> Response:
         """Usage over all runs."""
@@ -297,6 +288,9 @@ class Server:
         """The scripts."""
         return self._static(self._script, "text/javascript")
 
+    def _may_act(self, request: Request) -> bool:
+        return describe_refusal(self.access, request) is None
+
     def _render_cluster(self, period: str) -> str:
         """Usage over a period; browsers share it for some seconds, since it sums over all runs."""
         now = self.wall_clock()
@@ -323,8 +317,7 @@ class Server:
         return render_run_list(rows, shown, self.index.is_complete)
 
     def _render_jobs(self, request: Request) -> str:
-        may_cancel = describe_refusal(self.access, request) is None
-        return render_jobs(self.jobs.jobs, self.jobs.backend, may_cancel)
+        return render_jobs(self.jobs.jobs, self.jobs.backend, self._may_act(request))
 
     def _render_nodes(self, by: str, text: str) -> tuple[str, dict[str, Any]]:
         """The table and the heat map; browsers that look at the same share them for a second."""
@@ -359,16 +352,6 @@ class Server:
     def _static(self, content: bytes, media_type: str) -> Response:
         headers = {"cache-control": "max-age=31536000, immutable"}  # the address changes with the content
         return Response(content, media_type=media_type, headers=headers)
-
-
-async def _read_form(request: Request) -> dict[str, str] | None:
-    """The values of a form; None where it is longer than any of this server's."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_FORM_BYTES:
-            return None
-    return {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
 
 
 def _read_node_query(request: Request) -> tuple[str, str]:

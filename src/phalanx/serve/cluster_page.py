@@ -8,9 +8,9 @@ from html import escape
 
 from phalanx import formatting
 from phalanx.cluster.spec import Prices
-from phalanx.serve.pages import render_rows
 from phalanx.serve.run_accounts import RunAccount
 from phalanx.serve.run_row import RunRow
+from phalanx.serve.tables import render_rows
 
 PERIODS = {"day": 86_400.0, "week": 7 * 86_400.0, "month": 30 * 86_400.0, "all": float("inf")}
 """Names of periods, and the seconds before now in which a run was last written."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import Backend, PredictingBackend
 from phalanx.jobs.spec import JobState, JobStatus
-from phalanx.serve.pages import render_rows, render_time
 from phalanx.serve.run_index import run_id
+from phalanx.serve.tables import render_rows, render_time
 
 logger = logging.getLogger(__name__)
 

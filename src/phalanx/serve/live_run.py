@@ -6,8 +6,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 
+from phalanx.cluster.spec import Prices
 from phalanx.observe.history import HistoryBuilder, RunHistory
 from phalanx.observe.html_report.chart import Chart
 from phalanx.observe.html_report.report import render_sections
@@ -15,6 +17,9 @@ from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.run import EventTail, Run
+from phalanx.run.notes import RunNote, read_notes
+from phalanx.serve.run_forecast import forecast_run, render_forecast
+from phalanx.serve.tables import render_rows, render_time
 
 READ_BUDGET_S = 0.5
 """Seconds of reading after which a page shows what was read so far: a long run takes minutes."""
@@ -44,9 +49,13 @@ class LiveRun:
     """Reads a run and renders its page. Threads may share it."""
 
     def __init__(
-        self, run: Run, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+        self,
+        run: Run,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        prices: Prices | None = None,
     ):
-        self.run = run
+        self.run, self._prices = run, prices or Prices()
         self._clock, self._wall_clock = clock, wall_clock
         self._lock = threading.Lock()
         self._page: RunPage | None = None
@@ -99,6 +108,9 @@ class LiveRun:
     def _render(self, history: RunHistory, share_read: float) -> RunPage:
         summary: RunSummary = build_summary(self.run, history)
         sections = render_sections(summary, history, find_recommendations(summary, history))
+        forecast = render_forecast(forecast_run(summary, self._prices), self._prices)
+        notes = render_notes(read_notes(self.run))
+        sections = {"outcome": sections["outcome"], "forecast": forecast, **sections, "notes": notes}
         version = self._page.version + 1 if self._page else 1
         charts = build_run_charts(summary, history)
         return RunPage(version, summary.run_info.name, sections, charts, share_read, self._wall_clock())
@@ -112,21 +124,29 @@ class LiveRun:
 
     def _fingerprint_files(self) -> str:
         """What changes when another file of the page does."""
-        return " ".join(map(_change_of, (self.run.resolved, self.run.plan, self.run.result)))
+        return " ".join(map(_change_of, (self.run.resolved, self.run.plan, self.run.result, self.run.notes)))
+
+
+def render_notes(notes: Sequence[RunNote]) -> str:
+    """The notes of a run, the newest first; empty without any."""
+    if not notes:
+        return ""
+    rows = ((render_time(note.time), escape(note.author), escape(note.text)) for note in reversed(notes))
+    return "<h2>Notes</h2>" + render_rows(("when", "by", "note"), rows)
 
 
 class LiveRuns:
     """The runs of the pages that were asked for lately."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, prices: Prices | None = None):
+        self._clock, self._prices = clock, prices
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, LiveRun] = OrderedDict()
 
     def find(self, run: Run) -> LiveRun:
         """The live run of a directory."""
         with self._lock:
-            found = self._open.pop(run.path, None) or LiveRun(run, self._clock)
+            found = self._open.pop(run.path, None) or LiveRun(run, self._clock, prices=self._prices)
             self._open[run.path] = found
             while len(self._open) > MAX_OPEN_RUNS or (len(self._open) > 1 and self._num_steps() > MAX_OPEN_STEPS):
                 self._open.popitem(last=False)

@@ -15,7 +15,7 @@ from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups
 from phalanx.serve.node_reader import NodeList
-from phalanx.serve.pages import render_rows, render_time
+from phalanx.serve.tables import render_rows, render_time
 
 LATE_AFTER_S = 3.0
 """Age from which a device of the heat map has no colour: three samples."""
@@ -167,7 +167,9 @@ def _format_watts(watts: float) -> str:
     return f"{watts / 1000:.1f} kW" if watts >= 1000 else f"{watts:.0f} W"
 
 
-def render_node(node: FleetNode, changes: Sequence[NodeChange], minutes: Sequence[NodeMinute], now: float) -> str:
+def render_node(
+    node: FleetNode, changes: Sequence[NodeChange], minutes: Sequence[NodeMinute], may_act: bool, now: float
+) -> str:
     """The page of a node: its state and how it came into it, and the last day of its readings."""
     cells = dict(zip(NODE_COLUMNS[1:], _render_cells(node, now)[1:], strict=True))
     facts = "".join(f"<tr><th scope=row>{name}</th><td>{value}</td></tr>" for name, value in cells.items() if value)
@@ -181,7 +183,16 @@ def render_node(node: FleetNode, changes: Sequence[NodeChange], minutes: Sequenc
     charts = build_node_charts(minutes, now)
     readings = render_charts(charts) if charts else '<p class="note">No run has recorded this node in that time.</p>'
     return f"""<header><h1>{escape(node.name)}</h1></header>
-<table>{facts}</table><h2>State</h2>{history}<h2>Last {HISTORY_HOURS:.0f} hours</h2><div id="charts">{readings}</div>"""
+<table>{facts}</table>{_render_actions(node) if may_act else ""}
+<h2>State</h2>{history}<h2>Last {HISTORY_HOURS:.0f} hours</h2><div id="charts">{readings}</div>"""
+
+
+def _render_actions(node: FleetNode) -> str:
+    """A form that drains a node or takes it back."""
+    return f"""<form class="bar-form"><input type="hidden" name="node" value="{escape(node.name)}">
+<label>Reason <input name="reason" required></label>
+<button data-action="/nodes/drain">Drain</button> <button data-action="/nodes/undrain">Undrain</button>
+</form><p id="answer" role="status"></p>"""
 
 
 def build_node_charts(minutes: Sequence[NodeMinute], now: float) -> list[Chart]:

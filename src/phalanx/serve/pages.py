@@ -1,6 +1,6 @@
 """The frame of every page, and the list of runs. Every text is escaped; scripts and styles come from /static only."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from phalanx import formatting
 from phalanx.observe.html_report.report import render_report_body
 from phalanx.serve.live_run import RunPage
 from phalanx.serve.run_row import Losses, RunRow
+from phalanx.serve.tables import render_time
 
 SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 120, 26
 ROWS_PER_PAGE = 100
@@ -76,11 +77,13 @@ def render_frame(frame: PageFrame, body: str) -> str:
 """
 
 
-def render_run(page: RunPage, logs_address: str) -> str:
-    """The page of a run: the report, and its logs."""
+def render_run(page: RunPage, address: str, may_act: bool) -> str:
+    """The page of a run: the report, its logs, and a form for notes where the browser may add them."""
     note = f'<div id="reading">{render_reading_note(page)}</div>'
-    logs = f'<h2>Logs</h2><p><a href="{escape(logs_address)}">Output of the workers</a></p>'
-    return note + render_report_body(page.sections, page.charts) + logs
+    logs = f'<h2>Logs</h2><p><a href="{escape(address)}/logs">Output of the workers</a></p>'
+    form = f"""<form class="bar-form"><label>Note <input name="text" required></label>
+<button data-action="{escape(address)}/note">Add</button></form><p id="answer" role="status"></p>"""
+    return note + render_report_body(page.sections, page.charts) + (form if may_act else "") + logs
 
 
 def render_reading_note(page: RunPage) -> str:
@@ -151,12 +154,6 @@ def _render_row(listed: ListedRun) -> str:
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>{problem}"
 
 
-def render_time(moment: float) -> str:
-    """A time (unix seconds), which the page shows as an age."""
-    text = escape(formatting.format_timestamp(moment))
-    return f'<time data-time="{moment:.1f}" title="{text}">{text}</time>'
-
-
 def render_sparkline(losses: Losses) -> str:
     """The loss over the steps as a small picture without axes."""
     if len(losses) < 2:
@@ -191,10 +188,3 @@ def _render_page_links(count: int, query: RunQuery) -> str:
 def render_problem(title: str, text: str) -> str:
     """A page that says what is wrong."""
     return f'<header><h1>{escape(title)}</h1></header><p class="note">{escape(text)}</p>'
-
-
-def render_rows(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table; the cells are HTML."""
-    head = "".join(f"<th scope=col>{name}</th>" for name in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table class="list"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -28,6 +28,7 @@ from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.app import Server
 from phalanx.serve.job_pages import JobReader
 from phalanx.serve.metrics import build_metrics
+from phalanx.serve.node_actions import NodeActions
 from phalanx.serve.node_reader import NodeReader, ReadFleet
 from phalanx.serve.otlp import OtlpExport, open_otlp_export
 from phalanx.serve.run_accounts import AccountReader
@@ -78,6 +79,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             prices,
             streams,
             _read_history,
+            NodeActions(options.backend),
         )
         export = open_otlp_export(os.environ, lambda: build_metrics(server.take_snapshot()))
         threads: list[RunIndex | JobReader | NodeReader | AccountReader | OtlpExport]

@@ -9,16 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from fake_nodes import FakeNodeBackend
 from made_samples import full_node
 from make_run import healthy
+from phalanx.app.fleet_nodes import open_node_states
 from phalanx.errors import UsageError
+from phalanx.jobs.backends.nodes import NodeService
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.serve.access import COOKIE_NAME, SECURITY_HEADERS, Access, make_access
 from phalanx.serve.app import Server
 from phalanx.serve.job_pages import JobReader, render_jobs
+from phalanx.serve.node_actions import NodeActions
 from phalanx.serve.node_reader import NodeReader
 from phalanx.serve.run_accounts import AccountReader
-from phalanx.serve.run_index import RunIndex
+from phalanx.serve.run_index import RunIndex, run_id
 
 TOKEN = "0123456789abcdef"
 
@@ -56,7 +60,10 @@ class Browser:
         index.update()
         jobs = JobReader("local", lambda name: self.backend)  # type: ignore[arg-type, return-value]
         jobs.update()
-        self.server = Server(index, jobs, NodeReader(lambda: lambda: ((), (), ())), access, AccountReader(index))
+        nodes = NodeReader(lambda: lambda: ((), (), ()))
+        self.node_backend = FakeNodeBackend()
+        actions = NodeActions("local", lambda name: self.node_backend)  # type: ignore[arg-type, return-value]
+        self.server = Server(index, jobs, nodes, access, AccountReader(index), node_actions=actions)
         self._app = self.server.make_app()
 
     def get(self, path: str, **headers: str) -> Answer:
@@ -172,7 +179,7 @@ def test_a_form_of_another_site_does_nothing(folder: Path) -> None:
     assert browser.post("/jobs/cancel", "job=7", cookie=cookie, origin="http://127.0.0.1:8420").status == 200
 
 
-@pytest.mark.parametrize(("body", "status"), [("job=8", 409), ("x" * 5000, 413), ("", 409)])
+@pytest.mark.parametrize(("body", "status"), [("job=8", 409), ("x" * 20_000, 413), ("", 409)])
 def test_a_request_that_cannot_be_done_changes_nothing(folder: Path, body: str, status: int) -> None:
     browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
     answer = browser.post("/jobs/cancel", body, cookie=f"{COOKIE_NAME}={TOKEN}")
@@ -242,3 +249,34 @@ def test_predicted_starts_and_ends_are_marked(folder: Path) -> None:
     page = render_jobs(jobs.jobs, "local", False)
     assert page.count("(predicted)") == 2
     assert page.count('data-time="1060.0"') == 2
+
+
+def test_notes_are_added_with_the_token_and_shown_escaped(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
+    cookie, run = f"{COOKIE_NAME}={TOKEN}", f"/run/{run_id(folder / 'one')}"
+    assert browser.post(f"{run}/note", "text=hello").status == 403
+    assert 'data-action="' not in browser.get(run).text
+    assert browser.post(f"{run}/note", "text=%3Cb%3Elower+the+rate%3C%2Fb%3E", cookie=cookie).status == 200
+    page = browser.get(run, cookie=cookie).text
+    assert "&lt;b&gt;lower the rate&lt;/b&gt;" in page
+    assert f'data-action="{run}/note"' in page
+    assert browser.post(f"{run}/note", "text=++", cookie=cookie).status == 409
+    assert browser.post("/run/0123/note", "text=x", cookie=cookie).status == 404
+
+
+def test_a_node_is_drained_and_taken_back_with_the_token(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path / "state"))
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
+    backend, cookie = browser.node_backend, f"{COOKIE_NAME}={TOKEN}"
+    assert browser.post("/nodes/drain", "node=n2&reason=loud").status == 403
+    assert backend.nodes["n2"].service is NodeService.OPEN
+    assert browser.post("/nodes/drain", "node=n2&reason=loud", cookie=cookie).text == "n2 is drained."
+    assert backend.nodes["n2"].service is NodeService.DRAINED
+    assert browser.post("/nodes/drain", "node=nowhere&reason=loud", cookie=cookie).status == 409
+    assert browser.post("/nodes/undrain", "node=n2&reason=", cookie=cookie).status == 409
+    assert browser.post("/nodes/undrain", "node=n2&reason=fixed", cookie=cookie).text == "n2 is taken back."
+    with open_node_states() as states:
+        assert [change.reason for change in states.history("n2")] == ["loud", "fixed"]
+        assert states.history("n2")[0].actor.endswith("(page)")

@@ -32,7 +32,9 @@ def test_the_page_has_the_sections_of_the_report(tmp_path: Path) -> None:
     history = read_history(run.events)
     summary = build_summary(run, history)
     page = LiveRun(run).read_page()
-    assert page.sections == render_sections(summary, history, find_recommendations(summary, history))
+    report = render_sections(summary, history, find_recommendations(summary, history))
+    assert {id: page.sections[id] for id in report} == report
+    assert page.sections.keys() - report.keys() == {"forecast", "notes"}
     assert page.charts[0].title == "Loss"
     assert page.share_read == 1
 

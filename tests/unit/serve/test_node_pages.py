@@ -105,7 +105,7 @@ def test_names_and_reasons_are_escaped() -> None:
     evil = FleetNode("<b>", "drained", "<script>", None, None)
     pages = [
         render_nodes(NodeList(problems=["<u>"], is_read=True), [evil], "", NOW),
-        render_node(evil, [NodeChange("<b>", NodeState.DRAINED, "<script>", "<u>", NOW)], [], NOW),
+        render_node(evil, [NodeChange("<b>", NodeState.DRAINED, "<script>", "<u>", NOW)], [], True, NOW),
         render_nodes_page("", "power", '"><script>'),
     ]
     for page in pages:

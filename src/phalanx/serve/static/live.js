@@ -128,12 +128,15 @@
     const button = event.target.closest("button[data-action]");
     if (!button) return;
     event.preventDefault();
+    if (button.form && !button.form.reportValidity()) return;
     if (button.dataset.confirm && !confirm(button.dataset.confirm)) return;
+    const values = button.form ? Object.fromEntries(new FormData(button.form)) : { ...button.dataset };
     button.disabled = true;
     const answer = document.getElementById("answer");
     try {
-      const response = await fetch(button.dataset.action, { method: "POST", body: new URLSearchParams({ ...button.dataset }) });
+      const response = await fetch(button.dataset.action, { method: "POST", body: new URLSearchParams(values) });
       answer.textContent = await response.text();
+      if (response.ok && button.form) button.form.reset();
     } catch {
       answer.textContent = "The server does not answer.";
     }
