@@ -16,7 +16,7 @@ class NodeActions:
 
     @property
     def actor(self) -> str:
-        """Whom the history names: the user of the server, since all browsers know the same token."""
+        """The name in the history: the user of the server, since all browsers have the same token."""
         return f"{find_actor()} (page)"
 
     def drain(self, node: str, reason: str) -> None:
