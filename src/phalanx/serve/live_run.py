@@ -15,10 +15,11 @@ from phalanx.observe.html_report.chart import Chart
 from phalanx.observe.html_report.report import render_sections
 from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import find_recommendations
-from phalanx.observe.summary import RunSummary, build_summary
+from phalanx.observe.summary import build_summary
 from phalanx.run import EventTail, Run
 from phalanx.run.notes import RunNote, read_notes
 from phalanx.serve.run_forecast import forecast_run, render_forecast
+from phalanx.serve.run_row import RUNNING_WITHIN_S, stat_run
 from phalanx.serve.tables import render_rows, render_time
 
 READ_BUDGET_S = 0.5
@@ -106,14 +107,21 @@ class LiveRun:
         self._page = self._render(history, 1.0 if is_whole else share)
 
     def _render(self, history: RunHistory, share_read: float) -> RunPage:
-        summary: RunSummary = build_summary(self.run, history)
-        sections = render_sections(summary, history, find_recommendations(summary, history))
+        summary = build_summary(self.run, history)
+        recommendations = find_recommendations(summary, history)
+        if summary.status == "incomplete" and self._is_written():
+            summary = replace(summary, status="running")  # a report, read later, cannot tell
+        sections = render_sections(summary, history, recommendations)
         forecast = render_forecast(forecast_run(summary, self._prices), self._prices)
         notes = render_notes(read_notes(self.run))
         sections = {"outcome": sections["outcome"], "forecast": forecast, **sections, "notes": notes}
         version = self._page.version + 1 if self._page else 1
         charts = build_run_charts(summary, history)
         return RunPage(version, summary.run_info.name, sections, charts, share_read, self._wall_clock())
+
+    def _is_written(self) -> bool:
+        """Whether something of the run was written lately."""
+        return self._wall_clock() - stat_run(self.run)[1] < RUNNING_WITHIN_S
 
     def _stat(self) -> tuple[int, int]:
         try:
@@ -124,7 +132,8 @@ class LiveRun:
 
     def _fingerprint_files(self) -> str:
         """What changes when another file of the page does."""
-        return " ".join(map(_change_of, (self.run.resolved, self.run.plan, self.run.result, self.run.notes)))
+        files = (self.run.resolved, self.run.plan, self.run.result, self.run.notes)
+        return " ".join((str(self._is_written()), *map(_change_of, files)))
 
 
 def render_notes(notes: Sequence[RunNote]) -> str:

@@ -14,6 +14,7 @@ from phalanx.observe.summary import build_summary
 from phalanx.run import Run
 from phalanx.serve import live_run
 from phalanx.serve.live_run import LiveRun, LiveRuns
+from settable_clock import SettableClock
 
 
 class Clock:
@@ -115,3 +116,14 @@ def test_runs_that_were_not_looked_at_for_long_are_let_go(tmp_path: Path, monkey
     runs.find(second).read_page()
     runs.find(second)
     assert runs.find(first) is not before
+
+
+def test_a_run_is_running_while_it_is_written_and_incomplete_afterwards(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run")
+    maker.start()
+    maker.steps(1, 3)
+    clock, wall = SettableClock(0.0), SettableClock((maker.path / "events.jsonl").stat().st_mtime)
+    live = LiveRun(Run(maker.path), clock, wall)
+    assert '<span class="status running">running</span>' in live.read_page().sections["outcome"]
+    clock.now, wall.now = 600.0, wall.now + 600
+    assert '<span class="status incomplete">' in live.read_page().sections["outcome"]
