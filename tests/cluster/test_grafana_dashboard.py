@@ -72,13 +72,13 @@ def serve(agent: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]
 
 @pytest.fixture(scope="module")
 def prometheus(serve: int, agent: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Prometheus that scrapes both each second."""
+    """The address of a Prometheus that scrapes both every three seconds."""
     if PROMETHEUS is None:
         pytest.skip("NOTHING IS TESTED ON A REAL PROMETHEUS: there is no prometheus")
     folder, port = tmp_path_factory.mktemp("prometheus"), find_free_port()
     config = folder / "prometheus.yml"
     config.write_text(
-        "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
+        "global: {scrape_interval: 3s, scrape_timeout: 3s}\n"
         "scrape_configs:\n"
         f"  - {{job_name: serve, authorization: {{credentials: {TOKEN}}}, "
         f"static_configs: [{{targets: ['127.0.0.1:{serve}']}}]}}\n"
@@ -86,13 +86,13 @@ def prometheus(serve: int, agent: int, tmp_path_factory: pytest.TempPathFactory)
     )
     words = [PROMETHEUS, f"--config.file={config}", f"--web.listen-address=127.0.0.1:{port}"]
     words += [f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
-    with run_server(words, port, folder / "prometheus.log"):
+    with run_server(words, port, folder / "prometheus.log", "/-/ready"):
         yield f"http://127.0.0.1:{port}"
 
 
 def query(prometheus: str, expression: str) -> list[Any]:
     """The series that an expression of a dashboard gives, with every variable at "All"."""
-    text = expression.replace("$__rate_interval", "10s")
+    text = expression.replace("$__rate_interval", "20s")
     for variable in ("$run", "$node", "$instance", "$gpu"):
         text = text.replace(variable, ".*")
     url = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': text})}"

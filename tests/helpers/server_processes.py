@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,12 +35,13 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 @contextlib.contextmanager
-def run_server(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
-    """A server of which `port` is open; it is ended by SIGTERM, and if that is not enough by SIGKILL."""
+def run_server(command: Sequence[str], port: int, log: Path, ready_path: str | None = None) -> Iterator[None]:
+    """A server of which `port` is open, and that answers `ready_path` with status 200, if it has one; it is ended by
+    SIGTERM, and if that is not enough by SIGKILL."""
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=log.parent)
     try:
-        _wait_for_port(process, port, log)
+        _wait_for_port(process, port, log, ready_path)
         yield
     finally:
         process.terminate()
@@ -50,11 +52,15 @@ def run_server(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
             process.wait()
 
 
-def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path, ready_path: str | None) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended:\n{log.read_text(errors='replace')}"
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        with contextlib.suppress(OSError):
+            if ready_path is None:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            else:  # an answer with another status is an OSError, too
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{ready_path}", timeout=1).close()
             return
         time.sleep(0.05)
     raise AssertionError(f"the server does not listen after {START_TIMEOUT_S:g} s:\n{log.read_text(errors='replace')}")

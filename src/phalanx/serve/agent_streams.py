@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from phalanx.fleet.telemetry.agent_endpoint import SAMPLES_PATH
 from phalanx.fleet.telemetry.sample import NodeSample
@@ -99,9 +100,8 @@ class _Stream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         """Pass on the last line."""

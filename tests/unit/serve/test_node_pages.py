@@ -198,6 +198,22 @@ def test_a_port_of_something_else_gives_no_sample_and_stops_nothing(answer: byte
     assert asyncio.run(follow())
 
 
+def test_agents_are_followed_on_the_event_loop_that_uvicorn_prefers() -> None:
+    uvloop = pytest.importorskip("uvloop")  # a server has it where another package brings it
+    endpoint = AgentEndpoint("n1", 0)
+    endpoint.publish(NodeSample(1.0))
+
+    async def follow() -> None:
+        streams = AgentStreams(lambda: {"n1": ("127.0.0.1", endpoint.port)})
+        task = asyncio.create_task(streams.run())
+        await until_sample(streams, "n1", 1.0)
+        task.cancel()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(follow())
+    endpoint.close()
+
+
 def test_a_node_that_leaves_the_fleet_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_streams, "SYNC_INTERVAL_S", 0.01)
 

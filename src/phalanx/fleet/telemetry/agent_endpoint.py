@@ -86,12 +86,16 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        if self.path == "/metrics":
-            self._send(200, METRICS_TYPE, self.agent.render())
-        elif self.path == SAMPLES_PATH:
-            self._stream()
-        else:
-            self._send(404, "text/plain", b"/metrics and /samples are here\n")
+        try:
+            if self.path == "/metrics":
+                self._send(200, METRICS_TYPE, self.agent.render())
+            elif self.path == SAMPLES_PATH:
+                self._stream()
+            else:
+                self._send(404, "text/plain", b"/metrics and /samples are here\n")
+        except OSError:  # the reader is gone, or takes nothing
+            logger.debug("telemetry: a reader of %s is gone", self.path)
+            self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep requests out of the output of a run."""
@@ -116,8 +120,6 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
             sample = None
             while (sample := self.agent.wait_for_sample(sample)) is not None:
                 self.wfile.write(self.agent.to_line(sample))
-        except OSError:  # the reader is gone, or takes nothing
-            logger.debug("telemetry: a reader of %s is gone", SAMPLES_PATH)
         finally:
             self.close_connection = True
             self.agent.release_stream()
