@@ -4,6 +4,7 @@ import grp
 import pwd
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 
 from phalanx import formatting
@@ -69,18 +70,28 @@ def sum_usage(
 
 def find_user(row: RunRow) -> str:
     """The name of a run's owner, or the number where it has none here."""
-    try:
-        return pwd.getpwuid(row.owner).pw_name
-    except (KeyError, OverflowError):
-        return f"user {row.owner}"
+    return _find_user_name(row.owner)
 
 
 def find_group(row: RunRow) -> str:
     """The name of the group of a run's directory, or the number where it has none here."""
+    return _find_group_name(row.group)
+
+
+@cache  # a directory service may take long to answer
+def _find_user_name(number: int) -> str:
     try:
-        return grp.getgrgid(row.group).gr_name
+        return pwd.getpwuid(number).pw_name
     except (KeyError, OverflowError):
-        return f"group {row.group}"
+        return f"user {number}"
+
+
+@cache
+def _find_group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except (KeyError, OverflowError):
+        return f"group {number}"
 
 
 def render_cluster(

@@ -56,6 +56,7 @@ class AccountReader:
         self._index, self._file, self._clock = index, file, clock
         self._accounts: dict[str, RunAccount] = {}
         self._read_at: dict[str, float] = {}
+        self._due: list[str] = []
         self._saved_at = clock()
         self._is_saved = True
         self._stop_requested = threading.Event()
@@ -82,8 +83,11 @@ class AccountReader:
 
     def update_one(self) -> bool:
         """Read a run that has changed; whether there was one."""
-        for id, row in list(self._index.rows.items()):
-            if self._is_due(id, row):
+        if not self._due:
+            self._due = [id for id, row in self._index.rows.items() if self._is_due(id, row)]
+        while self._due:
+            id = self._due.pop()
+            if (row := self._index.find(id)) is not None and row.state is not None:
                 self._accounts[id] = _read_account(row)
                 self._read_at[id] = self._clock()
                 self._is_saved = False
