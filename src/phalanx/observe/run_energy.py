@@ -11,7 +11,7 @@ LAST_MINUTES_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class RunEnergy:
+class RecordedEnergy:
     """Joules of all nodes so far, and of what."""
 
     device_j: float
@@ -22,7 +22,7 @@ class RunEnergy:
     missing_device_s: float
 
 
-def read_run_energy(run: Run) -> RunEnergy | None:
+def read_run_energy(run: Run) -> RecordedEnergy | None:
     """The energy of a run; None without a node that has recorded any. Reads the newest minute of each node only."""
     energies: list[NodeEnergy] = []
     is_estimate = False
@@ -37,7 +37,7 @@ def read_run_energy(run: Run) -> RunEnergy | None:
             is_estimate = is_estimate or newest.cpu_power_is_estimate
     if not energies:
         return None
-    return RunEnergy(
+    return RecordedEnergy(
         device_j=sum(each.device_j for each in energies),
         num_devices=sum(each.num_devices for each in energies),
         cpu_j=sum(each.cpu_j for each in energies),

@@ -299,9 +299,8 @@ def _summarize_energy(run: Run, history: RunHistory, is_over: bool) -> EnergySum
         is_complete = history.num_nodes == 1
     elif recorded is None:
         return None
-    cpu_j = None if recorded is None else recorded.cpu_j
-    energy_j, units = device_j + (cpu_j or 0.0), float(np.nansum(history.steps.tokens))
-    steps, planned = len(history.steps), history.planned_steps
+    cpu_j, units = None if recorded is None else recorded.cpu_j, float(np.nansum(history.steps.tokens))
+    energy_j, steps, planned = device_j + (cpu_j or 0.0), len(history.steps), history.planned_steps
     return EnergySummary(
         energy_j=energy_j,
         device_j=device_j,

@@ -13,7 +13,7 @@ from phalanx.serve.run_accounts import RunAccount
 from phalanx.serve.run_row import RunRow
 from phalanx.serve.tables import render_rows
 
-PERIODS = {"day": 86_400.0, "week": 7 * 86_400.0, "month": 30 * 86_400.0, "all": float("inf")}
+USAGE_PERIODS = {"day": 86_400.0, "week": 7 * 86_400.0, "month": 30 * 86_400.0, "all": float("inf")}
 """Names of periods, and the seconds before now in which a run was last written."""
 USAGE_COLUMNS = ("", "runs", "running", "device-hours", "goodput", "energy", "cost")
 
@@ -102,14 +102,14 @@ def render_cluster(
     note = f'<p class="note">{formatting.format_plural(missing, "run")} not read yet</p>' if missing else ""
     parts = [note]
     for title, name_of in (("All runs", lambda row: "all"), ("By user", find_user), ("By group", find_group)):
-        usages = sum_usage(rows, accounts, name_of, PERIODS[period], now)
+        usages = sum_usage(rows, accounts, name_of, USAGE_PERIODS[period], now)
         parts.append(f"<h2>{title}</h2>" + _render_usages(usages, prices))
     return "".join(parts)
 
 
 def render_cluster_page(content: str, period: str) -> str:
     """The page of the cluster."""
-    options = "".join(f"<option{' selected' if name == period else ''}>{name}</option>" for name in PERIODS)
+    options = "".join(f"<option{' selected' if name == period else ''}>{name}</option>" for name in USAGE_PERIODS)
     return f"""<header><h1>Cluster</h1></header>
 <form class="bar-form" method="get" action="/cluster">
 <label>Runs written in the last <select name="period">{options}</select></label> <button>Show</button></form>
@@ -141,4 +141,4 @@ def _render_usage(name: str, usage: Usage, prices: Prices) -> Sequence[str]:
 
 def find_period(names: Iterable[str]) -> str:
     """The first of these that is a period, else a week."""
-    return next((name for name in names if name in PERIODS), "week")
+    return next((name for name in names if name in USAGE_PERIODS), "week")

@@ -13,7 +13,7 @@ from phalanx.observe.goodput import compute_device_time
 from phalanx.observe.history import read_history
 from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, Rollups
 from phalanx.serve import run_accounts
-from phalanx.serve.cluster_page import PERIODS, find_group, find_user, render_cluster, sum_usage
+from phalanx.serve.cluster_page import USAGE_PERIODS, find_group, find_user, render_cluster, sum_usage
 from phalanx.serve.run_accounts import AccountReader
 from phalanx.serve.run_index import RunIndex, run_id
 from settable_clock import SettableClock
@@ -41,7 +41,7 @@ def test_accounts_are_the_device_time_of_reports(tmp_path: Path) -> None:
         expected = compute_device_time(read_history(path / "events.jsonl"))
         found = reader.accounts[run_id(path)]
         assert (found.device_s, found.productive_s) == (expected.allocated_s, expected.productive_s)
-    (usage,) = sum_usage(index.rows, reader.accounts, lambda row: "all", PERIODS["all"], NOW).values()
+    (usage,) = sum_usage(index.rows, reader.accounts, lambda row: "all", USAGE_PERIODS["all"], NOW).values()
     assert usage.num_runs == 2
     assert usage.goodput is not None
     assert 0.5 < usage.goodput < 1
@@ -55,7 +55,7 @@ def test_runs_of_other_times_are_left_out(tmp_path: Path) -> None:
     reader = AccountReader(index)
     read_all(reader)
     now = index.rows[run_id(tmp_path / "new")].last_written_at + 1
-    (usage,) = sum_usage(index.rows, reader.accounts, lambda row: "all", PERIODS["day"], now).values()
+    (usage,) = sum_usage(index.rows, reader.accounts, lambda row: "all", USAGE_PERIODS["day"], now).values()
     assert usage.num_runs == 1
 
 

@@ -149,9 +149,8 @@ class SlurmBackend:
         """Return the jobs that have a directory here."""
         folders = self._dirs.list_all()
         if array is not None:
-            folders = {
-                id: each for id, each in folders.items() if is_array_member(id, self._dirs.job_name(each), array)
-            }
+            names = {id: self._dirs.job_name(folder) for id, folder in folders.items()}
+            folders = {id: folders[id] for id, name in names.items() if is_array_member(id, name, array)}
         if not folders:
             return []
         queue = self._query_queue(folders)
