@@ -4,10 +4,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import DataError
 from phalanx.run import Run
-from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinuteTail
-
-LAST_MINUTES_BYTES = 1 << 20
-"""Bytes in which the newest minute of a node is."""
+from phalanx.run.telemetry_minutes import NodeEnergy, read_newest_energy
 
 
 @dataclass(frozen=True)
@@ -28,10 +25,9 @@ def read_run_energy(run: Run) -> RecordedEnergy | None:
     is_estimate = False
     for path in sorted(run.telemetry.glob("*.jsonl")):
         try:
-            minutes = list(NodeMinuteTail(path, LAST_MINUTES_BYTES).read())
+            newest = read_newest_energy(path)
         except (OSError, DataError):  # no file; the run may come from a stranger
             continue
-        newest = next((each for each in reversed(minutes) if each.run_energy is not None), None)
         if newest is not None and newest.run_energy is not None:
             energies.append(newest.run_energy)
             is_estimate = is_estimate or newest.cpu_power_is_estimate

@@ -10,6 +10,8 @@ from phalanx.run.lines import LineTail
 from phalanx.safe_files import parse_json
 
 TELEMETRY_FORMAT = 1
+LAST_MINUTES_BYTES = 1 << 20
+"""Bytes in which the newest minute of a file is: one with 16 accelerators has 20 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,12 @@ def _parse_line(line: bytes) -> Iterator[NodeMinute]:
         yield _from_json(parse_json(line.decode(errors="replace")))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return
+
+
+def read_newest_energy(path: Path) -> NodeMinute | None:
+    """The newest minute of a node's file that has `run_energy`; None without one. Errors as of NodeMinuteTail.read."""
+    minutes = list(NodeMinuteTail(path, LAST_MINUTES_BYTES).read())
+    return next((each for each in reversed(minutes) if each.run_energy is not None), None)
 
 
 def _to_json(rollups: Rollups) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from html import escape
 from phalanx import formatting
 from phalanx.cluster.spec import Prices
 from phalanx.serve.run_accounts import RunAccount
+from phalanx.serve.run_forecast import compute_cost
 from phalanx.serve.run_row import RunRow
 from phalanx.serve.tables import render_rows
 
@@ -44,12 +45,8 @@ class Usage:
         return self.productive_s / self.device_s if self.device_s > 0 else None
 
     def cost(self, prices: Prices) -> float | None:
-        """Rent of the devices where they have a price, else energy at the building; None without prices."""
-        if prices.device_hour is not None:
-            return self.device_s / 3600 * prices.device_hour
-        if prices.kwh is not None and self.has_energy:
-            return self.energy_j / 3.6e6 * prices.pue * prices.kwh
-        return None
+        """What these runs cost (`compute_cost`)."""
+        return compute_cost(self.device_s, self.energy_j if self.has_energy else None, prices)
 
 
 def sum_usage(

@@ -19,9 +19,17 @@ class RunForecast:
     cost_at_end: float | None
 
 
+def compute_cost(device_s: float, energy_j: float | None, prices: Prices) -> float | None:
+    """Rent of devices where they have a price, else energy at the building; None without prices."""
+    if prices.device_hour is not None:
+        return device_s / 3600 * prices.device_hour
+    if prices.kwh is not None and energy_j is not None:
+        return energy_j / 3.6e6 * prices.pue * prices.kwh
+    return None
+
+
 def forecast_run(summary: RunSummary, prices: Prices) -> RunForecast:
-    """Forecast from the wall time of a step so far: saves, evaluations and failures continue at the same rate. Cost is
-    the rent of devices where they have a price, else energy at the building."""
+    """Forecast from the wall time of a step so far: saves, evaluations and failures continue at the same rate."""
     device_s, steps, planned = summary.device_time.allocated_s, summary.last_step, summary.planned_steps
     is_over = summary.status in RUN_OUTCOMES
     left = None
@@ -29,11 +37,7 @@ def forecast_run(summary: RunSummary, prices: Prices) -> RunForecast:
         left = max(0, planned - steps) * summary.durations.wall_s / steps
     growth = planned / steps if left is not None and planned else None
     energy = summary.energy
-    cost = None
-    if prices.device_hour is not None:
-        cost = device_s / 3600 * prices.device_hour
-    elif prices.kwh is not None and energy is not None:
-        cost = energy.energy_j / 3.6e6 * prices.pue * prices.kwh
+    cost = compute_cost(device_s, None if energy is None else energy.energy_j, prices)
     return RunForecast(
         seconds_left=left,
         device_hours=device_s / 3600 if device_s else None,

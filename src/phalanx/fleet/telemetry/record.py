@@ -17,15 +17,13 @@ from phalanx.fleet.telemetry.rollup import add_minute_energy
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample
 from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.run import Run
-from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, NodeMinuteTail
+from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, read_newest_energy
 
 if TYPE_CHECKING:
     from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint
 
 logger = logging.getLogger(__name__)
 
-LAST_MINUTES_BYTES = 1 << 20
-"""Bytes in which the newest minute of a file is: one with 16 accelerators has 20 kB."""
 PORT_VARIABLE = "PHALANX_METRICS_PORT"
 
 
@@ -117,8 +115,8 @@ def _ignore_sample(sample: NodeSample) -> None:
 
 def _read_last_energy(path: Path) -> NodeEnergy:
     """What earlier attempts have used on this node."""
-    energies = [minute.run_energy for minute in NodeMinuteTail(path, LAST_MINUTES_BYTES).read()]
-    return next((each for each in reversed(energies) if each is not None), NodeEnergy())
+    newest = read_newest_energy(path)
+    return NodeEnergy() if newest is None or newest.run_energy is None else newest.run_energy
 
 
 def _open_alone(path: Path) -> int:
