@@ -18,6 +18,7 @@ from phalanx.cluster.spec import Prices
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.node_states import NodeChange
+from phalanx.fleet.nodes_file import load_nodes_file
 from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.jobs.backends.base import open_backend
 from phalanx.jobs.backends.nodes import open_node_backend
@@ -62,6 +63,8 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
     for root in options.roots:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")
+    if options.nodes_file is not None:
+        load_nodes_file(options.nodes_file)  # what is wrong with it is said before anything is served
     prices = Prices() if options.cluster is None else load_cluster(options.cluster).prices
     open_backend(options.backend)  # a name that is none, or a package that is missing
     access = make_access(options.host, options.allow_actions, options.token)
