@@ -183,6 +183,7 @@ class Meter:
         self.counter = EnergyCounter()
         self.times: list[float] = []
         self.joules: float | None = None
+        self.began = 0.0
         self._steps = 0
         self._last = 0.0
 
@@ -198,6 +199,8 @@ class Meter:
         elif self._steps > WARM_UP:
             self.times.append(now - self._last)
         self._last = time.perf_counter()
+        if self._steps == WARM_UP:
+            self.began = self._last
         if len(self.times) < 3 or sum(self.times) < self.seconds:
             return True
         if torch.cuda.is_available():
@@ -333,7 +336,7 @@ def plain_model(recipe: Recipe, device: torch.device) -> nn.Module:
 def result_of(meter: Meter, case: Case) -> dict[str, Any]:
     tokens = case.tokens
     joules = None if meter.joules is None else meter.joules / (tokens * len(meter.times))
-    found = {"seconds": meter.times, "joules_per_token": joules, "memory_bytes": None}
+    found = {"began": meter.began, "seconds": meter.times, "joules_per_token": joules, "memory_bytes": None}
     if torch.cuda.is_available():
         found |= {"memory_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
     return found

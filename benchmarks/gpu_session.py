@@ -34,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent / "src"))  # a machine with a GPU for some minutes has nothing installed
 
 import gpu  # noqa: E402
+import gpu_telemetry  # noqa: E402
 from loop_overhead import PEER_PACKAGES, PLAIN, can_run, make_dataset  # noqa: E402
 from phalanx.run import EventTail, read_events  # noqa: E402
 from phalanx.run.event_types import StepDone, WorkerStarted  # noqa: E402
@@ -46,7 +47,7 @@ ORDER = ("8b-4k", "gpt2", "1b3", "8b-8k")
 STEPS = 60
 KILL_AT = 30
 FP32_STEPS = 20
-DEFAULT_STEPS = 130
+DEFAULT_STEPS = 180
 BITS_PATIENCE = 170.0
 """Seconds that a run which is not timed may take."""
 LIBRARIES = ("nvidia-ml-py", "triton", "flash-attn", "flash-attn-3", "liger-kernel", "quack-kernels", "torchao")
@@ -386,9 +387,14 @@ def default(session: Session) -> dict[str, Any]:
     where = session.folder / "default"
     begun = time.monotonic()
     command = [sys.executable, "-m", "phalanx", "train", str(recipe), "--run", str(where)]
-    status, out, errors = session.call(command, session.left())
+    port = {"PHALANX_METRICS_PORT": str(gpu_telemetry.METRICS_PORT)}
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(session.call, command, session.left(), **port)
+        watched = gpu_telemetry.watch(where, steps // 4, session.environment, lambda: not trained.done())
+        status, out, errors = trained.result()
     times = [event.duration_s for event in read_events(where / "events.jsonl") if isinstance(event, StepDone)]
     found: dict[str, Any] = {"exit": status, "wall_s": time.monotonic() - begun, "output": out[-3000:] + errors[-800:]}
+    found["watched"] = watched
     if len(times) > 4:
         found["step_s"] = statistics.median(times[len(times) // 2 :])
         found["tokens_per_s"] = case.tokens / found["step_s"]
@@ -401,6 +407,13 @@ def default(session: Session) -> dict[str, Any]:
     status, out, errors = session.call([sys.executable, "-m", "phalanx", "report", str(where)], session.left())
     found["report"] = {"exit": status, "output": (out + errors)[-4000:]}
     return found
+
+
+def telemetry(session: Session) -> dict[str, Any]:
+    """benchmarks/gpu_telemetry.py: GPT-2 with and without the node's sampler."""
+    seconds = 2.0 if session.emulated else 40.0
+    task = task_of(session, "gpt2", gpt2(session), gpu.PHALANX, seconds, kernels=False)
+    return gpu_telemetry.effect(task, Path(task["folder"]), session.left(), session.environment)
 
 
 def planner(session: Session) -> dict[str, Any]:
@@ -458,6 +471,7 @@ PHASES = (
     Phase("speed", 60, speed),
     Phase("default", 50, default),
     Phase("bits", 60, bits),
+    Phase("telemetry", 75, telemetry),
     Phase("ceilings", 40, ceilings),
     Phase("planner", 60, planner),
     Phase("peers", 60, peers),
