@@ -7,6 +7,7 @@ from typing import TextIO
 from phalanx.app.prepare_run import find_machine
 from phalanx.app.resume import describe_finished
 from phalanx.app.train_arguments import TrainArguments
+from phalanx.cluster.gpu_energy import find_local_gpu_ids
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.fleet.telemetry.record import record_telemetry
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
@@ -66,7 +67,8 @@ def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_e
             print(finished_text, file=out)
             return ExitCode.DONE
         nproc_per_node = arguments.nproc_per_node
-        with NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node) as node_agent, record_telemetry(run):
+        node_agent = NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node)
+        with node_agent, record_telemetry(run, lambda: find_local_gpu_ids(nproc_per_node)):
             return ExitCode(node_agent.serve())
     except PhalanxError as error:
         with contextlib.suppress(UsageError):  # without a token no connection can be made

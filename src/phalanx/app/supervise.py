@@ -9,7 +9,7 @@ from phalanx.app.resume import read_last_attempt, read_last_step
 from phalanx.app.trackers import feed_trackers
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.cluster import discover_machine
-from phalanx.cluster.gpu_energy import read_local_gpu_joules
+from phalanx.cluster.gpu_energy import find_local_gpu_ids, read_local_gpu_joules
 from phalanx.cluster.health import run_preflight
 from phalanx.errors import ExitCode, describe_os_error, is_storage_error
 from phalanx.fleet.telemetry.record import record_telemetry
@@ -56,7 +56,8 @@ def supervise_run(
             meter=read_local_gpu_joules if machine.num_gpus else lambda count: None,
         ),
     )
-    with record_telemetry(run), feed_trackers(run, recipe.trackers):
+    num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
+    with record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)), feed_trackers(run, recipe.trackers):
         return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
 
 

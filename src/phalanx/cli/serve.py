@@ -33,7 +33,11 @@ def serve(
         typer.Option(min=0, max=65535, help="PHALANX_METRICS_PORT of the agents, to show nodes every second; 0: off."),
     ] = 0,
     allow_actions: Annotated[
-        bool, typer.Option("--allow-actions", help="Let a browser with the token cancel jobs.")
+        bool,
+        typer.Option(
+            "--allow-actions",
+            help="Let a browser with the token cancel jobs and drain nodes, and make nodes with evidence suspect.",
+        ),
     ] = False,
 ) -> None:
     """Serve a live page of runs, jobs and nodes until Ctrl-C.

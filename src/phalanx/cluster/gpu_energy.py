@@ -27,8 +27,17 @@ def read_local_gpu_joules(count: int) -> float | None:
     """Return the same for the first `count` GPUs of this machine, which its workers use; None if unknown."""
     if (nvml := import_nvml()) is None:
         return None
+    return read_gpu_joules(found, nvml) if len(found := _find_uuids(count)) == count else None
+
+
+def find_local_gpu_ids(count: int | None) -> list[str]:
+    """Return NVML's ids of these GPUs, or without a count of all that CUDA_VISIBLE_DEVICES allows; empty if unknown."""
+    return [f"GPU-{uuid}" for uuid in _find_uuids(count)]
+
+
+def _find_uuids(count: int | None) -> list[str]:
     try:
         found = [gpu.uuid for gpu in detect_gpus()][:count]
     except UnfitNodeError:
-        return None
-    return read_gpu_joules(found, nvml) if len(found) == count and all(found) else None
+        return []
+    return found if all(found) else []

@@ -127,7 +127,7 @@ class EnergySummary:
     energy_j: float
     """Joules of GPUs and CPUs, as far as they were measured."""
     device_j: float
-    """Part of it: GPUs, by their own counters. On nodes that runs share, those of the leading node."""
+    """Part of it: the run's GPUs, by their own counters."""
     num_devices: int
     cpu_j: float | None
     """Part of it: all CPU packages of the nodes; None where nothing was recorded."""
@@ -287,7 +287,8 @@ def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[st
 
 
 def _summarize_energy(run: Run, history: RunHistory, is_over: bool) -> EnergySummary | None:
-    """From what agents have recorded; GPUs from events where a node has more of them than the run has workers there."""
+    """From what agents have recorded; GPUs from events where agents counted other GPUs than the run has workers: they
+    did not know which are the run's."""
     recorded, drawn = read_run_energy(run), history.of(EnergyUsed)
     last = history.attempts[-1] if history.attempts else None
     device_j, num_devices, is_complete = 0.0, 0, last is None or last.device == "cpu"

@@ -40,7 +40,8 @@ class NodeEnergy:
     """What a run has used on a node so far, in all attempts."""
 
     device_j: float = 0.0
-    """Joules of all accelerators of the node: differences of their counters, else mean power times seconds."""
+    """Joules of the run's accelerators: differences of their counters, else mean power times seconds. Of all of the
+    node where the run's own are not known."""
     num_devices: int = 0
     cpu_j: float = 0.0
     """Joules of all CPU packages; an estimate where their power is."""

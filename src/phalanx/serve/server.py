@@ -71,7 +71,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
     _raise_file_limit()
     with _listen(options.host, options.port) as listener:
         index = RunIndex(options.roots)
-        nodes = NodeReader(lambda: _open_fleet(options, index))
+        nodes = NodeReader(lambda: open_fleet(options, index))
         streams = AgentStreams(lambda: _find_agents(nodes.nodes.nodes, options.agent_port))
         server = Server(
             index,
@@ -120,7 +120,7 @@ def _predict_end(index: RunIndex, job: JobStatus, now: float) -> float | None:
     return now + max(0, row.total_steps - row.step) * row.step_s
 
 
-def _open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
+def open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
     """Reads the nodes of the backend, or of the nodes file, with what running runs have recorded."""
 
     def list_running() -> list[Path]:
@@ -129,7 +129,7 @@ def _open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
 
     backend = None if options.nodes_file is not None else open_node_backend(options.backend)
     sources = FleetSources(backend, options.nodes_file)
-    reader = FleetReader(sources, open_node_states(), list_more_runs=list_running, finds_evidence=False)
+    reader = FleetReader(sources, open_node_states(), list_more_runs=list_running, finds_evidence=options.allow_actions)
 
     def read() -> tuple[Sequence[FleetNode], Sequence[str], Sequence[RackSample]]:
         view = reader.read()

@@ -44,6 +44,7 @@ def test_a_workers_gpus_are_the_first_that_torch_sees(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_energy, "import_nvml", lambda: library(a=1000, b=2000))
     monkeypatch.setattr(gpu_energy, "detect_gpus", lambda: [DetectedGpu("X", 1, None, uuid) for uuid in ("b", "a")])
     assert [gpu_energy.read_local_gpu_joules(count) for count in (1, 2, 3)] == [2.0, 3.0, None]
+    assert [gpu_energy.find_local_gpu_ids(count) for count in (1, None)] == [["GPU-b"], ["GPU-b", "GPU-a"]]
 
 
 def test_a_broken_driver_says_nothing_of_energy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +54,4 @@ def test_a_broken_driver_says_nothing_of_energy(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu_energy, "import_nvml", lambda: library(a=1000))
     monkeypatch.setattr(gpu_energy, "detect_gpus", broken)
     assert gpu_energy.read_local_gpu_joules(1) is None
+    assert gpu_energy.find_local_gpu_ids(1) == []

@@ -10,6 +10,7 @@ from phalanx.fleet.telemetry import record
 from phalanx.fleet.telemetry.local_sources import ring_path
 from phalanx.fleet.telemetry.record import MinuteFile, record_telemetry
 from phalanx.fleet.telemetry.ring_file import read_ring
+from phalanx.fleet.telemetry.rollup import MinuteBuilder
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, NodeMinuteTail, Rollups, ValueRollup
 
@@ -48,6 +49,16 @@ def test_two_agents_on_one_node_write_its_minutes_once(run: Run) -> None:
     third.write(MINUTE)
     third.close()
     assert len(minutes_of(run)) == 3
+
+
+def test_the_energy_of_other_accelerators_of_the_node_is_not_the_run_s(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = {id: Rollups({"power_mean_w": ValueRollup(100.0, 100.0, 100.0, 60)}) for id in ("GPU-1", "GPU-2")}
+    monkeypatch.setattr(MinuteBuilder, "take", lambda builder: replace(MINUTE, devices=devices))
+    with record_telemetry(run, lambda: ["GPU-2"]):
+        pass
+    assert [minute.run_energy.device_j for minute in minutes_of(run) if minute.run_energy] == [6000.0]
 
 
 def test_the_energy_of_a_run_adds_up_over_attempts(run: Run) -> None:

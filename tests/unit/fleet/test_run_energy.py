@@ -35,3 +35,12 @@ def test_cpus_count_by_rapl_else_by_their_power() -> None:
     by_counter = Rollups(watts("cpu_power_w", 10.0).values, {"cpu_energy_joules": 450.0})
     assert add_minute_energy(NodeEnergy(cpu_j=1.0), minute(by_counter)).cpu_j == 451.0
     assert add_minute_energy(NodeEnergy(cpu_j=1.0), minute(watts("cpu_power_w", 10.0))).cpu_j == 501.0
+
+
+@pytest.mark.parametrize(("own", "joules", "num_devices"), [(["1"], 200.0, 1), ([], 300.0, 2), (["MIG-7"], 300.0, 2)])
+def test_only_the_accelerators_of_the_run_count_where_they_are_known(
+    own: list[str], joules: float, num_devices: int
+) -> None:
+    devices = (Rollups({}, {"energy_joules": each}) for each in (100.0, 200.0))
+    found = add_minute_energy(NodeEnergy(), minute(Rollups(), *devices), own)
+    assert (found.device_j, found.num_devices) == (joules, num_devices)

@@ -5,7 +5,7 @@ import fcntl
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,9 +29,14 @@ PORT_VARIABLE = "PHALANX_METRICS_PORT"
 
 class MinuteFile:
     """Appends minutes to RUN/telemetry/NODE.jsonl. One process writes it: a second agent on the same node leaves it to
-    the first. Nothing that fails here stops a run."""
+    the first. Nothing that fails here stops a run.
+
+    Attributes:
+        device_ids: accelerators of the run, whose energy is counted; empty where they are not known.
+    """
 
     def __init__(self, run: Run, node: str):
+        self.device_ids: Sequence[str] = ()
         self._run, self._path, self._fd = run, run.telemetry / f"{node}.jsonl", -1
         self._is_off = False
         self._energy = NodeEnergy()
@@ -44,7 +49,7 @@ class MinuteFile:
             if self._fd < 0:
                 self._fd = _open_alone(self._path)
                 self._energy = _read_last_energy(self._path)
-            self._energy = add_minute_energy(self._energy, minute)
+            self._energy = add_minute_energy(self._energy, minute, self.device_ids)
             os.write(self._fd, replace(minute, run_energy=self._energy).to_line())
         except BlockingIOError:
             logger.info("telemetry: another agent records this node in %s", self._path)
@@ -60,14 +65,15 @@ class MinuteFile:
 
 
 @contextlib.contextmanager
-def record_telemetry(run: Run) -> Iterator[None]:
+def record_telemetry(run: Run, find_devices: Callable[[], Sequence[str]] = lambda: ()) -> Iterator[None]:
     """Sample this node once a second, write each minute into the run, and answer on PHALANX_METRICS_PORT. UsageError
-    for a port that is none."""
+    for a port that is none. `find_devices` returns the ids of the run's accelerators here; none: not known."""
     node = os.uname().nodename
     endpoint = _open_endpoint(node)
     minutes = MinuteFile(run, node)
 
     def make_sampler() -> NodeSampler:
+        minutes.device_ids = find_devices()
         sources, problems = open_local_sources()
         for problem in problems:
             logger.info("telemetry: %s", problem)

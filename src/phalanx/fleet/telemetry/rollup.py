@@ -1,7 +1,7 @@
 """Roll the samples of a node up into minutes: least, mean and most of each value, the increase of each counter."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from phalanx.fleet.telemetry.counters import CounterTotal
@@ -106,13 +106,12 @@ class MinuteBuilder:
         return found
 
 
-def add_minute_energy(before: NodeEnergy, minute: NodeMinute) -> NodeEnergy:
+def add_minute_energy(before: NodeEnergy, minute: NodeMinute, device_ids: Container[str] = ()) -> NodeEnergy:
     """The energy of a run on this node with this minute's. A counter's increase counts, else the mean power over the
-    seconds that were read."""
+    seconds that were read. `device_ids`: the run's accelerators; all, if none of these is in the minute."""
     seconds = minute.num_samples * SAMPLE_INTERVAL_S
-    devices = [
-        _find_joules(device, "energy_joules", DEVICE_POWER_COLUMNS, seconds) for device in minute.devices.values()
-    ]
+    chosen = [device for id, device in minute.devices.items() if id in device_ids] or minute.devices.values()
+    devices = [_find_joules(device, "energy_joules", DEVICE_POWER_COLUMNS, seconds) for device in chosen]
     known = [joules for joules in devices if joules is not None]
     cpu_j = _find_joules(minute.host, "cpu_energy_joules", ("cpu_power_w",), seconds)
     return NodeEnergy(

@@ -77,6 +77,7 @@ class LocalBackend:
             max_queued,
         )
         self._clock, self._last_daemon_start = clock, -math.inf
+        self._has_warned = False
 
     @cached_property
     def database(self) -> JobDatabase:
@@ -112,6 +113,9 @@ class LocalBackend:
 
         job_id = self.database.add(job, resources, self._max_queued, fill_dir)
         self._ensure_daemon_running(self.database.folder, True)
+        if not self._has_warned and (reason := self._explain_drain()) is not None:
+            logger.warning("queued jobs wait: %s", reason)
+            self._has_warned = True
         return str(job_id)
 
     def poll(self, job_id: str) -> JobStatus:
@@ -218,11 +222,15 @@ class LocalBackend:
 
     def _explain_waiting(self, statuses: list[JobStatus]) -> list[JobStatus]:
         """Queued jobs wait for the machine to be undrained, if it is drained."""
-        drain = read_drain(self.folder)
-        if drain is None:
+        if (reason := self._explain_drain()) is None:
             return statuses
-        reason = f"this machine is drained: {drain}; `phalanx fleet undrain {os.uname().nodename}` starts jobs again"
         return [replace(each, reason=reason) if each.state is JobState.QUEUED else each for each in statuses]
+
+    def _explain_drain(self) -> str | None:
+        """Why this machine starts no jobs, if it is drained."""
+        if (drain := read_drain(self.folder)) is None:
+            return None
+        return f"this machine is drained: {drain}; `phalanx fleet undrain {os.uname().nodename}` starts jobs again"
 
     def restart_dead_daemon(self) -> None:
         """Restart a daemon that was killed while jobs wait or run. Checking the lock of a live daemon takes

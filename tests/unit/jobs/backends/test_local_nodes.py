@@ -34,17 +34,20 @@ class TestContract(NodeContract):
         return NODE
 
 
-def test_a_drained_machine_starts_no_job_until_it_is_undrained(engine: LocalBackend, tmp_path: Path) -> None:
+def test_a_drained_machine_starts_no_job_until_it_is_undrained(
+    engine: LocalBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     daemon = QueueDaemon(engine.database, Resources(0, 8), lambda home, attempt: NOBODY)
     engine.drain_node(NODE, "loud fan", "ada")
     ident = engine.submit(engine.render(Job("job", ("true",), tmp_path)))
-    assert daemon.tick()  # a job waits, so that the daemon stays
+    engine.submit(engine.render(Job("later", ("true",), tmp_path)))
+    reason = f"this machine is drained: loud fan (ada); `phalanx fleet undrain {NODE}` starts jobs again"
+    assert caplog.messages == [f"queued jobs wait: {reason}"]  # said once
+    assert daemon.tick()  # jobs wait, so that the daemon stays
     waiting = engine.poll(ident)
     assert (waiting.state, waiting.num_attempts) == ("queued", 0)
-    assert (
-        waiting.reason == f"this machine is drained: loud fan (ada); `phalanx fleet undrain {NODE}` starts jobs again"
-    )
-    assert engine.list_jobs() == [waiting]
+    assert waiting.reason == reason
+    assert [each.reason for each in engine.list_jobs()] == [reason, reason]
     engine.undrain_node(NODE)
     daemon.tick()
     assert engine.poll(ident).num_attempts == 1
