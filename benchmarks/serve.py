@@ -7,7 +7,11 @@ The runs are copies of one made run; the live ones get a step a second each. A f
 of the loopback network of its own, sends a sample of eight devices a second. Three browsers are held open: the list of
 runs, one live run, the nodes. Measured: seconds from the start of the process to the first page with runs, and to the
 last run; then, over `--seconds`, CPU time and memory of the server, and how late a step appears on the run's page (the
-time from writing it to its arrival in the browser's stream) and a sample on the page of nodes.
+time from writing it to its arrival in the browser's stream) and a sample on the page of nodes; after that, with the
+three browsers still open, seconds until another one has the list of runs.
+
+With `--large` nothing else is measured: one run of a million steps and one log of 2 GB, and how long the server takes
+for their pages.
 
 TensorBoard, where it is installed, gets event files with the same losses, and is measured from its start to the first
 answer of its list of runs, to the answer that has all of them, and for CPU time and memory after that. It reloads every
@@ -47,6 +51,8 @@ STEPS_PER_RUN = 100
 LIVE_STEPS = 100_000
 DEVICES_PER_NODE = 8
 START_TIMEOUT_S = 240.0
+LARGE_STEPS, LARGE_LOG_BYTES = 1_000_000, 2_000_000_000
+LOG_TEXT = "INFO step finished with no problem of any kind, and some more words fill the line\n" * 1000
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class Result:
     run_delay_s: tuple[float, float] | None = None
     """Median and highest."""
     node_age_s: tuple[float, float] | None = None
+    page_s: tuple[float, float] | None = None
+    """For the list of runs, of a server that has read all."""
 
 
 def write_events(path: Path, events: list[RunEvent], mode: str = "w") -> None:
@@ -81,9 +89,9 @@ def make_step(step: int, moment: float, total: int) -> StepDone:
     )
 
 
-def make_run(path: Path, is_live: bool, now: float) -> None:
+def make_run(path: Path, is_live: bool, now: float, live_steps: int = LIVE_STEPS) -> None:
     path.mkdir(parents=True)
-    total = LIVE_STEPS if is_live else STEPS_PER_RUN
+    total = live_steps if is_live else STEPS_PER_RUN
     began = now - STEPS_PER_RUN - 1
     opened = LogOpened(time=began, format=FORMAT_VERSION, phalanx_version="0.1.0")
     start = AttemptStarted(
@@ -292,10 +300,50 @@ def measure_serve(root: Path, live: list[Path], num_runs: int, num_nodes: int, s
                 for event in map(json.loads, (live[0] / "events.jsonl").read_text().splitlines())
                 if event["kind"] == "step"
             }
+            pages = [seconds_for(f"{address}/")[0] for _ in range(20)]
             delays = [arrived - written[step] for step, arrived in steps.items() if step in written]
             for stream in streams:
                 stream.close()
-    return Result("phalanx serve", first_s, all_s, cpu, memory, middle_and_highest(delays), middle_and_highest(ages))
+    spreads = (middle_and_highest(values) for values in (delays, ages, pages))
+    return Result("phalanx serve", first_s, all_s, cpu, memory, *spreads)
+
+
+def measure_large(folder: Path) -> list[str]:
+    """Rows of what the pages of a long run and of a large log take."""
+    run = folder / "runs" / "large"
+    make_run(run, True, time.time(), 2 * LARGE_STEPS)
+    with open(run / "events.jsonl", "a") as file:
+        for step in range(STEPS_PER_RUN + 1, LARGE_STEPS + 1):
+            file.write(json.dumps(to_fields(make_step(step, time.time(), 2 * LARGE_STEPS))) + "\n")
+    (run / "logs").mkdir()
+    with open(run / "logs" / "attempt-0-rank-0.log", "w") as file:
+        for _ in range(LARGE_LOG_BYTES // len(LOG_TEXT)):
+            file.write(LOG_TEXT)
+        file.write("the end\n")
+    with started([sys.executable, "-m", "phalanx", "serve", str(run.parent), "--port", "0"]) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[1].rstrip("/")
+        wait_for(lambda: "/run/" in fetch(f"{address}/"), time.monotonic())
+        link = re.search(r'href="(/run/[0-9a-f]+)"', fetch(f"{address}/"))
+        assert link is not None
+        page = f"{address}{link[1]}"
+        times = {
+            "first page of the run: what was read up to then": seconds_for(page)[0],
+            "all steps on that page": wait_for(lambda: f"{LARGE_STEPS} of " in fetch(page), time.monotonic()),
+            "a page of the whole run": seconds_for(page)[0],
+            "last lines of the log": seconds_for(f"{page}/logs")[0],
+            "search of its last 512 MB": seconds_for(f"{page}/logs?q=nowhere")[0],
+        }
+        memory = psutil.Process(server.pid).memory_info().rss
+    rows = [f"| {name} | {seconds:.2f} s |" for name, seconds in times.items()]
+    return ["| | |", "|---|---:|", *rows, f"| memory of the server | {memory / 1e6:.0f} MB |"]
+
+
+def seconds_for(address: str) -> tuple[float, str]:
+    """How long a page takes, and the page."""
+    began = time.monotonic()
+    page = fetch(address)
+    return time.monotonic() - began, page
 
 
 def middle_and_highest(values: list[float]) -> tuple[float, float]:
@@ -336,17 +384,18 @@ def format_start(seconds: float) -> str:
 
 def to_table(results: list[Result]) -> str:
     rows = [
-        "| | first page with runs | all runs | CPU | memory | a step is shown after | a node's reading is |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| | first page with runs | all runs | list of runs later | CPU | memory | a step is shown after "
+        "| a node's reading is |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for each in results:
-        delay, age = (
-            "-" if value is None else f"{value[0]:.1f} s (at most {value[1]:.1f} s)"
-            for value in (each.run_delay_s, each.node_age_s)
+        delay, age, page = (
+            "-" if value is None else f"{value[0]:.{digits}f} s (at most {value[1]:.{digits}f} s)"
+            for value, digits in ((each.run_delay_s, 1), (each.node_age_s, 1), (each.page_s, 2))
         )
         old = age if age == "-" else f"{age} old"
         rows.append(
-            f"| {each.name} | {format_start(each.first_page_s)} | {format_start(each.all_runs_s)} | "
+            f"| {each.name} | {format_start(each.first_page_s)} | {format_start(each.all_runs_s)} | {page} | "
             f"{each.cpu_share:.2f} cores "
             f"| {each.memory_bytes / 1e6:.0f} MB | {delay} | {old} |"
         )
@@ -360,12 +409,16 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=200)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--large", action="store_true", help="measure a run of a million steps and a log of 2 GB")
     parser.add_argument("--fake-agents", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fake_agents:
         run_fake_agents(options.fake_agents)
         return
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
+        if options.large:
+            print("\n".join(measure_large(Path(folder))))
+            return
         root, now = Path(folder) / "runs", time.time()
         paths = [root / f"group-{number % 100}" / f"run-{number}" for number in range(options.runs)]
         template = Path(folder) / "template"

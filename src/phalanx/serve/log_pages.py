@@ -70,9 +70,10 @@ def search_log(path: Path, wanted: str, end: int | None = None) -> LogPart:
         while start > 0 and len(found) < MAX_MATCHES and end - start < MAX_SEARCHED_BYTES:
             first = max(0, start - CHUNK_BYTES)
             text = os.pread(descriptor, start - first, first) + rest
-            lines = text.split(b"\n")
-            rest = lines[0] if first > 0 and len(lines[0]) <= CHUNK_BYTES else b""
-            found = _find_lines(lines, 1 if rest else 0, first, sought) + found
+            head = text.partition(b"\n")[0]
+            rest = head if first > 0 and len(head) <= CHUNK_BYTES else b""
+            if sought in text.lower():  # few chunks have it
+                found = _find_lines(text.split(b"\n"), 1 if rest else 0, first, sought) + found
             start = first
     finally:
         os.close(descriptor)
