@@ -1,0 +1,142 @@
+"""The fleet file: sites, feeds, rows, racks and nodes, and the power that each of them may draw.
+
+A name with a range, such as `r[01-10]`, is an entry for each of these names. Powers are written with their unit.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from phalanx.cluster.spec import StrictModel
+from phalanx.errors import RecipeError
+from phalanx.recipe.load import read_user_text
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
+
+WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
+MAX_POWER_W = 1e11
+POWER_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(W|kW|MW)")
+NAME_PATTERN = re.compile(r"([\w.-]*)\[([\d,-]+)\]([\w.-]*)|[\w.-]+")
+MAX_NAMES = 100_000
+"""Names of one range."""
+EntryT = TypeVar("EntryT")
+
+
+def parse_power(value: Any) -> float:
+    """Return the watts of a text such as "45 kW". ValueError for a number without a unit, or another unit."""
+    found = POWER_PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if found is None or (watts := float(found[1]) * WATTS_BY_UNIT[found[2]]) > MAX_POWER_W:
+        raise ValueError("expected a power with its unit (W, kW or MW), such as 45 kW")
+    return watts
+
+
+Power = Annotated[
+    float, BeforeValidator(parse_power, json_schema_input_type=str), Field(json_schema_extra={"type": "string"})
+]
+
+
+class NodeTypeEntry(StrictModel):
+    """Nodes of one kind. What is left out is the catalogue's."""
+
+    node: str
+    """Node of the catalogue, such as dgx-h100; `docs/reference/cluster-file.md` lists them."""
+    power: Power | None = None
+    """Most power of the whole node."""
+    idle: Power | None = None
+    """Power of the whole node without a job."""
+    device_power: Power | None = None
+    """Most power of one accelerator."""
+    device_idle: Power | None = None
+    device_min_cap: Power | None = None
+    """Lowest power cap that an accelerator takes."""
+
+
+class SiteEntry(StrictModel):
+    """A site."""
+
+    budget: Power | None = None
+
+
+class FeedEntry(StrictModel):
+    """A feed of a site, or behind another feed."""
+
+    site: str | None = None
+    feed: str | None = None
+    budget: Power | None = None
+
+
+class RowEntry(StrictModel):
+    """A row of racks behind a feed."""
+
+    feed: str
+    budget: Power | None = None
+
+
+class RackEntry(StrictModel):
+    """A rack with equal nodes."""
+
+    row: str
+    budget: Power | None = None
+    node_type: str
+    nodes: int = Field(1, ge=0, le=1000)
+    """Nodes in the rack, called RACK-1, RACK-2 and so on."""
+    names: str | None = None
+    """Names of the nodes of all racks of this entry, rack by rack, such as n[001-040]."""
+
+
+class FleetFile(StrictModel):
+    """A fleet. A level without a budget may draw what its parts need."""
+
+    name: str = "fleet"
+    sites: dict[str, SiteEntry]
+    feeds: dict[str, FeedEntry]
+    rows: dict[str, RowEntry]
+    racks: dict[str, RackEntry]
+    node_types: dict[str, NodeTypeEntry]
+
+
+def load_fleet_file(path: Path) -> tuple[FleetFile, SourceLocations]:
+    """Load the fleet file at `path`, and where its keys are. Raises RecipeError with a line for each problem: file,
+    line, key, the value found and the value expected."""
+    value, locations = parse_yaml(read_user_text(path), str(path))
+    if not isinstance(value, dict):
+        raise RecipeError(
+            f"{location_of_key(locations, ())}: found {describe_value(value)}, expected a mapping with sites, feeds, "
+            "rows, racks and node_types"
+        )
+    try:
+        return FleetFile.model_validate(value), locations
+    except ValidationError as error:
+        raise describe_validation_error(error, value, locations, FleetFile) from None
+
+
+def expand_names(text: str) -> list[str]:
+    """Return the names that a name with a range stands for: r[1,08-10] is r1, r08, r09 and r10. ValueError for anything
+    else than a name of letters, digits, `_`, `.` and `-` with one range at most."""
+    found = NAME_PATTERN.fullmatch(text)
+    if found is None:
+        raise ValueError(f"expected a name, or one with a range such as r[01-10], found {text}")
+    if found[2] is None:
+        return [text]
+    names = []
+    for part in found[2].split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < int(first) + MAX_NAMES):
+            raise ValueError(f"expected a range such as [01-10], with {MAX_NAMES} names at most, found [{found[2]}]")
+        names += [f"{found[1]}{number:0{len(first)}d}{found[3]}" for number in range(int(first), int(last) + 1)]
+    return names
+
+
+def expand_entries(entries: Mapping[str, EntryT]) -> dict[str, tuple[str, EntryT]]:
+    """Return the key and the entry by each name that a key stands for. ValueError for a name that is there twice."""
+    expanded: dict[str, tuple[str, EntryT]] = {}
+    for key, entry in entries.items():
+        for name in expand_names(key):
+            if name in expanded:
+                raise ValueError(f"{name} is there twice")
+            expanded[name] = key, entry
+    return expanded
