@@ -25,6 +25,7 @@ from phalanx.observe.goodput import DeviceTime, compute_device_time
 from phalanx.observe.google_goodput import ettr_to_json, google_goodput_to_json
 from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
 from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
+from phalanx.observe.run_cost import CostSummary, read_run_prices, summarize_cost
 from phalanx.observe.run_energy import read_run_energy
 from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
 from phalanx.run import Run
@@ -168,6 +169,8 @@ class RunSummary:
     warnings: tuple[str, ...]
     checkpoints: CheckpointSummary
     energy: EnergySummary | None
+    cost: CostSummary | None
+    """None without prices: PHALANX_CLUSTER was not set."""
     digest: str | None
     lost: tuple[str, ...] = ()
     """What of the run is missing or damaged, so that this is not all."""
@@ -211,6 +214,9 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
     status, last_step = _end(run, history, result, lost)
     is_finished = status not in ("incomplete", "not started") and result.get("steps") == last_step
     guards = history.of(NonFiniteStep)
+    device_time, num_units = compute_device_time(history), float(np.nansum(steps.tokens))
+    energy = _summarize_energy(run, history, status in RUN_OUTCOMES)
+    prices = read_run_prices(cluster)
     return RunSummary(
         run_info=run_info,
         status=status,
@@ -218,12 +224,12 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
         planned_steps=history.planned_steps or _int_or_none(recipe.get("steps")),
         started_at=history.first_event_at,
         last_event_at=history.last_event_at,
-        num_units=float(np.nansum(steps.tokens)),
+        num_units=num_units,
         loss=_summarize_loss(history),
         speed=_summarize_speed(steps, run_info, plan, cluster, history),
         breakdown_s=metrics.mean_breakdown(steps),
         durations=summarize_durations(history),
-        device_time=compute_device_time(history),
+        device_time=device_time,
         attempts=tuple(
             AttemptSummary(
                 number=attempt.number,
@@ -248,7 +254,16 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
             *map(describe_straggler, history.of(StragglerDetected)),
         ),
         checkpoints=_summarize_checkpoints(history),
-        energy=_summarize_energy(run, history, status in RUN_OUTCOMES),
+        energy=energy,
+        cost=None
+        if prices is None
+        else summarize_cost(
+            prices,
+            device_time.allocated_s,
+            None if energy is None else energy.energy_j,
+            energy is not None and energy.energy_j_per_step is not None,
+            num_units,
+        ),
         digest=str(result["digest"]) if is_finished and result.get("digest") else None,
         lost=tuple(lost),
     )
