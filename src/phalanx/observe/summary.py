@@ -26,14 +26,13 @@ from phalanx.observe.google_goodput import ettr_to_json, google_goodput_to_json
 from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
 from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
 from phalanx.observe.run_cost import CostSummary, read_run_prices, summarize_cost
-from phalanx.observe.run_energy import read_run_energy
+from phalanx.observe.run_energy import EnergySummary, summarize_energy
 from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
 from phalanx.run import Run
 from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSaved,
-    EnergyUsed,
     NonFiniteStep,
     RunWarning,
     StragglerDetected,
@@ -122,26 +121,6 @@ class CheckpointSummary:
 
 
 @dataclass(frozen=True)
-class EnergySummary:
-    """Energy of a run in all attempts, repeated steps included."""
-
-    energy_j: float
-    """Joules of GPUs and CPUs, as far as they were measured."""
-    device_j: float
-    """Part of it: the run's GPUs, by their own counters."""
-    num_devices: int
-    cpu_j: float | None
-    """Part of it: all CPU packages of the nodes; None where nothing was recorded."""
-    cpu_is_estimate: bool
-    energy_j_per_unit: float | None
-    """Joules for a token (or sample) that counted; None where GPUs of some nodes were not measured."""
-    energy_j_per_step: float | None
-    """The same for a step that counted."""
-    energy_j_at_end: float | None
-    """What it will be at the last step, at the same rate; None for a run that is over."""
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """Everything that `phalanx report` knows. See the fields' own classes for units."""
 
@@ -215,7 +194,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
     is_finished = status not in ("incomplete", "not started") and result.get("steps") == last_step
     guards = history.of(NonFiniteStep)
     device_time, num_units = compute_device_time(history), float(np.nansum(steps.tokens))
-    energy = _summarize_energy(run, history, status in RUN_OUTCOMES)
+    energy = summarize_energy(run, history, status in RUN_OUTCOMES)
     prices = read_run_prices(cluster)
     return RunSummary(
         run_info=run_info,
@@ -299,34 +278,6 @@ def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[st
         )
         return "not known", saved
     return history.status, history.last_step
-
-
-def _summarize_energy(run: Run, history: RunHistory, is_over: bool) -> EnergySummary | None:
-    """From what agents have recorded; GPUs from events where agents counted other GPUs than the run has workers: they
-    did not know which are the run's."""
-    recorded, drawn = read_run_energy(run), history.of(EnergyUsed)
-    last = history.attempts[-1] if history.attempts else None
-    device_j, num_devices, is_complete = 0.0, 0, last is None or last.device == "cpu"
-    if recorded is not None and last is not None and not is_complete and recorded.num_devices == last.world_size:
-        device_j, num_devices = recorded.device_j, recorded.num_devices
-        is_complete = recorded.num_nodes >= history.num_nodes and recorded.missing_device_s == 0
-    elif drawn:
-        device_j, num_devices = sum(event.energy_j for event in drawn), drawn[-1].num_gpus
-        is_complete = history.num_nodes == 1
-    elif recorded is None:
-        return None
-    cpu_j, units = None if recorded is None else recorded.cpu_j, float(np.nansum(history.steps.tokens))
-    energy_j, steps, planned = device_j + (cpu_j or 0.0), len(history.steps), history.planned_steps
-    return EnergySummary(
-        energy_j=energy_j,
-        device_j=device_j,
-        num_devices=num_devices,
-        cpu_j=cpu_j,
-        cpu_is_estimate=recorded is not None and recorded.cpu_is_estimate,
-        energy_j_per_unit=energy_j / units if is_complete and units > 0 else None,
-        energy_j_per_step=energy_j / steps if is_complete and steps else None,
-        energy_j_at_end=energy_j / steps * planned if steps and planned and not is_over else None,
-    )
 
 
 def _summarize_loss(history: RunHistory) -> LossSummary:

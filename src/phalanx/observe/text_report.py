@@ -10,8 +10,9 @@ from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_cost import CostSummary
+from phalanx.observe.run_energy import EnergySummary
 from phalanx.observe.run_info import RunInfo
-from phalanx.observe.summary import EnergySummary, RunSummary
+from phalanx.observe.summary import RunSummary
 from phalanx.text_table import Column, format_facts, format_table
 
 PAGE_WIDTH = 100
