@@ -1,0 +1,1 @@
+"""Simulate months of a fleet: jobs, failures, checkpoints, repairs, power and energy."""

@@ -1,0 +1,393 @@
+"""Discrete events of jobs on equal nodes: submissions, starts, ends, failures and repairs."""
+
+import heapq
+import math
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.fleet.simulate.checkpointing import AttemptTime
+from phalanx.fleet.simulate.job_state import SimulatedJob
+from phalanx.fleet.simulate.node_pool import NodePool, Placement
+from phalanx.fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
+
+BACKFILL_DEPTH = 100
+"""Waiting jobs that are tried at an event, as Slurm's bf_max_job_test."""
+PREEMPTION_DEPTH = 4
+"""Waiting jobs, the best first, for which others may be stopped at an event."""
+Waiting = tuple[tuple[float, ...], int, SimulatedJob]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """A failure of a node. All jobs on it stop."""
+
+    time_s: float
+    node: int
+    cause: int
+    repair_s: float
+    """0: the node can be used again at once."""
+
+
+@dataclass
+class AttemptLog:
+    """Attempts of all jobs, for the power that they drew."""
+
+    start_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)
+    times: list[AttemptTime] = field(default_factory=list)
+
+
+@dataclass
+class DeviceTime:
+    """Device-seconds of a cluster by state. All add up to its devices times the time simulated."""
+
+    productive: float = 0.0
+    blocked: float = 0.0
+    wasted: float = 0.0
+    unavailable: float = 0.0
+    idle: float = 0.0
+    spare: float = 0.0
+    repair: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum of all states."""
+        return self.used + self.idle + self.spare + self.repair
+
+    @property
+    def used(self) -> float:
+        """Sum of the states in which a job has the device."""
+        return self.productive + self.blocked + self.wasted + self.unavailable
+
+
+@dataclass
+class ClusterOutcome:
+    """What happened."""
+
+    end_s: float
+    jobs: Sequence[SimulatedJob]
+    time: DeviceTime
+    attempts: AttemptLog
+    node_states: list[tuple[float, int]]
+    """Nodes in repair from each time on."""
+    stops_by_cause: dict[int, int]
+    num_failures: int
+    """Failures of nodes, with and without a job."""
+    requeue_wait: float
+    """Device-seconds that jobs waited between a failure and their next start."""
+
+
+class ClusterSimulation:
+    """Simulates a cluster.
+
+    Args:
+        pool: Nodes; they are changed.
+        jobs: Jobs in the order of submission; they are changed.
+        policy: Order of jobs.
+        failures: Failures in the order of time.
+        until_s: When it ends; by default when all jobs are done.
+        repacks: Whether all jobs are placed again at each event, each that runs pays a restart, and nothing is logged.
+            The simulators of Tiresias and Muri do so.
+    """
+
+    def __init__(
+        self,
+        pool: NodePool,
+        jobs: Sequence[SimulatedJob],
+        policy: SchedulingPolicy,
+        failures: Sequence[NodeFailure] = (),
+        until_s: float = math.inf,
+        repacks: bool = False,
+    ):
+        self._pool, self._jobs, self._policy, self._failures = pool, jobs, policy, failures
+        self._until_s, self._repacks = until_s, repacks
+        self._now_s = 0.0
+        self._ids = {id(job): index for index, job in enumerate(jobs)}
+        self._events: list[tuple[float, int, str, SimulatedJob | int, int]] = []
+        self._waiting: list[Waiting] = []
+        self._running: dict[SimulatedJob, float] = {}
+        self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
+        self._count = 0
+        self._next_round_s = math.inf
+        self._may_preempt = False
+        self._time, self._log = DeviceTime(), AttemptLog()
+        self._node_states = [(0.0, 0)]
+        self._stops: dict[int, int] = {}
+        self._num_failures = 0
+        self._requeue_wait = 0.0
+
+    def run(self) -> ClusterOutcome:
+        """Simulate all events."""
+        submitted, failed = 0, 0
+        jobs, failures = self._jobs, self._failures
+        while submitted < len(jobs) or self._running or (self._waiting and math.isfinite(self._until_s)):
+            self._drop_void_events()
+            now_s = min(
+                jobs[submitted].submit_s if submitted < len(jobs) else math.inf,
+                failures[failed].time_s if failed < len(failures) else math.inf,
+                self._events[0][0] if self._events else math.inf,
+                self._next_round_s if self._waiting else math.inf,
+            )
+            if now_s >= self._until_s or math.isinf(now_s):
+                break
+            self._advance(now_s)
+            self._may_preempt = False
+            while self._events and self._events[0][0] <= now_s:
+                self._handle(*heapq.heappop(self._events)[2:])
+            while failed < len(failures) and failures[failed].time_s <= now_s:
+                self._fail(failures[failed])
+                failed += 1
+            while submitted < len(jobs) and jobs[submitted].submit_s <= now_s:
+                self._enqueue(jobs[submitted])
+                submitted += 1
+            self._schedule()
+        self._finish_simulation()
+        return ClusterOutcome(
+            self._now_s,
+            jobs,
+            self._time,
+            self._log,
+            self._node_states,
+            self._stops,
+            self._num_failures,
+            self._requeue_wait,
+        )
+
+    def _drop_void_events(self) -> None:
+        events = self._events
+        while events and not isinstance(subject := events[0][3], int) and subject.version != events[0][4]:
+            heapq.heappop(events)
+
+    def _advance(self, now_s: float) -> None:
+        passed_s = now_s - self._now_s
+        per_node, pool, time = self._pool.devices_per_node, self._pool, self._time
+        time.idle += passed_s * pool.free_devices
+        time.spare += passed_s * pool.num_idle_spares * per_node
+        time.repair += passed_s * pool.num_down * per_node
+        self._now_s = now_s
+
+    def _finish_simulation(self) -> None:
+        if math.isfinite(self._until_s):
+            self._advance(self._until_s)
+        for job in list(self._running):
+            self._stop(job, job.costs.split_preempted(self._now_s - (job.attempt_start_s or 0.0)))
+
+    def _handle(self, kind: str, subject: SimulatedJob | int, version: int) -> None:
+        if isinstance(subject, int):
+            self._pool.end_repair(subject)
+            self._node_states.append((self._now_s, self._pool.num_down))
+        elif subject.version != version:
+            return
+        elif kind == "finish":
+            self._stop(subject, subject.costs.split_finished(subject.remaining_s))
+            subject.finish_s = self._now_s
+        elif kind == "demotion":
+            subject.level += 1
+            self._count += 1
+            subject.order = DEMOTED_ORDER + self._count
+            self._may_preempt = True
+            self._push_demotion(subject, subject.attained_s + self._now_s - (subject.attempt_start_s or 0.0))
+
+    def _push(self, time_s: float, kind: str, subject: SimulatedJob | int, version: int) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (time_s, self._count, kind, subject, version))
+
+    def _push_demotion(self, job: SimulatedJob, attained_s: float) -> None:
+        remaining_s = self._policy.demotion_s(job) + job.attained_s - attained_s
+        if math.isfinite(remaining_s):
+            self._push(self._now_s + max(remaining_s, 1e-6), "demotion", job, job.version)
+
+    def _enqueue(self, job: SimulatedJob) -> None:
+        if not job.order:
+            self._count += 1
+            job.order = self._count
+        job.waiting_since_s = self._now_s
+        self._may_preempt = True
+        if math.isinf(self._next_round_s) and math.isfinite(self._policy.round_s):
+            self._next_round_s = self._now_s
+        self._count += 1
+        insort(self._waiting, (self._policy.key(job, self._now_s), self._count, job))
+
+    def _fail(self, failure: NodeFailure) -> None:
+        if self._pool.is_down(failure.node):
+            return
+        self._num_failures += 1
+        for job in sorted(self._on_node[failure.node], key=lambda each: self._ids[id(each)]):
+            job.num_stops += 1
+            self._stops[failure.cause] = self._stops.get(failure.cause, 0) + 1
+            self._stop(job, job.costs.split_failed(self._now_s - (job.attempt_start_s or 0.0)))
+            self._enqueue(job)
+        if failure.repair_s > 0:
+            self._pool.start_repair(failure.node)
+            self._node_states.append((self._now_s, self._pool.num_down))
+            self._push(self._now_s + failure.repair_s, "repaired", failure.node, 0)
+
+    def _start(self, job: SimulatedJob, placement: Placement) -> None:
+        if job.first_start_s is None:
+            job.first_start_s = self._now_s
+        elif job.num_stops:
+            self._requeue_wait += (self._now_s - job.waiting_since_s) * job.devices
+        job.placement, job.attempt_start_s = placement, self._now_s
+        job.version += 1
+        for node, _ in placement:
+            self._on_node[node].add(job)
+        end_s = self._now_s + job.costs.wall_seconds(job.remaining_s)
+        self._running[job] = end_s
+        self._push(end_s, "finish", job, job.version)
+        self._push_demotion(job, job.attained_s)
+
+    def _stop(self, job: SimulatedJob, time: AttemptTime) -> None:
+        """Take a job off its nodes, and count how its time was spent."""
+        start_s = job.attempt_start_s or 0.0
+        job.attempt_start_s = None
+        job.version += 1
+        del self._running[job]
+        for node, _ in job.placement:
+            self._on_node[node].discard(job)
+        self._pool.release(job.placement)
+        job.remaining_s = max(0.0, job.remaining_s - time.productive_s)
+        job.attained_s += self._now_s - start_s
+        job.isolated_s += time.productive_s / job.equal_share
+        total, devices = self._time, job.devices
+        total.productive += time.productive_s * devices
+        total.blocked += time.blocked_s * devices
+        total.wasted += time.wasted_s * devices
+        total.unavailable += time.unavailable_s * devices
+        if not self._repacks:
+            self._log.start_s.append(start_s)
+            self._log.end_s.append(self._now_s)
+            self._log.jobs.append(self._ids[id(job)])
+            self._log.times.append(time)
+
+    def _preempt(self, job: SimulatedJob) -> None:
+        self._stop(job, job.costs.split_preempted(self._now_s - (job.attempt_start_s or 0.0)))
+
+    def _schedule(self) -> None:
+        if not self._waiting and not self._repacks:
+            return
+        if self._next_round_s <= self._now_s or (self._repacks and math.isfinite(self._policy.round_s)):
+            self._update_round()
+        if self._repacks:
+            self._repack()
+        else:
+            self._start_waiting()
+
+    def _update_round(self) -> None:
+        waiting = [entry[2] for entry in self._waiting]
+        if active := [*waiting, *self._running]:
+            self._policy.update(active, self._now_s, self._pool.num_nodes * self._pool.devices_per_node)
+        self._waiting = sorted(self._entries(waiting))
+        self._may_preempt = True
+        self._next_round_s = math.inf if self._repacks else self._now_s + self._policy.round_s
+
+    def _entries(self, jobs: Iterable[SimulatedJob]) -> list[Waiting]:
+        return [(self._policy.key(job, self._now_s), self._ids[id(job)], job) for job in jobs]
+
+    def _start_waiting(self) -> None:
+        """Start jobs that wait, in their order, as far as there are devices; for the first few stop worse ones."""
+        pool, policy = self._pool, self._policy
+        started: set[int] = set()
+        preempted: list[SimulatedJob] = []
+        victims: list[Waiting] | None = None
+        shadow_s, num_blocked, extra = math.inf, 0, 0
+        for index, (key, _, job) in enumerate(self._waiting[:BACKFILL_DEPTH]):
+            may_preempt = policy.is_preemptive and self._may_preempt and num_blocked < PREEMPTION_DEPTH
+            if pool.free_devices == 0 and not may_preempt:
+                break
+            if (
+                num_blocked
+                and not policy.is_preemptive
+                and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s
+                and job.devices > extra
+            ):
+                continue
+            placement = pool.place(job.devices)
+            if placement is None and may_preempt:
+                if victims is None:
+                    victims = sorted(self._entries(self._running), reverse=True)
+                worse = [each[2] for each in victims if each[0] > key and each[2].attempt_start_s is not None]
+                stopped = self._make_place(job.devices, worse)
+                preempted += stopped
+                placement = pool.place(job.devices) if stopped else None
+            if placement is not None:
+                started.add(index)
+                if num_blocked and not policy.is_preemptive and job.devices <= extra:
+                    extra -= job.devices
+                self._start(job, placement)
+            else:
+                num_blocked += 1
+                if num_blocked == 1 and not policy.is_preemptive:
+                    shadow_s, extra = self._find_reservation(job.devices)
+        if started:
+            self._waiting = [entry for index, entry in enumerate(self._waiting) if index not in started]
+        for job in preempted:
+            self._enqueue(job)
+
+    def _find_reservation(self, devices: int) -> tuple[float, int]:
+        """Return when the first job that waits can start at the latest, and how many devices are left then."""
+        free = self._pool.free_devices
+        for end_s, job_devices in sorted((end_s, job.devices) for job, end_s in self._running.items()):
+            if free >= devices:
+                break
+            free += job_devices
+            shadow_s = end_s
+        else:
+            return math.inf, free
+        return (self._now_s if free == self._pool.free_devices else shadow_s), free - devices
+
+    def _make_place(self, devices: int, worse: Sequence[SimulatedJob]) -> list[SimulatedJob]:
+        """Stop as many of these jobs, the worst first, as give a job a place. Return them, or none if all do not."""
+        pool = self._pool
+        if pool.free_devices + sum(job.devices for job in worse) < devices:
+            return []
+        chosen: list[SimulatedJob] = []
+        found: Placement | None = None
+        for job in worse:
+            pool.release(job.placement)
+            chosen.append(job)
+            if pool.free_devices >= devices and (found := pool.place(devices)) is not None:
+                break
+        needed = []
+        for job in reversed(chosen):
+            if not pool.take(job.placement):
+                needed.append(job)
+        if found is None:
+            return []
+        pool.release(found)
+        for job in needed:
+            pool.take(job.placement)
+        for job in needed:
+            self._preempt(job)
+        return needed
+
+    def _repack(self) -> None:
+        """Place all jobs again, in their order, on empty nodes."""
+        running = sorted(self._entries(self._running))
+        for _, _, job in running:
+            self._preempt(job)
+        pool = self._pool
+        started: set[SimulatedJob] = set()
+        for _, _, job in heapq.merge(self._waiting, running):
+            if pool.free_devices == 0:
+                break
+            if (placement := pool.place(job.devices)) is not None:
+                self._start(job, placement)
+                started.add(job)
+        before = {job for _, _, job in running}
+        if started - before:
+            self._waiting = [entry for entry in self._waiting if entry[2] not in started]
+        self._count += 2 * len(running)
+        for position, (_, _, job) in enumerate(running):
+            if job not in started:
+                # as in Tiresias' queues: before those that wait, but behind them where it has just come to the queue
+                job.order = (self._count if job.order >= DEMOTED_ORDER else -self._count) + position
+                insort(self._waiting, self._entries([job])[0])
+        for job in started:
+            if job not in before or job.order >= DEMOTED_ORDER:
+                job.order = math.inf  # renumbered below, in the order of the queue
+        for job in self._running:
+            if math.isinf(job.order):
+                self._count += 1
+                job.order = self._count

@@ -1,0 +1,128 @@
+"""Scheduling policies: which job comes first.
+
+FIFO with backfill never stops a job. The others stop jobs for better ones: shortest remaining time first (SRTF), shortest
+remaining service, time times devices, first (SRSF), least attained service in queues (Tiresias, NSDI 2019), and
+finish-time fairness (Themis, NSDI 2020), with its shares as in Gavel (OSDI 2020).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.fleet.simulate.job_state import SimulatedJob
+
+PolicyName = Literal["fifo", "srtf", "srsf", "tiresias", "themis"]
+TIRESIAS_LIMITS_S = (3250.0, 7200.0)
+"""Attained device-seconds from which a job moves to the next queue: those of the simulator of Tiresias."""
+THEMIS_ROUND_S = 1200.0
+"""Seconds between two auctions; a lease is as long (Themis, section 5)."""
+DEMOTED_ORDER = 1e15
+"""Order of a running job that has just moved to the next queue: behind those that wait there."""
+_BISECTIONS = 50
+
+
+class SchedulingPolicy:
+    """First come, first served."""
+
+    is_preemptive = False
+    round_s = math.inf
+    """Seconds between two calls of `update` while jobs wait."""
+
+    def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
+        """Return a key: the job with the least comes first. It does not change while a job waits, but in `update`."""
+        return (job.submit_s,)
+
+    def demotion_s(self, job: SimulatedJob) -> float:
+        """Return the seconds that a job may run before it moves to the next queue."""
+        return math.inf
+
+    def update(self, active: Sequence[SimulatedJob], now_s: float, num_devices: int) -> None:
+        """Compute keys that depend on all jobs."""
+
+
+class ShortestRemainingPolicy(SchedulingPolicy):
+    """The shortest remaining time, or service, first."""
+
+    is_preemptive = True
+
+    def __init__(self, weighs_devices: bool):
+        self._weighs_devices = weighs_devices
+
+    def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
+        left_s = job.left_s(now_s)
+        return (left_s * job.devices if self._weighs_devices else left_s, job.submit_s)
+
+
+class LeastServicePolicy(SchedulingPolicy):
+    """The least attained service first, in queues; within a queue those that run first."""
+
+    is_preemptive = True
+
+    def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
+        return (job.level, job.attempt_start_s is None or job.order >= DEMOTED_ORDER, job.order)
+
+    def demotion_s(self, job: SimulatedJob) -> float:
+        if job.level >= len(TIRESIAS_LIMITS_S):
+            return math.inf
+        return TIRESIAS_LIMITS_S[job.level] / job.devices - job.attained_s
+
+
+class FinishTimeFairnessPolicy(SchedulingPolicy):
+    """The largest share that fairness asks for over the time received first."""
+
+    is_preemptive = True
+    round_s = THEMIS_ROUND_S
+
+    def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
+        return (job.fair_key, job.submit_s)
+
+    def update(self, active: Sequence[SimulatedJob], now_s: float, num_devices: int) -> None:
+        shares = find_fair_shares(active, now_s, num_devices)
+        for job, share in zip(active, shares.tolist(), strict=True):
+            received_s = job.service_s(now_s)
+            job.fair_key = -share / received_s if received_s > 0 else -1e9 * (share + 1e-9)
+
+
+def find_fair_shares(active: Sequence[SimulatedJob], now_s: float, num_devices: int) -> NDArray[np.float64]:
+    """Return the share of time of each job for which the largest ratio of its finish time to that on an equal share of
+    the cluster is least. What is left over is given to all in proportion to what they lack."""
+    devices = np.array([job.devices for job in active], dtype=float)
+    left_s = np.array([max(job.left_s(now_s), 1e-9) for job in active])
+    elapsed_s = np.array([now_s - job.submit_s for job in active])
+    equal = np.minimum(1.0, math.ceil(num_devices / len(active)) / devices)
+    done_s = np.array([job.isolated_s + job.progress_s(now_s) / job.equal_share for job in active])
+    for job, share in zip(active, equal.tolist(), strict=True):
+        job.equal_share = share
+    isolated_s = done_s + left_s / equal
+    low = float(np.max((elapsed_s + left_s) / isolated_s))
+    # at this ratio each job needs left / (ratio x isolated - elapsed) of the time, at most all of it
+    shares = np.minimum(1.0, left_s / np.maximum(low * isolated_s - elapsed_s, left_s))
+    high = low
+    while float(shares @ devices) > num_devices:
+        high *= 2.0
+        shares = np.minimum(1.0, left_s / np.maximum(high * isolated_s - elapsed_s, left_s))
+    if high > low:
+        for _ in range(_BISECTIONS):
+            middle = 0.5 * (low + high)
+            shares = np.minimum(1.0, left_s / np.maximum(middle * isolated_s - elapsed_s, left_s))
+            low, high = (middle, high) if float(shares @ devices) > num_devices else (low, middle)
+        return shares
+    spare = num_devices - float(shares @ devices)
+    missing = float((1.0 - shares) @ devices)
+    return shares + (1.0 - shares) * min(1.0, spare / missing) if missing > 0 else shares
+
+
+def make_policy(name: PolicyName) -> SchedulingPolicy:
+    """Return the policy of this name."""
+    match name:
+        case "fifo":
+            return SchedulingPolicy()
+        case "srtf" | "srsf":
+            return ShortestRemainingPolicy(weighs_devices=name == "srsf")
+        case "tiresias":
+            return LeastServicePolicy()
+        case "themis":
+            return FinishTimeFairnessPolicy()
