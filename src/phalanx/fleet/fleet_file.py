@@ -4,7 +4,7 @@ A name with a range, such as `r[01-10]`, is an entry for each of these names. Po
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -12,7 +12,9 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
+from phalanx.fleet.simulation_settings import SimulationSettings
 from phalanx.recipe.load import read_user_text
+from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 
@@ -96,17 +98,20 @@ class FleetFile(StrictModel):
     rows: dict[str, RowEntry]
     racks: dict[str, RackEntry]
     node_types: dict[str, NodeTypeEntry]
+    simulate: SimulationSettings | None = None
+    """What `phalanx simulate` needs."""
 
 
-def load_fleet_file(path: Path) -> tuple[FleetFile, SourceLocations]:
-    """Load the fleet file at `path`, and where its keys are. Raises RecipeError with a line for each problem: file,
-    line, key, the value found and the value expected."""
+def load_fleet_file(path: Path, overrides: Sequence[str] = ()) -> tuple[FleetFile, SourceLocations]:
+    """Load the fleet file at `path` with overrides such as simulate.spares=0.02, and where its keys are. Raises
+    RecipeError with a line for each problem: file, line, key, the value found and the value expected."""
     value, locations = parse_yaml(read_user_text(path), str(path))
     if not isinstance(value, dict):
         raise RecipeError(
             f"{location_of_key(locations, ())}: found {describe_value(value)}, expected a mapping with sites, feeds, "
             "rows, racks and node_types"
         )
+    apply_overrides(value, locations, overrides)
     try:
         return FleetFile.model_validate(value), locations
     except ValidationError as error:

@@ -1,20 +1,19 @@
 """Scheduling policies: which job comes first.
 
-FIFO with backfill never stops a job. The others stop jobs for better ones: shortest remaining time first (SRTF), shortest
-remaining service, time times devices, first (SRSF), least attained service in queues (Tiresias, NSDI 2019), and
-finish-time fairness (Themis, NSDI 2020), with its shares as in Gavel (OSDI 2020).
+FIFO with backfill never stops a job. The others stop jobs for better ones: shortest remaining time first (SRTF),
+shortest remaining service, time times devices, first (SRSF), least attained service in queues (Tiresias, NSDI 2019),
+and finish-time fairness (Themis, NSDI 2020), with its shares as in Gavel (OSDI 2020).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.fleet.simulate.job_state import SimulatedJob
+from phalanx.fleet.simulation_settings import PolicyName
 
-PolicyName = Literal["fifo", "srtf", "srsf", "tiresias", "themis"]
 TIRESIAS_LIMITS_S = (3250.0, 7200.0)
 """Attained device-seconds from which a job moves to the next queue: those of the simulator of Tiresias."""
 THEMIS_ROUND_S = 1200.0

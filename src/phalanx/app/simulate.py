@@ -1,0 +1,109 @@
+"""Simulate a fleet file, and variants of it with the same random numbers."""
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.errors import UsageError
+from phalanx.fleet.fleet_file import load_fleet_file
+from phalanx.fleet.power_tree import BudgetLevel, build_power_tree
+from phalanx.fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
+from phalanx.fleet.simulate.job_source import read_job_trace
+from phalanx.fleet.simulation_settings import SimulationSettings
+
+BASE_LABEL = "as in the file"
+
+
+@dataclass(frozen=True)
+class ExceededBudget:
+    """A level of the budget tree whose nodes may draw more than its budget."""
+
+    level: BudgetLevel
+    claim_w: float
+
+
+@dataclass(frozen=True)
+class SimulatedVariant:
+    """A fleet, and its results by seed."""
+
+    label: str
+    settings: SimulationSettings
+    num_nodes: int
+    num_devices: int
+    results: list[SimulationResult]
+    exceeded: list[ExceededBudget]
+
+
+@dataclass(frozen=True)
+class SeedSpread:
+    """A figure over seeds."""
+
+    mean: float
+    p05: float
+    p95: float
+
+
+def simulate_variants(
+    path: Path, variants: Sequence[str], replay: Path | None, seeds: int | None
+) -> list[SimulatedVariant]:
+    """Simulate a fleet file as it is, and once for each variant: a text of settings such as "spares=0.04 days=90".
+
+    All use the same seeds, so that jobs and failures are the same as far as the settings allow. Raises RecipeError for
+    a wrong file or setting, DataError for a wrong trace, UsageError for jobs that can never run.
+    """
+    trace = None if replay is None else read_job_trace(replay)
+    return [_simulate_variant(path, label, trace, seeds) for label in ["", *variants]]
+
+
+def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationResult], float]) -> SeedSpread:
+    """Return the mean and quantiles of a figure over the seeds, without those that have none."""
+    values = [value for value in map(figure, variant.results) if not math.isnan(value)]
+    if not values:
+        return SeedSpread(math.nan, math.nan, math.nan)
+    low, high = np.percentile(values, [5, 95]).tolist()
+    return SeedSpread(float(np.mean(values)), low, high)
+
+
+def _simulate_variant(path: Path, label: str, trace: JobTrace | None, seeds: int | None) -> SimulatedVariant:
+    overrides = [_complete_key(each) for each in shlex.split(label)]
+    if label and not overrides:
+        raise UsageError("--what: expected KEY=VALUE, such as spares=0.04")
+    fleet, locations = load_fleet_file(path, overrides)
+    settings = fleet.simulate
+    if settings is None or not (settings.jobs or trace):
+        raise UsageError(f"{path}: no jobs to simulate; add `simulate: {{jobs: ...}}`, or give --replay JOBS.csv")
+    tree = build_power_tree(fleet, locations)
+    groups = group_nodes(fleet, tree, settings)
+    if not groups:
+        raise UsageError(f"{path}: there are no nodes; add racks with nodes")
+    results = [simulate_fleet(groups, settings, seed, trace) for seed in range(seeds or settings.seeds)]
+    claims_w = tree.sum_by_level([node.power.max_w for node in tree.nodes])
+    if settings.extra_racks:
+        _add_rack_claims(claims_w, tree.levels, settings.extra_racks)
+    exceeded = [
+        ExceededBudget(level, claim_w)
+        for level, claim_w in zip(tree.levels, claims_w, strict=True)
+        if level.budget_w is not None and claim_w > level.budget_w
+    ]
+    num_nodes = sum(len(group.nodes) for group in groups)
+    num_devices = sum(len(group.nodes) * group.power.num_devices for group in groups)
+    return SimulatedVariant(label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded)
+
+
+def _complete_key(override: str) -> str:
+    """Return an override with `simulate.` where its first part is a key of that section."""
+    first = override.partition("=")[0].partition(".")[0].strip()
+    return f"simulate.{override}" if first in SimulationSettings.model_fields else override
+
+
+def _add_rack_claims(claims_w: list[float], levels: Sequence[BudgetLevel], extra_racks: int) -> None:
+    """Add racks as the last one to all that is above it."""
+    rack = max(index for index, level in enumerate(levels) if level.kind == "rack")
+    added_w, index = extra_racks * claims_w[rack], levels[rack].parent
+    while index >= 0:
+        claims_w[index] += added_w
+        index = levels[index].parent

@@ -1,0 +1,219 @@
+"""Simulate a fleet once: all groups of equal nodes, and what the site drew, used and cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
+from phalanx.errors import UsageError
+from phalanx.fleet.fleet_file import FleetFile, expand_entries, expand_names
+from phalanx.fleet.power_tree import NodePower, PowerTree
+from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
+from phalanx.fleet.simulate.failures import NodeHistory, mean_node_rate, sample_failures
+from phalanx.fleet.simulate.job_source import make_costs, sample_jobs
+from phalanx.fleet.simulate.job_state import SimulatedJob
+from phalanx.fleet.simulate.node_pool import NodePool
+from phalanx.fleet.simulate.policies import make_policy
+from phalanx.fleet.simulate.power_model import (
+    SAVE_ACTIVITY,
+    add_histories,
+    device_power,
+    measure_power,
+    slow_down,
+    supply_power,
+)
+from phalanx.fleet.simulation_settings import CheckpointEntry, JobClassEntry, SimulationSettings
+
+JOULES_PER_KWH = 3.6e6
+JobTrace = Sequence[tuple[float, int, float]]
+"""Submission in seconds, devices, seconds of each job."""
+REPLAY_CLASS = "replay"
+"""Kind of job that jobs of a trace are, with its checkpoints and activity."""
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Equal nodes of a fleet."""
+
+    type_name: str
+    power: NodePower
+    nodes: list[NodeHistory]
+    num_racks: int
+
+
+@dataclass
+class SimulationResult:
+    """Figures of one simulation."""
+
+    shares: dict[str, float] = field(default_factory=dict)
+    """Device time by state, as shares; they add up to 1."""
+    ettr: float = math.nan
+    """Productive device time over all of it from the first start of each job: with saves, wasted work, restarts and
+    waits after failures."""
+    num_jobs: int = 0
+    num_done: int = 0
+    stops_by_cause: dict[str, int] = field(default_factory=dict)
+    wait_mean_s: float = math.nan
+    """From submission to the first start, of jobs that started."""
+    wait_p99_s: float = math.nan
+    completion_mean_s: float = math.nan
+    """From submission to the end, of jobs that are done."""
+    makespan_s: float = math.nan
+    it_mean_w: float = 0.0
+    """Nodes, switches and their conversion losses."""
+    it_peak_w: float = 0.0
+    it_hourly_swing_w: float = 0.0
+    """Highest less lowest mean of an hour."""
+    save_step_w: float = 0.0
+    """Fall of power within about a second when the largest job begins a blocking save."""
+    site_energy_kwh: float = 0.0
+    water_l: float = 0.0
+    carbon_kg: float = 0.0
+    energy_cost: float = 0.0
+    intervals_s: dict[str, float] = field(default_factory=dict)
+    """Productive seconds between saves of the largest job of each kind."""
+
+    @property
+    def num_stops(self) -> int:
+        """Stops of jobs by failures."""
+        return sum(self.stops_by_cause.values())
+
+
+def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings) -> list[NodeGroup]:
+    """Return the nodes of each kind, with the racks that the settings add."""
+    batches = {
+        rack: (name, each.age_years) for name, each in settings.batches.items() for rack in expand_names(each.racks)
+    }
+    racks = expand_entries(fleet.racks)
+    if unknown := [rack for rack in batches if rack not in racks]:
+        raise UsageError(f"simulate.batches: {unknown[0]}: no such rack")
+    by_rack: dict[int, list[int]] = {}
+    for index, node in enumerate(tree.nodes):
+        by_rack.setdefault(node.rack, []).append(index)
+    groups: dict[str, NodeGroup] = {}
+    entries = list(by_rack.items())
+    for rack, members in [*entries, *entries[-1:] * settings.extra_racks]:
+        first = tree.nodes[members[0]]
+        group = groups.setdefault(first.type_name, NodeGroup(first.type_name, first.power, [], 0))
+        batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
+        group.nodes.extend(NodeHistory(batch, age, place / len(members)) for place in range(len(members)))
+        groups[first.type_name] = NodeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
+    return list(groups.values())
+
+
+def simulate_fleet(
+    groups: Sequence[NodeGroup], settings: SimulationSettings, seed: int, trace: JobTrace | None = None
+) -> SimulationResult:
+    """Simulate a fleet with the random numbers of a seed. A trace replaces the jobs of the settings, and is simulated
+    until all its jobs are done. Raises UsageError for jobs that can never run."""
+    outcomes: list[tuple[NodeGroup, ClusterOutcome, dict[str, JobClassEntry]]] = []
+    result = SimulationResult()
+    for index, group in enumerate(groups):
+        classes = _select_classes(settings, groups, index, trace is not None)
+        outcome = _simulate_group(group, classes, settings, (seed, index), trace if index == 0 else None)
+        outcomes.append((group, outcome, classes))
+        for name, entry in classes.items():
+            nodes = math.ceil(max(entry.devices) / group.power.num_devices)
+            rate = mean_node_rate(settings.failures, group.nodes, group.power.num_devices)
+            result.intervals_s[name] = make_costs(entry.checkpoint, nodes, rate).interval_s
+    _count_time(result, [outcome for _, outcome, _ in outcomes], list(settings.failures))
+    _count_energy(result, outcomes, settings)
+    return result
+
+
+def _select_classes(
+    settings: SimulationSettings, groups: Sequence[NodeGroup], index: int, is_replay: bool
+) -> dict[str, JobClassEntry]:
+    if is_replay:
+        return {REPLAY_CLASS: settings.jobs.get(REPLAY_CLASS, JobClassEntry(checkpoint=CheckpointEntry()))}
+    names = [group.type_name for group in groups]
+    for name, entry in settings.jobs.items():
+        if entry.node_type is not None and entry.node_type not in names:
+            raise UsageError(
+                f"simulate.jobs.{name}.node_type: no nodes of kind {entry.node_type}; there are {', '.join(names)}"
+            )
+    return {n: entry for n, entry in settings.jobs.items() if (entry.node_type or names[0]) == names[index]}
+
+
+def _simulate_group(
+    group: NodeGroup,
+    classes: Mapping[str, JobClassEntry],
+    settings: SimulationSettings,
+    stream: tuple[int, int],
+    trace: JobTrace | None,
+) -> ClusterOutcome:
+    per_node, power = group.power.num_devices, group.power
+    until_s = settings.days * SECONDS_PER_DAY
+    pool = NodePool(len(group.nodes), per_node, math.ceil(settings.spares * len(group.nodes)))
+    node_rate = mean_node_rate(settings.failures, group.nodes, per_node)
+    if trace is not None:
+        entry = classes[REPLAY_CLASS]
+        costs = {size: make_costs(entry.checkpoint, math.ceil(size / per_node), node_rate) for _, size, _ in trace}
+        jobs = [SimulatedJob(at_s, size, work_s, costs[size], 0, entry.activity) for at_s, size, work_s in trace]
+    else:
+        jobs = sample_jobs(classes, settings.days, per_node, node_rate, np.random.default_rng([*stream, 1]))
+    largest = max((job.devices for job in jobs), default=0)
+    if largest > pool.most_devices:
+        raise UsageError(
+            f"a job of {largest} accelerators can never run: the nodes of kind {group.type_name} have "
+            f"{pool.most_devices} without {pool.num_spares} spare nodes"
+        )
+    for job in jobs:
+        job.work_s = job.remaining_s = job.work_s / slow_down(power, job.activity, settings.power_cap)
+    failures = sample_failures(settings.failures, group.nodes, per_node, until_s, np.random.default_rng([*stream, 2]))
+    policy = make_policy(settings.policy)
+    return ClusterSimulation(pool, jobs, policy, failures, math.inf if trace is not None else until_s).run()
+
+
+def _count_time(result: SimulationResult, outcomes: Sequence[ClusterOutcome], causes: Sequence[str]) -> None:
+    states = ("productive", "blocked", "wasted", "unavailable", "idle", "spare", "repair")
+    total = sum(outcome.time.total for outcome in outcomes)
+    if total > 0:
+        result.shares = {state: sum(getattr(each.time, state) for each in outcomes) / total for state in states}
+    used = sum(outcome.time.used + outcome.requeue_wait for outcome in outcomes)
+    result.ettr = sum(outcome.time.productive for outcome in outcomes) / used if used > 0 else math.nan
+    jobs = [job for outcome in outcomes for job in outcome.jobs]
+    waits = [job.first_start_s - job.submit_s for job in jobs if job.first_start_s is not None]
+    done = [(job.submit_s, job.finish_s) for job in jobs if job.finish_s is not None]
+    result.num_jobs, result.num_done = len(jobs), len(done)
+    result.stops_by_cause = {
+        cause: sum(outcome.stops_by_cause.get(index, 0) for outcome in outcomes) for index, cause in enumerate(causes)
+    }
+    if waits:
+        result.wait_mean_s, result.wait_p99_s = float(np.mean(waits)), float(np.percentile(waits, 99))
+    if done:
+        result.completion_mean_s = float(np.mean([end_s - submit_s for submit_s, end_s in done]))
+        result.makespan_s = max(end_s for _, end_s in done) - min(submit_s for submit_s, _ in done)
+
+
+def _count_energy(
+    result: SimulationResult,
+    outcomes: Sequence[tuple[NodeGroup, ClusterOutcome, dict[str, JobClassEntry]]],
+    settings: SimulationSettings,
+) -> None:
+    site, cap = settings.site, settings.power_cap
+    nodes = add_histories([measure_power(each, group.power, len(group.nodes), cap) for group, each, _ in outcomes])
+    num_racks = sum(group.num_racks for group, _, _ in outcomes)
+
+    def at_feed(watts: float) -> float:
+        return supply_power(watts, num_racks, site.conversion_efficiency, site.rack_overhead_w)
+
+    seconds = max(outcome.end_s for _, outcome, _ in outcomes)
+    if seconds <= 0:
+        return
+    result.it_mean_w = at_feed(nodes.energy_j / seconds)
+    result.it_peak_w = at_feed(nodes.peak_w)
+    result.it_hourly_swing_w = float(np.ptp(nodes.hourly_w)) / site.conversion_efficiency
+    for group, outcome, classes in outcomes:
+        kinds = list(classes.values())
+        for job in outcome.jobs:
+            if job.first_start_s is not None and kinds[job.kind].checkpoint.mode == "sync":
+                above_w = device_power(group.power, job.activity, cap) - group.power.device_idle_w
+                result.save_step_w = max(result.save_step_w, (1 - SAVE_ACTIVITY) * above_w * job.devices)
+    it_kwh = result.it_mean_w * seconds / JOULES_PER_KWH
+    result.site_energy_kwh = it_kwh * site.pue
+    result.water_l = it_kwh * site.water_l_per_kwh
+    result.carbon_kg = result.site_energy_kwh * site.carbon_g_per_kwh / 1000.0
+    result.energy_cost = result.site_energy_kwh * site.price_per_kwh

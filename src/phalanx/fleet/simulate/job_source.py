@@ -1,0 +1,94 @@
+"""Jobs of a simulation: drawn from distributions, or read from a trace."""
+
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
+from phalanx.errors import DataError
+from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
+from phalanx.fleet.simulate.failures import SECONDS_PER_HOUR
+from phalanx.fleet.simulate.job_state import SimulatedJob
+from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry
+
+TRACE_COLUMNS = ("submit_s", "duration_s", "gpus")
+
+
+def make_costs(entry: CheckpointEntry, num_nodes: int, node_rate: float) -> CheckpointCosts:
+    """Return what saves cost a job on these nodes, each with `node_rate` failures per second."""
+    blocked_s, lag_s = (entry.save_s, 0.0) if entry.mode == "sync" else (entry.stall_s, entry.save_s)
+    mtbf_s = math.inf if node_rate == 0 else 1.0 / (num_nodes * node_rate)
+    interval_s = choose_interval(blocked_s, lag_s, mtbf_s) if entry.interval_s == "daly" else entry.interval_s
+    return CheckpointCosts(interval_s, blocked_s, lag_s, entry.restart_s)
+
+
+def sample_jobs(
+    classes: Mapping[str, JobClassEntry],
+    days: float,
+    devices_per_node: int,
+    node_rate: float,
+    rng: np.random.Generator,
+) -> list[SimulatedJob]:
+    """Draw the jobs of all classes, in the order of submission."""
+    jobs: list[SimulatedJob] = []
+    for kind, entry in enumerate(classes.values()):
+        number = entry.count + int(rng.poisson(entry.per_day * days))
+        submitted = np.concatenate(
+            [np.zeros(entry.count), rng.uniform(0.0, days * SECONDS_PER_DAY, number - entry.count)]
+        )
+        weights = np.array(list(entry.devices.values()))
+        devices = rng.choice(np.array(list(entry.devices)), number, p=weights / weights.sum())
+        work_s = entry.median_h * SECONDS_PER_HOUR * np.exp(entry.sigma * rng.standard_normal(number))
+        activities = np.full(number, entry.activity)
+        if entry.activity_spread > 0 and 0 < entry.activity < 1:
+            total = 1.0 / entry.activity_spread
+            activities = rng.beta(entry.activity * total, (1.0 - entry.activity) * total, number)
+        costs = {
+            size: make_costs(entry.checkpoint, math.ceil(size / devices_per_node), node_rate) for size in entry.devices
+        }
+        jobs += [
+            SimulatedJob(submit_s, size, work, costs[size], kind, activity)
+            for submit_s, size, work, activity in zip(
+                submitted.tolist(), devices.tolist(), work_s.tolist(), activities.tolist(), strict=True
+            )
+        ]
+    return sorted(jobs, key=lambda job: job.submit_s)
+
+
+def read_job_trace(path: Path) -> list[tuple[float, int, float]]:
+    """Read a CSV file with the columns submit_s, gpus and duration_s; others are ignored. Return submission, devices
+    and duration of each job, in the order of submission. Raises DataError with line, column and value."""
+    rows: list[tuple[float, int, float]] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if missing := [name for name in TRACE_COLUMNS if name not in (reader.fieldnames or ())]:
+                raise DataError(
+                    f"{path}: no column {missing[0]}; expected {', '.join(TRACE_COLUMNS)}, found "
+                    f"{', '.join(reader.fieldnames or ()) or 'none'}"
+                )
+            for row in reader:
+                submit_s, duration_s, gpus = (_read_number(path, reader.line_num, n, row[n]) for n in TRACE_COLUMNS)
+                if gpus < 1 or gpus != int(gpus):
+                    raise DataError(f"{path}:{reader.line_num}: gpus: expected a whole number above 0, found {gpus:g}")
+                if len(rows) == MOST_JOBS:
+                    raise DataError(f"{path}: more than {MOST_JOBS} jobs")
+                rows.append((submit_s, int(gpus), duration_s))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: expected CSV text: {error}") from None
+    if not rows:
+        raise DataError(f"{path}: no jobs")
+    return sorted(rows)
+
+
+def _read_number(path: Path, line: int, column: str, text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise DataError(f"{path}:{line}: {column}: expected a number of 0 or more, found {text!r}")
+    return value

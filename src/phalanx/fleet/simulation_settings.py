@@ -1,0 +1,111 @@
+"""The `simulate` section of a fleet file: jobs, failures, repairs, checkpoints and the site."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from phalanx.cluster.spec import Measure, StrictModel
+from phalanx.recipe.field_types import NUMBER_NOT_BOOL
+
+PolicyName = Literal["fifo", "srtf", "srsf", "tiresias", "themis"]
+Share = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]
+Positive = Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL]
+MOST_JOBS = 5_000_000
+
+
+class CheckpointEntry(StrictModel):
+    """How jobs save."""
+
+    mode: Literal["sync", "async"] = "sync"
+    """A synchronous save blocks training for `save_s`, an asynchronous one for `stall_s`."""
+    interval_s: Positive | Literal["daly"] = "daly"
+    """Productive seconds between saves; `daly`: the optimum for the failure rate of the job's nodes."""
+    save_s: Measure = 60.0
+    stall_s: Measure = 2.0
+    restart_s: Measure = 300.0
+    """From a start to the first step."""
+
+
+class JobClassEntry(StrictModel):
+    """Jobs of one kind, from distributions."""
+
+    node_type: str | None = None
+    """Kind of node that they run on; by default the fleet's first."""
+    devices: dict[Annotated[int, Field(gt=0)], Positive] = Field(default_factory=lambda: {8: 1.0}, min_length=1)
+    """Numbers of accelerators, with the weight of each."""
+    per_day: Measure = 0.0
+    """Jobs submitted per day, as a Poisson process."""
+    count: int = Field(0, ge=0, le=MOST_JOBS)
+    """Jobs submitted at the start."""
+    median_h: Positive = 1.0
+    """Median hours of work of a log-normal distribution."""
+    sigma: Measure = 0.0
+    """Standard deviation of the logarithm of the hours; 0: all are equal."""
+    activity: Share = 0.9
+    """Mean over jobs of the power above idle while they train, as a share of the highest."""
+    activity_spread: Measure = 0.0
+    """1 / (a + b) of the Beta distribution of the activity over jobs; 0: all are equal."""
+    checkpoint: CheckpointEntry = CheckpointEntry()
+
+
+class FailureEntry(StrictModel):
+    """Failures of one cause."""
+
+    per_1000_node_days: Measure = 0.0
+    per_1000_device_years: Measure = 0.0
+    repair_share: Share = 1.0
+    """Share of failures after which the node is repaired; after others it can be used again at once."""
+    repair_h: Positive = 24.0
+    """Median hours of a repair."""
+    repair_sigma: Measure = 0.5
+    batch_factors: dict[str, Measure] = Field(default_factory=dict)
+    """Factors of the rate for nodes of batches."""
+    position_factors: list[Measure] = Field(default_factory=list, max_length=100)
+    """Factors of the rate by position in the rack, from the first node to the last: one for each part of it."""
+    age_factors: dict[float, Measure] = Field(default_factory=dict)
+    """Factors of the rate from an age in years on."""
+
+
+class BatchEntry(StrictModel):
+    """Racks that were bought together."""
+
+    racks: str
+    """Their names, such as r[01-04]."""
+    age_years: Measure = 0.0
+    """Age at the start."""
+
+
+class SiteConditions(StrictModel):
+    """The building around the machines, by constants of a year."""
+
+    pue: Annotated[float, Field(ge=1, le=10), NUMBER_NOT_BOOL] = 1.2
+    """Power usage effectiveness, fixed: energy of the site over that of the IT equipment, metered where it is fed."""
+    water_l_per_kwh: Measure = 1.8
+    """Water usage effectiveness, fixed: liters of water of the site per kWh of the IT equipment. 1.8 is the mean of a
+    survey of the United States (The Green Grid)."""
+    price_per_kwh: Measure = 0.08
+    currency: str = "USD"
+    carbon_g_per_kwh: Measure = 400.0
+    conversion_efficiency: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 1.0
+    """Power of the nodes over power of their supply."""
+    rack_overhead_w: Measure = 0.0
+    """Constant power of switches and pumps of a rack."""
+
+
+class SimulationSettings(StrictModel):
+    """What `phalanx simulate` needs of a fleet besides its nodes."""
+
+    days: Annotated[float, Field(gt=0, le=36500), NUMBER_NOT_BOOL] = 365.0
+    seeds: int = Field(5, ge=1, le=1000)
+    """Simulations, each with random numbers of its own."""
+    policy: PolicyName = "fifo"
+    spares: Share = 0.0
+    """Share of the nodes that is kept back for those in repair."""
+    extra_racks: int = Field(0, ge=0, le=10_000)
+    """Racks more, each as the last of the file."""
+    power_cap: Annotated[float, Field(gt=0.1, le=1), NUMBER_NOT_BOOL] = 1.0
+    """Power cap of each accelerator, as a share of its highest power."""
+    jobs: dict[str, JobClassEntry] = Field(default_factory=dict)
+    failures: dict[str, FailureEntry] = Field(default_factory=dict)
+    batches: dict[str, BatchEntry] = Field(default_factory=dict)
+    site: SiteConditions = SiteConditions()
