@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -108,6 +108,7 @@ class ClusterSimulation:
         self._events: list[tuple[float, int, str, SimulatedJob | int, int]] = []
         self._waiting: list[Waiting] = []
         self._running: dict[SimulatedJob, float] = {}
+        self._ends: list[tuple[float, int, int]] = []
         self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
         self._count = 0
         self._next_round_s = math.inf
@@ -235,6 +236,7 @@ class ClusterSimulation:
             self._on_node[node].add(job)
         end_s = self._now_s + job.costs.wall_seconds(job.remaining_s)
         self._running[job] = end_s
+        insort(self._ends, (end_s, self._ids[id(job)], job.devices))
         self._push(end_s, "finish", job, job.version)
         self._push_demotion(job, job.attained_s)
 
@@ -243,7 +245,8 @@ class ClusterSimulation:
         start_s = job.attempt_start_s or 0.0
         job.attempt_start_s = None
         job.version += 1
-        del self._running[job]
+        ends = self._ends
+        del ends[bisect_left(ends, (self._running.pop(job), self._ids[id(job)]))]
         for node, _ in job.placement:
             self._on_node[node].discard(job)
         self._pool.release(job.placement)
@@ -296,13 +299,11 @@ class ClusterSimulation:
             may_preempt = policy.is_preemptive and self._may_preempt and num_blocked < PREEMPTION_DEPTH
             if pool.free_devices == 0 and not may_preempt:
                 break
-            if (
-                num_blocked
-                and not policy.is_preemptive
-                and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s
-                and job.devices > extra
-            ):
-                continue
+            if num_blocked and not policy.is_preemptive:  # what fits must not delay the first job that waits
+                if job.devices > pool.free_devices:
+                    continue
+                if job.devices > extra and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s:
+                    continue
             placement = pool.place(job.devices)
             if placement is None and may_preempt:
                 if victims is None:
@@ -328,14 +329,15 @@ class ClusterSimulation:
     def _find_reservation(self, devices: int) -> tuple[float, int]:
         """Return when the first job that waits can start at the latest, and how many devices are left then."""
         free = self._pool.free_devices
-        for end_s, job_devices in sorted((end_s, job.devices) for job, end_s in self._running.items()):
+        shadow_s = self._now_s
+        for end_s, _, job_devices in self._ends:
             if free >= devices:
                 break
             free += job_devices
             shadow_s = end_s
         else:
             return math.inf, free
-        return (self._now_s if free == self._pool.free_devices else shadow_s), free - devices
+        return shadow_s, free - devices
 
     def _make_place(self, devices: int, worse: Sequence[SimulatedJob]) -> list[SimulatedJob]:
         """Stop as many of these jobs, the worst first, as give a job a place. Return them, or none if all do not."""

@@ -96,22 +96,22 @@ def find_fair_shares(active: Sequence[SimulatedJob], now_s: float, num_devices: 
     for job, share in zip(active, equal.tolist(), strict=True):
         job.equal_share = share
     isolated_s = done_s + left_s / equal
-    low = float(np.max((elapsed_s + left_s) / isolated_s))
-    # at this ratio each job needs left / (ratio x isolated - elapsed) of the time, at most all of it
-    shares = np.minimum(1.0, left_s / np.maximum(low * isolated_s - elapsed_s, left_s))
-    high = low
-    while float(shares @ devices) > num_devices:
-        high *= 2.0
-        shares = np.minimum(1.0, left_s / np.maximum(high * isolated_s - elapsed_s, left_s))
+
+    def find_shares(ratio: float) -> NDArray[np.float64]:
+        """Share of the time with which each job finishes at this ratio: left / (ratio x isolated - elapsed)."""
+        return np.asarray(np.minimum(1.0, left_s / np.maximum(ratio * isolated_s - elapsed_s, left_s)), dtype=float)
+
+    low = high = float(np.max((elapsed_s + left_s) / isolated_s))
+    while float(find_shares(high) @ devices) > num_devices:
+        low, high = high, 2.0 * high
     if high > low:
         for _ in range(_BISECTIONS):
             middle = 0.5 * (low + high)
-            shares = np.minimum(1.0, left_s / np.maximum(middle * isolated_s - elapsed_s, left_s))
-            low, high = (middle, high) if float(shares @ devices) > num_devices else (low, middle)
-        return shares
-    spare = num_devices - float(shares @ devices)
-    missing = float((1.0 - shares) @ devices)
-    return shares + (1.0 - shares) * min(1.0, spare / missing) if missing > 0 else shares
+            low, high = (middle, high) if float(find_shares(middle) @ devices) > num_devices else (low, middle)
+        return find_shares(high)
+    shares = find_shares(low)
+    spare, missing = num_devices - float(shares @ devices), float((1.0 - shares) @ devices)
+    return np.asarray(shares + (1.0 - shares) * min(1.0, spare / missing)) if missing > 0 else shares
 
 
 def make_policy(name: PolicyName) -> SchedulingPolicy:

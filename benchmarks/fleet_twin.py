@@ -1,0 +1,242 @@
+"""Bars of the twin: stops, ETTR, checkpoint intervals, queues, power and speed. `fleet_validation.py` runs it."""
+
+import csv
+import math
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fleet_bars import Bar
+from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
+from phalanx.fleet.power_tree import NodePower
+from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
+from phalanx.fleet.simulate.cluster_simulation import ClusterSimulation
+from phalanx.fleet.simulate.failures import NodeHistory, mean_node_rate, sample_failures
+from phalanx.fleet.simulate.fleet_simulation import NodeGroup, SimulationResult, simulate_fleet
+from phalanx.fleet.simulate.job_state import SimulatedJob
+from phalanx.fleet.simulate.node_pool import NodePool
+from phalanx.fleet.simulate.policies import make_policy
+from phalanx.fleet.simulate.power_model import device_power, mean_checkpoint_power, node_power, supply_power
+from phalanx.fleet.simulation_settings import FailureEntry, JobClassEntry, PolicyName, SimulationSettings
+
+TWIN_PART = "twin"
+DGX_H100 = NodePower(8, 700, 75, 4600, 2300)
+MURI_POLICIES: dict[PolicyName, str] = {"srtf": "SRTF", "srsf": "SRSF", "tiresias": "Tiresias-L", "themis": "themis"}
+MURI_STEP_OVERHEAD = 1.015
+"""Time of an iteration in Muri's simulator over that in its traces (jobs.py)."""
+MURI_MODELS: dict[int, dict[int, float]] = {
+    1: {107: 7, 109: 7, 779: 4, 798: 4, 178: 10, 426: 10, 517: 38, 490: 5},
+    2: {191: 7, 205: 7, 881: 5, 850: 4, 195: 10, 464: 10, 525: 39, 495: 5},
+    4: {201: 8, 212: 8, 921: 5, 886: 5, 190: 10, 433: 10, 533: 39, 505: 6},
+    8: {214: 9, 226: 9, 1010: 7, 957: 5, 192: 10, 437: 10, 555: 46, 509: 6},
+    16: {332: 9, 302: 10, 1055: 7, 1006: 7, 244: 10, 491: 10, 567: 46, 525: 8},
+    32: {336: 10, 356: 10, 1059: 7, 1019: 8, 260: 10, 514: 10, 585: 46, 546: 8},
+}
+"""Seconds of a restart by GPUs and milliseconds of an iteration, which name the model (run_sim.py, jobs.py of Muri)."""
+LLAMA_RATE = 419 / 54 / 2048 * 1000
+"""Unexpected interruptions per 1000 node-days of Llama 3 (arXiv 2407.21783)."""
+FRONTIER_NODE = NodePower(4, 560, 88, 280 + 74.26 + 4 * 20 + 2 * 30, 90 + 74.26 + 4 * 20 + 2 * 30)
+"""Constants of ExaDigiT/RAPS: 4 GPUs, CPU, memory, 4 network cards and 2 disks."""
+FRONTIER_NODES, FRONTIER_RACKS, FRONTIER_EFFICIENCY = 9472, 74, 0.98 * 0.96
+FRONTIER_RACK_W = 32 * 250 + 8473.47 / 3
+"""32 switches, and a third of a cooling distribution unit."""
+SEREN_DEVICE = NodePower(8, 408, 62, 0, 0)
+SEREN_KINDS = ((0.32, 0.02, 100.0), (0.33, 0.11, 60.0), (0.35, 0.74, 3.8))
+"""Share of GPUs, mean activity and a + b of its Beta distribution: idle, light work, training. Fitted to the measured
+quantiles, for want of the activities themselves."""
+
+
+def measure_bars(data: Path) -> list[Bar]:
+    """Return the bars of the twin."""
+    return [
+        *_measure_llama(),
+        *_measure_daly(),
+        *_measure_mttf(),
+        *_measure_muri(data),
+        *_measure_seren(data),
+        *_measure_frontier(),
+        *_measure_swing(data),
+        *_measure_speed(),
+    ]
+
+
+def _within(measure: str, reached: float, wanted: float, tolerance: float, unit: str = "") -> Bar:
+    error = reached / wanted - 1
+    goal = f"{wanted:,.4g}{unit} ± {100 * tolerance:g} %"
+    return Bar(TWIN_PART, measure, goal, f"{reached:,.4g}{unit} ({100 * error:+.2f} %)", abs(error) <= tolerance)
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _measure_llama() -> list[Bar]:
+    """54 days of 16,384 GPUs with the cluster's own mean rate: what the simulation adds is the chance, and the account.
+    A stop restarts on the same or on spare nodes."""
+    settings = SimulationSettings(
+        days=54,
+        spares=0.01,
+        jobs={"llama": JobClassEntry.model_validate({"count": 1, "devices": {16384: 1}, "median_h": 1e5})},
+        failures={"all": FailureEntry(per_1000_node_days=LLAMA_RATE, repair_share=0.3, repair_h=24)},
+    )
+    group = NodeGroup("h100", DGX_H100, [NodeHistory()] * 2069, 518)
+    results = [simulate_fleet([group], settings, seed) for seed in range(10)]
+    stops = np.array([result.num_stops for result in results])
+    ettr = np.array([result.ettr for result in results])
+    sums = max(abs(sum(result.shares.values()) - 1) for result in results)
+    near = float(np.mean(np.abs(stops - 419) <= 41))
+    return [
+        Bar(
+            TWIN_PART,
+            "stops of Llama 3 in 54 days, 10 seeds",
+            "419 ± 41",
+            f"{stops.mean():.0f} ({stops.min()} to {stops.max()}); {100 * near:.0f} % of the seeds within",
+            abs(stops.mean() - 419) <= 41,
+        ),
+        Bar(
+            TWIN_PART,
+            "ETTR of Llama 3 (saves of 60 s, restarts of 300 s assumed)",
+            "> 0.90",
+            f"{ettr.mean():.3f} (least {ettr.min():.3f})",
+            bool(ettr.min() > 0.9),
+        ),
+        Bar(TWIN_PART, "sum of the shares of device time, less 1", "1e-9", f"{sums:.1e}", sums <= 1e-9),
+    ]
+
+
+def _measure_daly() -> list[Bar]:
+    return [
+        _within(f"Daly interval, M = {m} min, d = 5 min", choose_interval(300, 0, m * 60) / 60, wanted, 0.005, " min")
+        for m, wanted in ((1440, 116.7), (360, 56.7), (15, 9.14))
+    ]
+
+
+def _measure_mttf() -> list[Bar]:
+    """Mean time between the stops of one job in the simulation, at RSC-1's rate."""
+    bars = []
+    for gpus, wanted_h, tolerance, days in ((16384, 1.8, 0.1, 60), (131072, 0.23, 0.1, 7)):
+        nodes = [NodeHistory()] * (gpus // 8)
+        causes = {"node": FailureEntry(per_1000_node_days=6.5, repair_share=0)}
+        until_s, stops = days * SECONDS_PER_DAY, 0
+        for seed in range(3):
+            costs = CheckpointCosts(choose_interval(60, 0, 1 / (mean_node_rate(causes, nodes, 8) * len(nodes))), 60)
+            job = SimulatedJob(0, gpus, 1e9, costs)
+            failures = sample_failures(causes, nodes, 8, until_s, np.random.default_rng(seed))
+            outcome = ClusterSimulation(
+                NodePool(len(nodes), 8), [job], make_policy("fifo"), failures, until_s=until_s
+            ).run()
+            stops += sum(outcome.stops_by_cause.values())
+        bars.append(
+            _within(f"MTTF of a job of {gpus:,} GPUs on RSC-1", 3 * days * 24 / stops, wanted_h, tolerance, " h")
+        )
+    return bars
+
+
+def _measure_muri(data: Path) -> list[Bar]:
+    published = {(row["trace"], row["policy"]): row for row in _read(data / "policy_results_muri.csv")}
+    rows = _read(data / "jobs_muri_philly.csv")
+    bars = []
+    for trace in sorted({row["trace"] for row in rows}):
+        for policy, name in MURI_POLICIES.items():
+            jobs = [
+                SimulatedJob(
+                    float(row["submit_s"]),
+                    int(row["gpus"]),
+                    int(row["iterations"]) * int(row["iteration_ms"]) / 1000 * MURI_STEP_OVERHEAD,
+                    CheckpointCosts(math.inf, restart_s=MURI_MODELS[int(row["gpus"])][int(row["iteration_ms"])]),
+                )
+                for row in rows
+                if row["trace"] == trace
+            ]
+            jobs.sort(key=lambda job: job.submit_s)
+            outcome = ClusterSimulation(NodePool(8, 8), jobs, make_policy(policy), repacks=True).run()
+            completion_s = np.array([(job.finish_s or math.nan) - job.submit_s for job in jobs])
+            goal = published[trace, name]
+            for what, reached, column, tolerance in (
+                ("mean completion", completion_s.mean(), "mean_jct_s", 0.05),
+                ("makespan", outcome.end_s, "makespan_s", 0.03),
+                ("p99 of completion", np.percentile(completion_s, 99), "p99_jct_s", 0.2),
+            ):
+                measure = f"{name}, Muri {trace}: {what}"
+                bars.append(_within(measure, float(reached), float(goal[column]), tolerance, " s"))
+    return bars
+
+
+def _measure_seren(data: Path) -> list[Bar]:
+    rng = np.random.default_rng(0)
+    watts = np.concatenate(
+        [
+            [device_power(SEREN_DEVICE, a) for a in rng.beta(mean * total, (1 - mean) * total, int(share * 100_000))]
+            for share, mean, total in SEREN_KINDS
+        ]
+    )
+    rows = [
+        (float(row["quantile"]), float(row["value"]))
+        for row in _read(data / "acme_distributions.csv")
+        if row["quantity"] == "gpu_power_w" and 0.05 <= float(row["quantile"]) <= 0.95
+    ]
+    errors = [(q, float(np.quantile(watts, q)) - wanted, max(15.0, 0.1 * wanted)) for q, wanted in rows]
+    missed = [f"{q:g}" for q, error, most in errors if abs(error) > most]
+    worst = max(errors, key=lambda each: abs(each[1]) / each[2])
+    reached = f"{len(errors) - len(missed)} of {len(errors)}; largest {worst[1]:+.0f} W at {worst[0]:g}"
+    measure = "GPU power of Seren, quantiles .05 to .95 (shares and activities fitted to them)"
+    return [Bar(TWIN_PART, measure, "all within 10 % or 15 W", reached, not missed)]
+
+
+def _measure_frontier() -> list[Bar]:
+    bars = []
+    for state, activity, wanted_mw in (("idle", 0.0, 7.4), ("full", 1.0, 28.3)):
+        watts = node_power(FRONTIER_NODE, activity) * FRONTIER_NODES
+        site_w = supply_power(watts, FRONTIER_RACKS, FRONTIER_EFFICIENCY, FRONTIER_RACK_W)
+        bars.append(_within(f"Frontier, {state}, from RAPS's constants", site_w / 1e6, wanted_mw, 0.05, " MW"))
+    return bars
+
+
+def _measure_swing(data: Path) -> list[Bar]:
+    """The row with a save every 500 steps holds idle time, as the data's README says; its share is not comparable."""
+    bars = []
+    for row in _read(data / "power_checkpoint_h100.csv"):
+        every, share = row["checkpoint_every_steps"], float(row["share_of_time_below_2200_w"])
+        predicted_w = mean_checkpoint_power(4450, 1190, share)
+        bars.append(
+            _within(f"mean power, a save every {every} steps", predicted_w, float(row["mean_8gpu_w"]), 0.15, " W")
+        )
+    return bars
+
+
+def _measure_speed() -> list[Bar]:
+    settings = SimulationSettings(
+        days=365,
+        spares=0.02,
+        jobs={
+            "all": JobClassEntry(
+                per_day=274,
+                devices={1: 4, 8: 4, 16: 2, 32: 2, 64: 2, 128: 1, 512: 0.3},
+                median_h=4,
+                sigma=1.7,
+                activity=0.7,
+            )
+        },
+        failures={
+            "gpu": FailureEntry(per_1000_node_days=4, repair_h=72),
+            "software": FailureEntry(per_1000_node_days=2.5, repair_share=0),
+        },
+    )
+    group = NodeGroup("h100", DGX_H100, [NodeHistory(position=index % 4 / 4) for index in range(1000)], 250)
+    began = time.process_time()
+    result: SimulationResult = simulate_fleet([group], settings, 0)
+    seconds = time.process_time() - began
+    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return [
+        Bar(
+            TWIN_PART,
+            f"1,000 nodes, 12 months, {result.num_jobs:,} jobs, FIFO with backfill: time on a core",
+            "< 60 s",
+            f"{seconds:.0f} s",
+            seconds < 60,
+        ),
+        Bar(TWIN_PART, "the same: highest memory", "< 1,000 MiB", f"{mib:.0f} MiB", mib < 1000),
+    ]
