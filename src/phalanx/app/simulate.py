@@ -20,7 +20,7 @@ BASE_LABEL = "as in the file"
 
 @dataclass(frozen=True)
 class ExceededBudget:
-    """A level of the budget tree whose nodes may draw more than its budget."""
+    """A level of the budget tree that has nodes which may draw more than its budget."""
 
     level: BudgetLevel
     claim_w: float

@@ -97,7 +97,7 @@ def format_variants(variants: Sequence[SimulatedVariant]) -> list[str]:
     for variant in variants:
         lines += [
             f"{variant.label}: {each.level.label} may draw {each.claim_w / 1e3:,.0f} kW, its budget is "
-            f"{(each.level.budget_w or 0) / 1e3:,.0f} kW: see `phalanx power plan`"
+            f"{(each.level.budget_w or 0) / 1e3:,.0f} kW: lower `power_cap`, or raise the budget"
             for each in variant.exceeded
         ]
     return lines

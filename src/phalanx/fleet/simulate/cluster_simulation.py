@@ -40,7 +40,7 @@ class AttemptLog:
 
 
 @dataclass
-class DeviceTime:
+class ClusterTime:
     """Device-seconds of a cluster by state. All add up to its devices times the time simulated."""
 
     productive: float = 0.0
@@ -68,7 +68,7 @@ class ClusterOutcome:
 
     end_s: float
     jobs: Sequence[SimulatedJob]
-    time: DeviceTime
+    time: ClusterTime
     attempts: AttemptLog
     node_states: list[tuple[float, int]]
     """Nodes in repair from each time on."""
@@ -113,7 +113,7 @@ class ClusterSimulation:
         self._count = 0
         self._next_round_s = math.inf
         self._may_preempt = False
-        self._time, self._log = DeviceTime(), AttemptLog()
+        self._time, self._log = ClusterTime(), AttemptLog()
         self._node_states = [(0.0, 0)]
         self._stops: dict[int, int] = {}
         self._num_failures = 0
@@ -123,13 +123,13 @@ class ClusterSimulation:
         """Simulate all events."""
         submitted, failed = 0, 0
         jobs, failures = self._jobs, self._failures
-        while submitted < len(jobs) or self._running or (self._waiting and math.isfinite(self._until_s)):
+        while submitted < len(jobs) or self._running or self._waiting:
             self._drop_void_events()
             now_s = min(
                 jobs[submitted].submit_s if submitted < len(jobs) else math.inf,
                 failures[failed].time_s if failed < len(failures) else math.inf,
                 self._events[0][0] if self._events else math.inf,
-                self._next_round_s if self._waiting else math.inf,
+                self._next_round_s if self._waiting and self._running else math.inf,
             )
             if now_s >= self._until_s or math.isinf(now_s):
                 break
@@ -335,9 +335,7 @@ class ClusterSimulation:
                 break
             free += job_devices
             shadow_s = end_s
-        else:
-            return math.inf, free
-        return shadow_s, free - devices
+        return (shadow_s, free - devices) if free >= devices else (math.inf, free)
 
     def _make_place(self, devices: int, worse: Sequence[SimulatedJob]) -> list[SimulatedJob]:
         """Stop as many of these jobs, the worst first, as give a job a place. Return them, or none if all do not."""

@@ -44,8 +44,8 @@ def sample_failures(
     until_s: float,
     rng: np.random.Generator,
 ) -> list[NodeFailure]:
-    """Draw failures of all nodes up to `until_s`, in the order of time. Each cause is a Poisson process whose rate
-    changes with the age of the node."""
+    """Draw failures of all nodes up to `until_s`, in the order of time. Each cause is a Poisson process with a rate
+    that changes with the age of the node."""
     found: list[NodeFailure] = []
     ages = np.array([node.age_years for node in nodes])
     for cause, entry in enumerate(causes.values()):

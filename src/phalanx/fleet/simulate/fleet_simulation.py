@@ -34,7 +34,7 @@ REPLAY_CLASS = "replay"
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class NodeTypeGroup:
     """Equal nodes of a fleet."""
 
     type_name: str
@@ -81,7 +81,7 @@ class SimulationResult:
         return sum(self.stops_by_cause.values())
 
 
-def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings) -> list[NodeGroup]:
+def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings) -> list[NodeTypeGroup]:
     """Return the nodes of each kind, with the racks that the settings add."""
     batches = {
         rack: (name, each.age_years) for name, each in settings.batches.items() for rack in expand_names(each.racks)
@@ -92,23 +92,23 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
     by_rack: dict[int, list[int]] = {}
     for index, node in enumerate(tree.nodes):
         by_rack.setdefault(node.rack, []).append(index)
-    groups: dict[str, NodeGroup] = {}
+    groups: dict[str, NodeTypeGroup] = {}
     entries = list(by_rack.items())
     for rack, members in [*entries, *entries[-1:] * settings.extra_racks]:
         first = tree.nodes[members[0]]
-        group = groups.setdefault(first.type_name, NodeGroup(first.type_name, first.power, [], 0))
+        group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))
         batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
         group.nodes.extend(NodeHistory(batch, age, place / len(members)) for place in range(len(members)))
-        groups[first.type_name] = NodeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
+        groups[first.type_name] = NodeTypeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
     return list(groups.values())
 
 
 def simulate_fleet(
-    groups: Sequence[NodeGroup], settings: SimulationSettings, seed: int, trace: JobTrace | None = None
+    groups: Sequence[NodeTypeGroup], settings: SimulationSettings, seed: int, trace: JobTrace | None = None
 ) -> SimulationResult:
     """Simulate a fleet with the random numbers of a seed. A trace replaces the jobs of the settings, and is simulated
     until all its jobs are done. Raises UsageError for jobs that can never run."""
-    outcomes: list[tuple[NodeGroup, ClusterOutcome, dict[str, JobClassEntry]]] = []
+    outcomes: list[tuple[NodeTypeGroup, ClusterOutcome, dict[str, JobClassEntry]]] = []
     result = SimulationResult()
     for index, group in enumerate(groups):
         classes = _select_classes(settings, groups, index, trace is not None)
@@ -124,7 +124,7 @@ def simulate_fleet(
 
 
 def _select_classes(
-    settings: SimulationSettings, groups: Sequence[NodeGroup], index: int, is_replay: bool
+    settings: SimulationSettings, groups: Sequence[NodeTypeGroup], index: int, is_replay: bool
 ) -> dict[str, JobClassEntry]:
     if is_replay:
         return {REPLAY_CLASS: settings.jobs.get(REPLAY_CLASS, JobClassEntry(checkpoint=CheckpointEntry()))}
@@ -138,7 +138,7 @@ def _select_classes(
 
 
 def _simulate_group(
-    group: NodeGroup,
+    group: NodeTypeGroup,
     classes: Mapping[str, JobClassEntry],
     settings: SimulationSettings,
     stream: tuple[int, int],
@@ -155,6 +155,7 @@ def _simulate_group(
     else:
         jobs = sample_jobs(classes, settings.days, per_node, node_rate, np.random.default_rng([*stream, 1]))
     largest = max((job.devices for job in jobs), default=0)
+    largest = max([largest, *(max(entry.devices) for entry in classes.values() if trace is None)])
     if largest > pool.most_devices:
         raise UsageError(
             f"a job of {largest} accelerators can never run: the nodes of kind {group.type_name} have "
@@ -190,7 +191,7 @@ def _count_time(result: SimulationResult, outcomes: Sequence[ClusterOutcome], ca
 
 def _count_energy(
     result: SimulationResult,
-    outcomes: Sequence[tuple[NodeGroup, ClusterOutcome, dict[str, JobClassEntry]]],
+    outcomes: Sequence[tuple[NodeTypeGroup, ClusterOutcome, dict[str, JobClassEntry]]],
     settings: SimulationSettings,
 ) -> None:
     site, cap = settings.site, settings.power_cap

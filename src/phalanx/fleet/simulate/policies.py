@@ -20,7 +20,7 @@ THEMIS_ROUND_S = 1200.0
 """Seconds between two auctions; a lease is as long (Themis, section 5)."""
 DEMOTED_ORDER = 1e15
 """Order of a running job that has just moved to the next queue: behind those that wait there."""
-_BISECTIONS = 50
+NUM_BISECTIONS = 50
 
 
 class SchedulingPolicy:
@@ -105,7 +105,7 @@ def find_fair_shares(active: Sequence[SimulatedJob], now_s: float, num_devices: 
     while float(find_shares(high) @ devices) > num_devices:
         low, high = high, 2.0 * high
     if high > low:
-        for _ in range(_BISECTIONS):
+        for _ in range(NUM_BISECTIONS):
             middle = 0.5 * (low + high)
             low, high = (middle, high) if float(find_shares(middle) @ devices) > num_devices else (low, middle)
         return find_shares(high)

@@ -33,7 +33,7 @@ def device_power(power: NodePower, activity: float, cap: float = 1.0) -> float:
 
 
 def node_power(power: NodePower, activity: float) -> float:
-    """Return the watts of a node whose devices all have this activity."""
+    """Return the watts of a node if all its devices have this activity."""
     rest_w = power.rest_idle_w + activity * (power.rest_max_w - power.rest_idle_w)
     return power.num_devices * device_power(power, activity) + rest_w
 

@@ -1,0 +1,102 @@
+"""Events of jobs on nodes: order of policies, backfill, failures, spares, and an account that adds up."""
+
+import math
+
+import numpy as np
+import pytest
+
+from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
+from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation, NodeFailure
+from phalanx.fleet.simulate.job_state import SimulatedJob
+from phalanx.fleet.simulate.node_pool import NodePool
+from phalanx.fleet.simulate.policies import find_fair_shares, make_policy
+
+
+def run(jobs, policy="fifo", nodes=2, failures=(), until_s=math.inf, spares=0, repacks=False) -> ClusterOutcome:
+    pool = NodePool(nodes, 8, spares)
+    return ClusterSimulation(pool, jobs, make_policy(policy), failures, until_s, repacks).run()
+
+
+def test_a_job_above_a_node_gets_whole_nodes_and_a_small_one_the_fullest_node():
+    pool = NodePool(3, 8)
+    assert pool.place(6) == ((0, 6),)
+    assert pool.place(2) == ((0, 2),)
+    assert pool.place(12) == ((1, 8), (2, 4))
+    assert pool.place(8) is None
+
+
+def test_fifo_backfills_only_what_does_not_delay_the_first_that_waits():
+    first, head = SimulatedJob(0, 8, 100), SimulatedJob(1, 16, 50)
+    short, long = SimulatedJob(2, 8, 90), SimulatedJob(3, 8, 200)
+    run([first, head, short, long])
+    assert (short.first_start_s, head.first_start_s, long.first_start_s) == (2, 100, 150)
+
+
+def test_the_shortest_job_stops_a_longer_one():
+    long, short = SimulatedJob(0, 16, 100), SimulatedJob(10, 16, 20)
+    run([long, short], "srtf")
+    assert (short.finish_s, long.finish_s) == (30, 120)
+
+
+def test_a_job_with_little_service_stops_one_with_much():
+    old, new = SimulatedJob(0, 16, 10_000), SimulatedJob(5000, 16, 100)
+    run([old, new], "tiresias")
+    assert (new.finish_s, old.finish_s) == (5100, 10_100)
+
+
+def test_fairness_gives_jobs_turns():
+    jobs = [SimulatedJob(0, 16, 20_000) for _ in range(2)]
+    run(jobs, "themis")
+    assert min(job.finish_s for job in jobs) > 30_000
+
+
+def test_fair_shares_use_all_devices():
+    jobs = [SimulatedJob(0, size, work_s) for size, work_s in ((8, 100), (4, 1000), (16, 10))]
+    shares = find_fair_shares(jobs, 50.0, 16)
+    assert float(shares @ np.array([8, 4, 16])) == pytest.approx(16, rel=1e-6)
+
+
+def test_a_failure_wastes_the_work_since_the_last_save():
+    costs = CheckpointCosts(interval_s=100, blocked_s=10, restart_s=5)
+    job = SimulatedJob(0, 16, 250, costs)
+    outcome = run([job], failures=[NodeFailure(200, 0, 3, 0)])
+    assert outcome.stops_by_cause == {3: 1}
+    assert outcome.time.wasted == 16 * 85  # 200 - 5 of starting - 110 of the first save's cycle
+    assert job.finish_s == 200 + 5 + 150 + 10
+
+
+def test_an_asynchronous_save_is_good_only_when_it_is_complete():
+    costs = CheckpointCosts(interval_s=100, blocked_s=1, lag_s=60)
+    assert costs.split_failed(150).productive_s == 0
+    assert costs.split_failed(170).productive_s == 100
+
+
+def test_a_job_waits_for_a_repair_without_a_spare_and_not_with_one():
+    for spares, finish_s in ((0, 20 + 1000 + 100), (1, 20 + 100)):
+        job = SimulatedJob(0, 16, 100)
+        run([job], nodes=2 + spares, spares=spares, failures=[NodeFailure(20, 0, 0, 1000)])
+        assert job.finish_s == finish_s
+
+
+@pytest.mark.parametrize("policy", ["fifo", "srtf", "srsf", "tiresias", "themis"])
+def test_states_of_device_time_add_up(policy):
+    rng = np.random.default_rng(1)
+    costs = CheckpointCosts(600, 20, 0, 60)
+    jobs = [
+        SimulatedJob(float(at), int(rng.choice([1, 4, 8, 16, 24])), float(rng.exponential(3000)), costs)
+        for at in np.sort(rng.uniform(0, 80_000, 150))
+    ]
+    failures = [NodeFailure(float(at), int(rng.integers(6)), 0, 5000.0) for at in np.sort(rng.uniform(0, 9e4, 30))]
+    outcome = run(jobs, policy, nodes=6, failures=failures, until_s=90_000, spares=1)
+    assert outcome.time.total == pytest.approx(6 * 8 * 90_000, rel=1e-12)
+    assert sum(outcome.stops_by_cause.values()) > 0
+
+
+def test_repacking_charges_a_restart_at_each_event():
+    job, other = SimulatedJob(0, 8, 100, CheckpointCosts(math.inf, restart_s=10)), SimulatedJob(50, 8, 1)
+    run([job, other], "srtf", repacks=True)
+    assert job.finish_s == 100 + 3 * 10 - 9  # the start, the submission at 50, and 1 of 10 s before the end at 51
+
+
+def test_the_interval_is_dalys():
+    assert choose_interval(300, 0, 86_400) / 60 == pytest.approx(116.7, rel=0.005)
