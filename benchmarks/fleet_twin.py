@@ -75,8 +75,8 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 def _measure_llama() -> list[Bar]:
     """54 days of 16,384 GPUs with the cluster's own mean rate: what the simulation adds is the chance, and the account.
-    A stop restarts on the same or on spare nodes. Saves are asynchronous, since the paper keeps the pause of a save short;
-    the length of a save and of a restart are assumed."""
+    A stop restarts on the same or on spare nodes. Saves are asynchronous, since the paper keeps the pause of a save
+    short; the length of a save and of a restart are assumed."""
     settings = SimulationSettings(
         days=54,
         spares=0.01,

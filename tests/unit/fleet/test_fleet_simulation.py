@@ -123,6 +123,8 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path, text, message):
         ("spare=1", RecipeError, "unknown key"),
         ("spares", UsageError, "expected KEY=VALUE"),
         ("jobs.a.devices.64=1 spares=0.5", UsageError, "can never run"),
+        ("jobs.b.per_day=1e9", UsageError, "simulate.jobs: 20,000,000,001 in 20 days"),
+        ("failures.gpu.per_1000_node_days=1e12", UsageError, "simulate.failures: "),
         ("jobs.a.node_type=b200", UsageError, "no nodes of kind b200"),
         ("batches.old.racks=q1", UsageError, "no such rack"),
         ("failures.gpu.per_1000_node_days=-1", RecipeError, "per_1000_node_days"),

@@ -24,7 +24,7 @@ from phalanx.fleet.simulate.power_model import (
     slow_down,
     supply_power,
 )
-from phalanx.fleet.simulation_settings import CheckpointEntry, JobClassEntry, SimulationSettings
+from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry, SimulationSettings
 
 JOULES_PER_KWH = 3.6e6
 JobTrace = Sequence[tuple[float, int, float]]
@@ -107,7 +107,8 @@ def simulate_fleet(
     groups: Sequence[NodeTypeGroup], settings: SimulationSettings, seed: int, trace: JobTrace | None = None
 ) -> SimulationResult:
     """Simulate a fleet with the random numbers of a seed. A trace replaces the jobs of the settings, and is simulated
-    until all its jobs are done. Raises UsageError for jobs that can never run."""
+    until all its jobs are done. Raises UsageError for jobs that can never run or are too many."""
+    _check_size(groups, settings)
     outcomes: list[tuple[NodeTypeGroup, ClusterOutcome, dict[str, JobClassEntry]]] = []
     result = SimulationResult()
     for index, group in enumerate(groups):
@@ -121,6 +122,24 @@ def simulate_fleet(
     _count_time(result, [outcome for _, outcome, _ in outcomes], list(settings.failures))
     _count_energy(result, outcomes, settings)
     return result
+
+
+def _check_size(groups: Sequence[NodeTypeGroup], settings: SimulationSettings) -> None:
+    """Refuse more events than memory has place for."""
+    num_jobs = sum(entry.count + entry.per_day * settings.days for entry in settings.jobs.values())
+    num_failures = sum(
+        len(group.nodes)
+        * mean_node_rate(settings.failures, group.nodes, group.power.num_devices)
+        * settings.days
+        * SECONDS_PER_DAY
+        for group in groups
+    )
+    for key, number in (("jobs", num_jobs), ("failures", num_failures)):
+        if number > MOST_JOBS:
+            raise UsageError(
+                f"simulate.{key}: {number:,.0f} in {settings.days:g} days, expected at most {MOST_JOBS:,}; lower the "
+                "rates or `days`"
+            )
 
 
 def _select_classes(
