@@ -31,7 +31,7 @@ MIN_INTERVAL_S = 0.5
 CATCH_UP_BUDGET_S = 2.0
 """Seconds that each later look may read: the first part is shown meanwhile."""
 CATCH_UP_GROWTH = 1.25
-"""While a long run is read, its page is rendered again with so many times the steps: a million take 2 s each time."""
+"""While a long run is read, its page is rendered again once it has this many times the steps: a million take 2 s."""
 MAX_OPEN_RUNS = 16
 MAX_OPEN_STEPS = 2_000_000
 """Steps of all open runs together: some 300 MB. The run that was asked for last stays open, however long it is."""
