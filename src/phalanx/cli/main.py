@@ -44,6 +44,7 @@ _COMMAND_MODULES = {
     "profile": ("phalanx.cli.profile:profile", "Profile a few training steps."),
     "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),
     "fleet": ("phalanx.cli.fleet:app", "Show nodes and their accelerators."),
+    "thermal": ("phalanx.cli.thermal:app", "Find nodes that run hot; advise on cooling."),
     "serve": ("phalanx.cli.serve:serve", "Serve a live page of runs, jobs and nodes."),
     "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
     "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),
