@@ -32,8 +32,8 @@ def main() -> None:
         times.append(f"{part} {time.monotonic() - began:.0f} s")
     text = f"""# The fleet's models
 
-`python benchmarks/fleet_validation.py DATA`, {date.today()}, {os.cpu_count()} cores, Python {platform.python_version()};
-{", ".join(times)}. {sum(bar.is_met for bar in bars)} of {len(bars)} bars are met.
+`python benchmarks/fleet_validation.py DATA`, {date.today()}, {os.cpu_count()} cores, Python
+{platform.python_version()}; {", ".join(times)}. {sum(bar.is_met for bar in bars)} of {len(bars)} bars are met.
 
 {to_table(bars)}
 """

@@ -197,7 +197,7 @@ def fetch(address: str) -> str:
         return str(response.read().decode(errors="replace"))
 
 
-def wait_for(check: Callable[[], bool], began: float) -> float:
+def wait_for(check: Callable[[], bool], began: float, interval_s: float = 0.05) -> float:
     """Seconds since `began` when the check first holds; infinity after START_TIMEOUT_S."""
     while True:
         with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ def wait_for(check: Callable[[], bool], began: float) -> float:
                 return time.monotonic() - began
         if time.monotonic() - began > START_TIMEOUT_S:
             return math.inf
-        time.sleep(0.05)
+        time.sleep(interval_s)
 
 
 class Stream:
@@ -329,7 +329,7 @@ def measure_large(folder: Path) -> list[str]:
         page = f"{address}{link[1]}"
         times = {
             "first page of the run: what was read up to then": seconds_for(page)[0],
-            "all steps on that page": wait_for(lambda: f"{LARGE_STEPS} of " in fetch(page), time.monotonic()),
+            "all steps on that page": wait_for(lambda: f"{LARGE_STEPS} of " in fetch(page), time.monotonic(), 1.0),
             "a page of the whole run": seconds_for(page)[0],
             "last lines of the log": seconds_for(f"{page}/logs")[0],
             "search of its last 512 MB": seconds_for(f"{page}/logs?q=nowhere")[0],

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from phalanx.app.budget import check_budget, check_run_budget, load_prices
 from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
 from phalanx.app.trackers import check_trackers
 from phalanx.autoconfig.choices import resume_recipe
@@ -160,6 +161,7 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     """
     loaded.check_required()
     check_trackers(loaded)
+    check_budget(loaded, load_prices())
     machine = find_machine(loaded)
     world = nproc or num_workers_for(loaded.recipe, machine.num_gpus or 1)
     check_workers(machine, world, nodes)
@@ -222,6 +224,7 @@ def resolve_run(
         notes += describe_all_changes(run, given, previous, recipe)
         plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
+        check_run_budget(run, recipe, world_size, _step_seconds(plan))
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(prepared, world_size)
     check_parallelism(prepared, folder, call)
@@ -230,7 +233,14 @@ def resolve_run(
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)
+    check_run_budget(run, recipe, world_size, _step_seconds(plan))
     return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+
+
+def _step_seconds(plan: dict[str, Any]) -> float | None:
+    """Predicted seconds of a step; None in a plan that has none, or is damaged."""
+    found = plan.get("predicted_step_s")
+    return found if isinstance(found, float) and math.isfinite(found) and found > 0 else None
 
 
 def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> None:
@@ -249,7 +259,8 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     write_atomic(run.resolved, dump_recipe(prepared.recipe))
     write_json(run.plan, prepared.plan)
     copy_tokenizer(prepared)
-    write_json(run.cluster, prepared.cluster)
+    prices = load_prices()
+    write_json(run.cluster, {**prepared.cluster, **({} if prices is None else {"prices": prices.model_dump()})})
     write_json(
         run.environment,
         {**collect_environment(sys.argv, prepared.recipe_dir), "folder": str(prepared.recipe_dir.absolute())},

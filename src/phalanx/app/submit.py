@@ -65,6 +65,13 @@ def make_recipe_job(
     else:
         loaded = arguments.load_recipe()
         loaded.check_required()
+        if loaded.recipe.budget is not None:
+            from phalanx.app.budget import check_planned_budget  # which imports the planner
+
+            gpus = arguments.nproc_per_node or job_fields.get("gpus_per_node") or default_gpus
+            num_nodes = job_fields.get("num_nodes") or 1
+            num_gpus = gpus * num_nodes if isinstance(gpus, int) and isinstance(num_nodes, int) else None
+            check_planned_budget(loaded, num_gpus, os.environ)
         job_name = loaded.recipe.name
         default_gpus = None if loaded.recipe.device == "cpu" else default_gpus
     run_dir = arguments.find_run(job_name).path.absolute()

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from phalanx.app.budget import BudgetGuard, load_prices, stop_at_budget
 from phalanx.app.prepare_run import PreparedRun
 from phalanx.app.resume import read_last_attempt, read_last_step
 from phalanx.app.trackers import feed_trackers
@@ -58,7 +60,19 @@ def supervise_run(
     )
     num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
     with record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)), feed_trackers(run, recipe.trackers):
-        return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
+        guard = None
+        if recipe.budget is not None:
+            startup_s = 0.0 if prepared.resolved is None else prepared.resolved.duration_s
+            guard = BudgetGuard(run, recipe.budget, world_size, load_prices(), startup_s)
+            agent.find_stop_reason = partial(guard.find_stop_reason, agent.warn)
+        return supervise_until_done(
+            agent,
+            world_size,
+            command,
+            prepared.first_attempt,
+            prepared.opening_events(),
+            lambda outcome: stop_at_budget(outcome, guard),
+        )
 
 
 def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:

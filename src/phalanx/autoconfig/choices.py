@@ -289,7 +289,7 @@ def resume_recipe(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> R
     """Return the recipe of a resumed run: the resolved recipe, with the keys that may change, and the paths of prepared
     data, as given now."""
     values, new = resolved.model_dump(), given.model_dump()
-    for key in ("name", "steps", "checkpoint", "fault_tolerance", "trackers", "callbacks", "device"):
+    for key in ("name", "steps", "checkpoint", "fault_tolerance", "budget", "trackers", "callbacks", "device"):
         values[key] = new[key]
     for key in ("every", "max_samples"):
         values["evaluation"][key] = new["evaluation"][key]

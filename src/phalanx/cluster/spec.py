@@ -135,6 +135,8 @@ class Prices(StrictModel):
     kwh: Figure | None = None
     pue: Ratio = 1.2
     """Power usage effectiveness: power of the building over power of the machines."""
+    carbon_g_per_kwh: Figure | None = None
+    """Grams of CO2 equivalents for each kWh from the grid."""
     power_cap_w: Figure | None = None
     """Power cap of each device."""
 

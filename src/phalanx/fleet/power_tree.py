@@ -15,7 +15,7 @@ LevelKind = Literal["site", "feed", "row", "rack"]
 EntryT = TypeVar("EntryT")
 NO_PARENT = -1
 IDLE_SHARE_OF_DEVICE = 0.12
-"""Idle over most power of an accelerator whose idle power is not known: H100 SXM have 72 to 78 of 700 W, A40 23 to 29
+"""Idle over most power of an accelerator, where idle power is not known: H100 SXM have 72 to 78 of 700 W, A40 23 to 29
 of 300 W (hourly records of servers)."""
 IDLE_SHARE_OF_REST = 0.5
 """The same of a node without its accelerators: a DGX H100 has 2.3 of 4.6 kW (MLPerf power logs)."""

@@ -25,14 +25,14 @@ from phalanx.observe.goodput import DeviceTime, compute_device_time
 from phalanx.observe.google_goodput import ettr_to_json, google_goodput_to_json
 from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
 from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
-from phalanx.observe.run_energy import read_run_energy
+from phalanx.observe.run_cost import CostSummary, read_run_prices, summarize_cost
+from phalanx.observe.run_energy import EnergySummary, summarize_energy
 from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
 from phalanx.run import Run
 from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSaved,
-    EnergyUsed,
     NonFiniteStep,
     RunWarning,
     StragglerDetected,
@@ -121,26 +121,6 @@ class CheckpointSummary:
 
 
 @dataclass(frozen=True)
-class EnergySummary:
-    """Energy of a run in all attempts, repeated steps included."""
-
-    energy_j: float
-    """Joules of GPUs and CPUs, as far as they were measured."""
-    device_j: float
-    """Part of it: the run's GPUs, by their own counters."""
-    num_devices: int
-    cpu_j: float | None
-    """Part of it: all CPU packages of the nodes; None where nothing was recorded."""
-    cpu_is_estimate: bool
-    energy_j_per_unit: float | None
-    """Joules for a token (or sample) that counted; None where GPUs of some nodes were not measured."""
-    energy_j_per_step: float | None
-    """The same for a step that counted."""
-    energy_j_at_end: float | None
-    """What it will be at the last step, at the same rate; None for a run that is over."""
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """Everything that `phalanx report` knows. See the fields' own classes for units."""
 
@@ -168,6 +148,8 @@ class RunSummary:
     warnings: tuple[str, ...]
     checkpoints: CheckpointSummary
     energy: EnergySummary | None
+    cost: CostSummary | None
+    """None without prices: PHALANX_CLUSTER was not set."""
     digest: str | None
     lost: tuple[str, ...] = ()
     """What of the run is missing or damaged, so that this is not all."""
@@ -211,6 +193,9 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
     status, last_step = _end(run, history, result, lost)
     is_finished = status not in ("incomplete", "not started") and result.get("steps") == last_step
     guards = history.of(NonFiniteStep)
+    device_time, num_units = compute_device_time(history), float(np.nansum(steps.tokens))
+    energy = summarize_energy(run, history, status in RUN_OUTCOMES)
+    prices = read_run_prices(cluster)
     return RunSummary(
         run_info=run_info,
         status=status,
@@ -218,12 +203,12 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
         planned_steps=history.planned_steps or _int_or_none(recipe.get("steps")),
         started_at=history.first_event_at,
         last_event_at=history.last_event_at,
-        num_units=float(np.nansum(steps.tokens)),
+        num_units=num_units,
         loss=_summarize_loss(history),
         speed=_summarize_speed(steps, run_info, plan, cluster, history),
         breakdown_s=metrics.mean_breakdown(steps),
         durations=summarize_durations(history),
-        device_time=compute_device_time(history),
+        device_time=device_time,
         attempts=tuple(
             AttemptSummary(
                 number=attempt.number,
@@ -248,7 +233,16 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
             *map(describe_straggler, history.of(StragglerDetected)),
         ),
         checkpoints=_summarize_checkpoints(history),
-        energy=_summarize_energy(run, history, status in RUN_OUTCOMES),
+        energy=energy,
+        cost=None
+        if prices is None
+        else summarize_cost(
+            prices,
+            device_time.allocated_s,
+            None if energy is None else energy.energy_j,
+            energy is not None and energy.energy_j_per_step is not None,
+            num_units,
+        ),
         digest=str(result["digest"]) if is_finished and result.get("digest") else None,
         lost=tuple(lost),
     )
@@ -284,34 +278,6 @@ def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[st
         )
         return "not known", saved
     return history.status, history.last_step
-
-
-def _summarize_energy(run: Run, history: RunHistory, is_over: bool) -> EnergySummary | None:
-    """From what agents have recorded; GPUs from events where agents counted other GPUs than the run has workers: they
-    did not know which are the run's."""
-    recorded, drawn = read_run_energy(run), history.of(EnergyUsed)
-    last = history.attempts[-1] if history.attempts else None
-    device_j, num_devices, is_complete = 0.0, 0, last is None or last.device == "cpu"
-    if recorded is not None and last is not None and not is_complete and recorded.num_devices == last.world_size:
-        device_j, num_devices = recorded.device_j, recorded.num_devices
-        is_complete = recorded.num_nodes >= history.num_nodes and recorded.missing_device_s == 0
-    elif drawn:
-        device_j, num_devices = sum(event.energy_j for event in drawn), drawn[-1].num_gpus
-        is_complete = history.num_nodes == 1
-    elif recorded is None:
-        return None
-    cpu_j, units = None if recorded is None else recorded.cpu_j, float(np.nansum(history.steps.tokens))
-    energy_j, steps, planned = device_j + (cpu_j or 0.0), len(history.steps), history.planned_steps
-    return EnergySummary(
-        energy_j=energy_j,
-        device_j=device_j,
-        num_devices=num_devices,
-        cpu_j=cpu_j,
-        cpu_is_estimate=recorded is not None and recorded.cpu_is_estimate,
-        energy_j_per_unit=energy_j / units if is_complete and units > 0 else None,
-        energy_j_per_step=energy_j / steps if is_complete and steps else None,
-        energy_j_at_end=energy_j / steps * planned if steps and planned and not is_over else None,
-    )
 
 
 def _summarize_loss(history: RunHistory) -> LossSummary:

@@ -9,8 +9,10 @@ from phalanx import formatting
 from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
+from phalanx.observe.run_cost import CostSummary
+from phalanx.observe.run_energy import EnergySummary
 from phalanx.observe.run_info import RunInfo
-from phalanx.observe.summary import EnergySummary, RunSummary
+from phalanx.observe.summary import RunSummary
 from phalanx.text_table import Column, format_facts, format_table
 
 PAGE_WIDTH = 100
@@ -194,6 +196,8 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if (energy := summary.energy) is not None:
         energy_text = describe_energy(energy, speed.unit)
         facts.append(("energy", energy_text))
+    if summary.cost is not None and (cost_text := describe_cost(summary.cost, speed.unit)):
+        facts.append(("cost", cost_text))
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
     return facts
@@ -218,6 +222,18 @@ def describe_energy(energy: EnergySummary, unit: str) -> str:
     ]
     at_end = [] if energy.energy_j_at_end is None else [f"{format_kwh(energy.energy_j_at_end)} at the last step"]
     return "; ".join(part for part in (text, ", ".join(rates), *at_end) if part)
+
+
+def describe_cost(cost: CostSummary, unit: str) -> str:
+    """Energy at the building, carbon and money: of the run, and for a million tokens."""
+
+    def join(site_kwh: float | None, carbon_kg: float | None, money: float | None, pue: str = "") -> str:
+        values = ((site_kwh, f"kWh{pue}"), (carbon_kg, "kg CO2e"), (money, cost.currency))
+        return ", ".join(f"{formatting.format_significant(each)} {name}" for each, name in values if each is not None)
+
+    whole = join(cost.site_kwh, cost.carbon_kg, cost.cost, f" at the building (PUE {cost.pue:g})")
+    share = join(cost.site_kwh_per_million, cost.carbon_kg_per_million, cost.cost_per_million)
+    return f"{whole}; {share} per million {unit}" if share else whole
 
 
 def _format_error(share: float) -> str:

@@ -13,6 +13,7 @@ KEYS_FREE_ON_RESUME = (
     "steps",
     "checkpoint",
     "fault_tolerance",
+    "budget",
     "trackers",
     "callbacks",
     "evaluation.every",

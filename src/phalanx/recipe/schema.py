@@ -301,6 +301,20 @@ class FaultToleranceConfig(ConfigModel):
     a worker that is stopped while others are not is restarted sooner."""
 
 
+class BudgetConfig(ConfigModel):
+    """What a run may use, in all attempts. A run that is predicted to need more does not start; one that needs more
+    saves at 100% and ends with exit code 78. A larger budget resumes it."""
+
+    model_config = ConfigDict(title="Budget")
+
+    device_hours: Rate | None = None
+    """Hours times workers, from the first start to the end."""
+    kwh: Rate | None = None
+    """Energy of GPUs and CPUs as measured, times the PUE of PHALANX_CLUSTER's prices (1 without)."""
+    cost: Rate | None = None
+    """Money, by the prices of PHALANX_CLUSTER: of device-hours, else of energy."""
+
+
 class Recipe(ConfigModel):
     """Everything that defines a run."""
 
@@ -342,6 +356,7 @@ class Recipe(ConfigModel):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
+    budget: BudgetConfig | None = Field(None, description="Limits on what the run uses. null: none.")
     trackers: list[TrackerName] = Field(
         default_factory=list,
         description="Experiment trackers that get the run while it trains: tensorboard, wandb, mlflow, trackio.",

@@ -9,8 +9,8 @@ from html import escape
 
 from phalanx import formatting
 from phalanx.cluster.spec import Prices
+from phalanx.observe.run_cost import compute_cost
 from phalanx.serve.run_accounts import RunAccount
-from phalanx.serve.run_forecast import compute_cost
 from phalanx.serve.run_row import RunRow
 from phalanx.serve.tables import render_rows
 

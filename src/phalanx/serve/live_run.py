@@ -15,6 +15,7 @@ from phalanx.observe.html_report.chart import Chart
 from phalanx.observe.html_report.report import render_sections
 from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import find_recommendations
+from phalanx.observe.run_cost import read_run_prices
 from phalanx.observe.summary import build_summary
 from phalanx.run import EventTail, Run
 from phalanx.run.notes import RunNote, read_notes
@@ -112,7 +113,8 @@ class LiveRun:
         if summary.status == "incomplete" and self._is_written():
             summary = replace(summary, status="running")  # a report, read later, cannot tell
         sections = render_sections(summary, history, recommendations)
-        forecast = render_forecast(forecast_run(summary, self._prices), self._prices)
+        prices = read_run_prices(self.run.read_json_or_empty(self.run.cluster)) or self._prices
+        forecast = render_forecast(forecast_run(summary, prices), prices)
         notes = render_notes(read_notes(self.run))
         sections = {"outcome": sections["outcome"], "forecast": forecast, **sections, "notes": notes}
         version = self._page.version + 1 if self._page else 1

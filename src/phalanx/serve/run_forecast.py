@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from phalanx import formatting
 from phalanx.cluster.spec import Prices
 from phalanx.observe.html_report.report import render_table
+from phalanx.observe.run_cost import compute_cost
 from phalanx.observe.summary import RUN_OUTCOMES, RunSummary
 
 
@@ -17,15 +18,6 @@ class RunForecast:
     device_hours_at_end: float | None
     cost: float | None
     cost_at_end: float | None
-
-
-def compute_cost(device_s: float, energy_j: float | None, prices: Prices) -> float | None:
-    """Rent of devices where they have a price, else energy at the building; None without prices."""
-    if prices.device_hour is not None:
-        return device_s / 3600 * prices.device_hour
-    if prices.kwh is not None and energy_j is not None:
-        return energy_j / 3.6e6 * prices.pue * prices.kwh
-    return None
 
 
 def forecast_run(summary: RunSummary, prices: Prices) -> RunForecast:

@@ -110,6 +110,29 @@ def test_energy_of_all_nodes_is_charged_to_run_step_and_token(tmp_path: Path) ->
     assert "by 4 GPUs, 1.11e-4 kWh by CPUs (estimate); " in " ".join(pages(run)[0].split())
 
 
+def test_the_prices_kept_with_a_run_give_its_cost_and_carbon(tmp_path: Path) -> None:
+    run = energy_run(tmp_path / "run", 2, "cuda")
+    write_energy(run, "n1", NodeEnergy(3.5e6, 2, 0.1e6, 60.0))
+    prices = {"currency": "EUR", "kwh": 0.3, "pue": 1.5, "carbon_g_per_kwh": 400.0}
+    (run / "cluster.json").write_text(json.dumps({"prices": prices}))
+    found = summary(run).cost
+    assert found is not None
+    assert (found.site_kwh, found.carbon_kg, found.cost) == (1.5, pytest.approx(0.6), pytest.approx(0.45))
+    assert found.cost_per_million == pytest.approx(0.45 / (10 * 4096 / 1e6))
+    assert "1.50 kWh at the building (PUE 1.5), 0.600 kg CO2e, 0.450 EUR; " in " ".join(pages(run)[0].split())
+    (run / "cluster.json").write_text(json.dumps({"prices": {**prices, "device_hour": 2.0}}))
+    rented = summary(run)
+    assert rented.cost is not None
+    assert rented.cost.cost == pytest.approx(2.0 * rented.device_time.allocated_s / 3600)
+
+
+@pytest.mark.parametrize("prices", [None, 7, {"pue": -1}, {"nosuch": 1}])
+def test_prices_that_are_damaged_are_none(tmp_path: Path, prices: object) -> None:
+    run = energy_run(tmp_path / "run", 1, "cpu")
+    (run / "cluster.json").write_text(json.dumps({"prices": prices}))
+    assert summary(run).cost is None
+
+
 def test_gpus_of_a_node_that_other_runs_may_use_count_by_events_only(tmp_path: Path) -> None:
     run = energy_run(tmp_path / "run", 2, "cuda")
     write_energy(run, "n1", NodeEnergy(9000.0, 8, 100.0, 60.0))

@@ -32,7 +32,7 @@ class MinuteFile:
     the first. Nothing that fails here stops a run.
 
     Attributes:
-        device_ids: accelerators of the run, whose energy is counted; empty where they are not known.
+        device_ids: accelerators of the run; only their energy is counted. Empty: they are not known.
     """
 
     def __init__(self, run: Run, node: str):

@@ -206,6 +206,9 @@ class AttemptSupervisor:
         for node in self._find_overdue_nodes():
             self._drop_overdue_node(node, "it does not report the end of its workers", EXITS_NOT_REPORTED_MESSAGE)
         self._energy.emit_readings()
+        if not leader.stopping and (stop_reason := leader.find_stop_reason()) is not None:
+            leader.warn(stop_reason)
+            leader.signals.received.append(signal.SIGUSR1)
         for silent_node in leader.node_group.find_timed_out(now):
             if silent_node in attempt.ranks_by_node:
                 self._drop_node(silent_node, f"it has given no sign for {NODE_TIMEOUT_S:.0f} s")

@@ -46,6 +46,8 @@ class LeaderState:
         self.show = show
         self.log = EventLog(run.events)
         self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
+        self.find_stop_reason: Callable[[], str | None] = lambda: None
+        """Called once a second; a text makes the workers save and the run end."""
         self.stopping = False
         self.force_stop = False  # a second stop request arrived
         self.signals = SignalQueue()
