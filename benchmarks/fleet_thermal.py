@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fleet_bars import Bar
+from fleet_plant import measure_plant_bars
 from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries
 from phalanx.fleet.thermal.fit import fit_thermal_model
 from phalanx.fleet.thermal.heat_check import HeatCause, check_heat
@@ -37,7 +38,12 @@ def measure_bars(data: Path) -> list[Bar]:
     """Measure all bars of this part."""
     hourly = [each for name in HOURLY_FILES for each in read_series_csv(data / name, HOURLY_COLUMNS)]
     steps = read_series_csv(data / "mi300x_steps.csv", STEP_COLUMNS, "MI300X")
-    return [*_measure_steady(hourly), *_measure_steps(steps), *_measure_findings(hourly)]
+    return [
+        *_measure_steady(hourly),
+        *_measure_steps(steps),
+        *_measure_findings(hourly),
+        *measure_plant_bars(data),
+    ]
 
 
 def make_bar(measure: str, goal: str, reached: str, is_met: bool) -> Bar:

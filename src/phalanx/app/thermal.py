@@ -5,15 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, UsageError
+from phalanx.fleet.fleet_file import load_fleet_file
 from phalanx.fleet.thermal.device_series import DeviceSeries
 from phalanx.fleet.thermal.fit import fit_thermal_model
 from phalanx.fleet.thermal.heat_check import HeatCheck, check_heat
 from phalanx.fleet.thermal.model_file import ThermalModelFile, load_thermal_model, save_thermal_model
+from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.series_csv import make_series, parse_time, read_series_csv
 from phalanx.fleet.thermal.series_runs import read_series_runs
+from phalanx.fleet.thermal.set_points import SetPointAdvice, advise_set_points
+from phalanx.fleet.thermal.weather import Weather, read_weather
 
-__all__ = ["check_thermal", "fit_thermal", "parse_time", "read_device_series"]
+__all__ = ["advise_cooling", "check_thermal", "fit_thermal", "parse_time", "read_device_series"]
 
 
 def read_device_series(
@@ -55,6 +59,18 @@ def fit_thermal(series: Sequence[DeviceSeries], out: Path | None) -> tuple[Therm
 def check_thermal(series: Sequence[DeviceSeries], model: Path, recent_s: float) -> HeatCheck:
     """Compare devices with the constants of their kind in the file `model`, and with their own past."""
     return check_heat(series, load_thermal_model(model), recent_s)
+
+
+def advise_cooling(
+    fleet: Path, weather: Path, columns: Mapping[str, str], site: str | None, load: float
+) -> tuple[CoolingPlant, Weather, SetPointAdvice]:
+    """Advise set points for the plant of a fleet file in each hour of a weather file, at a share `load` of its IT."""
+    plant = load_fleet_file(fleet)[0].cooling
+    if plant is None:
+        raise UsageError(f"{fleet}: no key cooling; add `cooling: {{design_it: 10 MW}}`")
+    hours = read_weather(weather, columns, site)
+    it_w = np.full(len(hours.times), load * plant.design_it)
+    return plant, hours, advise_set_points(plant, it_w, hours.dry_bulb_c, hours.wet_bulb_c)
 
 
 def _join(parts: Sequence[DeviceSeries]) -> DeviceSeries:

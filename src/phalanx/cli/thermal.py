@@ -104,18 +104,55 @@ def check(
     return int(ExitCode.UNFIT_NODE if found.findings else ExitCode.DONE)
 
 
-def _read(
-    sources: list[Path], column: list[str] | None, kind: str | None, begin: str | None, until: str | None
-) -> "list[DeviceSeries]":
-    from phalanx.app.thermal import read_device_series
+@app.command()
+def advise(
+    fleet: Annotated[Path, typer.Argument(metavar="FLEET", help="Fleet file with the key cooling.")],
+    weather: Annotated[
+        Path, typer.Option("--weather", metavar="CSV", help="Hours of outside air: time, dry_bulb_c, wet_bulb_c.")
+    ],
+    site: Annotated[
+        str | None, typer.Option("--site", metavar="NAME", help="Only rows of this site, by the column site.")
+    ] = None,
+    load: Annotated[
+        float, typer.Option("--load", min=0.05, max=1.0, metavar="SHARE", help="IT power over the plant's design.")
+    ] = 0.8,
+    column: ColumnOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Advise supply temperature and flow of a cooling plant, with the saving, the limits and the reason.
 
+    Compared with a fixed set point and a flow that follows the load. Nothing is sent anywhere.
+    """
+    from phalanx.app.thermal import advise_cooling
+    from phalanx.cli.plant_output import advice_to_json, format_advice
+
+    plant, hours, advice = advise_cooling(fleet, weather, _parse_columns(column), site, load)
+    if as_json:
+        print(json.dumps(advice_to_json(plant, hours, advice), indent=2))
+        return
+    if hours.missing:
+        print_warning(f"{weather}: {hours.missing} hours without values are left out")
+    print("\n".join(format_advice(plant, hours, advice)))
+
+
+def _parse_columns(column: list[str] | None) -> dict[str, str]:
     columns = {}
     for text in column or []:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise UsageError(f"--column {text}: expected NAME=COLUMN, such as power_w=power_mean_w")
         columns[name] = value
-    return read_device_series(sources, columns, kind, _parse_time("--from", begin), _parse_time("--until", until))
+    return columns
+
+
+def _read(
+    sources: list[Path], column: list[str] | None, kind: str | None, begin: str | None, until: str | None
+) -> "list[DeviceSeries]":
+    from phalanx.app.thermal import read_device_series
+
+    return read_device_series(
+        sources, _parse_columns(column), kind, _parse_time("--from", begin), _parse_time("--until", until)
+    )
 
 
 def _parse_time(option: str, text: str | None) -> float | None:
