@@ -17,8 +17,8 @@ FLOW_EXPONENT = 0.4
 FAN_EXPONENT = 2.75
 """Measured on two fans with their drives (docs/benchmarks/fleet.md); 3 by the law of fans."""
 MAX_RISE_K = 80.0
-BISECTIONS = 48
-"""Halve 80 K to 3e-13 K."""
+BISECTIONS = 40
+"""Halve 80 K to 7e-11 K."""
 AIR_BISECTIONS = 12
 """A fan speed to 2e-4, as a drive has it."""
 

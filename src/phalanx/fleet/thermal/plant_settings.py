@@ -58,7 +58,7 @@ class CoolingPlant(StrictModel):
     tower_wet_bulb_c: Degrees = 24.0
     tower_approach_k: Kelvins = 4.0
     """At full fan, design heat and design wet bulb: this calibrates the tower."""
-    tower_heat_j_per_kg: Annotated[float, Field(gt=0, le=200_000), NUMBER_NOT_BOOL] = 36_000.0
+    tower_heat_j_per_kg: Annotated[float, Field(gt=0, le=200_000), NUMBER_NOT_BOOL] = 37_000.0
     """Heat for each kg of air at design; calibrated on a tower (docs/benchmarks/fleet.md)."""
     dry_approach_k: Kelvins = 8.0
     """Of a dry cooler at full fan and design heat."""

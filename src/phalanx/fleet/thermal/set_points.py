@@ -54,13 +54,14 @@ def advise_set_points(plant: CoolingPlant, it_w: Values, dry_bulb_c: Values, wet
     supplies = np.arange(LOWEST_SUPPLY_C, int(plant.max_supply_c) + 1)
     flows = np.unique(np.append(np.arange(plant.min_flow_share, 1.0, FLOW_STEP), 1.0))
     bins, places = _bin_hours(plant, it_w, dry_bulb_c, wet_bulb_c)
-    site_w = np.empty((len(supplies), len(flows), len(bins)))
-    for row, supply in enumerate(supplies):
-        for column, flow in enumerate(flows):
-            controls = PlantControls(float(supply), float(flow))
-            hours = simulate_plant(plant, bins[:, 0], bins[:, 1], bins[:, 1], controls)
-            # where nothing is allowed the coolest is best
-            site_w[row, column] = np.where(_is_allowed(plant, hours), hours.site_w, 1e12 + 1e9 * hours.core_c)
+    shape = (len(supplies), len(flows), len(bins))
+    supply, flow, power, outside = (
+        np.ascontiguousarray(np.broadcast_to(each, shape)).reshape(-1)
+        for each in (supplies[:, None, None].astype(float), flows[:, None], bins[:, 0], bins[:, 1])
+    )
+    hours = simulate_plant(plant, power, outside, outside, PlantControls(supply, flow))
+    # where nothing is allowed the coolest is best
+    site_w = np.where(_is_allowed(plant, hours), hours.site_w, 1e12 + 1e9 * hours.core_c).reshape(shape)
     best_rows = _limit_steps(np.argmin(site_w.min(axis=1), axis=0)[places])
     best_flows = np.argmin(site_w[best_rows, :, places], axis=1)
     supply_c, flow_share = supplies[best_rows].astype(float), flows[best_flows]
@@ -93,7 +94,7 @@ def _is_allowed(plant: CoolingPlant, hours: PlantHours) -> NDArray[np.bool_]:
 
 
 def _limit_steps(rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Follow the best row by `MAX_STEP_K` an hour; rows are a kelvin apart. It goes down early: what an hour needs
+    """Follow the best row by `MAX_STEP_K` an hour; rows are 1 K from each other. It goes down early: what an hour needs
     bounds the hours before it."""
     limited = rows.copy()
     for hour in range(len(rows) - 2, -1, -1):
