@@ -55,13 +55,16 @@ def read_fields(found: Any, kinds: Mapping[str, type[Kind]]) -> Kind:
 
 def read_as(value_type: Any, found: Any) -> Any:
     """Return the instance of a dataclass with these fields. Errors as of `read_fields`."""
-    values, found = {}, _object(found)
-    for name, check, required in _checks(value_type):
+    defaults, checks = _defaults(value_type), _checks(value_type)
+    values, found = dict(defaults), _object(found)
+    for name, check, required in checks:
         if name in found:
             values[name] = check(found[name])
         elif required:
             raise ValueError(name)
-    return value_type(**values)
+    value = object.__new__(value_type)
+    value.__dict__.update(values)  # the constructor of a frozen dataclass takes twice as long
+    return value
 
 
 def _to_json(value: Any) -> Any:

@@ -25,9 +25,13 @@ from phalanx.serve.tables import render_rows, render_time
 
 READ_BUDGET_S = 0.5
 """Seconds of reading after which a page shows what was read so far: a long run takes minutes."""
-RENDER_SHARE = 0.2
-"""Share of the time that rendering may take: pages of long runs are renewed less often."""
+RENDER_SHARE, CATCH_UP_SHARE = 0.2, 0.5
+"""Share of the time that rendering may take: pages of long runs are renewed less often. More until all is read."""
 MIN_INTERVAL_S = 0.5
+CATCH_UP_BUDGET_S = 2.0
+"""Seconds that each later look may read: the first part is shown meanwhile."""
+CATCH_UP_GROWTH = 1.25
+"""While a long run is read, its page is rendered again with so many times the steps: a million take 2 s each time."""
 MAX_OPEN_RUNS = 16
 MAX_OPEN_STEPS = 2_000_000
 """Steps of all open runs together: some 300 MB. The run that was asked for last stays open, however long it is."""
@@ -70,7 +74,9 @@ class LiveRun:
             if self._page is None or self._clock() >= self._next_at:
                 started = self._clock()
                 self._update()
-                self._next_at = self._clock() + max(MIN_INTERVAL_S, (self._clock() - started) / RENDER_SHARE)
+                assert self._page is not None
+                share = RENDER_SHARE if self._page.share_read == 1 else CATCH_UP_SHARE
+                self._next_at = started + max(MIN_INTERVAL_S, (self._clock() - started) / share)
             assert self._page is not None
             return self._page
 
@@ -82,6 +88,7 @@ class LiveRun:
     def _open(self) -> None:
         self._tail, self._builder = EventTail(self.run.events), HistoryBuilder()
         self._inode, self._size = -1, 0
+        self._num_rendered_steps = 0
         self._others = ""
 
     def _update(self) -> None:
@@ -96,7 +103,7 @@ class LiveRun:
             self._page = replace(self._page, read_at=self._wall_clock())
             return
         self._others = others
-        until = self._clock() + READ_BUDGET_S
+        until = self._clock() + (READ_BUDGET_S if self._page is None else CATCH_UP_BUDGET_S)
         for event in self._tail.read():
             self._builder.add_event(event)
             if self._clock() >= until:
@@ -104,6 +111,10 @@ class LiveRun:
         self._size = size
         share = min(1.0, self._tail.bytes_read / size) if size else 1.0
         is_whole = self._clock() < until
+        if not is_whole and self._page is not None and self.num_steps < CATCH_UP_GROWTH * self._num_rendered_steps:
+            self._page = replace(self._page, share_read=share, read_at=self._wall_clock())
+            return
+        self._num_rendered_steps = self.num_steps
         history = replace(self._builder.build_history(), num_unreadable_lines=self._tail.num_unreadable)
         self._page = self._render(history, 1.0 if is_whole else share)
 

@@ -91,7 +91,7 @@ def render_reading_note(page: RunPage) -> str:
     if page.share_read >= 1:
         return ""
     share = formatting.format_percent(page.share_read)
-    return f'<p class="note">Reading the events: {share}. What follows is the run up to there.</p>'
+    return f'<p class="note">Reading the events: {share}. What follows is the run up to about there.</p>'
 
 
 def select_rows(rows: Mapping[str, RunRow], query: RunQuery, now: float) -> list[ListedRun]:
