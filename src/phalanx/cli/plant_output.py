@@ -11,7 +11,7 @@ from phalanx.fleet.thermal.weather import Weather
 from phalanx.text_table import Column, format_table
 
 JOULES_PER_MWH = 3.6e9
-COLUMNS = (
+TOTAL_COLUMNS = (
     Column(""),
     Column("FIXED", is_number=True),
     Column("ADVISED", is_number=True),
@@ -46,7 +46,7 @@ def format_advice(plant: CoolingPlant, weather: Weather, advice: SetPointAdvice)
         for key, (label, unit) in labels.items()
     ]
     return [
-        *format_table(COLUMNS, rows),
+        *format_table(TOTAL_COLUMNS, rows),
         "",
         f"saves {advice.saved_share:.0%} of pumps, fans and chiller, {advice.saved_site_share:.1%} of the site, "
         f"against {plant.supply_c:g} °C and a flow that follows the load",

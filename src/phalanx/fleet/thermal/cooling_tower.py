@@ -17,7 +17,7 @@ FLOW_EXPONENT = 0.4
 FAN_EXPONENT = 2.75
 """Measured on two fans with their drives (docs/benchmarks/fleet.md); 3 by the law of fans."""
 MAX_RISE_K = 80.0
-BISECTIONS = 40
+APPROACH_BISECTIONS = 40
 """Halve 80 K to 7e-11 K."""
 AIR_BISECTIONS = 12
 """A fan speed to 2e-4, as a drive has it."""
@@ -43,7 +43,7 @@ def find_approach(
     """
     heat, wet_bulb = np.broadcast_arrays(np.asarray(heat_j_per_kg, dtype=float), wet_bulb_c)
     low, high = np.zeros_like(heat), np.full_like(heat, MAX_RISE_K)
-    for _ in range(BISECTIONS):
+    for _ in range(APPROACH_BISECTIONS):
         middle = (low + high) / 2
         enthalpies = _find_enthalpies(range_k, wet_bulb, middle, pressure_pa)
         is_enough = _removes_heat(heat, range_k, enthalpies, calibration, air_share)

@@ -25,7 +25,7 @@ class HeatCause(StrEnum):
     WARM_INLET = "warm inlet"
 
 
-ADVICE = {
+ADVICE_BY_CAUSE = {
     HeatCause.THROTTLING: "lower its power cap, or its inlet temperature; look for blocked air or a loose heat sink",
     HeatCause.FAILED_FAN: "replace the fan",
     HeatCause.LOST_COOLING: "it came within a day: look for a dead fan, a closed valve or a missing blanking panel",
@@ -48,7 +48,7 @@ class HeatFinding:
     @property
     def advice(self) -> str:
         """What to do."""
-        return ADVICE[self.cause]
+        return ADVICE_BY_CAUSE[self.cause]
 
 
 @dataclass(frozen=True)

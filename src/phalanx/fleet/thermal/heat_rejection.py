@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from phalanx.fleet.thermal.cooling_tower import (
     AIR_BISECTIONS,
-    BISECTIONS,
+    APPROACH_BISECTIONS,
     WATER_J_PER_KG_K,
     find_air_share,
     find_approach,
@@ -112,7 +112,7 @@ def make_dry_cooler(plant: CoolingPlant, heat_w: float, water_w_per_k: float, dr
     give it its range."""
     low, high = 1e-3, 1e3
     design = np.array([0.0])
-    for _ in range(BISECTIONS):
+    for _ in range(APPROACH_BISECTIONS):
         middle = (low * high) ** 0.5
         cooler = DryCooler(design, water_w_per_k * plant.dry_air_share, middle * water_w_per_k, plant.min_fan_share)
         cold = cooler.find_cold_water(np.array([heat_w]), np.array([water_w_per_k / WATER_J_PER_KG_K]))

@@ -18,7 +18,7 @@ EVAPORATION_J_PER_KG = 2.43e6
 KELVIN_OFFSET = 273.15
 CHILLER_PINCH_K = 2.0
 MAX_COP = 12.0
-ITERATIONS = 8
+CHILLER_ITERATIONS = 8
 """The compressor's own heat changes the tower by a twentieth of it: converged to 1e-10."""
 
 
@@ -178,7 +178,7 @@ def _solve_short_hours(
     """The supply temperature and the chiller's power in hours in which a full fan does not reach the set point."""
     rack_pump, hall_pump, tower_pump = pumps_w
     supply, chiller = set_point_c.copy(), np.zeros_like(it_w)
-    for _ in range(ITERATIONS):
+    for _ in range(CHILLER_ITERATIONS):
         loads = _find_loads(plant, it_w, supply, rack_pump, hall_pump)
         cold = rejection.find_cold_water(loads.hall_w + tower_pump + chiller, tower_flow)
         free = cold + plant.exchanger_approach_k

@@ -91,7 +91,7 @@ class CoolingPlant(StrictModel):
 
     @cached_property
     def design_flows_kg_per_s(self) -> tuple[float, float, float]:
-        """Of the hall, rack and tower loops."""
+        """Flows of the hall, rack and tower loops."""
         hall = self.design_heat_w / (self.hall_range_k * WATER_J_PER_KG_K)
         rack = self.design_it * self.liquid_share / (self.rack_range_k * WATER_J_PER_KG_K)
         return hall, max(rack, 1e-6), hall

@@ -15,7 +15,7 @@ REQUIRED_COLUMNS = ("time", "node", "power_w", "core_temperature_c")
 OPTIONAL_COLUMNS = ("device", "kind", "inlet_temperature_c", "thermal_margin_c", "failed_fans")
 NUMBER_COLUMNS = ("power_w", "core_temperature_c", "inlet_temperature_c", "thermal_margin_c", "failed_fans")
 MAX_CSV_BYTES = 4 << 30
-LIMITS = {
+SENSOR_LIMITS = {
     "power_w": (0.0, 1e5),
     "core_temperature_c": (-40.0, 200.0),
     "inlet_temperature_c": (-40.0, 100.0),
@@ -108,7 +108,7 @@ def _read_rows(
 def _read_number(path: Path, line: int, name: str, text: str) -> float:
     if not text.strip():
         return np.nan
-    low, high = LIMITS[name]
+    low, high = SENSOR_LIMITS[name]
     try:
         value = float(text)
     except ValueError:

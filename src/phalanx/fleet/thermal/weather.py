@@ -11,7 +11,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.fleet.thermal.device_series import Values
 from phalanx.fleet.thermal.moist_air import find_wet_bulb
 
-LIMITS: Mapping[str, tuple[float, float]] = {
+WEATHER_LIMITS: Mapping[str, tuple[float, float]] = {
     "dry_bulb_c": (-60.0, 60.0),
     "wet_bulb_c": (-60.0, 45.0),
     "relative_humidity_pct": (0.0, 100.0),
@@ -38,7 +38,7 @@ def read_weather(path: Path, columns: Mapping[str, str], site: str | None = None
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file)
             header = list(rows.fieldnames or [])
-            names = {name: columns.get(name, name) for name in ("time", "site", *LIMITS)}
+            names = {name: columns.get(name, name) for name in ("time", "site", *WEATHER_LIMITS)}
             _check_columns(path, header, names, site)
             return _read_rows(path, rows, names, site)
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def _read_rows(path: Path, rows: "csv.DictReader[str]", names: Mapping[str, str]
             sites.add(row[names["site"]])
             if row[names["site"]] != site:
                 continue
-        found = [_read_value(path, number, name, row.get(names[name])) for name in LIMITS]
+        found = [_read_value(path, number, name, row.get(names[name])) for name in WEATHER_LIMITS]
         if np.isnan(found[0]) or (np.isnan(found[1]) and np.isnan(found[2])):
             missing += 1
             continue
@@ -93,7 +93,7 @@ def _read_rows(path: Path, rows: "csv.DictReader[str]", names: Mapping[str, str]
 def _read_value(path: Path, line: int, name: str, text: str | None) -> float:
     if text is None or not text.strip():
         return np.nan
-    low, high = LIMITS[name]
+    low, high = WEATHER_LIMITS[name]
     try:
         value = float(text)
     except ValueError:
