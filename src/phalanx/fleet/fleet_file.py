@@ -6,38 +6,24 @@ A name with a range, such as `r[01-10]`, is an entry for each of these names. Po
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
+from phalanx.fleet.power_units import Power
 from phalanx.fleet.simulation_settings import SimulationSettings
+from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.recipe.load import read_user_text
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 
-WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
-MAX_POWER_W = 1e11
-POWER_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(W|kW|MW)")
 NAME_PATTERN = re.compile(r"([\w.-]*)\[([\d,-]+)\]([\w.-]*)|[\w.-]+")
 MAX_NAMES = 100_000
 """Names of one range."""
 EntryT = TypeVar("EntryT")
-
-
-def parse_power(value: Any) -> float:
-    """Return the watts of a text such as "45 kW". ValueError for a number without a unit, or another unit."""
-    found = POWER_PATTERN.fullmatch(value) if isinstance(value, str) else None
-    if found is None or (watts := float(found[1]) * WATTS_BY_UNIT[found[2]]) > MAX_POWER_W:
-        raise ValueError("expected a power with its unit (W, kW or MW), such as 45 kW")
-    return watts
-
-
-Power = Annotated[
-    float, BeforeValidator(parse_power, json_schema_input_type=str), Field(json_schema_extra={"type": "string"})
-]
 
 
 class NodeTypeEntry(StrictModel):
@@ -100,6 +86,8 @@ class FleetFile(StrictModel):
     node_types: dict[str, NodeTypeEntry]
     simulate: SimulationSettings | None = None
     """What `phalanx simulate` needs."""
+    cooling: CoolingPlant | None = None
+    """The cooling plant of the fleet's sites."""
 
 
 def load_fleet_file(path: Path, overrides: Sequence[str] = ()) -> tuple[FleetFile, SourceLocations]:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.fleet.fleet_file import expand_names, load_fleet_file, parse_power
+from phalanx.fleet.fleet_file import expand_names, load_fleet_file
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
+from phalanx.fleet.power_units import parse_power
 
 FLEET = """\
 sites: {s: {budget: 2 MW}}

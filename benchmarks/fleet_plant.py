@@ -1,0 +1,171 @@
+"""Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance, advice."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+
+from fleet_bars import Bar
+from phalanx.fleet.thermal.cooling_tower import find_approach
+from phalanx.fleet.thermal.device_series import Values
+from phalanx.fleet.thermal.flow_loss import HeatCapacity
+from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
+from phalanx.fleet.thermal.plant_settings import CoolingPlant
+from phalanx.fleet.thermal.set_points import advise_set_points
+from phalanx.fleet.thermal.weather import Weather, count_hours_above, read_weather
+
+SITES = {"Frankfurt": "a", "Dallas": "a", "Philadelphia": "b", "Singapore": "b"}
+WEATHER_COLUMNS = {"time": "hour_utc", "wet_bulb_c": "wet_bulb_c_computed"}
+HOURS_ABOVE = {
+    "Frankfurt": (0, 86, 4),
+    "Dallas": (377, 1781, 716),
+    "Philadelphia": (6, 384, 39),
+    "Singapore": (3900, 1614, 0),
+}
+"""Tower over 32 C, dry cooler over 40 and 45 C."""
+HELD_APPROACH_K = 4.0
+"""What the building's controller holds as long as its fan can."""
+CALIBRATION_WET_BULBS_C = (14.0, 18.0, 22.0)
+LOAD_SHARE = 0.8
+
+
+def measure_plant_bars(data: Path) -> list[Bar]:
+    """Measure all bars of the plant."""
+    sites = {
+        site: read_weather(data / f"site_hourly_2023_{part}.csv", WEATHER_COLUMNS, site) for site, part in SITES.items()
+    }
+    return [
+        *_measure_fans(data / "cooling_tower_fan.csv"),
+        *_measure_approach(data / "cooling_tower_approach.csv"),
+        *(_measure_site_hours(site, weather) for site, weather in sites.items()),
+        *_measure_pue(sites),
+        *(_measure_advice(site, weather, kind) for kind in ("tower", "dry_cooler") for site, weather in sites.items()),
+        _measure_flow_loss(),
+    ]
+
+
+def _bar(measure: str, goal: str, reached: str, is_met: bool) -> Bar:
+    return Bar("thermal", measure, goal, reached, bool(is_met))
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _measure_fans(path: Path) -> list[Bar]:
+    bars = []
+    rows = _read(path)
+    for fan in ("tower2a", "tower2b"):
+        speed, power = (
+            np.log([float(row[name]) for row in rows if row["fan"] == fan])
+            for name in ("speed_fraction", "power_median_w")
+        )
+        exponent = float(np.polyfit(speed, power, 1)[0])
+        bars.append(
+            _bar(
+                f"fan {fan}: exponent of power over speed", "2.75 +- .2", f"{exponent:.2f}", abs(exponent - 2.75) <= 0.2
+            )
+        )
+    return bars
+
+
+def _measure_approach(path: Path) -> list[Bar]:
+    """The tower calibrated once, by its heat for each kg of air and c: on all bins, and on three wet bulbs for the
+    others."""
+    rows = [row for row in _read(path) if float(row["fan_speed_fraction"]) == 1.0]
+    wet_bulb, range_k, approach = (
+        np.array([float(row[name]) for row in rows]) for name in ("wet_bulb_bin_c", "range_bin_k", "approach_median_k")
+    )
+
+    def predict(heat: float, calibration: float) -> Values:
+        found = find_approach(np.full(len(wet_bulb), heat), range_k, wet_bulb, calibration)
+        return np.maximum(found, HELD_APPROACH_K)
+
+    candidates = [(heat, c) for heat in np.arange(30e3, 48e3, 1e3) for c in np.geomspace(1.5, 20, 16)]
+    errors = np.array([predict(heat, c) - approach for heat, c in candidates])
+    is_fitted = np.isin(wet_bulb, CALIBRATION_WET_BULBS_C)
+    bars = []
+    for name, fitted, tested in (
+        ("all bins", np.ones_like(is_fitted), np.ones_like(is_fitted)),
+        ("3 wet bulbs, tested on the others", is_fitted, ~is_fitted),
+    ):
+        best = int(np.argmin(np.mean(errors[:, fitted] ** 2, axis=1)))
+        error = errors[best][tested]
+        within = int(np.count_nonzero(np.abs(error) <= 1.0))
+        reached = f"{within} of {len(error)}, rmse {np.sqrt(np.mean(error**2)):.2f}, most {np.abs(error).max():.2f} K"
+        measure = f"tower at full fan: approach, calibrated on {name} ({candidates[best][0] / 1000:.0f} kJ/kg)"
+        bars.append(_bar(measure, "all within 1 K", reached, within == len(error)))
+    return bars
+
+
+def _measure_site_hours(site: str, weather: Weather) -> Bar:
+    found = (
+        count_hours_above(weather.wet_bulb_c, 7, 32),
+        count_hours_above(weather.dry_bulb_c, 11, 40),
+        count_hours_above(weather.dry_bulb_c, 11, 45),
+    )
+    is_met = all(abs(one - goal) <= 0.01 * goal for one, goal in zip(found, HOURS_ABOVE[site], strict=True))
+    goal = " / ".join(map(str, HOURS_ABOVE[site]))
+    return _bar(
+        f"{site} 2023: hours above 32 C with a tower, 40 / 45 C with a dry cooler",
+        f"{goal} (1 %)",
+        " / ".join(map(str, found)),
+        is_met,
+    )
+
+
+def _measure_pue(sites: dict[str, Weather]) -> list[Bar]:
+    """ESIF is in Colorado, which is not among the sites: Frankfurt is the nearest of them in wet bulb."""
+    bars, errors, pues = [], [], []
+    for kind in ("tower", "dry_cooler"):
+        for chiller in (True, False):
+            for weather in sites.values():
+                plant = CoolingPlant(design_it="10 MW", heat_rejection=kind, trim_chiller=chiller)
+                it_w = LOAD_SHARE * plant.design_it * (0.75 + 0.25 * np.sin(np.arange(len(weather.times)) / 7))
+                hours = simulate_plant(plant, it_w, weather.dry_bulb_c, weather.wet_bulb_c, PlantControls(32.0))
+                errors.append(float(hours.balance_error.max()))
+                pues.append(hours.pue)
+    error = max(errors)
+    bars.append(
+        _bar(
+            "energy balance of loops and plant, 16 site-years, every hour, over IT",
+            "<= 1e-9",
+            f"{error:.1e}",
+            error <= 1e-9,
+        )
+    )
+    bars.append(_bar("PUE of all of them", ">= 1", f"{min(pues):.3f} to {max(pues):.3f}", min(pues) >= 1))
+    weather = sites["Frankfurt"]
+    plant = CoolingPlant(design_it="1 MW", conversion_efficiency=0.99, supply_c=24.0, trim_chiller=False)
+    it_w = np.full(len(weather.times), LOAD_SHARE * plant.design_it)
+    hours = simulate_plant(plant, it_w, weather.dry_bulb_c, weather.wet_bulb_c, PlantControls(24.0, LOAD_SHARE))
+    bars.append(
+        _bar(
+            "ESIF-like plant (24 C, tower, no chiller, no UPS; weather of Frankfurt): PUE of the year (ESIF 1.036)",
+            "1.02 to 1.05",
+            f"{hours.pue:.3f}, WUE {hours.wue_l_per_kwh:.2f} L/kWh",
+            1.02 <= hours.pue <= 1.05,
+        )
+    )
+    return bars
+
+
+def _measure_advice(site: str, weather: Weather, kind: str) -> Bar:
+    plant = CoolingPlant(design_it="10 MW", heat_rejection=kind)
+    it_w = np.full(len(weather.times), LOAD_SHARE * plant.design_it)
+    advice = advise_set_points(plant, it_w, weather.dry_bulb_c, weather.wet_bulb_c)
+    throttled = int(advice.advised.is_throttled.sum()), int(advice.fixed.is_throttled.sum())
+    return _bar(
+        f"{site} 2023, {kind.replace('_', ' ')}: energy of pumps, fans and chiller with advice, against 32 C fixed; "
+        "hours with throttling",
+        "less; not more hours",
+        f"{-advice.saved_share:+.0%} (site {-advice.saved_site_share:+.1%}); {throttled[0]} against {throttled[1]}",
+        advice.saved_share > 0 and throttled[0] <= throttled[1],
+    )
+
+
+def _measure_flow_loss() -> Bar:
+    seconds = [HeatCapacity(each, 1000.0, 60.0, 90.0).find_seconds(90.0) for each in (300.0, 600.0)]
+    reached = f"{seconds[0]:.0f} to {seconds[1]:.0f} s"
+    return _bar("loss of flow at 1 kW, 300 to 600 J/K: 60 to 90 C", "9 to 18 s", reached, seconds == [9.0, 18.0])

@@ -1,0 +1,193 @@
+"""Bars of heat: devices against measurements of five kinds of accelerators. `fleet_validation.py` runs it.
+
+Constants are fitted by kind, to the first half of the time of a server. T0 is followed from a device's own last 7 days,
+since the inlet is not measured; bars with a fixed T0 stand next to them.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from fleet_bars import Bar
+from fleet_plant import measure_plant_bars
+from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries
+from phalanx.fleet.thermal.fit import fit_thermal_model
+from phalanx.fleet.thermal.heat_check import HeatCause, check_heat
+from phalanx.fleet.thermal.model_file import ThermalModelFile
+from phalanx.fleet.thermal.plateau import find_plateau
+from phalanx.fleet.thermal.series_csv import read_series_csv
+from phalanx.fleet.thermal.steady_fit import fit_device, follow_inlet
+from phalanx.fleet.thermal.step_fit import fit_steps, has_steps, predict_rise
+
+HOURLY_FILES = ("gpu_hourly_biohpc_a40_a100.csv", "gpu_hourly_biohpc_h100_ada.csv")
+HOURLY_COLUMNS = {
+    "time": "hour_local",
+    "node": "server",
+    "kind": "gpu",
+    "power_w": "power_mean_w",
+    "core_temperature_c": "temp_mean_c",
+}
+STEP_COLUMNS = {"time": "t_s", "node": "run", "device": "gpu", "core_temperature_c": "temp_junction_c"}
+PUBLISHED_R_K_PER_W = {"A40": 0.138, "H100-PCIe-80GB": 0.103, "RTX 6000 Ada": 0.141, "A100-PCIe-80GB": 0.222}
+MI300X_R_K_PER_W = 0.042
+THROTTLING_KIND = "A100-PCIe-80GB"
+CHECK_EVERY_S = 7 * DAY_S
+
+
+def measure_bars(data: Path) -> list[Bar]:
+    """Measure all bars of this part."""
+    hourly = [each for name in HOURLY_FILES for each in read_series_csv(data / name, HOURLY_COLUMNS)]
+    steps = read_series_csv(data / "mi300x_steps.csv", STEP_COLUMNS, "MI300X")
+    return [
+        *_measure_steady(hourly),
+        *_measure_steps(steps),
+        *_measure_findings(hourly),
+        *measure_plant_bars(data),
+    ]
+
+
+def make_bar(measure: str, goal: str, reached: str, is_met: bool) -> Bar:
+    """Return a bar of this part."""
+    return Bar("thermal", measure, goal, reached, bool(is_met))
+
+
+def _split(series: DeviceSeries) -> tuple[DeviceSeries, DeviceSeries]:
+    middle = float(np.median(series.time_s))
+    return series.select(series.time_s < middle), series.select(series.time_s >= middle)
+
+
+def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
+    model, _ = fit_thermal_model([_split(each)[0] for each in hourly])
+    bars = []
+    for series in hourly:
+        kind = model.kinds[series.kind]
+        plateau = find_plateau(series, kind.r_k_per_w)
+        later = series.time_s >= np.median(series.time_s)
+        if plateau is not None:
+            later &= ~plateau.is_throttled
+        rest = series.temperature_c - kind.r_k_per_w * series.power_w
+        for label, t0 in (
+            ("T0 from its last 7 days", follow_inlet(series, kind.t0_c, kind.r_k_per_w)),
+            ("fixed T0", np.full(len(rest), kind.t0_c)),
+        ):
+            errors = (rest - t0)[later]
+            rmse, bias = float(np.sqrt(np.mean(errors**2))), float(errors.mean())
+            bars.append(
+                make_bar(
+                    f"{series.kind}, steady, later months, {label}: rmse, bias (K)",
+                    "<= 3, <= 2",
+                    f"{rmse:.2f}, {bias:+.2f}",
+                    rmse <= 3 and abs(bias) <= 2,
+                )
+            )
+    for series in hourly:
+        early, late = map(fit_device, _split(series))
+        assert early is not None
+        assert late is not None
+        published = PUBLISHED_R_K_PER_W[series.kind]
+        ratios = early.r_k_per_w / published - 1, late.r_k_per_w / early.r_k_per_w - 1
+        bars.append(
+            make_bar(
+                f"{series.kind}: R of the first half against {published} K/W (then of the second against it)",
+                "within 15 %",
+                f"{early.r_k_per_w:.3f} K/W ({ratios[0]:+.0%}) (then {ratios[1]:+.0%})",
+                abs(ratios[0]) <= 0.15,
+            )
+        )
+    return bars
+
+
+def _measure_steps(steps: list[DeviceSeries]) -> list[Bar]:
+    busy = [each for each in steps if has_steps(each)]
+    fits = {"all": fit_steps(busy)} | {each.node: fit_steps([each]) for each in busy}
+    bars = []
+    for series in busy:
+        for name, fit in fits.items():
+            if name == series.node:
+                continue
+            errors = series.temperature_c - predict_rise(series, fit)
+            rmse = float(np.std(errors))
+            bars.append(
+                make_bar(
+                    f"MI300X, steps of 5 s, {series.node} by the constants of {name}: rmse around its mean (K)",
+                    "<= 4.6",
+                    f"{rmse:.2f}",
+                    rmse <= 4.6,
+                )
+            )
+    total = fits["all"].r_k_per_w
+    off = total / MI300X_R_K_PER_W - 1
+    text = f"{total:.4f} K/W ({off:+.0%}), {fits['all'].tau_fast_s:g} s and {fits['all'].tau_slow_s:g} s"
+    bars.append(make_bar("MI300X: total R against .042 K/W", "within 15 %", text, abs(off) <= 0.15))
+    return bars
+
+
+def _measure_findings(hourly: list[DeviceSeries]) -> list[Bar]:
+    """A check at the end of each week of each server, by constants of the first half and of all the time."""
+    early, _ = fit_thermal_model([_split(each)[0] for each in hourly])
+    whole, _ = fit_thermal_model(hourly)
+    found: dict[str, list[HeatCause]] = {}
+    num_checks: dict[str, int] = {}
+    for model in (early, whole):
+        for series in hourly:
+            causes = _check_weekly(series, model)
+            found.setdefault(series.kind, []).extend(each for each in causes if each is not None)
+            num_checks[series.kind] = num_checks.get(series.kind, 0) + len(causes)
+    alarms = sum(len(causes) for kind, causes in found.items() if kind != THROTTLING_KIND)
+    checks = sum(count for kind, count in num_checks.items() if kind != THROTTLING_KIND)
+    throttled = found[THROTTLING_KIND].count(HeatCause.THROTTLING)
+    newest = check_heat(hourly, whole).findings
+    names = ", ".join(f"{each.node} {each.cause}" for each in newest) or "none"
+    return [
+        make_bar(
+            "servers with a finding, check of all months",
+            "gpu07 (A100) alone, throttling",
+            names,
+            [(each.node, each.cause) for each in newest] == [("gpu07", HeatCause.THROTTLING)],
+        ),
+        make_bar(
+            "A100: weekly checks that find throttling",
+            "> 0",
+            f"{throttled} of {num_checks[THROTTLING_KIND]}",
+            throttled,
+        ),
+        make_bar("others: false alarms in weekly checks", "0", f"{alarms} of {checks}", alarms == 0),
+        *_measure_injected_faults(hourly, early),
+    ]
+
+
+def _check_weekly(series: DeviceSeries, model: ThermalModelFile) -> list[HeatCause | None]:
+    ends = np.arange(series.time_s[0] + 2 * CHECK_EVERY_S, series.time_s[-1], CHECK_EVERY_S)
+    causes: list[HeatCause | None] = []
+    for end in ends:
+        findings = check_heat([series.select(series.time_s < end)], model).findings
+        causes.append(findings[0].cause if findings else None)
+    return causes
+
+
+def _measure_injected_faults(hourly: list[DeviceSeries], model: ThermalModelFile) -> list[Bar]:
+    """Raise the resistance of a healthy server by half for the last two weeks before each of its weekly checks that has
+    load."""
+    found = total = 0
+    for series in hourly:
+        kind = model.kinds[series.kind]
+        if series.kind == THROTTLING_KIND:
+            continue
+        for end in np.arange(series.time_s[0] + 6 * CHECK_EVERY_S, series.time_s[-1], 2 * CHECK_EVERY_S):
+            before = series.select(series.time_s < end)
+            faulty = before.time_s >= end - 2 * CHECK_EVERY_S
+            loaded = faulty & (before.power_w > 0.7 * kind.max_power_w)
+            if np.count_nonzero(loaded) < 12:
+                continue
+            rise = np.where(faulty, 0.5 * kind.r_k_per_w * before.power_w, 0.0)
+            fault = DeviceSeries(**{**before.__dict__, "temperature_c": before.temperature_c + rise})
+            found += bool(check_heat([fault], model).findings)
+            total += 1
+    return [
+        make_bar(
+            "healthy servers with half more resistance for 2 weeks (added to the data): found",
+            ">= 95 %",
+            f"{found} of {total}",
+            found >= 0.95 * total,
+        )
+    ]

@@ -1,0 +1,23 @@
+"""A power with its unit, as people write it in files: `45 kW`."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
+MAX_POWER_W = 1e11
+POWER_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(W|kW|MW)")
+
+
+def parse_power(value: Any) -> float:
+    """Return the watts of a text such as "45 kW". ValueError for a number without a unit, or another unit."""
+    found = POWER_PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if found is None or (watts := float(found[1]) * WATTS_BY_UNIT[found[2]]) > MAX_POWER_W:
+        raise ValueError("expected a power with its unit (W, kW or MW), such as 45 kW")
+    return watts
+
+
+Power = Annotated[
+    float, BeforeValidator(parse_power, json_schema_input_type=str), Field(json_schema_extra={"type": "string"})
+]

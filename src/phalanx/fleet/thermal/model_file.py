@@ -1,0 +1,74 @@
+"""The thermal model file: constants by kind of device, as `phalanx thermal fit` writes them and `check` reads them."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from phalanx.cluster.spec import Count, Figure, Measure, StrictModel
+from phalanx.errors import RecipeError
+from phalanx.recipe.dump import to_plain_values
+from phalanx.recipe.field_types import NUMBER_NOT_BOOL
+from phalanx.recipe.load import read_user_text
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.yaml_loader import location_of_key, parse_yaml, to_yaml
+from phalanx.run.directory import write_atomic
+
+Celsius = Annotated[float, Field(ge=-50, le=200), NUMBER_NOT_BOOL]
+
+
+class StepConstants(StrictModel):
+    """How the core follows a step of power: two poles."""
+
+    r_fast_k_per_w: Measure
+    tau_fast_s: Figure
+    r_slow_k_per_w: Measure
+    tau_slow_s: Figure
+    rmse_k: Measure
+    period_s: Figure
+    """Of the samples; a time constant below it is bounded, not measured."""
+
+
+class KindConstants(StrictModel):
+    """A kind of device: T = t0_c + r_k_per_w P when steady."""
+
+    t0_c: Celsius
+    """Core temperature without power, as a mean: inlet and what other parts add."""
+    r_k_per_w: Figure
+    """Resistance from inlet to core."""
+    rmse_k: Measure
+    max_power_w: Figure
+    """Most power that was seen."""
+    num_devices: Count
+    num_samples: Count
+    steps: StepConstants | None = None
+
+
+class ThermalModelFile(StrictModel):
+    """Kinds by name."""
+
+    format: Literal[1] = 1
+    kinds: dict[str, KindConstants]
+
+
+def load_thermal_model(path: Path) -> ThermalModelFile:
+    """Load the file at `path`. Raises RecipeError with a line for each problem."""
+    value, locations = parse_yaml(read_user_text(path), str(path))
+    if not isinstance(value, dict):
+        raise RecipeError(
+            f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `kinds:`; `phalanx thermal "
+            "fit` writes such a file"
+        )
+    try:
+        return ThermalModelFile.model_validate(value)
+    except ValidationError as error:
+        raise describe_validation_error(error, value, locations, ThermalModelFile) from None
+
+
+def save_thermal_model(model: ThermalModelFile, path: Path) -> None:
+    """Write the file; whole, or not at all."""
+    write_atomic(
+        path,
+        "# Thermal constants by kind of device: T = t0_c + r_k_per_w * P; `phalanx thermal fit` wrote them.\n"
+        + to_yaml(to_plain_values(model, lambda name, field: False)),
+    )

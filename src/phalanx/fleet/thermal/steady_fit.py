@@ -1,0 +1,113 @@
+"""Fit steady heat: T = T0 + R P by kind of device, from hours or minutes.
+
+R comes from differences within weeks of one device, so that neither a slow change of the inlet nor its place in the
+server or hall counts as resistance. T0 is the mean over these weeks and devices: an inlet that is not measured drifts
+with the season, so a device's T0 is followed from its own last days (`follow_inlet`), and is no constant of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.errors import DataError
+from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries, Values
+from phalanx.fleet.thermal.plateau import find_plateau
+
+FIT_WINDOW_S = 28 * DAY_S
+INLET_WINDOW_S = 7 * DAY_S
+MIN_INLET_SAMPLES = 6
+MIN_POWER_SPREAD_W = 10.0
+"""Standard deviation of power within windows, below which a device says nothing about R."""
+MIN_FIT_SAMPLES = 24
+
+
+@dataclass(frozen=True)
+class SteadyFit:
+    """T0 and R of a kind, and how well they describe what they were fitted to."""
+
+    t0_c: float
+    r_k_per_w: float
+    rmse_k: float
+    """Around T0 of each window."""
+    max_power_w: float
+    num_devices: int
+    num_samples: int
+
+
+def fit_steady(series: Sequence[DeviceSeries]) -> SteadyFit:
+    """Fit T0 and R of devices of one kind; hours in which one throttles are left out. R is the median of the devices',
+    so that one that fouls does not change it. DataError where power varies too little."""
+    fits = [found for each in series if (found := fit_device(each)) is not None]
+    if not fits:
+        kind = series[0].kind if series else "no device"
+        raise DataError(
+            f"{kind}: power varies by less than {MIN_POWER_SPREAD_W:g} W (or there are less than {MIN_FIT_SAMPLES} "
+            "samples), so its resistance cannot be found; add samples at rest and under load"
+        )
+    r_k_per_w = float(np.median([each.r_k_per_w for each in fits]))
+    errors = np.concatenate([each.errors_of(r_k_per_w) for each in fits])
+    return SteadyFit(
+        t0_c=float(np.median([np.mean(each.mean_temperature_c - r_k_per_w * each.mean_power_w) for each in fits])),
+        r_k_per_w=r_k_per_w,
+        rmse_k=float(np.sqrt(np.mean(errors**2))),
+        max_power_w=max(each.max_power_w for each in fits),
+        num_devices=len(fits),
+        num_samples=len(errors),
+    )
+
+
+@dataclass(frozen=True)
+class DeviceFit:
+    """R of one device, with its samples as differences from the means of their windows."""
+
+    r_k_per_w: float
+    power_difference_w: Values
+    temperature_difference_k: Values
+    mean_power_w: Values
+    """By window."""
+    mean_temperature_c: Values
+    max_power_w: float
+
+    def errors_of(self, r_k_per_w: float) -> Values:
+        """Return the error of each sample in K for a resistance."""
+        return self.temperature_difference_k - r_k_per_w * self.power_difference_w
+
+
+def fit_device(series: DeviceSeries) -> DeviceFit | None:
+    """Fit R of one device to hours or minutes; None where power varies too little."""
+    first = _fit_within_windows(series)
+    if first is None:
+        return None
+    plateau = find_plateau(series, first.r_k_per_w)
+    return first if plateau is None else _fit_within_windows(series.select(~plateau.is_throttled)) or first
+
+
+def _fit_within_windows(series: DeviceSeries) -> DeviceFit | None:
+    if len(series.time_s) < MIN_FIT_SAMPLES:
+        return None
+    window = np.floor((series.time_s - series.time_s[0]) / FIT_WINDOW_S).astype(np.int64)
+    _, place, counts = np.unique(window, return_inverse=True, return_counts=True)
+    mean_power = np.bincount(place, series.power_w) / counts
+    mean_temperature = np.bincount(place, series.temperature_c) / counts
+    power = series.power_w - mean_power[place]
+    temperature = series.temperature_c - mean_temperature[place]
+    if float(np.std(power)) < MIN_POWER_SPREAD_W:
+        return None
+    slope = float(power @ temperature / (power @ power))
+    if slope <= 0:
+        return None
+    return DeviceFit(slope, power, temperature, mean_power, mean_temperature, float(np.quantile(series.power_w, 0.998)))
+
+
+def follow_inlet(series: DeviceSeries, t0_c: float, r_k_per_w: float) -> Values:
+    """Return T0 at each sample: the median of T - R P over the 7 days before it, without itself, or that of the kind
+    where these have too few samples."""
+    rest = series.temperature_c - r_k_per_w * series.power_w
+    starts = np.searchsorted(series.time_s, series.time_s - INLET_WINDOW_S)
+    return np.array(
+        [
+            np.median(rest[start:index]) if index - start >= MIN_INLET_SAMPLES else t0_c
+            for index, start in enumerate(starts)
+        ]
+    )

@@ -1,0 +1,103 @@
+"""The weather of a site by hour, and hours in which water would be too warm."""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.errors import DataError, UsageError
+from phalanx.fleet.thermal.device_series import Values
+from phalanx.fleet.thermal.moist_air import find_wet_bulb
+
+WEATHER_LIMITS: Mapping[str, tuple[float, float]] = {
+    "dry_bulb_c": (-60.0, 60.0),
+    "wet_bulb_c": (-60.0, 45.0),
+    "relative_humidity_pct": (0.0, 100.0),
+}
+
+
+@dataclass(frozen=True)
+class Weather:
+    """Hours in order. `missing`: rows that were left out."""
+
+    times: list[str]
+    dry_bulb_c: Values
+    wet_bulb_c: Values
+    missing: int
+
+
+def read_weather(path: Path, columns: Mapping[str, str], site: str | None = None) -> Weather:
+    """Read a CSV file with columns time, dry_bulb_c, and wet_bulb_c or relative_humidity_pct; `site` chooses rows by
+    column site. Rows without values are left out.
+
+    Raises UsageError for columns or a site that are not there, DataError with the line for a value that is none.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            header = list(rows.fieldnames or [])
+            names = {name: columns.get(name, name) for name in ("time", "site", *WEATHER_LIMITS)}
+            _check_columns(path, header, names, site)
+            return _read_rows(path, rows, names, site)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as CSV: {error}") from None
+
+
+def count_hours_above(temperature_c: Values, approach_k: float, limit_c: float) -> int:
+    """Return the hours in which a tower (of the wet bulb) or dry cooler (of the dry bulb) cannot keep a supply
+    temperature."""
+    return int(np.count_nonzero(temperature_c + approach_k > limit_c))
+
+
+def _check_columns(path: Path, header: list[str], names: Mapping[str, str], site: str | None) -> None:
+    needed = ["time", "dry_bulb_c", *(["site"] if site is not None else [])]
+    missing = [name for name in needed if names[name] not in header]
+    if not missing and not {names["wet_bulb_c"], names["relative_humidity_pct"]} & set(header):
+        missing = ["wet_bulb_c"]
+    if missing:
+        raise UsageError(
+            f"{path}: no column {names[missing[0]]}, found {', '.join(header) or 'an empty file'}; add "
+            f"--column {missing[0]}=COLUMN"
+        )
+
+
+def _read_rows(path: Path, rows: "csv.DictReader[str]", names: Mapping[str, str], site: str | None) -> Weather:
+    times: list[str] = []
+    values: list[list[float]] = []
+    missing, sites = 0, set()
+    for number, row in enumerate(rows, 2):
+        if site is not None:
+            sites.add(row[names["site"]])
+            if row[names["site"]] != site:
+                continue
+        found = [_read_value(path, number, name, row.get(names[name])) for name in WEATHER_LIMITS]
+        if np.isnan(found[0]) or (np.isnan(found[1]) and np.isnan(found[2])):
+            missing += 1
+            continue
+        times.append(row[names["time"]])
+        values.append(found)
+    if not values:
+        known = f"; sites are {', '.join(sorted(sites))}" if sites else ""
+        raise DataError(f"{path}: no hour{'' if site is None else f' of site {site}'}{known}")
+    dry, wet, humidity = np.array(values).T
+    unknown = np.isnan(wet)
+    if np.any(unknown):
+        wet[unknown] = find_wet_bulb(dry[unknown], humidity[unknown] / 100)
+    return Weather(times, dry, wet, missing)
+
+
+def _read_value(path: Path, line: int, name: str, text: str | None) -> float:
+    if text is None or not text.strip():
+        return np.nan
+    low, high = WEATHER_LIMITS[name]
+    try:
+        value = float(text)
+    except ValueError:
+        value = np.inf
+    if not low <= value <= high:
+        raise DataError(f"{path}:{line}: {name} {text!r}: expected a number from {low:g} to {high:g}")
+    return value
