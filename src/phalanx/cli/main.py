@@ -44,6 +44,7 @@ _COMMAND_MODULES = {
     "profile": ("phalanx.cli.profile:profile", "Profile a few training steps."),
     "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),
     "fleet": ("phalanx.cli.fleet:app", "Show nodes and their accelerators."),
+    "power": ("phalanx.cli.power:app", "Hold the budgets of sites, feeds, rows and racks by power caps."),
     "serve": ("phalanx.cli.serve:serve", "Serve a live page of runs, jobs and nodes."),
     "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
     "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),

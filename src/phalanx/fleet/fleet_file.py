@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
+from phalanx.fleet.power_settings import PowerSettings
 from phalanx.recipe.load import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
@@ -96,6 +97,8 @@ class FleetFile(StrictModel):
     rows: dict[str, RowEntry]
     racks: dict[str, RackEntry]
     node_types: dict[str, NodeTypeEntry]
+    power: PowerSettings = PowerSettings()
+    """How budgets are held by `phalanx power`."""
 
 
 def load_fleet_file(path: Path) -> tuple[FleetFile, SourceLocations]:

@@ -18,7 +18,7 @@ from phalanx.fleet.power_tree import NO_PARENT, PowerTree
 
 SPEED_STEPS = 64
 """Steps between the lowest and the highest speed of a job."""
-BISECTIONS = 50
+BISECTIONS = 30
 Watts = npt.NDArray[np.float64]
 
 
@@ -192,15 +192,20 @@ def _fill_equally(problem: _Problem) -> tuple[list[float], float]:
     shares, is_open = np.zeros(num), np.ones(num, dtype=bool)
     first: float | None = None
 
+    headroom_w = problem.budgets_w - problem.fixed_w + TOLERANCE_W
+
     def use_at(share: float) -> Watts:
         each = np.where(is_open, share, shares)
         used = none
         for low, high, slope in zip(lowest, highest, slopes, strict=True):
-            used = used + np.clip(each * high, low, high) @ slope
+            used = used + np.minimum(np.maximum(each * high, low), high) @ slope
         return used
 
+    def fits(share: float) -> bool:
+        return bool((use_at(share) <= headroom_w).all())
+
     while is_open.any():
-        share = _bisect(lambda x: problem.fits(use_at(x)))
+        share = _bisect(fits)
         first = share if first is None else first
         shares[is_open] = share
         if share >= 1.0:

@@ -144,7 +144,7 @@ class FakeNode:
         self.num_starts += 1
         session = f"{self.name}-{self.num_starts}"
         self.keeper = NodeKeeper(self.name, self.devices, self.store, self.now, session, starts_lowest=at_boot)
-        self.has_job = True
+        self.has_job |= self.keeper.is_capped()
 
     def stop_keeper(self) -> None:
         """Kill the keeper's process. Caps stay, and no lease ends until it is started again."""
@@ -166,11 +166,8 @@ class FakeNode:
         """Have the keeper end leases and cap what has restarted."""
         if self.keeper is not None:
             self.keeper.check_lease()
-            record = self.keeper.record
-            if not record.caps_w or all(
-                device.cap_w <= cap_w + 1.0 for device, cap_w in zip(self.devices, record.caps_w, strict=True)
-            ):
-                self.has_job = True
+            if not self.has_job:
+                self.has_job = self.keeper.is_capped()
 
     def claim_w(self, rest_max_w: float, margin: float) -> float:
         """Return what the node really may draw: its enforced caps and margin, or idle where no work may run."""

@@ -15,7 +15,7 @@ from phalanx.fleet.power.ledger import NodeAccount
 from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
 from phalanx.fleet.power.plan_writes import CapWrite, plan_raises, plan_writes
-from phalanx.fleet.power.settings import PowerSettings
+from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import PowerTree
 
 LOWER_GAIN, RAISE_GAIN = 0.5, 0.25
@@ -81,8 +81,10 @@ class PowerGuard:
         self._by_name = {node.name: index for index, node in enumerate(tree.nodes)}
         self._corrections_w = [0.0] * len(tree.levels)
         self._last_claims_w: list[float] = []
+        self._allocated: tuple[tuple[object, object, object], Allocation] | None = None
         self._fallbacks_w = fallbacks_w
         self._problems: list[str] = []
+        self._has_asked = False
 
     @property
     def accounts(self) -> Sequence[NodeAccount]:
@@ -137,13 +139,16 @@ class PowerGuard:
         writes = self._choose_writes(bounds, targets, reduced_w)
         self._send(bounds, limits, writes, now, renews=not find_excesses(self._tree, claims_w, budgets_w))
         notices, self._problems = self._problems, []
+        is_known = allocation.is_within or not self._has_asked  # before the first question every node is silent
+        unsafe = [] if is_known else self._describe_unsafe(allocation, bounds, budgets_w)
+        self._has_asked = True
         return GuardStatus(
             _sum_levels(self._tree, claims_w, budgets_w),
             _sum_levels(self._tree, measured_w, budgets_w),
             writes,
             allocation.speeds,
             [node.name for node, each in zip(self._tree.nodes, bounds, strict=True) if None in each],
-            [] if allocation.is_within else self._describe_unsafe(allocation, bounds, budgets_w),
+            unsafe,
             notices,
         )
 
@@ -170,10 +175,13 @@ class PowerGuard:
     def _allocate(self, limits: Sequence[NodeCaps | None], budgets_w: Sequence[float | None]) -> Allocation:
         """Caps within the budgets; where the floor does not fit, down to the lowest settable ones."""
         jobs, settings = self._find_jobs(), self._settings
+        if self._allocated is not None and self._allocated[0] == (limits, budgets_w, jobs):
+            return self._allocated[1]
         for share in (settings.min_cap_share, 0.0):
             allocation = allocate_caps(self._tree, limits, jobs, budgets_w, settings.margin, share)
             if allocation.is_within:
                 break
+        self._allocated = (limits, budgets_w, jobs), allocation
         return allocation
 
     def _correct(

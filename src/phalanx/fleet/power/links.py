@@ -40,4 +40,6 @@ class LocalLinks:
         return reports
 
     def close(self) -> None:
-        """Nothing is open."""
+        """End all leases now: nothing else would, once this process is gone."""
+        for keeper in self._keepers.values():
+            keeper.end_lease()

@@ -19,7 +19,7 @@ from pathlib import Path
 from phalanx.errors import DataError
 from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
 from phalanx.fleet.power.messages import DeviceCap, NodeReport, NodeRequest
-from phalanx.fleet.power.settings import MAX_LEASE_S
+from phalanx.fleet.power_settings import MAX_LEASE_S
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.directory import write_json
 from phalanx.run.fields import TypedMessage, read_as, to_fields
@@ -107,6 +107,13 @@ class NodeKeeper:
         """What is stored now."""
         return self._record
 
+    def is_capped(self) -> bool:
+        """Return whether every device is held to its recorded cap: before, no job may start on this node."""
+        return bool(self._record.caps_w) and all(
+            (found_w := self._read_cap(device)) is not None and found_w <= cap_w + READ_BACK_TOLERANCE_W
+            for device, cap_w in zip(self._devices, self._record.caps_w, strict=True)
+        )
+
     def answer(self, request: NodeRequest) -> NodeReport:
         """Carry out a request, and report."""
         self.check_lease()
@@ -119,6 +126,11 @@ class NodeKeeper:
         if is_new and request.caps_w is not None:
             refusal = self._carry_out(request)
         return self._report(request.seq, refusal)
+
+    def end_lease(self) -> None:
+        """Lower what was raised, to the fallback."""
+        self._lease_until = float("-inf")
+        self.check_lease()
 
     def check_lease(self) -> None:
         """Lower what was raised when its lease has ended, and what a device's restart has put up. Call it once a

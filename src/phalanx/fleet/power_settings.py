@@ -23,9 +23,6 @@ class PowerSettings(StrictModel):
     """Seconds from a write to the first change of power."""
     lease_s: float = Field(30.0, gt=0, le=MAX_LEASE_S)
     """Seconds after which a node that hears nothing lowers its caps to the fallback."""
-    helper: tuple[str, ...] = ()
-    """Command that runs the helper of a node, such as [ssh, "{node}", sudo, phalanx, power, helper]. Without it only
-    this machine can be capped."""
 
     @property
     def period_s(self) -> float:
