@@ -224,11 +224,12 @@ class AuditLog:
 
     def write(self, tree: PowerTree, status: GuardStatus) -> None:
         """Append the orders of a step, and what was unsafe."""
-        lines = [
+        lines: list[dict[str, object]] = [
             {"node": tree.nodes[write.node].name, "caps_w": write.caps_w, "is_raise": write.is_raise}
             for write in status.writes
         ]
-        lines += [{"unsafe": text} for text in status.unsafe] + [{"notice": text} for text in status.notices]
+        lines += [{"unsafe": text} for text in status.unsafe]
+        lines += [{"notice": text} for text in status.notices]
         with open(self._path, "a", encoding="utf-8") as file:
             for line in lines:
                 file.write(json.dumps({"time": time.time(), "user": getpass.getuser(), **line}) + "\n")

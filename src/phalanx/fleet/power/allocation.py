@@ -78,7 +78,8 @@ class _Group:
 
     def watts(self, caps_w: Mapping[str, float]) -> Watts:
         """The claim on each level."""
-        return np.sum([self.watts_per_cap[name] * caps_w[name] for name in self.types], axis=0)
+        total: Watts = np.sum([self.watts_per_cap[name] * caps_w[name] for name in self.types], axis=0)
+        return total
 
     def share_caps(self, share: float) -> dict[str, float]:
         """Caps at a share of each device's most power."""
@@ -151,7 +152,7 @@ def _build_problem(
 ) -> _Problem:
     """The parameters are those of `allocate_caps`."""
     busy = [{device for job in jobs for device in job.devices.get(node, ())} for node in range(len(tree.nodes))]
-    fixed = []
+    fixed: list[float] = []
     for node, limit in zip(tree.nodes, limits, strict=True):
         power, taken = node.power, len(busy[len(fixed)])
         if limit is None:

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import dataclass
+from typing import TypeVar
 
 from phalanx.run.fields import TypedMessage, read_as, to_fields
 
 MAX_LINE_BYTES = 1 << 16
+MessageT = TypeVar("MessageT", "NodeRequest", "NodeReport")
 
 
 class WireError(Exception):
@@ -74,17 +76,15 @@ def format_line(message: NodeRequest | NodeReport) -> bytes:
 
 def parse_request(line: bytes) -> NodeRequest:
     """Read a request. Raises WireError."""
-    request: NodeRequest = _parse(line, NodeRequest)
-    return request
+    return _parse(line, NodeRequest)
 
 
 def parse_report(line: bytes) -> NodeReport:
     """Read a report. Raises WireError."""
-    report: NodeReport = _parse(line, NodeReport)
-    return report
+    return _parse(line, NodeReport)
 
 
-def _parse(line: bytes, kind: type[NodeRequest] | type[NodeReport]) -> "NodeRequest | NodeReport":
+def _parse(line: bytes, kind: type[MessageT]) -> MessageT:
     try:
         found = json.loads(line[:MAX_LINE_BYTES])
         if found.get("kind") != kind.kind:

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from phalanx.errors import DataError
 from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
@@ -41,6 +42,16 @@ class CapRecord(TypedMessage):
     caps_w: tuple[float, ...] = ()
     fallback_w: tuple[float, ...] = ()
     original_w: tuple[float, ...] = ()
+
+
+class CapRecordStore(Protocol):
+    """Keeps the record of a node."""
+
+    def load(self) -> CapRecord | None:
+        """Return the record; None without one."""
+
+    def save(self, record: CapRecord) -> None:
+        """Write the record. Raises OSError."""
 
 
 class RecordStore:
@@ -72,7 +83,7 @@ class NodeKeeper:
     Args:
         node: Its name.
         devices: Its devices.
-        store: Keeps the record; anything with `load` and `save`.
+        store: Keeps the record.
         now: Returns seconds that no clock change affects.
         session: Name of this start; a random one by default.
         starts_lowest: Whether a node without a record starts with its lowest caps. At boot it has to: the record may be
@@ -83,7 +94,7 @@ class NodeKeeper:
         self,
         node: str,
         devices: Sequence[CapDevice],
-        store: RecordStore,
+        store: CapRecordStore,
         now: Callable[[], float] = seconds_since_boot,
         session: str | None = None,
         starts_lowest: bool = False,
