@@ -133,7 +133,8 @@ def measure_sweeps(data: Path) -> list[Bar]:
     for gpu, name in GPU_NAMES.items():
         jobs = found[gpu]
         error = find_speed_error(jobs)
-        goal = f"speed at unswept caps, {name}, mean error ({len(jobs[0].sweep().caps_w)} of {len(jobs[0].points)} caps swept, Zeus)"
+        swept = f"{len(jobs[0].sweep().caps_w)} of {len(jobs[0].points)}"
+        goal = f"speed at unswept caps, {name}, mean error ({swept} caps swept, Zeus)"
         bars.append(Bar("power", goal, "<= 3%", f"{error:.1%}", error <= 0.03))
         source = random.Random(0)
         shares, least, results = [], 1.0, []

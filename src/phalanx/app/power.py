@@ -1,5 +1,6 @@
 """Hold the budgets of a fleet by power caps: show, plan, apply and guard."""
 
+import fcntl
 import getpass
 import json
 import os
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
@@ -76,12 +78,15 @@ def power_state_dir(fleet: PowerFleet) -> Path:
 
 
 def open_links(
-    fleet: PowerFleet, is_fake: bool, open_devices: Callable[[], Sequence[CapDevice]] = open_nvml_devices
+    fleet: PowerFleet,
+    is_fake: bool,
+    is_read_only: bool = True,
+    open_devices: Callable[[], Sequence[CapDevice]] = open_nvml_devices,
 ) -> NodeLinks:
     """Return the way to the nodes: the devices of this machine, or a fake fleet.
 
     Raises:
-        UsageError: This machine is no node of the fleet, or has no device that can be capped.
+        UsageError: This machine is no node of the fleet, has no device that can be capped, or has another guard.
     """
     if is_fake:
         nodes = make_fake_nodes(
@@ -97,12 +102,14 @@ def open_links(
             f"{here}: this machine is no node of {fleet.file.name}, and only its own devices can be capped. "
             "Run it on a node of the fleet, or try it with --fake"
         )
+    record = power_state_dir(fleet) / f"{here}.json"
     try:
         devices = open_devices()
-        keeper = NodeKeeper(here, devices, RecordStore(power_state_dir(fleet) / f"{here}.json"))
+        lock = None if is_read_only else _lock_node(record.with_suffix(".lock"))
+        keeper = NodeKeeper(here, devices, RecordStore(record), is_read_only=is_read_only)
     except CapError as error:
         raise UsageError(f"{here}: {error}. Try it without devices: --fake") from None
-    return LocalLinks({here: keeper})
+    return LocalLinks({here: keeper}, lock)
 
 
 def read_nodes(
@@ -213,6 +220,20 @@ def apply_caps(
         while seconds_since_boot() < until:
             sleep(POLL_INTERVAL_S)
             guard.receive()
+
+
+def _lock_node(path: Path) -> IO[str]:
+    """Return the lock of this machine's caps, which its process holds until it ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held as long as the guard runs
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UsageError(
+            f"{path}: another guard writes the caps of this machine. End it first; its leases end with it"
+        ) from None
+    return file
 
 
 class AuditLog:

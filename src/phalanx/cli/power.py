@@ -98,7 +98,7 @@ def apply(
     from phalanx.app.power import AuditLog, apply_caps, open_guard, plan_caps, power_state_dir
     from phalanx.cli.power_output import format_writes, list_writes
 
-    found, reading, links = _read(fleet, jobs, targets, fake)
+    found, reading, links = _read(fleet, jobs, targets, fake, is_read_only=not yes)
     try:
         if not yes:
             print("\n".join(format_writes(found, list_writes(found, reading, plan_caps(found, reading)))))
@@ -136,7 +136,7 @@ def guard(
 
     if not (yes or fake):
         raise UsageError(f"a guard writes caps: `phalanx power plan {fleet}` shows them, --yes lets it write")
-    found, reading, links = _read(fleet, jobs, targets, fake)
+    found, reading, links = _read(fleet, jobs, targets, fake, is_read_only=False)
     try:
         holder = open_guard(found, links, reading, take_over)
         for status in run_guard(found, holder, AuditLog(power_state_dir(found) / "audit.jsonl"), duration):
@@ -150,10 +150,10 @@ def guard(
 
 
 def _read(
-    fleet: Path, jobs: Path | None, targets: Path | None, fake: bool
+    fleet: Path, jobs: Path | None, targets: Path | None, fake: bool, is_read_only: bool = True
 ) -> "tuple[PowerFleet, PowerReading, NodeLinks]":
     from phalanx.app.power import load_power_fleet, open_links, read_nodes
 
     found = load_power_fleet(fleet, jobs, targets)
-    links = open_links(found, fake)
+    links = open_links(found, fake, is_read_only)
     return found, read_nodes(found, links), links

@@ -26,6 +26,7 @@ from phalanx.fleet.power.messages import (
     parse_report,
     parse_request,
 )
+from phalanx.fleet.power.node_keeper import NodeKeeper
 from phalanx.fleet.power.plan_writes import CapWrite, list_violations, plan_writes
 from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint
 from phalanx.fleet.power_settings import PowerSettings
@@ -207,6 +208,15 @@ def test_an_order_is_refused(change: dict[str, object], refusal: str) -> None:
     request = NodeRequest(9, 1, "g", False, report.session, (300.0,) * 2, (300.0,) * 2, 30.0)
     assert node.keeper.answer(replace(request, **change)).refusal == refusal  # type: ignore[arg-type]
     assert node.devices[0].cap_w == 400.0
+
+
+def test_a_keeper_that_only_reads_lowers_nothing() -> None:
+    node = make_node(FakeClock())
+    order(node, 2, 600.0)
+    reader = NodeKeeper("n0", node.devices, node.store, node.now, is_read_only=True)
+    reader.end_lease()
+    report = reader.answer(NodeRequest(1, 9, "x", takes_over=True))
+    assert (report.refusal, node.devices[0].cap_w) == ("this keeper only reads", 600.0)
 
 
 def test_a_cap_that_someone_else_set_is_reported() -> None:

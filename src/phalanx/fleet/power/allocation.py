@@ -18,7 +18,7 @@ from phalanx.fleet.power_tree import NO_PARENT, PowerTree
 
 SPEED_STEPS = 64
 """Steps between the lowest and the highest speed of a job."""
-BISECTIONS = 30
+SHARE_BISECTIONS = 30
 Watts = npt.NDArray[np.float64]
 
 
@@ -226,7 +226,7 @@ def _bisect(fits: Callable[[float], bool]) -> float:
     if fits(1.0):
         return 1.0
     low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
+    for _ in range(SHARE_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

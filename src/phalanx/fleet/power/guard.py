@@ -45,7 +45,7 @@ class GuardStatus:
 
 @dataclass(frozen=True)
 class GuardIdentity:
-    """By which authority a guard writes: its name is its own, and its epoch above those before it."""
+    """The authority of a guard: its name is its own, and its epoch above those before it."""
 
     epoch: int
     writer: str

@@ -1,7 +1,7 @@
 """How a guard reaches nodes. Requests and reports may be late, lost, or arrive twice: nothing waits for one."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import IO, Protocol
 
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
 from phalanx.fleet.power.node_keeper import NodeKeeper
@@ -21,10 +21,10 @@ class NodeLinks(Protocol):
 
 
 class LocalLinks:
-    """Nodes of which the keepers are in this process."""
+    """Nodes of which the keepers are in this process. `lock`: what keeps other writers out until `close`."""
 
-    def __init__(self, keepers: Mapping[str, NodeKeeper]):
-        self._keepers = keepers
+    def __init__(self, keepers: Mapping[str, NodeKeeper], lock: IO[str] | None = None):
+        self._keepers, self._lock = keepers, lock
         self._reports: list[NodeReport] = []
 
     def send(self, node: str, request: NodeRequest) -> None:
@@ -43,3 +43,5 @@ class LocalLinks:
         """End all leases now: nothing else would, once this process is gone."""
         for keeper in self._keepers.values():
             keeper.end_lease()
+        if self._lock is not None:
+            self._lock.close()

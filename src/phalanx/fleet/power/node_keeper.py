@@ -88,6 +88,7 @@ class NodeKeeper:
         session: Name of this start; a random one by default.
         starts_lowest: Whether a node without a record starts with its lowest caps. At boot it has to: the record may be
             lost, and devices have their factory limits.
+        is_read_only: Whether nothing may be written, also no lowering: another keeper may be at work.
     """
 
     def __init__(
@@ -98,9 +99,11 @@ class NodeKeeper:
         now: Callable[[], float] = seconds_since_boot,
         session: str | None = None,
         starts_lowest: bool = False,
+        is_read_only: bool = False,
     ):
         self._node, self._devices, self._store, self._now = node, devices, store, now
         self._session = session or secrets.token_hex(8)
+        self._is_read_only = is_read_only
         self._limits = [device.read_limits() for device in devices]
         self._newest_seq, self._lease_until = 0, float("-inf")
         self._foreign_change = ""
@@ -110,7 +113,9 @@ class NodeKeeper:
         self._record = found if found is not None and found.device_ids == ids else CapRecord(device_ids=ids)
         self._written = [float("nan")] * len(devices)
         """What each device enforced after it was last set here."""
-        if starts_lowest or (found is not None and found != CapRecord(found.epoch, found.writer, found.device_ids)):
+        if not is_read_only and (
+            starts_lowest or (found is not None and found != CapRecord(found.epoch, found.writer, found.device_ids))
+        ):
             self._recover()
 
     @property
@@ -146,7 +151,7 @@ class NodeKeeper:
     def check_lease(self) -> None:
         """Lower what was raised when its lease has ended, and what a device's restart has put up. Call it once a
         second."""
-        if not self._record.caps_w:
+        if not self._record.caps_w or self._is_read_only:
             return
         if self._now() >= self._lease_until and self._record.fallback_w:
             self._lower_to(self._lowest(self._record.caps_w, self._record.fallback_w))
@@ -186,6 +191,8 @@ class NodeKeeper:
 
     def _check_authority(self, request: NodeRequest) -> str:
         """Return why a request has no authority; empty if it has."""
+        if self._is_read_only and (request.takes_over or request.caps_w is not None):
+            return "this keeper only reads"
         record = self._record
         is_writer = (request.epoch, request.writer) == (record.epoch, record.writer)
         if request.takes_over:
