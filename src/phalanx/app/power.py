@@ -18,7 +18,7 @@ from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, all
 from phalanx.fleet.power.claims import list_budgets
 from phalanx.fleet.power.devices import CapDevice, CapError
 from phalanx.fleet.power.fake_fleet import FakeLinks, FakeNetwork, make_fake_nodes
-from phalanx.fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, plan_fallbacks
+from phalanx.fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.links import LocalLinks, NodeLinks
 from phalanx.fleet.power.load_targets import LoadTarget, find_active_budgets, load_targets_file
@@ -67,7 +67,7 @@ def load_power_fleet(fleet: Path, jobs: Path | None = None, targets: Path | None
     return PowerFleet(
         file,
         tree,
-        () if jobs is None else load_jobs_file(jobs, tree),
+        group_by_rack(tree) if jobs is None else load_jobs_file(jobs, tree),
         () if targets is None else load_targets_file(targets, tree),
     )
 

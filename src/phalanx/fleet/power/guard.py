@@ -268,6 +268,14 @@ class PowerGuard:
         ]
 
 
+def group_by_rack(tree: PowerTree) -> list[PoweredJob]:
+    """Return a job for all devices of each rack: what runs there when no job is known."""
+    devices: dict[int, dict[int, tuple[int, ...]]] = {}
+    for index, node in enumerate(tree.nodes):
+        devices.setdefault(node.rack, {})[index] = tuple(range(node.power.num_devices))
+    return [PoweredJob(tree.levels[rack].label, each) for rack, each in devices.items()]
+
+
 def plan_fallbacks(
     tree: PowerTree, budgets_w: Sequence[float | None], settings: PowerSettings
 ) -> tuple[list[tuple[float, ...]], bool]:
@@ -281,10 +289,7 @@ def plan_fallbacks(
         )
         for node in tree.nodes
     ]
-    devices: dict[int, dict[int, tuple[int, ...]]] = {}
-    for index, node in enumerate(tree.nodes):
-        devices.setdefault(node.rack, {})[index] = tuple(range(node.power.num_devices))
-    jobs = [PoweredJob(f"rack {rack}", each) for rack, each in devices.items()]
+    jobs = group_by_rack(tree)
     for share in (settings.min_cap_share, 0.0):
         found = allocate_caps(tree, limits, jobs, budgets_w, settings.margin, share)
         if found.is_within:
