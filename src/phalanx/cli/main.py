@@ -46,6 +46,7 @@ _COMMAND_MODULES = {
     "fleet": ("phalanx.cli.fleet:app", "Show nodes and their accelerators."),
     "simulate": ("phalanx.cli.simulate:simulate", "Simulate months of a fleet, and answer what-if questions."),
     "thermal": ("phalanx.cli.thermal:app", "Find nodes that run hot; advise on cooling."),
+    "power": ("phalanx.cli.power:app", "Hold the budgets of sites, feeds, rows and racks by power caps."),
     "serve": ("phalanx.cli.serve:serve", "Serve a live page of runs, jobs and nodes."),
     "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),
     "checkpoint": ("phalanx.cli.checkpoint:app", "List, verify, digest and export checkpoints."),

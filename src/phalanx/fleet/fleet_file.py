@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
+from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_units import Power
 from phalanx.fleet.simulation_settings import SimulationSettings
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
@@ -88,6 +89,8 @@ class FleetFile(StrictModel):
     """What `phalanx simulate` needs."""
     cooling: CoolingPlant | None = None
     """The cooling plant of the fleet's sites."""
+    power: PowerSettings = PowerSettings()
+    """How budgets are held by `phalanx power`."""
 
 
 def load_fleet_file(path: Path, overrides: Sequence[str] = ()) -> tuple[FleetFile, SourceLocations]:

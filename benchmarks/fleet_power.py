@@ -1,0 +1,240 @@
+"""Bars of power control: random histories, the answer of the guard to a step, and caps by sweeps on the curves of
+Zeus (`zeus_powerlimit.csv`, next to the fleet's data).
+
+    python benchmarks/fleet_power.py DATA [--histories 100000]
+"""
+
+import argparse
+import csv
+import os
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet_bars import Bar, to_table
+from fleet_power_histories import run_many
+from phalanx.fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
+from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
+from phalanx.fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
+from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint
+from phalanx.fleet.power_settings import PowerSettings
+from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
+
+NUM_HISTORIES = 100_000
+QUICK_HISTORIES = 500
+"""Without `--histories`: all of them take two hours on 2 cores."""
+DEAD_TIMES_S = (0.1, 0.3, 1.0, 2.0, 3.0)
+STEP_SHARE, STEP_LIMIT_S, MAX_REVERSALS = 0.3, 10.0, 2
+MAX_SWEPT_CAPS, NUM_MIXES, JOBS_PER_MIX = 7, 60, 16
+BUDGET_SHARES = (0.6, 0.7)
+GPU_NAMES = {"v100": "V100", "a40": "A40", "rtx6000": "RTX 6000"}
+MARGIN = 0.02
+
+
+@dataclass(frozen=True)
+class MeasuredJob:
+    """A job of Zeus with the points of all limits, lowest first."""
+
+    workload: str
+    points: tuple[SweepPoint, ...]
+
+    def sweep(self) -> SpeedCurve:
+        """Fit a sweep of some caps, with the lowest and the highest."""
+        last = len(self.points) - 1
+        num = min(MAX_SWEPT_CAPS, last - 1)  # so that 2 caps are left to predict
+        chosen = sorted({round(index * last / (num - 1)) for index in range(num)})
+        return SpeedCurve.fit([self.points[index] for index in chosen])
+
+    def raw_curve(self) -> SpeedCurve:
+        """Return what was measured, as it is."""
+        full = self.points[-1].rate
+        return SpeedCurve(
+            tuple(p.cap_w for p in self.points),
+            tuple(p.rate / full for p in self.points),
+            tuple(p.draw_w for p in self.points),
+        )
+
+
+def read_zeus_jobs(data: Path) -> dict[str, list[MeasuredJob]]:
+    """Return the jobs with all limits by GPU."""
+    found: dict[tuple[str, ...], list[SweepPoint]] = defaultdict(list)
+    with open(data.parent / "zeus_powerlimit.csv", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = tuple(row[name] for name in ("gpu", "dataset", "network", "batch_size", "optimizer"))
+            found[key].append(
+                SweepPoint(float(row["power_limit"]), 1 / float(row["time_per_epoch"]), float(row["average_power"]))
+            )
+    jobs: dict[str, list[MeasuredJob]] = defaultdict(list)
+    for key, points in found.items():
+        jobs[key[0]].append(MeasuredJob(key[2], tuple(sorted(points, key=lambda point: point.cap_w))))
+    most = {gpu: max(len(job.points) for job in each) for gpu, each in jobs.items()}
+    return {gpu: [job for job in each if len(job.points) == most[gpu]] for gpu, each in jobs.items()}
+
+
+def find_speed_error(jobs: Sequence[MeasuredJob]) -> float:
+    """Return the mean error of the predicted speed at caps that were not swept."""
+    errors = []
+    for job in jobs:
+        curve, raw = job.sweep(), job.raw_curve()
+        for cap, speed in zip(raw.caps_w, raw.speeds, strict=True):
+            if cap not in curve.caps_w:
+                errors.append(abs(curve.speed_at(cap) / speed - 1))
+    return statistics.fmean(errors)
+
+
+@dataclass(frozen=True)
+class MixResult:
+    """Mean speed and joules per unit of work, over those without caps, of one mix of jobs."""
+
+    equal: float
+    chosen: float
+    best: float
+    equal_energy: float
+    chosen_energy: float
+
+
+def allocate_mix(jobs: Sequence[MeasuredJob], share: float, margin: float) -> MixResult:
+    """Divide a share of the sum of limits among jobs of one device each, by sweeps, by all measured points, and
+    equally."""
+    limit_w = jobs[0].points[-1].cap_w
+    lowest_w = jobs[0].points[0].cap_w
+    power = NodePower(1, limit_w, 0.0, 0.0, 0.0, lowest_w)
+    tree = PowerTree(
+        (BudgetLevel("site", "s", share * limit_w * len(jobs) * (1 + margin)),),
+        tuple(PoweredNode(f"n{index}", "g", power, 0) for index in range(len(jobs))),
+    )
+    limits = [NodeCaps(lowest_w, limit_w, 1)] * len(jobs)
+
+    def measure(curves: Sequence[SpeedCurve | None]) -> tuple[float, float]:
+        powered = [
+            PoweredJob(f"j{index}", {index: (0,)}, {} if curve is None else {"g": curve})
+            for index, curve in enumerate(curves)
+        ]
+        caps = allocate_caps(tree, limits, powered, [tree.levels[0].budget_w], margin, 0.0).caps_w
+        raws = [job.raw_curve() for job in jobs]
+        speeds = [raw.speed_at(cap[0]) for raw, cap in zip(raws, caps, strict=True)]
+        energies = [
+            raw.draw_at(cap[0]) / speed / raw.draws_w[-1] for raw, cap, speed in zip(raws, caps, speeds, strict=True)
+        ]
+        return statistics.fmean(speeds), statistics.fmean(energies)
+
+    equal, equal_energy = measure([None] * len(jobs))
+    chosen, chosen_energy = measure([job.sweep() for job in jobs])
+    best, _ = measure([SpeedCurve.fit(job.points) for job in jobs])
+    return MixResult(equal, chosen, best, equal_energy, chosen_energy)
+
+
+def measure_sweeps(data: Path) -> list[Bar]:
+    """Return the bars of caps by sweeps. A curve is a job's own sweep, and no constant is fitted to others. So each
+    workload is left out of the mixes in turn, and the least gain counts."""
+    bars, found = [], read_zeus_jobs(data)
+    for gpu, name in GPU_NAMES.items():
+        jobs = found[gpu]
+        error = find_speed_error(jobs)
+        swept = f"{len(jobs[0].sweep().caps_w)} of {len(jobs[0].points)}"
+        goal = f"speed at unswept caps, {name}, mean error ({swept} caps swept, Zeus)"
+        bars.append(Bar("power", goal, "<= 3%", f"{error:.1%}", error <= 0.03))
+        source = random.Random(0)
+        shares, least, results = [], 1.0, []
+        for left_out in sorted({job.workload for job in jobs}):
+            rest = [job for job in jobs if job.workload != left_out]
+            mixes = [
+                allocate_mix(source.choices(rest, k=JOBS_PER_MIX), share, MARGIN)
+                for share in BUDGET_SHARES
+                for _ in range(NUM_MIXES // 10)
+            ]
+            possible = sum(mix.best - mix.equal for mix in mixes)
+            shares.append(sum(mix.chosen - mix.equal for mix in mixes) / possible)
+            least = min(least, *(mix.chosen - mix.equal for mix in mixes))
+            results += mixes
+        gain = (
+            f"gain over one cap for all, {name}, share of that with all measured points, least of 5 left-out workloads"
+        )
+        bars.append(Bar("power", gain, ">= 70%", f"{min(shares):.0%}", min(shares) >= 0.7))
+        worse = f"never worse than one cap for all, {name}: least difference of mean speed over {len(results)} mixes"
+        bars.append(Bar("power", worse, ">= 0", f"{least:+.2%}", least >= 0))
+        energies = [
+            statistics.fmean(e) for e in zip(*((r.equal_energy, r.chosen_energy) for r in results), strict=True)
+        ]
+        text = f"one cap {energies[0]:.2f}, swept {energies[1]:.2f}"
+        bars.append(Bar("power", f"energy per unit of work, {name}, over that without caps", "reported", text, True))
+    return bars
+
+
+def simulate_step(dead_time_s: float, seed: int = 0) -> tuple[float, int]:
+    """Cut the budget of 16 nodes by 30%; return the seconds until the draw is below for good, and how often it
+    changes direction by more than 2% of the step."""
+    power = NodePower(8, 700.0, 75.0, 1000.0, 500.0, 200.0)
+    budget_w = 0.9 * 16 * power.max_w
+    racks = [BudgetLevel("rack", f"k{rack}", None, 0) for rack in range(4)]
+    nodes = tuple(PoweredNode(f"n{index}", "h", power, 1 + index // 4) for index in range(16))
+    tree, clock = PowerTree((BudgetLevel("site", "s", budget_w), *racks), nodes), FakeClock()
+    settings = PowerSettings(dead_time_s=dead_time_s)
+    fakes = make_fake_nodes(nodes, clock, seed, dead_time_s, noise_share=0.01)
+    links = FakeLinks(fakes, clock, FakeNetwork((0.01, 0.1)), random.Random(seed))
+    budgets: list[float | None] = [level.budget_w for level in tree.levels]
+    jobs = [PoweredJob(f"j{index}", {index: tuple(range(8))}) for index in range(16)]
+    fallbacks, _ = plan_fallbacks(tree, budgets, settings)
+    guard = PowerGuard(tree, settings, GuardIdentity(1, "g"), links, lambda: jobs, lambda: budgets, fallbacks)
+    step_at, due, draws = 60.3 + 0.1 * (seed % 30), 0.0, []
+    while clock.now < step_at + 60:
+        if clock.now >= step_at and budgets[0] == budget_w:
+            budgets[0], due = (1 - STEP_SHARE) * budget_w, clock.now
+        if clock.now >= due:
+            guard.step(clock.now)
+            due = clock.now + settings.period_s
+        if clock.now >= step_at:
+            draws.append(sum(d.draw_at(clock.now) for node in fakes for d in node.devices) + 16 * power.rest_max_w)
+        for node in fakes:
+            node.check()
+        clock.now = round(clock.now + 0.1, 3)
+        guard.receive()
+    above = [index for index, watts in enumerate(draws) if watts > (1 - STEP_SHARE) * budget_w]
+    turning, direction, reversals = draws[0], 0, 0
+    for watts in draws:
+        if abs(watts - turning) > 0.02 * STEP_SHARE * budget_w:
+            new = 1 if watts > turning else -1
+            reversals += direction not in (0, new)
+            turning, direction = watts, new
+    return 0.1 * (above[-1] + 1) if above else 0.0, reversals
+
+
+def measure_guard() -> list[Bar]:
+    """Return the bars of the guard's answer to a step, by dead time."""
+    bars = []
+    for dead_time_s in DEAD_TIMES_S:
+        results = [simulate_step(dead_time_s, seed) for seed in range(3)]
+        slowest, reversals = max(each[0] for each in results), max(each[1] for each in results)
+        is_met = slowest <= STEP_LIMIT_S and reversals < MAX_REVERSALS
+        goal = f"below within {STEP_LIMIT_S:.0f} s, < {MAX_REVERSALS} reversals"
+        text = f"{slowest:.1f} s, {reversals} reversals"
+        bars.append(Bar("power", f"budget cut by 30%, dead time {dead_time_s} s, 16 fake nodes", goal, text, is_met))
+    return bars
+
+
+def measure_histories(num_histories: int) -> list[Bar]:
+    """Return the bar of random histories."""
+    began = time.monotonic()
+    violations = run_many(num_histories, os.cpu_count() or 1)
+    text = f"{len({each.seed for each in violations})} of {num_histories} ({time.monotonic() - began:.0f} s)"
+    is_met = not violations and num_histories >= NUM_HISTORIES
+    return [
+        Bar("power", "random histories in which real claims exceed a budget", f"0 of {NUM_HISTORIES}", text, is_met)
+    ]
+
+
+def measure_bars(data: Path, num_histories: int = QUICK_HISTORIES) -> list[Bar]:
+    """Return all bars of power control."""
+    return [*measure_sweeps(data), *measure_guard(), *measure_histories(num_histories)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="directory with the validation data")
+    parser.add_argument("--histories", type=int, default=QUICK_HISTORIES)
+    options = parser.parse_args()
+    print(to_table(measure_bars(options.data, options.histories)))

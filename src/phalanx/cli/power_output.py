@@ -1,0 +1,151 @@
+"""Power control as text and JSON."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.app.power import PowerFleet, PowerReading
+from phalanx.fleet.power.allocation import Allocation
+from phalanx.fleet.power.claims import claim_node
+from phalanx.fleet.power.guard import GuardStatus
+from phalanx.fleet.power.load_targets import find_active_budgets
+from phalanx.fleet.power.plan_writes import CapWrite, plan_writes
+from phalanx.formatting import format_percent
+from phalanx.text_table import Column, format_table
+
+WATTS_PER_KILOWATT = 1e3
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """A level; watts."""
+
+    level: str
+    depth: int
+    budget_w: float | None
+    claim_w: float
+    draw_w: float | None
+    """Of the devices that report it; None where one does not."""
+    silent_nodes: int
+
+    @property
+    def headroom_w(self) -> float | None:
+        """What is left of the budget."""
+        return None if self.budget_w is None else self.budget_w - self.claim_w
+
+
+def level_rows(fleet: PowerFleet, reading: PowerReading) -> list[LevelRow]:
+    """Return the levels, each after its parent."""
+    tree, margin = fleet.tree, fleet.settings.margin
+    claims = [claim_node(n.power, b, margin) for n, b in zip(tree.nodes, reading.bounds_w, strict=True)]
+    draws = [_sum_draw(reading, node.name) for node in tree.nodes]
+    silent = tree.sum_by_level([float(None in bounds) for bounds in reading.bounds_w])
+    unread = tree.sum_by_level([float(draw is None) for draw in draws])
+    rows, depths = [], list[int]()
+    for level, budget_w, claim_w, draw_w, missing, count in zip(
+        tree.levels,
+        find_active_budgets(tree, fleet.targets, time.time()),
+        tree.sum_by_level(claims),
+        tree.sum_by_level([draw or 0.0 for draw in draws]),
+        unread,
+        silent,
+        strict=True,
+    ):
+        depths.append(0 if level.parent < 0 else depths[level.parent] + 1)
+        rows.append(LevelRow(level.label, depths[-1], budget_w, claim_w, None if missing else draw_w, int(count)))
+    return rows
+
+
+def format_levels(rows: Sequence[LevelRow]) -> list[str]:
+    """Return a table."""
+    columns = [Column("LEVEL"), *(Column(title, True) for title in ("BUDGET", "CLAIM", "DEVICES DRAW", "HEADROOM"))]
+    return format_table(
+        [*columns, Column("SILENT", True)],
+        [
+            (
+                "  " * row.depth + row.level,
+                _kilowatts(row.budget_w),
+                _kilowatts(row.claim_w),
+                _kilowatts(row.draw_w),
+                _kilowatts(row.headroom_w),
+                str(row.silent_nodes or "-"),
+            )
+            for row in rows
+        ],
+    )
+
+
+def format_plan(fleet: PowerFleet, reading: PowerReading, allocation: Allocation) -> list[str]:
+    """Return caps by job, with the predicted slow-down, and what claims become."""
+    rows = []
+    for job in fleet.jobs:
+        caps = [allocation.caps_w[node][d] for node, ds in job.devices.items() for d in ds if allocation.caps_w[node]]
+        speed = allocation.speeds.get(job.name)
+        text = "unknown: not swept" if speed is None else format_percent(1 - speed)
+        cap = f"{min(caps):.0f} W" if caps else "silent"
+        rows.append((job.name, str(job.num_devices), cap, text))
+    before, after = _sum_claims(fleet, reading, None), _sum_claims(fleet, reading, allocation)
+    lines = format_table([Column("JOB"), Column("DEVICES", True), Column("CAP", True), Column("SLOW-DOWN")], rows)
+    lines.append(f"one cap for all would be {format_percent(allocation.share_for_all)} of each device's most power")
+    lines.append(f"claim: {_kilowatts(before)} now, {_kilowatts(after)} planned, {_kilowatts(before - after)} less")
+    writes = list_writes(fleet, reading, allocation)
+    lines.append(f"{len(writes)} writes; `phalanx power apply` prints them")
+    if not allocation.is_within:
+        lines.append("not safe: a level stays over its budget at the lowest caps, with silent nodes at their maximum")
+    return lines
+
+
+def plan_to_json(fleet: PowerFleet, reading: PowerReading, allocation: Allocation) -> dict[str, object]:
+    """Return the plan as JSON values."""
+    return {
+        "is_within_budgets": allocation.is_within,
+        "caps_w": {node.name: caps for node, caps in zip(fleet.tree.nodes, allocation.caps_w, strict=True)},
+        "speeds": allocation.speeds,
+        "claim_before_w": _sum_claims(fleet, reading, None),
+        "claim_after_w": _sum_claims(fleet, reading, allocation),
+        "writes": [
+            {"node": fleet.tree.nodes[write.node].name, "caps_w": write.caps_w, "is_raise": write.is_raise}
+            for write in list_writes(fleet, reading, allocation)
+        ],
+    }
+
+
+def list_writes(fleet: PowerFleet, reading: PowerReading, allocation: Allocation) -> list[CapWrite]:
+    """Return the writes of a plan, in order."""
+    budgets_w = find_active_budgets(fleet.tree, fleet.targets, time.time())
+    return plan_writes(fleet.tree, reading.bounds_w, allocation.caps_w, budgets_w, fleet.settings.margin)
+
+
+def format_writes(fleet: PowerFleet, writes: Sequence[CapWrite]) -> list[str]:
+    """Return a line for each write."""
+    return [
+        f"{'raise' if write.is_raise else 'lower'} {fleet.tree.nodes[write.node].name}: "
+        + ", ".join(f"{cap:.0f} W" for cap in write.caps_w)
+        for write in writes
+    ]
+
+
+def format_status(status: GuardStatus) -> str:
+    """Return a step of a guard as a line: the level with the least headroom."""
+    tightest = max(status.claims, key=lambda each: each.watts / each.budget_w, default=None)
+    text = "no level has a budget" if tightest is None else str(tightest)
+    lowered = sum(not write.is_raise for write in status.writes)
+    return f"{text}; {lowered} lowered, {len(status.writes) - lowered} raised, {len(status.silent_nodes)} silent"
+
+
+def _sum_draw(reading: PowerReading, node: str) -> float | None:
+    report = reading.reports.get(node)
+    draws = [] if report is None else [device.draw_w for device in report.devices]
+    known = [draw for draw in draws if draw is not None]
+    return sum(known) if known and len(known) == len(draws) else None
+
+
+def _sum_claims(fleet: PowerFleet, reading: PowerReading, allocation: Allocation | None) -> float:
+    return sum(
+        claim_node(node.power, bounds if allocation is None else allocation.caps_w[i] or bounds, fleet.settings.margin)
+        for i, (node, bounds) in enumerate(zip(fleet.tree.nodes, reading.bounds_w, strict=True))
+    )
+
+
+def _kilowatts(watts: float | None) -> str:
+    return "-" if watts is None else f"{watts / WATTS_PER_KILOWATT:.1f} kW"

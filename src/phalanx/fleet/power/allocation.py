@@ -1,0 +1,340 @@
+"""Divide the budgets of a tree into caps. Pure.
+
+All devices of a synchronous job get caps at which they are equally slow, since the slowest one sets the pace. Jobs that
+were swept get watts where their own curves gain most speed per watt; jobs that were not swept keep the one cap that all
+devices could have, so that nothing is lost by a guess.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.fleet.power.claims import TOLERANCE_W
+from phalanx.fleet.power.speed_curve import SpeedCurve
+from phalanx.fleet.power_tree import NO_PARENT, PowerTree
+
+SPEED_STEPS = 64
+"""Steps between the lowest and the highest speed of a job."""
+SHARE_BISECTIONS = 30
+Watts = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PoweredJob:
+    """A synchronous job. `devices`: for each node (its index in the tree) how many of its devices, or which.
+    `curves`: by node type; without one for each type of its nodes the job is not swept. `priority`: a job of a higher
+    one is slowed down later."""
+
+    name: str
+    devices: Mapping[int, tuple[int, ...]]
+    curves: Mapping[str, SpeedCurve] = field(default_factory=dict)
+    priority: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return sum(len(each) for each in self.devices.values())
+
+
+@dataclass(frozen=True)
+class NodeCaps:
+    """What a node's devices may be set to."""
+
+    min_w: float
+    max_w: float
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Caps by node type of each group of devices. `speeds`: predicted share of the full speed by job; None where no
+    curve says it. `is_within`: whether all budgets hold."""
+
+    caps_w: list[list[float]]
+    """For each node, for each device."""
+    speeds: dict[str, float | None]
+    is_within: bool
+    share_for_all: float
+    """Largest share of each device's most power that all devices below the tightest level could have."""
+
+
+class _Group:
+    """Devices that are set together: a job, or the idle devices of a rack. `caps(x)`: caps by type at x from 0 to 1."""
+
+    def __init__(self, counts: Mapping[int, int], tree: PowerTree, margin: float):
+        self.types = sorted({tree.nodes[node].type_name for node in counts})
+        self.watts_per_cap: dict[str, Watts] = {name: np.zeros(len(tree.levels)) for name in self.types}
+        for node, count in counts.items():
+            level = tree.nodes[node].rack
+            while level != NO_PARENT:
+                self.watts_per_cap[tree.nodes[node].type_name][level] += count * (1 + margin)
+                level = tree.levels[level].parent
+        self.num_devices = sum(counts.values())
+        self.max_caps_w: dict[str, float] = {}
+        self.min_caps_w: dict[str, float] = {}
+
+    def watts(self, caps_w: Mapping[str, float]) -> Watts:
+        """The claim on each level."""
+        total: Watts = np.sum([self.watts_per_cap[name] * caps_w[name] for name in self.types], axis=0)
+        return total
+
+    def share_caps(self, share: float) -> dict[str, float]:
+        """Caps at a share of each device's most power."""
+        return {
+            name: min(max(share * self.max_caps_w[name], self.min_caps_w[name]), self.max_caps_w[name])
+            for name in self.types
+        }
+
+
+@dataclass
+class _Problem:
+    tree: PowerTree
+    groups: list[_Group]
+    jobs: list[PoweredJob | None]
+    fixed_w: Watts
+    budgets_w: Watts
+
+    def fits(self, used_w: Watts) -> bool:
+        return bool(np.all(self.fixed_w + used_w <= self.budgets_w + TOLERANCE_W))
+
+
+def allocate_caps(
+    tree: PowerTree,
+    limits: Sequence[NodeCaps | None],
+    jobs: Sequence[PoweredJob],
+    budgets_w: Sequence[float | None],
+    margin: float,
+    min_cap_share: float,
+) -> Allocation:
+    """Return caps for all devices that can be set.
+
+    Args:
+        tree: The levels and nodes.
+        limits: For each node its devices' limits; None for a silent node, which is counted at its most power.
+        jobs: What runs where. Devices without a job stay at the lowest cap.
+        budgets_w: For each level.
+        margin: Share by which a device may exceed its cap.
+        min_cap_share: Lowest cap of devices without a sweep, as a share of their most power.
+    """
+    problem = _build_problem(tree, limits, jobs, budgets_w, margin, min_cap_share)
+    shares, share_for_all = _fill_equally(problem)
+    equal = [group.share_caps(share) for group, share in zip(problem.groups, shares, strict=True)]
+    chosen = _exchange(problem, equal)
+    used = np.sum([group.watts(caps) for group, caps in zip(problem.groups, chosen, strict=True)], axis=0)
+    speeds = {
+        job.name: _predict_speed(job, caps) for job, caps in zip(problem.jobs, chosen, strict=True) if job is not None
+    }
+    caps_w = [_list_caps(limit, node.power.device_max_w) for limit, node in zip(limits, tree.nodes, strict=True)]
+    for node, limit in enumerate(limits):
+        if limit is not None:
+            caps_w[node] = [max(limit.min_w, min_cap_share * limit.max_w)] * limit.num_devices
+    for job, caps in zip(problem.jobs, chosen, strict=True):
+        for node, devices in () if job is None else job.devices.items():
+            for device in devices if limits[node] is not None else ():
+                caps_w[node][device] = caps[tree.nodes[node].type_name]
+    return Allocation(caps_w, speeds, problem.fits(used), share_for_all)
+
+
+def _list_caps(limit: NodeCaps | None, device_max_w: float) -> list[float]:
+    return [] if limit is None else [device_max_w] * limit.num_devices
+
+
+def _build_problem(
+    tree: PowerTree,
+    limits: Sequence[NodeCaps | None],
+    jobs: Sequence[PoweredJob],
+    budgets_w: Sequence[float | None],
+    margin: float,
+    min_cap_share: float,
+) -> _Problem:
+    """The parameters are those of `allocate_caps`."""
+    busy = [{device for job in jobs for device in job.devices.get(node, ())} for node in range(len(tree.nodes))]
+    fixed: list[float] = []
+    for node, limit in zip(tree.nodes, limits, strict=True):
+        power, taken = node.power, len(busy[len(fixed)])
+        if limit is None:
+            fixed.append(power.rest_max_w + power.num_devices * power.device_max_w * (1 + margin))
+        else:
+            idle_cap_w = max(limit.min_w, min_cap_share * limit.max_w)
+            fixed.append(power.rest_max_w + (limit.num_devices - taken) * idle_cap_w * (1 + margin))
+    groups, owners = [], []
+    for job in jobs:
+        counts = {node: len(devices) for node, devices in job.devices.items() if limits[node] is not None}
+        if not counts:
+            continue
+        group = _Group(counts, tree, margin)
+        for name in group.types:
+            found = [limit for node in counts if tree.nodes[node].type_name == name and (limit := limits[node])]
+            lowest, highest = max(each.min_w for each in found), min(each.max_w for each in found)
+            curve = job.curves.get(name)
+            floor = min_cap_share * highest if curve is None else curve.lowest_obeyed_cap(margin)
+            group.max_caps_w[name] = highest
+            group.min_caps_w[name] = min(max(lowest, floor), highest)
+        groups.append(group)
+        owners.append(job)
+    budgets = np.array([np.inf if each is None else each for each in budgets_w])
+    return _Problem(tree, groups, list(owners), np.array(tree.sum_by_level(fixed)), budgets)
+
+
+def _fill_equally(problem: _Problem) -> tuple[list[float], float]:
+    """Raise one share for all groups until a level is full, then that of the groups that are not below it, and so on.
+    Return the share of each group, and the first one."""
+    num = len(problem.groups)
+    types = sorted({name for group in problem.groups for name in group.types})
+    none = np.zeros(len(problem.budgets_w))
+    slopes = [np.array([g.watts_per_cap.get(name, none) for g in problem.groups]) for name in types]
+    lowest, highest = (
+        [np.array([getattr(g, which).get(name, 0.0) for g in problem.groups]) for name in types]
+        for which in ("min_caps_w", "max_caps_w")
+    )
+    shares, is_open = np.zeros(num), np.ones(num, dtype=bool)
+    first: float | None = None
+
+    headroom_w = problem.budgets_w - problem.fixed_w + TOLERANCE_W
+
+    def use_at(share: float) -> Watts:
+        each = np.where(is_open, share, shares)
+        used = none
+        for low, high, slope in zip(lowest, highest, slopes, strict=True):
+            used = used + np.minimum(np.maximum(each * high, low), high) @ slope
+        return used
+
+    def fits(share: float) -> bool:
+        return bool((use_at(share) <= headroom_w).all())
+
+    while is_open.any():
+        share = _bisect(fits)
+        first = share if first is None else first
+        shares[is_open] = share
+        if share >= 1.0:
+            break
+        over = problem.fixed_w + use_at(share + 1e-6) > problem.budgets_w
+        closed = [i for i in np.flatnonzero(is_open) if _touches(problem.groups[i], over)]
+        is_open[closed or range(num)] = False
+    return [float(each) for each in shares], 1.0 if first is None else first
+
+
+def _touches(group: _Group, levels: npt.NDArray[np.bool_]) -> bool:
+    return any(bool(np.any(watts[levels] > 0)) for watts in group.watts_per_cap.values())
+
+
+def _bisect(fits: Callable[[float], bool]) -> float:
+    """Return the largest share from 0 to 1 that fits; 0 where none does."""
+    if fits(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(SHARE_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _exchange(problem: _Problem, equal: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return caps at which swept jobs have exchanged watts; `equal` where that does not predict more speed."""
+    swept = [
+        index
+        for index, job in enumerate(problem.jobs)
+        if job is not None and all(name in job.curves for name in problem.groups[index].types)
+    ]
+    if len(swept) < 1:
+        return equal
+    rest = [{} if index in set(swept) else caps for index, caps in enumerate(equal)]
+    base = problem.fixed_w + sum(
+        (problem.groups[index].watts(caps) for index, caps in enumerate(rest) if caps), np.zeros(len(problem.budgets_w))
+    )
+    priorities = sorted({_job(problem, index).priority for index in swept}, reverse=True)
+    ladders = {index: _list_rungs(problem.groups[index], _job(problem, index)) for index in swept}
+    position = dict.fromkeys(swept, 0)
+    used = base + sum((problem.groups[i].watts(ladders[i][0][1]) for i in swept), np.zeros(len(base)))
+    if np.any(used > problem.budgets_w + TOLERANCE_W):
+        return equal
+    for priority in priorities:
+        members = [index for index in swept if _job(problem, index).priority == priority]
+        used = _climb(problem, members, ladders, position, used)
+    chosen = [ladders[i][position[i]][1] if i in position else caps for i, caps in enumerate(equal)]
+    if len(priorities) > 1 or _mean_speed(problem, swept, chosen) > _mean_speed(problem, swept, equal):
+        return chosen
+    return equal
+
+
+def _job(problem: _Problem, index: int) -> PoweredJob:
+    job = problem.jobs[index]
+    assert job is not None
+    return job
+
+
+def _list_rungs(group: _Group, job: PoweredJob) -> list[tuple[float, dict[str, float]]]:
+    """Speeds of a job and its caps there, lowest first; only those from which no later one gains more per watt."""
+    start = {name: group.min_caps_w[name] for name in group.types}
+    lowest = _speed_of(job, start)
+    found = []
+    for speed in sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *_measured_speeds(group, job)}):
+        caps = {
+            name: min(max(job.curves[name].cap_at(float(speed)), start[name]), group.max_caps_w[name])
+            for name in group.types
+        }
+        found.append((_speed_of(job, caps), caps, float(np.max(group.watts(caps)))))
+    hull: list[tuple[float, dict[str, float], float]] = []
+    for point in found:
+        if hull and point[0] <= hull[-1][0] + 1e-12:
+            continue
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) < _gain(hull[-1], point) * (1 - 1e-9):
+            hull.pop()
+        hull.append(point)
+    return [(speed, caps) for speed, caps, _ in hull]
+
+
+def _measured_speeds(group: _Group, job: PoweredJob) -> set[float]:
+    return {speed for name in group.types for speed in job.curves[name].speeds}
+
+
+def _gain(first: tuple[float, dict[str, float], float], second: tuple[float, dict[str, float], float]) -> float:
+    more_w = second[2] - first[2]
+    return (second[0] - first[0]) / more_w if more_w > 0 else np.inf
+
+
+def _climb(
+    problem: _Problem,
+    members: Sequence[int],
+    ladders: Mapping[int, list[tuple[float, dict[str, float]]]],
+    position: dict[int, int],
+    used: Watts,
+) -> Watts:
+    """Move up the job with the greatest gain per watt, weighted by its devices, until none fits. Return the watts."""
+
+    def next_step(index: int) -> tuple[float, int, Watts] | None:
+        rungs, at, group = ladders[index], position[index], problem.groups[index]
+        if at + 1 == len(rungs):
+            return None
+        more = group.watts(rungs[at + 1][1]) - group.watts(rungs[at][1])
+        gain = (rungs[at + 1][0] - rungs[at][0]) * group.num_devices / max(float(np.max(more)), 1e-9)
+        return -gain, index, more
+
+    heap = [(step[0], step[1]) for index in members if (step := next_step(index))]
+    heapq.heapify(heap)
+    while heap:
+        _, index = heapq.heappop(heap)
+        step = next_step(index)
+        if step is None or np.any(used + step[2] > problem.budgets_w + TOLERANCE_W):
+            continue
+        used = used + step[2]
+        position[index] += 1
+        if following := next_step(index):
+            heapq.heappush(heap, (following[0], index))
+    return used
+
+
+def _speed_of(job: PoweredJob, caps_w: Mapping[str, float]) -> float:
+    return min(job.curves[name].speed_at(cap) for name, cap in caps_w.items())
+
+
+def _predict_speed(job: PoweredJob, caps_w: Mapping[str, float]) -> float | None:
+    return _speed_of(job, caps_w) if all(name in job.curves for name in caps_w) else None
+
+
+def _mean_speed(problem: _Problem, members: Sequence[int], caps: Sequence[Mapping[str, float]]) -> float:
+    weights = [problem.groups[index].num_devices for index in members]
+    return float(np.average([_speed_of(_job(problem, index), caps[index]) for index in members], weights=weights))

@@ -1,0 +1,45 @@
+"""What sets and reads the power cap of one device. Implementations: NVML, RAPL, and the fake fleet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class CapError(Exception):
+    """A device does not answer, or does not take a cap; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class CapLimits:
+    """The caps that a device takes, and the one that it has after a restart."""
+
+    min_w: float
+    max_w: float
+    default_w: float
+
+
+class CapDevice(Protocol):
+    """A device of this node that can be capped. Methods raise CapError."""
+
+    @property
+    def id(self) -> str:
+        """UUID, or another name that stays the same when devices are renumbered."""
+
+    def read_limits(self) -> CapLimits:
+        """Read the caps that it takes."""
+
+    def read_cap_w(self) -> float:
+        """Read the cap that it enforces now: of all limits, also those set out of band, the lowest."""
+
+    def read_draw_w(self) -> float | None:
+        """Read its power; None where it has no sensor."""
+
+    def set_cap_w(self, cap_w: float) -> None:
+        """Ask it to enforce a cap. Only reading back says whether it does."""
+
+
+class DeviceOpener(Protocol):
+    """Opens the devices of this node that can be capped."""
+
+    def __call__(self) -> Sequence[CapDevice]:
+        """Return the devices. Raises CapError where there are none."""

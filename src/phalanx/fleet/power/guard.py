@@ -1,0 +1,328 @@
+"""Hold the budgets of a tree: one step a period, from what nodes have reported to the next orders. No clock, no
+network: both are passed in.
+
+The guarantee is the sum of caps that devices enforce. The loop on measured power corrects what caps do not bound, and
+follows the rule of loops with delay: a period of at least averaging and dead time together, a gain of a quarter upwards
+and a half downwards.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
+from phalanx.fleet.power.claims import LevelSum, claim_node, find_excesses
+from phalanx.fleet.power.ledger import NodeAccount
+from phalanx.fleet.power.links import NodeLinks
+from phalanx.fleet.power.messages import NodeReport, NodeRequest
+from phalanx.fleet.power.plan_writes import CapWrite, plan_raises, plan_writes
+from phalanx.fleet.power_settings import PowerSettings
+from phalanx.fleet.power_tree import PowerTree
+
+LOWER_GAIN, RAISE_GAIN = 0.5, 0.25
+"""Share of an error that a step corrects. At a period of averaging and dead time, 1 and more oscillates."""
+HYSTERESIS_SHARE = 0.01
+"""Share of a cap by which it has to change to be raised, and of a budget that measured power has to be below for a
+correction to be given back."""
+
+
+class LostNodeError(Exception):
+    """Another guard has become the writer of a node."""
+
+
+@dataclass(frozen=True)
+class GuardStatus:
+    """A step. `claims`: of all levels with a budget, with what may be enforced now. `measured`: the same by sensors.
+    `unsafe`: levels that cannot be brought within their budget, with the reason."""
+
+    claims: list[LevelSum]
+    measured: list[LevelSum]
+    writes: list[CapWrite]
+    speeds: dict[str, float | None]
+    silent_nodes: list[str]
+    unsafe: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GuardIdentity:
+    """The authority of a guard: its name is its own, and its epoch above those before it."""
+
+    epoch: int
+    writer: str
+
+
+class PowerGuard:
+    """Holds the budgets of a tree.
+
+    Args:
+        tree: The levels and nodes.
+        settings: Margin, lease and periods.
+        identity: The epoch and the name of this guard.
+        links: Carries requests and reports.
+        find_jobs: Returns what runs where now.
+        find_budgets: Returns the budget of each level now: that of the fleet file, or of a load target.
+        fallbacks_w: Caps of each node's devices when it hears nothing, of `plan_fallbacks`.
+    """
+
+    def __init__(
+        self,
+        tree: PowerTree,
+        settings: PowerSettings,
+        identity: GuardIdentity,
+        links: NodeLinks,
+        find_jobs: Callable[[], Sequence[PoweredJob]],
+        find_budgets: Callable[[], Sequence[float | None]],
+        fallbacks_w: Sequence[Sequence[float]],
+    ):
+        self._tree, self._settings, self._links = tree, settings, links
+        self._find_jobs, self._find_budgets = find_jobs, find_budgets
+        self._identity = identity
+        self._accounts = [NodeAccount(identity.epoch, identity.writer, settings.fresh_s) for _ in tree.nodes]
+        self._by_name = {node.name: index for index, node in enumerate(tree.nodes)}
+        self._corrections_w = [0.0] * len(tree.levels)
+        self._last_claims_w: list[float] = []
+        self._allocated: tuple[tuple[object, object, object], Allocation] | None = None
+        self._fallbacks_w = fallbacks_w
+        self._problems: list[str] = []
+        self._has_asked = False
+
+    @property
+    def accounts(self) -> Sequence[NodeAccount]:
+        """What is known of each node."""
+        return self._accounts
+
+    def receive(self) -> None:
+        """Take the reports that have arrived.
+
+        Raises:
+            LostNodeError: Another guard has taken over a node that this one had.
+        """
+        for report in self._links.receive():
+            index = self._by_name.get(report.node)
+            if index is None:
+                continue
+            account = self._accounts[index]
+            if not account.add_report(report):
+                continue
+            self._problems += [f"{report.node}: {problem}" for problem in report.problems]
+            if report.refusal and account.is_owned():
+                self._problems.append(f"{report.node}: {report.refusal}")
+            if report.foreign_change:
+                self._problems.append(f"{report.node}: {report.foreign_change}; counted at its maximum")
+            if report.writer != self._identity.writer and report.epoch >= self._identity.epoch:
+                raise LostNodeError(
+                    f"{report.writer} has taken over {report.node} with epoch {report.epoch}; this guard with epoch "
+                    f"{self._identity.epoch} stops, and its leases end within {self._settings.lease_s:g} s"
+                )
+
+    def step(self, now: float) -> GuardStatus:
+        """Take reports, decide, and send orders. Call it once a period.
+
+        Raises:
+            LostNodeError: Another guard has taken over a node.
+        """
+        self.receive()
+        budgets_w = list(self._find_budgets())
+        bounds = self.bound_caps(now)
+        limits = [
+            None if None in each or account.report is None else _join_limits(account.report)
+            for account, each in zip(self._accounts, bounds, strict=True)
+        ]
+        claims_w = [
+            claim_node(node.power, each, self._settings.margin)
+            for node, each in zip(self._tree.nodes, bounds, strict=True)
+        ]
+        measured_w = self._measure_nodes(bounds)
+        reduced_w = self._correct(budgets_w, claims_w, measured_w)
+        allocation = self._allocate(limits, reduced_w)
+        targets = [_bound_raise(each, caps) for each, caps in zip(bounds, allocation.caps_w, strict=True)]
+        writes = self._choose_writes(bounds, targets, reduced_w)
+        self._send(bounds, limits, writes, now, renews=not find_excesses(self._tree, claims_w, budgets_w))
+        notices, self._problems = self._problems, []
+        is_known = allocation.is_within or not self._has_asked  # before the first question every node is silent
+        unsafe = [] if is_known else self._describe_unsafe(allocation, bounds, budgets_w)
+        self._has_asked = True
+        return GuardStatus(
+            _sum_levels(self._tree, claims_w, budgets_w),
+            _sum_levels(self._tree, measured_w, budgets_w),
+            writes,
+            allocation.speeds,
+            [node.name for node, each in zip(self._tree.nodes, bounds, strict=True) if None in each],
+            unsafe,
+            notices,
+        )
+
+    def _choose_writes(
+        self,
+        bounds: Sequence[Sequence[float | None]],
+        targets: Sequence[Sequence[float]],
+        budgets_w: Sequence[float | None],
+    ) -> list[CapWrite]:
+        """All lowering; and raises only as far as they fit while no lowering has happened yet."""
+        margin = self._settings.margin
+        lowering = [w for w in plan_writes(self._tree, bounds, targets, budgets_w, margin) if not w.is_raise]
+        lowered = {write.node for write in lowering}
+        raises = plan_raises(self._tree, bounds, targets, budgets_w, margin)
+        return [*lowering, *(write for write in raises if write.node not in lowered)]
+
+    def bound_caps(self, now: float) -> list[list[float | None]]:
+        """Return for each node the most that each device may be enforcing; None where it is silent."""
+        return [
+            account.bound_caps(now, node.power.num_devices)
+            for account, node in zip(self._accounts, self._tree.nodes, strict=True)
+        ]
+
+    def _allocate(self, limits: Sequence[NodeCaps | None], budgets_w: Sequence[float | None]) -> Allocation:
+        """Caps within the budgets; where the floor does not fit, down to the lowest settable ones."""
+        jobs, settings = self._find_jobs(), self._settings
+        if self._allocated is not None and self._allocated[0] == (limits, budgets_w, jobs):
+            return self._allocated[1]
+        for share in (settings.min_cap_share, 0.0):
+            allocation = allocate_caps(self._tree, limits, jobs, budgets_w, settings.margin, share)
+            if allocation.is_within:
+                break
+        self._allocated = (limits, budgets_w, jobs), allocation
+        return allocation
+
+    def _correct(
+        self, budgets_w: Sequence[float | None], claims_w: Sequence[float], measured_w: Sequence[float]
+    ) -> list[float | None]:
+        """Return the budgets less what caps do not bound: the integral of what is measured above both the budget and
+        the claims, of this step and of the last one, since power follows a cap late."""
+        levels_w = self._tree.sum_by_level(claims_w)
+        explained_w = [max(each) for each in zip(levels_w, self._last_claims_w or levels_w, strict=True)]
+        self._last_claims_w = levels_w
+        reduced: list[float | None] = []
+        for index, (budget, watts) in enumerate(zip(budgets_w, self._tree.sum_by_level(measured_w), strict=True)):
+            if budget is None:
+                reduced.append(None)
+                continue
+            over_w = watts - max(budget, explained_w[index])
+            below_w = budget * (1 - HYSTERESIS_SHARE) - watts
+            if over_w > 0:
+                self._corrections_w[index] += LOWER_GAIN * over_w
+            elif below_w > 0:
+                self._corrections_w[index] = max(0.0, self._corrections_w[index] - RAISE_GAIN * below_w)
+            reduced.append(budget - self._corrections_w[index])
+        return reduced
+
+    def _measure_nodes(self, bounds: Sequence[Sequence[float | None]]) -> list[float]:
+        """Watts by sensors, with the claim where a device has none or is silent, and all else in a node at its most."""
+        found = []
+        for node, account, each in zip(self._tree.nodes, self._accounts, bounds, strict=True):
+            margin, power = 1 + self._settings.margin, node.power
+            draws = [None] * len(each) if account.report is None else [d.draw_w for d in account.report.devices]
+            if len(draws) != len(each):
+                draws = [None] * len(each)
+            found.append(
+                power.rest_max_w
+                + sum(
+                    power.device_max_w * margin if bound is None else bound * margin if draw is None else draw
+                    for bound, draw in zip(each, draws, strict=True)
+                )
+            )
+        return found
+
+    def _send(
+        self,
+        bounds: Sequence[Sequence[float | None]],
+        limits: Sequence[NodeCaps | None],
+        writes: Sequence[CapWrite],
+        now: float,
+        renews: bool,
+    ) -> None:
+        """Send each node one request: its new caps, else its caps again, which renews the lease; a node that is silent
+        is asked to take this guard as its writer and to report. While a level is over its budget no lease is
+        renewed."""
+        orders = {write.node: write.caps_w for write in writes}
+        for index, (node, account, each) in enumerate(zip(self._tree.nodes, self._accounts, bounds, strict=True)):
+            known, limit = [bound for bound in each if bound is not None], limits[index]
+            caps = orders.get(index) or (tuple(known) if renews and len(known) == len(each) else None)
+            is_order = limit is not None and caps is not None and account.is_owned()
+            request = NodeRequest(
+                account.next_seq,
+                self._identity.epoch,
+                self._identity.writer,
+                takes_over=not account.is_owned(),
+                session="" if account.report is None else account.report.session,
+                caps_w=caps if is_order else None,
+                fallback_w=_clip(self._fallbacks_w[index], limit) if is_order and limit is not None else None,
+                lease_s=self._settings.lease_s,
+            )
+            account.add_request(request, now)
+            self._links.send(node.name, request)
+
+    def _describe_unsafe(
+        self,
+        allocation: Allocation,
+        bounds: Sequence[Sequence[float | None]],
+        budgets_w: Sequence[float | None],
+    ) -> list[str]:
+        lowest_w = [
+            claim_node(node.power, caps or each, self._settings.margin)
+            for node, each, caps in zip(self._tree.nodes, bounds, allocation.caps_w, strict=True)
+        ]
+        return [
+            f"{each} at the lowest caps, with silent nodes at their maximum"
+            for each in find_excesses(self._tree, lowest_w, budgets_w)
+        ]
+
+
+def group_by_rack(tree: PowerTree) -> list[PoweredJob]:
+    """Return a job for all devices of each rack: what runs there when no job is known."""
+    devices: dict[int, dict[int, tuple[int, ...]]] = {}
+    for index, node in enumerate(tree.nodes):
+        devices.setdefault(node.rack, {})[index] = tuple(range(node.power.num_devices))
+    return [PoweredJob(tree.levels[rack].label, each) for rack, each in devices.items()]
+
+
+def plan_fallbacks(
+    tree: PowerTree, budgets_w: Sequence[float | None], settings: PowerSettings
+) -> tuple[list[tuple[float, ...]], bool]:
+    """Return the caps that nodes fall back to, and whether they fit: one share of each device's most power for all
+    below the tightest level, and so on."""
+    limits = [
+        NodeCaps(
+            node.power.device_min_cap_w or settings.min_cap_share * node.power.device_max_w,
+            node.power.device_max_w,
+            node.power.num_devices,
+        )
+        for node in tree.nodes
+    ]
+    jobs = group_by_rack(tree)
+    for share in (settings.min_cap_share, 0.0):
+        found = allocate_caps(tree, limits, jobs, budgets_w, settings.margin, share)
+        if found.is_within:
+            break
+    return [tuple(caps) for caps in found.caps_w], found.is_within
+
+
+def _join_limits(report: NodeReport) -> NodeCaps:
+    return NodeCaps(
+        max(device.min_w for device in report.devices),
+        min(device.max_w for device in report.devices),
+        len(report.devices),
+    )
+
+
+def _clip(caps_w: Sequence[float], limits: NodeCaps) -> tuple[float, ...]:
+    return tuple(min(max(cap, limits.min_w), limits.max_w) for cap in caps_w)
+
+
+def _bound_raise(bounds: Sequence[float | None], targets: Sequence[float]) -> list[float]:
+    """Go down at once, and up by a share of the way; not at all for a small step."""
+    result: list[float] = []
+    for bound, target in zip(bounds, targets, strict=False):
+        if bound is None:
+            return []
+        step, least = target - bound, HYSTERESIS_SHARE * target
+        result.append(target if step <= 0 else bound if step < least else bound + max(RAISE_GAIN * step, least))
+    return result
+
+
+def _sum_levels(tree: PowerTree, node_watts: Sequence[float], budgets_w: Sequence[float | None]) -> list[LevelSum]:
+    return [
+        LevelSum(level.label, budget, watts)
+        for level, budget, watts in zip(tree.levels, budgets_w, tree.sum_by_level(node_watts), strict=True)
+        if budget is not None
+    ]

@@ -1,0 +1,74 @@
+"""The jobs file of power control: which nodes a job has, and what a sweep of it measured."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from phalanx.cluster.spec import Figure, StrictModel
+from phalanx.errors import DataError, RecipeError
+from phalanx.fleet.fleet_file import expand_names
+from phalanx.fleet.power.allocation import PoweredJob
+from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint
+from phalanx.fleet.power_tree import PowerTree
+from phalanx.fleet.power_units import Power
+from phalanx.recipe.load import read_user_text
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
+from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
+
+
+class SweepEntry(StrictModel):
+    """A cap, and what the job did there: steps or tokens a second, and the mean power of a device."""
+
+    cap: Power
+    rate: Figure
+    draw: Power
+
+
+class PoweredJobEntry(StrictModel):
+    """A job on all devices of its nodes. `sweep`: by node type."""
+
+    nodes: str
+    """A name, or a range such as n[01-04]."""
+    priority: int = 0
+    """A job of a higher one is slowed down later."""
+    sweep: dict[str, list[SweepEntry]] = Field(default_factory=dict)
+
+
+class PowerJobsFile(StrictModel):
+    """Jobs by name."""
+
+    jobs: dict[str, PoweredJobEntry]
+
+
+def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
+    """Load the jobs of a fleet. Raises RecipeError for what is wrong in the file."""
+    value, locations = parse_yaml(read_user_text(path), str(path))
+    if not isinstance(value, dict):
+        raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `jobs:`")
+    try:
+        file = PowerJobsFile.model_validate(value)
+    except ValidationError as error:
+        raise describe_validation_error(error, value, locations, PowerJobsFile) from None
+    indices = {node.name: index for index, node in enumerate(tree.nodes)}
+    owners: dict[str, str] = {}
+    jobs = []
+    for name, entry in file.jobs.items():
+        where = location_of_key(locations, ("jobs", name))
+        try:
+            names = expand_names(entry.nodes)
+            curves = {
+                each: SpeedCurve.fit([SweepPoint(point.cap, point.rate, point.draw) for point in points])
+                for each, points in entry.sweep.items()
+            }
+        except (ValueError, DataError) as error:
+            raise RecipeError(f"{where}: jobs.{name}: {error}") from None
+        for node in names:
+            if node not in indices:
+                raise RecipeError(f"{where}: jobs.{name}: {node}: no such node{suggest_nearest(node, [*indices])}")
+            if node in owners:
+                raise RecipeError(f"{where}: jobs.{name}: {node} is of job {owners[node]}, too")
+            owners[node] = name
+        devices = {indices[node]: tuple(range(tree.nodes[indices[node]].power.num_devices)) for node in names}
+        jobs.append(PoweredJob(name, devices, curves, entry.priority))
+    return jobs

@@ -1,0 +1,47 @@
+"""How a guard reaches nodes. Requests and reports may be late, lost, or arrive twice: nothing waits for one."""
+
+from collections.abc import Mapping
+from typing import IO, Protocol
+
+from phalanx.fleet.power.messages import NodeReport, NodeRequest
+from phalanx.fleet.power.node_keeper import NodeKeeper
+
+
+class NodeLinks(Protocol):
+    """Carries messages to and from nodes."""
+
+    def send(self, node: str, request: NodeRequest) -> None:
+        """Send a request, without waiting. A node that cannot be reached is silent."""
+
+    def receive(self) -> list[NodeReport]:
+        """Return the reports that have arrived since the last call."""
+
+    def close(self) -> None:
+        """End the connections; what nodes were lent ends by their leases."""
+
+
+class LocalLinks:
+    """Nodes of which the keepers are in this process. `lock`: what keeps other writers out until `close`."""
+
+    def __init__(self, keepers: Mapping[str, NodeKeeper], lock: IO[str] | None = None):
+        self._keepers, self._lock = keepers, lock
+        self._reports: list[NodeReport] = []
+
+    def send(self, node: str, request: NodeRequest) -> None:
+        """Have the node answer at once."""
+        if node in self._keepers:
+            self._reports.append(self._keepers[node].answer(request))
+
+    def receive(self) -> list[NodeReport]:
+        """Return all answers; keepers end leases meanwhile."""
+        for keeper in self._keepers.values():
+            keeper.check_lease()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self) -> None:
+        """End all leases now: nothing else would, once this process is gone."""
+        for keeper in self._keepers.values():
+            keeper.end_lease()
+        if self._lock is not None:
+            self._lock.close()

@@ -1,0 +1,104 @@
+"""Devices of this machine that can be capped: NVIDIA's GPUs through NVML, and CPU packages through RAPL's files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.gpu_topology import import_nvml
+from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
+
+MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
+
+
+class NvmlCapDevice:
+    """A GPU. `library` is the module pynvml, initialized, or a stand-in."""
+
+    def __init__(self, library: Any, handle: Any):
+        self._nvml, self._handle = library, handle
+        uuid = self._call("nvmlDeviceGetUUID")
+        self.id = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+
+    def read_limits(self) -> CapLimits:
+        """Read what the driver takes, and the limit that it has after a restart."""
+        low, high = self._call("nvmlDeviceGetPowerManagementLimitConstraints")
+        default = self._call("nvmlDeviceGetPowerManagementDefaultLimit")
+        return CapLimits(*(watts / MILLIWATTS_PER_WATT for watts in (low, high, default)))
+
+    def read_cap_w(self) -> float:
+        """Read the enforced limit, which counts limits set out of band."""
+        return float(self._call("nvmlDeviceGetEnforcedPowerLimit")) / MILLIWATTS_PER_WATT
+
+    def read_draw_w(self) -> float | None:
+        """Read the power, a mean of about a second from Ampere on."""
+        return float(self._call("nvmlDeviceGetPowerUsage")) / MILLIWATTS_PER_WATT
+
+    def set_cap_w(self, cap_w: float) -> None:
+        """Set the limit. Only root may."""
+        self._call("nvmlDeviceSetPowerManagementLimit", round(cap_w * MILLIWATTS_PER_WATT))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, name)(self._handle, *arguments)
+        except self._nvml.NVMLError as error:
+            raise CapError(f"NVML: {getattr(self, 'id', 'a GPU')}: {name}: {error}") from error
+
+
+class RaplCapDevice:
+    """A CPU package: `folder` is such as /sys/class/powercap/intel-rapl:0. The long and the short window are set."""
+
+    def __init__(self, folder: Path):
+        self._folder, self.id = folder, folder.name
+        self._files = sorted(folder.glob("constraint_*_power_limit_uw"))
+
+    def read_limits(self) -> CapLimits:
+        """Read the most that the package takes; its lowest cap is a third of that, since RAPL names none."""
+        high = self._read(self._folder / "constraint_0_max_power_uw")
+        return CapLimits(high / 3, high, high)
+
+    def read_cap_w(self) -> float:
+        """Read the highest of all windows: the short one lets the package draw more than the long one."""
+        if not self._files:
+            raise CapError(f"RAPL: {self._folder} has no power limit")
+        return max(self._read(file) for file in self._files)
+
+    def read_draw_w(self) -> float | None:
+        """Return None: the energy counter is read by telemetry."""
+        return None
+
+    def set_cap_w(self, cap_w: float) -> None:
+        """Set all windows. Only root may."""
+        for file in self._files:
+            try:
+                file.write_text(f"{round(cap_w * MICROWATTS_PER_WATT)}")
+            except OSError as error:
+                raise CapError(f"RAPL: {file}: {error.strerror}; run as root") from error
+
+    def _read(self, file: Path) -> float:
+        try:
+            return int(file.read_text()) / MICROWATTS_PER_WATT
+        except (OSError, ValueError) as error:
+            raise CapError(f"RAPL: {file} cannot be read: {error}") from error
+
+
+def open_nvml_devices(library: Any = None) -> list[CapDevice]:
+    """Return this machine's GPUs. Raises CapError where NVML or a GPU is missing."""
+    nvml = library or import_nvml()
+    if nvml is None:
+        raise CapError("NVML: the package nvidia-ml-py is missing; pip install 'phalanx[gpu]'")
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:
+        raise CapError(f"NVML: {error}; check the driver with nvidia-smi") from error
+    if not handles:
+        raise CapError("NVML: the driver lists no GPU")
+    return [NvmlCapDevice(nvml, handle) for handle in handles]
+
+
+def find_rapl_devices(root: Path = Path("/")) -> Sequence[CapDevice]:
+    """Return this machine's CPU packages."""
+    return [
+        RaplCapDevice(folder)
+        for folder in sorted((root / "sys/class/powercap").glob("intel-rapl:*"))
+        if folder.name.count(":") == 1
+    ]
