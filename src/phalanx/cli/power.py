@@ -120,7 +120,7 @@ def guard(
     jobs: JobsOption = None,
     targets: TargetsOption = None,
     duration: Annotated[
-        float | None, typer.Option("--for", min=1.0, metavar="SECONDS", help="End after this time.")
+        float | None, typer.Option("--for", min=1.0, max=1e9, metavar="SECONDS", help="End after this time.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the guard refuses to start.")] = False,
     take_over: TakeOverOption = False,
