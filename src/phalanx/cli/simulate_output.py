@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from phalanx.app.simulate import SeedSpread, SimulatedVariant, spread_over_seeds
 from phalanx.fleet.simulate.fleet_simulation import SimulationResult
-from phalanx.formatting import format_duration, format_significant
+from phalanx.formatting import format_duration, format_plural, format_significant
 from phalanx.text_table import Column, format_table
 
 STATE_TITLES = {
@@ -86,7 +86,7 @@ def format_variants(variants: Sequence[SimulatedVariant]) -> list[str]:
     ]
     head = (
         f"{base.num_nodes} nodes with {base.num_devices} accelerators, {base.settings.days:g} days, policy "
-        f"{base.settings.policy}, {len(base.results)} seeds: mean (.05 to .95)"
+        f"{base.settings.policy}, {format_plural(len(base.results), 'seed')}: mean (.05 to .95)"
     )
     site = base.settings.site
     lines = [head, *format_table([Column("FIGURE"), *(Column(each.label) for each in variants)], rows)]
