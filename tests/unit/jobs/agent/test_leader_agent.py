@@ -812,6 +812,22 @@ def test_a_first_signal_asks_the_workers_to_save_and_leave(
     assert [event.text for event in shown] == ["saving a checkpoint, then stopping; a second signal stops immediately"]
 
 
+def test_a_reason_to_stop_makes_the_workers_save_and_leave(agent: LeaderAgent, stage: Stage, shown: list[Any]) -> None:
+    agent.clock = Leaps(0.6)
+
+    def find_stop_reason() -> str:
+        send(stage.says, exited(0, 75))
+        return "budget.kwh: 2.00 of 1.00 is used"
+
+    agent.find_stop_reason = find_stop_reason
+    agent.run_attempt(0, 1, COMMAND)
+    assert sent_signals(stage) == [signal.SIGTERM]
+    assert [event.text for event in shown if isinstance(event, RunWarning)] == [
+        "budget.kwh: 2.00 of 1.00 is used",
+        "saving a checkpoint, then stopping; a second signal stops immediately",
+    ]
+
+
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
