@@ -3,7 +3,9 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from phalanx.app.budget import BudgetGuard, load_prices, stop_at_budget
 from phalanx.app.prepare_run import create_run
 from phalanx.app.resume import read_last_attempt
 from phalanx.app.supervise import supervise_until_done
@@ -51,6 +53,8 @@ def supervise_script(
         }
         command = Command(function="phalanx.train.worker:run_script_worker", payload=payload)
 
+        guards: list[BudgetGuard] = []
+
         def show_and_configure(event: Event) -> None:
             if isinstance(event, AttemptStarted):  # now the recipe is known
                 recipe = load_resolved_recipe(run.resolved)
@@ -58,9 +62,13 @@ def supervise_script(
                 agent.recovery = RecoveryPolicy(limits.max_restarts, limits.hang_timeout_s)
                 if event.attempt == first_attempt:
                     stack.enter_context(feed_trackers(run, recipe.trackers))
+                    if recipe.budget is not None:
+                        guards.append(BudgetGuard(run, recipe.budget, world_size, load_prices()))
+                        agent.find_stop_reason = partial(guards[0].find_stop_reason, agent.warn)
             show(event)
 
         def adjust_outcome(outcome: RunOutcome) -> RunOutcome:
+            outcome = stop_at_budget(outcome, guards[0] if guards else None)
             if outcome.message != NEVER_JOINED_MESSAGE:
                 return outcome
             return replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
