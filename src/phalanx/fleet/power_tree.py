@@ -8,17 +8,15 @@ from typing import Literal, TypeVar
 from phalanx.cluster.catalog import find_node
 from phalanx.errors import RecipeError
 from phalanx.fleet.fleet_file import FeedEntry, FleetFile, NodeTypeEntry, RackEntry, expand_entries, expand_names
+from phalanx.planner.energy import IDLE_POWER_SHARE
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key
 
 LevelKind = Literal["site", "feed", "row", "rack"]
 EntryT = TypeVar("EntryT")
 NO_PARENT = -1
-IDLE_SHARE_OF_DEVICE = 0.12
-"""Idle over most power of an accelerator, where idle power is not known: H100 SXM have 72 to 78 of 700 W, A40 23 to 29
-of 300 W (hourly records of servers)."""
 IDLE_SHARE_OF_REST = 0.5
-"""The same of a node without its accelerators: a DGX H100 has 2.3 of 4.6 kW (MLPerf power logs)."""
+"""Idle over most power of a node without its accelerators: a DGX H100 has 2.3 of 4.6 kW (MLPerf power logs)."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class _TreeBuilder:
             missing = "device_power" if device_max_w is None else "power"
             self._report(key, f"the catalogue does not know it for {entry.node}; expected `{missing}`, such as 700 W")
             return None
-        device_idle_w = entry.device_idle or device.idle_w or IDLE_SHARE_OF_DEVICE * device_max_w
+        device_idle_w = entry.device_idle or device.idle_w or IDLE_POWER_SHARE * device_max_w
         rest_max_w = most_w - count * device_max_w
         idle_w = entry.idle or node.idle_w
         rest_idle_w = IDLE_SHARE_OF_REST * rest_max_w if idle_w is None else idle_w - count * device_idle_w
