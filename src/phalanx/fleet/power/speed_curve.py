@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from phalanx.errors import DataError
 
@@ -55,14 +56,18 @@ class SpeedCurve:
 
     def cap_at(self, speed: float) -> float:
         """Return the lowest cap at which the job has a speed; the highest measured one where none has."""
-        index = int(np.searchsorted(self.speeds, speed - 1e-12))
-        if index == 0:
-            return self.caps_w[0]
-        if index == len(self.speeds):
-            return self.caps_w[-1]
-        low, high = self.speeds[index - 1], self.speeds[index]
-        share = (speed - low) / (high - low)
-        return self.caps_w[index - 1] + share * (self.caps_w[index] - self.caps_w[index - 1])
+        return float(self.find_caps(np.array([speed]))[0])
+
+    def find_caps(self, speeds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return `cap_at` of each of `speeds` [n]."""
+        known, caps = np.array(self.speeds), np.array(self.caps_w)
+        above = np.searchsorted(known, speeds - 1e-12)
+        high = np.clip(above, 1, len(known) - 1)
+        rise = np.maximum(known[high] - known[high - 1], 1e-300)
+        found: npt.NDArray[np.float64] = caps[high - 1] + (speeds - known[high - 1]) / rise * (
+            caps[high] - caps[high - 1]
+        )
+        return np.where(above == 0, caps[0], np.where(above == len(known), caps[-1], found))
 
     def lowest_obeyed_cap(self, margin: float) -> float:
         """Return the lowest measured cap from which the draw stays within cap and margin: a cap is not a bound on every
