@@ -2,7 +2,6 @@
 two guards, half-done writes and factory limits. After every event the real claims are compared with the budgets."""
 
 import random
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
