@@ -3,16 +3,17 @@
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import load_fleet_file
-from phalanx.fleet.power_tree import BudgetLevel, build_power_tree
+from phalanx.fleet.power_tree import BudgetLevel, NodePower, build_power_tree
 from phalanx.fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
 from phalanx.fleet.simulate.job_source import read_job_trace
+from phalanx.fleet.simulate.site_series import SiteHours, load_site_hours
 from phalanx.fleet.simulation_settings import SimulationSettings
 
 BASE_LABEL = "as in the file"
@@ -36,6 +37,7 @@ class SimulatedVariant:
     num_devices: int
     results: list[SimulationResult]
     exceeded: list[ExceededBudget]
+    site_hours: SiteHours = field(default_factory=SiteHours)
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,12 @@ def _simulate_variant(path: Path, label: str, trace: JobTrace | None, seeds: int
     groups = group_nodes(fleet, tree, settings)
     if not groups:
         raise UsageError(f"{path}: there are no nodes; add racks with nodes")
-    results = [simulate_fleet(groups, settings, seed, trace) for seed in range(seeds or settings.seeds)]
-    claims_w = tree.sum_by_level([node.power.max_w for node in tree.nodes])
+    site_hours = load_site_hours(settings.site, fleet.cooling, path.parent)
+    results = []
+    for seed in range(seeds or settings.seeds):
+        result = simulate_fleet(groups, settings, seed, trace, site_hours)
+        results.append(result if seed == 0 else replace(result, hours=None))  # hours are shown of the first seed
+    claims_w = tree.sum_by_level([claim_capped(node.power, settings.power_cap) for node in tree.nodes])
     if settings.extra_racks:
         _add_rack_claims(claims_w, tree.levels, settings.extra_racks)
     exceeded = [
@@ -91,7 +97,12 @@ def _simulate_variant(path: Path, label: str, trace: JobTrace | None, seeds: int
     ]
     num_nodes = sum(len(group.nodes) for group in groups)
     num_devices = sum(len(group.nodes) * group.power.num_devices for group in groups)
-    return SimulatedVariant(label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded)
+    return SimulatedVariant(label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours)
+
+
+def claim_capped(power: NodePower, cap: float) -> float:
+    """Return the most that a node draws whose accelerators have a cap."""
+    return power.max_w - (1 - cap) * power.num_devices * power.device_max_w
 
 
 def _complete_key(override: str) -> str:
