@@ -38,6 +38,7 @@ class SimulatedVariant:
     results: list[SimulationResult]
     exceeded: list[ExceededBudget]
     site_hours: SiteHours = field(default_factory=SiteHours)
+    fleet_name: str = "fleet"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ def _simulate_variant(path: Path, label: str, trace: JobTrace | None, seeds: int
     ]
     num_nodes = sum(len(group.nodes) for group in groups)
     num_devices = sum(len(group.nodes) * group.power.num_devices for group in groups)
-    return SimulatedVariant(label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours)
+    return SimulatedVariant(
+        label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours, fleet.name
+    )
 
 
 def claim_capped(power: NodePower, cap: float) -> float:
