@@ -61,6 +61,12 @@ class SiteConditions(StrictModel):
         self.find_start_hour()
         return self
 
+    def list_files(self) -> list[str]:
+        """Return the paths of hourly files."""
+        values = (self.weather, self.price_per_kwh, self.carbon_g_per_kwh)
+        files = [value.file if isinstance(value, HourlyFile) else value for value in values]
+        return [each for each in files if isinstance(each, str)]
+
     def find_start_hour(self) -> int | None:
         """Return hours since the epoch at `start`; None without it. ValueError for a text that is no time."""
         if self.start is None:
