@@ -8,6 +8,7 @@ from phalanx.cluster.gpu_topology import import_nvml
 from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
 
 MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
+NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
 
 
 class NvmlCapDevice:
@@ -31,6 +32,22 @@ class NvmlCapDevice:
     def read_draw_w(self) -> float | None:
         """Read the power, a mean of about a second from Ampere on."""
         return float(self._call("nvmlDeviceGetPowerUsage")) / MILLIWATTS_PER_WATT
+
+    def read_temperature_c(self) -> float | None:
+        """Read the temperature of the core."""
+        return float(self._call("nvmlDeviceGetTemperature", NVML_TEMPERATURE_GPU))
+
+    def read_clock_mhz(self) -> float:
+        """Read the clock of the multiprocessors."""
+        return float(self._call("nvmlDeviceGetClockInfo", NVML_CLOCK_SM))
+
+    def lock_clock(self, clock_mhz: float) -> None:
+        """Let the clock go no higher. Only root may."""
+        self._call("nvmlDeviceSetGpuLockedClocks", 0, round(clock_mhz))
+
+    def reset_clock(self) -> None:
+        """End the lock of the clock. Only root may."""
+        self._call("nvmlDeviceResetGpuLockedClocks")
 
     def set_cap_w(self, cap_w: float) -> None:
         """Set the limit. Only root may."""
@@ -65,6 +82,10 @@ class RaplCapDevice:
         """Return None: the energy counter is read by telemetry."""
         return None
 
+    def read_temperature_c(self) -> float | None:
+        """Return None: RAPL has none."""
+        return None
+
     def set_cap_w(self, cap_w: float) -> None:
         """Set all windows. Only root may."""
         for file in self._files:
@@ -80,7 +101,7 @@ class RaplCapDevice:
             raise CapError(f"RAPL: {file} cannot be read: {error}") from error
 
 
-def open_nvml_devices(library: Any = None) -> list[CapDevice]:
+def open_nvml_devices(library: Any = None) -> list[NvmlCapDevice]:
     """Return this machine's GPUs. Raises CapError where NVML or a GPU is missing."""
     nvml = library or import_nvml()
     if nvml is None:
