@@ -196,6 +196,58 @@ def release(
 
 
 @app.command()
+def sweep(
+    fleet: FleetArgument,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that trains.")],
+    caps: Annotated[int, typer.Option("--caps", metavar="N", help="Caps to measure, 3 to 7.")] = 5,
+    measure: Annotated[
+        float, typer.Option("--measure", min=1.0, max=600.0, metavar="SECONDS", help="Seconds to measure at each cap.")
+    ] = 30.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the caps are printed only.")] = False,
+    take_over: TakeOverOption = False,
+    fake: FakeOption = False,
+) -> None:
+    """Measure the speed of a running job at several power caps; store the curve with the run.
+
+    From the highest cap that the budgets bear down to the lowest settable one, 40 to 60 s at each. The old caps come
+    back at the end, on Ctrl-C, and when this command is killed.
+    """
+    import contextlib
+    import signal
+
+    from phalanx.app.power_sweep import plan_sweep, run_sweep
+    from phalanx.cli.power_output import format_swept_cap
+    from phalanx.fleet.power.sweep import SweepTimes
+    from phalanx.fleet.power.sweep_file import PowerSweep, save_sweep
+    from phalanx.run import Run
+
+    training = Run.open_existing(run)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # old caps come back like at Ctrl-C
+    found, reading, links = _read(fleet, None, None, fake, is_read_only=not yes)
+    try:
+        planned = plan_sweep(found, reading, training, caps, take_over)
+        for text in [*reading.notices, *planned.notes]:
+            print_warning(text)
+        for name, values in planned.caps_by_type.items():
+            nodes = [node for node, of in planned.type_names.items() if of == name]
+            print(f"{name}: {', '.join(f'{cap:.0f} W' for cap in values)} on {', '.join(nodes)}")
+        if not yes:
+            print("dry run: nothing was written; --yes sweeps")
+            return
+        measured = []
+        times = SweepTimes(measure_s=measure, max_measure_s=max(120.0, 2 * measure))
+        with contextlib.closing(run_sweep(found, links, reading, planned, training, times)) as steps:
+            for results in steps:
+                print("\n".join(map(format_swept_cap, results)), flush=True)
+                measured += results
+    finally:
+        links.close()
+    stored = PowerSweep(tuple(measured))
+    stored.fit_curves()
+    print(f"wrote {save_sweep(training, stored)}")
+
+
+@app.command()
 def node(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="File of the helper.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Hold the devices. Without it nothing is written.")] = False,

@@ -6,6 +6,7 @@ from typing import Any
 
 from phalanx.cluster.gpu_topology import import_nvml
 from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
+from phalanx.run.boot_clock import seconds_since_boot
 
 MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
 NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
@@ -66,6 +67,8 @@ class RaplCapDevice:
     def __init__(self, folder: Path):
         self._folder, self.id = folder, folder.name
         self._files = sorted(folder.glob("constraint_*_power_limit_uw"))
+        self._last_energy: tuple[float, float] | None = None
+        """Time and joules of the last reading."""
 
     def read_limits(self) -> CapLimits:
         """Read the most that the package takes; its lowest cap is a third of that, since RAPL names none."""
@@ -79,8 +82,17 @@ class RaplCapDevice:
         return max(self._read(file) for file in self._files)
 
     def read_draw_w(self) -> float | None:
-        """Return None: the energy counter is read by telemetry."""
-        return None
+        """Return the mean power since the last call by the energy counter; None at first, and where it has wrapped or
+        cannot be read, as without root."""
+        now = seconds_since_boot()
+        try:
+            energy_j = self._read(self._folder / "energy_uj")
+        except CapError:
+            return None
+        last, self._last_energy = self._last_energy, (now, energy_j)
+        if last is None or now <= last[0] or energy_j < last[1]:
+            return None
+        return (energy_j - last[1]) / (now - last[0])
 
     def read_temperature_c(self) -> float | None:
         """Return None: RAPL has none."""

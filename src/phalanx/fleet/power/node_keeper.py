@@ -115,7 +115,8 @@ class NodeKeeper:
             return
         if self._now() >= self._lease_until and self._record.revert_w:
             self._revert()
-        elif self._now() >= self._lease_until and self._record.fallback_w:
+            return
+        if self._now() >= self._lease_until and self._record.fallback_w:
             self._lower_to(self._lowest(self._record.caps_w, self._record.fallback_w))
         for index, device in enumerate(self._devices):
             self._check_device(index, device)
@@ -334,6 +335,8 @@ class NodeKeeper:
             return None
 
     def _save(self, record: CapRecord) -> bool:
+        if record == self._record and record.caps_w:
+            return True
         try:
             self._store.save(record)
         except OSError as error:
