@@ -77,8 +77,11 @@ def connect_streams(path: Path) -> None:
         while True:
             for key, _ in selector.select():
                 part = os.read(key.fd, COPY_BYTES)
-                if not part:
+                if not part and key.fd == helper.fileno():
                     return
+                if not part:  # its last answers are still to come
+                    helper.shutdown(socket.SHUT_WR)
+                    selector.unregister(key.fd)
                 while part:
                     part = part[os.write(outputs[key.fd], part) :]
 

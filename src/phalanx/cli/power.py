@@ -203,6 +203,9 @@ def sweep(
     measure: Annotated[
         float, typer.Option("--measure", min=1.0, max=600.0, metavar="SECONDS", help="Seconds to measure at each cap.")
     ] = 30.0,
+    settle: Annotated[
+        float, typer.Option("--settle", min=0.0, max=600.0, metavar="SECONDS", help="Least seconds before that.")
+    ] = 10.0,
     yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the caps are printed only.")] = False,
     take_over: TakeOverOption = False,
     fake: FakeOption = False,
@@ -235,7 +238,7 @@ def sweep(
             print("dry run: nothing was written; --yes sweeps")
             return
         measured = []
-        times = SweepTimes(measure_s=measure, max_measure_s=max(120.0, 2 * measure))
+        times = SweepTimes(settle, settle + 20.0, measure, max(120.0, 2 * measure))
         with contextlib.closing(run_sweep(found, links, reading, planned, training, times)) as steps:
             for results in steps:
                 print("\n".join(map(format_swept_cap, results)), flush=True)

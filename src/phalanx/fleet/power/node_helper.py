@@ -155,10 +155,11 @@ class NodeHelper:
 
 
 def notify_service_manager(text: str) -> None:
-    """Tell systemd the state of this service, such as READY=1; nothing without systemd."""
+    """Send systemd the state of this service, such as READY=1; nothing without systemd, or while it restarts."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
             sender.sendto(text.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
