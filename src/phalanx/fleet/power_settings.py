@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
+from phalanx.fleet.node_control_settings import CapDeviceSettings, HelperReach
 
 MAX_LEASE_S = 60.0
 LATE_AFTER_PERIODS = 3
@@ -23,6 +24,11 @@ class PowerSettings(StrictModel):
     """Seconds from a write to the first change of power."""
     lease_s: float = Field(30.0, gt=0, le=MAX_LEASE_S)
     """Seconds after which a node that hears nothing lowers its caps to the fallback."""
+
+    devices: CapDeviceSettings = CapDeviceSettings()
+    """What of each node is capped."""
+    helper: HelperReach = HelperReach()
+    """How nodes are reached."""
 
     @property
     def period_s(self) -> float:
