@@ -42,6 +42,8 @@ class MqttOptions:
     """Certificates that sign the broker's; without it, those of the system."""
     credentials_file: Path | None = None
     """In the form of .netrc; else PHALANX_MQTT_USER and PHALANX_MQTT_PASSWORD."""
+    integration: str | None = None
+    """Name that the building has given Phalanx. A source never publishes, with or without it."""
 
 
 class Subscriber(Protocol):
