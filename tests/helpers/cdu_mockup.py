@@ -11,7 +11,7 @@ def link(path: str) -> dict[str, Any]:
 
 def make_cdu(num_connectors: int = 1) -> dict[str, dict[str, Any]]:
     """The resources by their path."""
-    connectors = {
+    connectors: dict[str, dict[str, Any]] = {
         f"{CDU}/SecondaryCoolantConnectors/{number}": {
             "Id": str(number),
             "SupplyTemperatureCelsius": {"Reading": 32.5 + number},
@@ -23,12 +23,14 @@ def make_cdu(num_connectors: int = 1) -> dict[str, dict[str, Any]]:
         }
         for number in range(num_connectors)
     }
-    pumps = {f"{CDU}/Pumps/{number}": {"Id": number, "PumpSpeedPercent": {"Reading": 61.0}} for number in (1, 2)}
-    detectors = {
+    pumps: dict[str, dict[str, Any]] = {
+        f"{CDU}/Pumps/{number}": {"Id": number, "PumpSpeedPercent": {"Reading": 61.0}} for number in (1, 2)
+    }
+    detectors: dict[str, dict[str, Any]] = {
         f"{CDU}/LeakDetection/LeakDetectors/{name}": {"DetectorState": "OK", "Status": {"State": "Enabled"}}
         for name in ("Floor", "Manifold")
     }
-    collections = {
+    collections: dict[str, dict[str, Any]] = {
         f"{CDU}/SecondaryCoolantConnectors": connectors,
         f"{CDU}/Pumps": pumps,
         f"{CDU}/LeakDetection/LeakDetectors": detectors,

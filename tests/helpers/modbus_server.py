@@ -71,6 +71,6 @@ def run_modbus(device: ModbusDevice) -> Iterator[ModbusDevice]:
     try:
         yield device
     finally:
-        asyncio.run_coroutine_threadsafe(servers[0].shutdown(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(servers[0].shutdown(), loop).result(10)  # type: ignore[no-untyped-call]
         thread.join(10)
         loop.close()

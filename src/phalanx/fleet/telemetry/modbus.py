@@ -210,15 +210,15 @@ class PymodbusClient:
 
     def close(self) -> None:
         """End the connection."""
-        self._client.close()
+        self._client.close()  # type: ignore[no-untyped-call]
 
     def _ask(self, call: Callable[[], object], point: RegisterPoint) -> object:
         try:
-            if not self._client.connected and not self._client.connect():
+            if not self._client.connected and not self._client.connect():  # type: ignore[no-untyped-call]
                 raise ModbusUnreachableError("cannot be reached")
             answer = call()
         except (self._errors, OSError) as error:
-            self._client.close()
+            self._client.close()  # type: ignore[no-untyped-call]
             raise ModbusUnreachableError(f"does not answer ({str(error) or type(error).__name__})") from None
         if answer.isError():  # type: ignore[attr-defined]
             code = getattr(answer, "exception_code", None)
