@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli import thermal_requests
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode, UsageError
 
@@ -149,6 +150,10 @@ def advise(
     print("\n".join(format_advice(plant, hours, advice)))
     if loop is not None:
         print(f"\n{describe_loop(loop)}")
+
+
+app.command()(thermal_requests.request)
+app.command()(thermal_requests.withdraw)
 
 
 def _parse_columns(column: list[str] | None) -> dict[str, str]:

@@ -120,6 +120,8 @@ class ModbusEntry(StrictModel):
                 raise ValueError(f"{column}: unit {point.unit}: expected one of {', '.join(known)}")
             if point.type is None and "1" not in known:
                 raise ValueError(f"{column}: a {point.table} is one bit; expected a register")
+        if self.request is not None and "set_point_c" not in self.points:
+            raise ValueError("request: points has no set_point_c, so what the controller holds is not known")
         return self
 
 
