@@ -113,8 +113,15 @@ def plan_caps(fleet: PowerFleet, reading: PowerReading) -> Allocation:
     return allocate_caps(fleet.tree, limits, fleet.jobs, budgets_w, settings.margin, settings.min_cap_share)
 
 
-def open_guard(fleet: PowerFleet, links: NodeLinks, reading: PowerReading, takes_over: bool) -> PowerGuard:
-    """Return a guard that is about to become the writer of all nodes.
+def open_guard(
+    fleet: PowerFleet,
+    links: NodeLinks,
+    reading: PowerReading,
+    takes_over: bool,
+    find_jobs: Callable[[], Sequence[PoweredJob]] | None = None,
+) -> PowerGuard:
+    """Return a guard that is about to become the writer of all nodes. `find_jobs`: returns what runs now; by default
+    all jobs of the fleet.
 
     Raises:
         UsageError: Another guard has a lease on a node, or the budgets do not bear the lowest caps.
@@ -137,7 +144,7 @@ def open_guard(fleet: PowerFleet, links: NodeLinks, reading: PowerReading, takes
         fleet.settings,
         GuardIdentity(epoch, make_writer_name()),
         links,
-        lambda: fleet.jobs,
+        find_jobs or (lambda: fleet.jobs),
         lambda: find_active_budgets(fleet.tree, fleet.targets, time.time()),
         fallbacks_w,
     )

@@ -132,17 +132,19 @@ def guard(
     """
     import signal
 
-    from phalanx.app.power import AuditLog, open_guard, power_state_dir, run_guard
+    from phalanx.app.power import load_power_fleet
+    from phalanx.app.power_guard import hold_budgets
+    from phalanx.app.power_links import open_links
     from phalanx.cli.power_output import format_status
     from phalanx.fleet.power.guard import LostNodeError
 
     if not (yes or fake):
         raise UsageError(f"a guard writes caps: `phalanx power plan {fleet}` shows them, --yes lets it write")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends leases like Ctrl-C
-    found, reading, links = _read(fleet, jobs, targets, fake, is_read_only=False)
+    found = load_power_fleet(fleet, jobs, targets)
+    links = open_links(found, fake, is_read_only=False)
     try:
-        holder = open_guard(found, links, reading, take_over)
-        for status in run_guard(found, holder, AuditLog(power_state_dir(found) / "audit.jsonl"), duration):
+        for status in hold_budgets(found, links, take_over, duration):
             for text in [*status.unsafe, *status.notices]:
                 print_warning(text)
             print(format_status(status), flush=True)

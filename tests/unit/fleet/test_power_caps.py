@@ -410,7 +410,7 @@ def test_the_latest_active_target_wins_and_never_raises(tmp_path: Path) -> None:
     )
     tree = make_tree()
     targets = load_targets_file(path, tree)
-    ten = targets[0].start.timestamp()
+    ten = targets[0].start_s
     assert [find_active_budgets(tree, targets, ten + s)[0] for s in (-1, 0, 1800, 4000)] == [3000, 2000, 3000, 3000]
 
 

@@ -25,12 +25,13 @@ Watts = npt.NDArray[np.float64]
 class PoweredJob:
     """A synchronous job. `devices`: for each node (its index in the tree) how many of its devices, or which.
     `curves`: by node type; without one for each type of its nodes the job is not swept. `priority`: a job of a higher
-    one is slowed down later."""
+    one is slowed down later. `handle`: backend and id, such as local:7, of a job that can be paused."""
 
     name: str
     devices: Mapping[int, tuple[int, ...]]
     curves: Mapping[str, SpeedCurve] = field(default_factory=dict)
     priority: int = 0
+    handle: str | None = None
 
     @property
     def num_devices(self) -> int:
@@ -129,7 +130,7 @@ def allocate_caps(
     caps_w = [_list_caps(limit, node.power.device_max_w) for limit, node in zip(limits, tree.nodes, strict=True)]
     for node, limit in enumerate(limits):
         if limit is not None:
-            caps_w[node] = [max(limit.min_w, min_cap_share * limit.max_w)] * limit.num_devices
+            caps_w[node] = [limit.min_w] * limit.num_devices
     for job, caps in zip(problem.jobs, chosen, strict=True):
         for node, devices in () if job is None else job.devices.items():
             for device in devices if limits[node] is not None else ():
@@ -157,8 +158,7 @@ def _build_problem(
         if limit is None:
             fixed.append(power.rest_max_w + power.num_devices * power.device_max_w * (1 + margin))
         else:
-            idle_cap_w = max(limit.min_w, min_cap_share * limit.max_w)
-            fixed.append(power.rest_max_w + (limit.num_devices - taken) * idle_cap_w * (1 + margin))
+            fixed.append(power.rest_max_w + (limit.num_devices - taken) * limit.min_w * (1 + margin))
     groups, owners = [], []
     for job in jobs:
         counts = {node: len(devices) for node, devices in job.devices.items() if limits[node] is not None}

@@ -33,6 +33,8 @@ class PoweredJobEntry(StrictModel):
     """A name, or a range such as n[01-04]."""
     priority: int = 0
     """A job of a higher one is slowed down later."""
+    job: str | None = Field(None, pattern=r"[a-z]+:.+")
+    """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""
     sweep: dict[str, list[SweepEntry]] = Field(default_factory=dict)
     run: Path | None = None
     """Directory of a run with a stored sweep, relative to this file's; instead of `sweep`."""
@@ -70,7 +72,7 @@ def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
                 raise RecipeError(f"{where}: jobs.{name}: {node} is of job {owners[node]}, too")
             owners[node] = name
         devices = {indices[node]: tuple(range(tree.nodes[indices[node]].power.num_devices)) for node in names}
-        jobs.append(PoweredJob(name, devices, curves, entry.priority))
+        jobs.append(PoweredJob(name, devices, curves, entry.priority, entry.job))
     return jobs
 
 
