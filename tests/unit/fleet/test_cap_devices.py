@@ -18,7 +18,7 @@ from phalanx.fleet.power.local_devices import NvmlCapDevice
 from phalanx.fleet.power.open_devices import open_cap_devices
 from phalanx.fleet.power.redfish_limit import RedfishCapDevice
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
-from phalanx.fleet.telemetry.redfish_chassis import RedfishStatusError, RedfishUnreachableError
+from phalanx.fleet.telemetry.redfish_values import RedfishStatusError, RedfishUnreachableError
 
 CAP_INFO = {"power_cap": 750_000_000, "min_power_cap": 300_000_000, "max_power_cap": 750_000_000}
 

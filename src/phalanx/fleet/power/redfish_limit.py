@@ -14,7 +14,7 @@ from phalanx.fleet.power.devices import CapError, CapLimits
 from phalanx.fleet.telemetry.credentials import check_ca_file, find_credentials, parse_service_url
 from phalanx.fleet.telemetry.json_values import read_number
 from phalanx.fleet.telemetry.redfish import RedfishOptions, SushyClient
-from phalanx.fleet.telemetry.redfish_chassis import (
+from phalanx.fleet.telemetry.redfish_values import (
     SERVICE_ROOT,
     RedfishClient,
     RedfishStatusError,
