@@ -10,6 +10,7 @@ from phalanx.fleet.simulate.checkpointing import AttemptTime
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool, Placement
 from phalanx.fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
+from phalanx.fleet.simulate.running_jobs import RunningJobs
 
 BACKFILL_DEPTH = 100
 """Waiting jobs that are tried at an event, as Slurm's bf_max_job_test."""
@@ -108,6 +109,7 @@ class ClusterSimulation:
         self._events: list[tuple[float, int, str, SimulatedJob | int, int]] = []
         self._waiting: list[Waiting] = []
         self._running: dict[SimulatedJob, float] = {}
+        self._ranked = RunningJobs()
         self._ends: list[tuple[float, int, int]] = []
         self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
         self._count = 0
@@ -189,6 +191,7 @@ class ClusterSimulation:
             self._count += 1
             subject.order = DEMOTED_ORDER + self._count
             self._may_preempt = True
+            self._rank_again([subject])
             self._push_demotion(subject, subject.attained_s + self._now_s - (subject.attempt_start_s or 0.0))
 
     def _push(self, time_s: float, kind: str, subject: SimulatedJob | int, version: int) -> None:
@@ -237,6 +240,8 @@ class ClusterSimulation:
         end_s = self._now_s + job.costs.wall_seconds(job.remaining_s)
         self._running[job] = end_s
         insort(self._ends, (end_s, self._ids[id(job)], job.devices))
+        if self._policy.is_preemptive and not self._repacks:
+            self._ranked.add(job, self._ids[id(job)], self._policy.key(job, self._now_s), self._policy.slope(job))
         self._push(end_s, "finish", job, job.version)
         self._push_demotion(job, job.attained_s)
 
@@ -247,6 +252,8 @@ class ClusterSimulation:
         job.version += 1
         ends = self._ends
         del ends[bisect_left(ends, (self._running.pop(job), self._ids[id(job)]))]
+        if self._policy.is_preemptive and not self._repacks:
+            self._ranked.remove(job)
         for node, _ in job.placement:
             self._on_node[node].discard(job)
         self._pool.release(job.placement)
@@ -282,8 +289,15 @@ class ClusterSimulation:
         if active := [*waiting, *self._running]:
             self._policy.update(active, self._now_s, self._pool.num_nodes * self._pool.devices_per_node)
         self._waiting = sorted(self._entries(waiting))
+        self._rank_again(self._running)
         self._may_preempt = True
         self._next_round_s = math.inf if self._repacks else self._now_s + self._policy.round_s
+
+    def _rank_again(self, jobs: Iterable[SimulatedJob]) -> None:
+        """Note that the keys of running jobs have changed."""
+        if not self._repacks:
+            for job in jobs:
+                self._ranked.set_key(job, self._policy.key(job, self._now_s))
 
     def _entries(self, jobs: Iterable[SimulatedJob]) -> list[Waiting]:
         return [(self._policy.key(job, self._now_s), self._ids[id(job)], job) for job in jobs]
@@ -293,7 +307,6 @@ class ClusterSimulation:
         pool, policy = self._pool, self._policy
         started: set[int] = set()
         preempted: list[SimulatedJob] = []
-        victims: list[Waiting] | None = None
         shadow_s, num_blocked, extra = math.inf, 0, 0
         for index, (key, _, job) in enumerate(self._waiting[:BACKFILL_DEPTH]):
             may_preempt = policy.is_preemptive and self._may_preempt and num_blocked < PREEMPTION_DEPTH
@@ -306,9 +319,7 @@ class ClusterSimulation:
                     continue
             placement = pool.place(job.devices)
             if placement is None and may_preempt:
-                if victims is None:
-                    victims = sorted(self._entries(self._running), reverse=True)
-                worse = [each[2] for each in victims if each[0] > key and each[2].attempt_start_s is not None]
+                worse = self._ranked.find_worse(key, self._now_s, job.devices - pool.free_devices)
                 stopped = self._make_place(job.devices, worse)
                 preempted += stopped
                 placement = pool.place(job.devices) if stopped else None
@@ -340,8 +351,6 @@ class ClusterSimulation:
     def _make_place(self, devices: int, worse: Sequence[SimulatedJob]) -> list[SimulatedJob]:
         """Stop as many of these jobs, the worst first, as give a job a place. Return them, or none if all do not."""
         pool = self._pool
-        if pool.free_devices + sum(job.devices for job in worse) < devices:
-            return []
         chosen: list[SimulatedJob] = []
         found: Placement | None = None
         for job in worse:

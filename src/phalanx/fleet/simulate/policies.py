@@ -34,6 +34,10 @@ class SchedulingPolicy:
         """Return a key: the job with the least comes first. It does not change while a job waits, but in `update`."""
         return (job.submit_s,)
 
+    def slope(self, job: SimulatedJob) -> float:
+        """Return how fast the first part of the key of a running job falls, per second of its progress."""
+        return 0.0
+
     def demotion_s(self, job: SimulatedJob) -> float:
         """Return the seconds that a job may run before it moves to the next queue."""
         return math.inf
@@ -53,6 +57,9 @@ class ShortestRemainingPolicy(SchedulingPolicy):
     def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
         left_s = job.left_s(now_s)
         return (left_s * job.devices if self._weighs_devices else left_s, job.submit_s)
+
+    def slope(self, job: SimulatedJob) -> float:
+        return float(job.devices) if self._weighs_devices else 1.0
 
 
 class LeastServicePolicy(SchedulingPolicy):
