@@ -191,7 +191,8 @@ class ClusterSimulation:
             self._count += 1
             subject.order = DEMOTED_ORDER + self._count
             self._may_preempt = True
-            self._rank_again([subject])
+            if not self._repacks:
+                self._ranked.set_keys([subject], [self._policy.key(subject, self._now_s)])
             self._push_demotion(subject, subject.attained_s + self._now_s - (subject.attempt_start_s or 0.0))
 
     def _push(self, time_s: float, kind: str, subject: SimulatedJob | int, version: int) -> None:
@@ -289,15 +290,11 @@ class ClusterSimulation:
         if active := [*waiting, *self._running]:
             self._policy.update(active, self._now_s, self._pool.num_nodes * self._pool.devices_per_node)
         self._waiting = sorted(self._entries(waiting))
-        self._rank_again(self._running)
+        if not self._repacks and self._running:
+            running = list(self._running)
+            self._ranked.set_keys(running, [self._policy.key(job, self._now_s) for job in running])
         self._may_preempt = True
         self._next_round_s = math.inf if self._repacks else self._now_s + self._policy.round_s
-
-    def _rank_again(self, jobs: Iterable[SimulatedJob]) -> None:
-        """Note that the keys of running jobs have changed."""
-        if not self._repacks:
-            for job in jobs:
-                self._ranked.set_key(job, self._policy.key(job, self._now_s))
 
     def _entries(self, jobs: Iterable[SimulatedJob]) -> list[Waiting]:
         return [(self._policy.key(job, self._now_s), self._ids[id(job)], job) for job in jobs]
@@ -305,7 +302,7 @@ class ClusterSimulation:
     def _start_waiting(self) -> None:
         """Start jobs that wait, in their order, as far as there are devices; for the first few stop worse ones."""
         pool, policy = self._pool, self._policy
-        started: set[int] = set()
+        started: list[int] = []
         preempted: list[SimulatedJob] = []
         shadow_s, num_blocked, extra = math.inf, 0, 0
         for index, (key, _, job) in enumerate(self._waiting[:BACKFILL_DEPTH]):
@@ -317,14 +314,16 @@ class ClusterSimulation:
                     continue
                 if job.devices > extra and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s:
                     continue
-            placement = pool.place(job.devices)
+            placement = pool.place(job.devices) if job.devices <= pool.free_devices else None
             if placement is None and may_preempt:
                 worse = self._ranked.find_worse(key, self._now_s, job.devices - pool.free_devices)
-                stopped = self._make_place(job.devices, worse)
-                preempted += stopped
-                placement = pool.place(job.devices) if stopped else None
+                if worse is None:  # nor is one worse than those that come later
+                    self._may_preempt = False
+                elif stopped := self._make_place(job.devices, worse):
+                    preempted += stopped
+                    placement = pool.place(job.devices)
             if placement is not None:
-                started.add(index)
+                started.append(index)
                 if num_blocked and not policy.is_preemptive and job.devices <= extra:
                     extra -= job.devices
                 self._start(job, placement)
@@ -332,8 +331,8 @@ class ClusterSimulation:
                 num_blocked += 1
                 if num_blocked == 1 and not policy.is_preemptive:
                     shadow_s, extra = self._find_reservation(job.devices)
-        if started:
-            self._waiting = [entry for index, entry in enumerate(self._waiting) if index not in started]
+        for index in reversed(started):
+            del self._waiting[index]
         for job in preempted:
             self._enqueue(job)
 

@@ -1,5 +1,7 @@
 """Running jobs in columns, so that those to stop for a better one are found without a loop over all of them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,11 +34,12 @@ class RunningJobs:
         self._columns[job] = column
         first_step_s = (job.attempt_start_s or 0.0) + job.costs.restart_s
         self._table[:KEY, column] = (job.devices, first_step_s, slope, job_id)
-        self.set_key(job, key)
+        self._table[KEY:, column] = (*key, 0.0, 0.0)[:KEY_LENGTH]
 
-    def set_key(self, job: SimulatedJob, key: tuple[float, ...]) -> None:
-        """Change the key of a job."""
-        self._table[KEY:, self._columns[job]] = (*key, 0.0, 0.0)[:KEY_LENGTH]
+    def set_keys(self, jobs: Sequence[SimulatedJob], keys: Sequence[tuple[float, ...]]) -> None:
+        """Change the keys of jobs."""
+        columns = [self._columns[job] for job in jobs]
+        self._table[KEY : KEY + len(keys[0]), columns] = np.array(keys).T
 
     def remove(self, job: SimulatedJob) -> None:
         """Remove a job."""
@@ -45,8 +48,9 @@ class RunningJobs:
         self._unused.append(column)
         self._table[:, column] = np.nan
 
-    def find_worse(self, key: tuple[float, ...], now_s: float, devices: int) -> list[SimulatedJob]:
-        """Return jobs with a greater key, the greatest first; none if all of them have fewer devices than these."""
+    def find_worse(self, key: tuple[float, ...], now_s: float, devices: int) -> list[SimulatedJob] | None:
+        """Return jobs with a greater key, the greatest first; an empty list if they have fewer devices than these, and
+        None if there are none."""
         table = self._table[:, : len(self._jobs)]
         first = table[KEY] - table[SLOPE] * np.maximum(0.0, now_s - table[FIRST_STEP_S])
         limits = (*key, 0.0, 0.0)
@@ -54,6 +58,8 @@ class RunningJobs:
         # unused columns are NaN, which is not greater than anything
         is_later = (second > limits[1]) | ((second == limits[1]) & (third > limits[2]))
         worse = np.flatnonzero((first > limits[0]) | ((first == limits[0]) & is_later))
+        if not len(worse):
+            return None
         if table[DEVICES, worse].sum() < devices:
             return []
         order = np.lexsort((-table[ID, worse], -third[worse], -second[worse], -first[worse]))
