@@ -21,13 +21,13 @@ Waiting = tuple[tuple[float, ...], int, SimulatedJob]
 
 @dataclass(frozen=True, slots=True)
 class NodeFailure:
-    """A failure of a node. All jobs on it stop."""
+    """A failure of a node, or of all nodes of a rack, row or feed at once. All jobs on them stop."""
 
     time_s: float
-    node: int
+    nodes: tuple[int, ...]
     cause: int
     repair_s: float
-    """0: the node can be used again at once."""
+    """0: the nodes can be used again at once."""
 
 
 @dataclass
@@ -117,6 +117,7 @@ class ClusterSimulation:
         self._may_preempt = False
         self._time, self._log = ClusterTime(), AttemptLog()
         self._node_states = [(0.0, 0)]
+        self._repaired_s: dict[int, float] = {}
         self._stops: dict[int, int] = {}
         self._num_failures = 0
         self._requeue_wait = 0.0
@@ -179,6 +180,8 @@ class ClusterSimulation:
 
     def _handle(self, kind: str, subject: SimulatedJob | int, version: int) -> None:
         if isinstance(subject, int):
+            if self._now_s < self._repaired_s[subject]:
+                return
             self._pool.end_repair(subject)
             self._node_states.append((self._now_s, self._pool.num_down))
         elif subject.version != version:
@@ -216,18 +219,25 @@ class ClusterSimulation:
         insort(self._waiting, (self._policy.key(job, self._now_s), self._count, job))
 
     def _fail(self, failure: NodeFailure) -> None:
-        if self._pool.is_down(failure.node):
-            return
-        self._num_failures += 1
-        for job in sorted(self._on_node[failure.node], key=lambda each: self._ids[id(each)]):
+        nodes = [node for node in failure.nodes if not self._pool.is_down(node)]
+        if nodes:
+            self._num_failures += 1
+        stopped = {job for node in nodes for job in self._on_node[node]}
+        for job in sorted(stopped, key=lambda each: self._ids[id(each)]):
             job.num_stops += 1
             self._stops[failure.cause] = self._stops.get(failure.cause, 0) + 1
             self._stop(job, job.costs.split_failed(self._now_s - (job.attempt_start_s or 0.0)))
             self._enqueue(job)
-        if failure.repair_s > 0:
-            self._pool.start_repair(failure.node)
-            self._node_states.append((self._now_s, self._pool.num_down))
-            self._push(self._now_s + failure.repair_s, "repaired", failure.node, 0)
+        if failure.repair_s == 0 or not (nodes or len(failure.nodes) > 1):
+            return
+        for node in nodes:
+            self._pool.start_repair(node)
+        self._node_states.append((self._now_s, self._pool.num_down))
+        end_s = self._now_s + failure.repair_s
+        for node in failure.nodes:  # what is in repair already does not come back before the rack that it is in
+            if end_s > self._repaired_s.get(node, 0.0):
+                self._repaired_s[node] = end_s
+                self._push(end_s, "repaired", node, 0)
 
     def _start(self, job: SimulatedJob, placement: Placement) -> None:
         if job.first_start_s is None:
