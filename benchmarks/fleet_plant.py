@@ -6,6 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from fleet_bars import Bar
+from phalanx.fleet.power_tree import NodePower
+from phalanx.fleet.simulate.failures import NodeHistory
+from phalanx.fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_fleet
+from phalanx.fleet.simulate.site_series import SiteHours, read_weather_hours
+from phalanx.fleet.simulation_settings import FailureEntry, JobClassEntry, SimulationSettings
+from phalanx.fleet.site_settings import HourlyFile, SiteConditions
 from phalanx.fleet.thermal.closed_loop import ClosedLoopResult, LoopOutages, run_closed_loop
 from phalanx.fleet.thermal.cooling_tower import find_approach
 from phalanx.fleet.thermal.device_series import Values
@@ -27,6 +33,7 @@ HELD_APPROACH_K = 4.0
 """What the building's controller holds as long as its fan can."""
 CALIBRATION_WET_BULBS_C = (14.0, 18.0, 22.0)
 LOAD_SHARE = 0.8
+SIMULATED_NODES = 64
 
 
 def measure_plant_bars(data: Path) -> list[Bar]:
@@ -41,6 +48,7 @@ def measure_plant_bars(data: Path) -> list[Bar]:
         *_measure_pue(sites),
         *_measure_closed_loops(sites),
         _measure_flow_loss(),
+        *_measure_simulated_sites(data),
     ]
 
 
@@ -203,3 +211,30 @@ def _measure_flow_loss() -> Bar:
     seconds = [HeatCapacity(each, 1000.0, 60.0, 90.0).find_seconds(90.0) for each in (300.0, 600.0)]
     reached = f"{seconds[0]:.0f} to {seconds[1]:.0f} s"
     return _bar("loss of flow at 1 kW, 300 to 600 J/K: 60 to 90 C", "9 to 18 s", reached, seconds == [9.0, 18.0])
+
+
+def _measure_simulated_sites(data: Path) -> list[Bar]:
+    """A year of jobs and failures on 64 nodes with a tower, at each site."""
+    power = NodePower(8, 700, 75, 4600, 2300)
+    group = NodeTypeGroup("h100", power, [NodeHistory(None, 0.0, 0.0)] * SIMULATED_NODES, SIMULATED_NODES // 4)
+    settings = SimulationSettings(
+        days=364,
+        jobs={"jobs": JobClassEntry(per_day=40, devices={8: 2, 32: 1}, median_h=8, sigma=1)},
+        failures={"gpu": FailureEntry(per_1000_node_days=3)},
+        site=SiteConditions(plant=CoolingPlant(design_it="700 kW"), weather="of each site"),
+    )
+    errors, pues = [], []
+    for site, part in SITES.items():
+        entry = HourlyFile(file=f"site_hourly_2023_{part}.csv", site=site, columns=WEATHER_COLUMNS)
+        weather = read_weather_hours(entry, data)
+        result = simulate_fleet([group], settings, 0, None, SiteHours(weather.first_hour, settings.site.plant, weather))
+        errors.append(result.site.balance_error)
+        pues.append(f"{site} {result.site.pue:.3f}")
+    return [
+        _bar(
+            f"a simulated year of {SIMULATED_NODES} nodes, plant and weather, 4 sites: energy balance of every hour",
+            "<= 1e-9",
+            f"{max(errors):.1e}; PUE {', '.join(pues)}",
+            max(errors) <= 1e-9,
+        )
+    ]

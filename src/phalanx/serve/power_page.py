@@ -13,7 +13,7 @@ from phalanx.serve.tables import render_rows, render_time
 
 MAX_TABLE_LEVELS = 500
 LEVEL_COLUMNS = ("level", "budget", "claim", "draw", "headroom", "nodes read", "oldest reading")
-INDENT = "\u2003"
+LEVEL_INDENT = "\u2003"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _render_level(each: LevelReading) -> Sequence[str]:
     headroom = each.headroom_w
     shown = "" if headroom is None else format_watts(headroom)
     return (
-        f"{INDENT * each.depth}{escape(each.level.label)}",
+        f"{LEVEL_INDENT * each.depth}{escape(each.level.label)}",
         "" if each.level.budget_w is None else format_watts(each.level.budget_w),
         format_watts(each.claim_w),
         format_watts(each.draw_w) if each.num_read else "",

@@ -1,5 +1,6 @@
 """The site of a simulation: a plant with weather, prices and carbon by hour, aligned on UTC, in balance."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from phalanx.app.simulate import simulate_variants
 from phalanx.app.simulation_figures import compare_variants
 from phalanx.errors import DataError, PhalanxError, UsageError
-from phalanx.fleet.power_tree import NodePower
+from phalanx.fleet.fleet_file import FleetFile
+from phalanx.fleet.power_tree import NodePower, build_power_tree
 from phalanx.fleet.simulate.power_model import find_cap_speed, slow_down
 from phalanx.fleet.simulate.site_series import align_hours, read_hourly_column
 from phalanx.fleet.site_settings import HourlyFile
+from phalanx.recipe.yaml_loader import parse_yaml
 
 FLEET = """
 sites: {s: {budget: 60 kW}}
@@ -184,3 +187,17 @@ def test_an_unknown_column_of_a_price_names_what_is_expected(fleet: Path, tmp_pa
     (tmp_path / "p.csv").write_text("time,price\n2023-01-01,1\n")
     with pytest.raises(UsageError, match="no column price_per_kwh or price_per_mwh, found time, price"):
         simulate_variants(fleet, ["site.price_per_kwh=p.csv"], None, 1)
+
+
+def test_the_steps_of_the_guide_make_a_fleet_file() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/model-your-fleet.md").read_text()
+    value: dict[str, object] = {}
+    for number, block in enumerate(re.findall(r"```yml\n(.*?)```", page, re.DOTALL)):
+        step, _ = parse_yaml(block, f"step {number + 1}")
+        simulate = {**value.get("simulate", {}), **step.pop("simulate", {})}  # type: ignore[dict-item]
+        value |= {**step, **({"simulate": simulate} if simulate else {})}
+        fleet = FleetFile.model_validate(value)
+        build_power_tree(fleet, {})
+    assert number == 4
+    assert fleet.simulate is not None
+    assert fleet.simulate.site.plant is not None
