@@ -49,7 +49,7 @@ def format_model(model: ThermalModelFile) -> list[str]:
                 name,
                 str(kind.num_devices),
                 str(kind.num_samples),
-                f"{kind.t0_c:.1f} °C",
+                f"{kind.t0_c:.1f} °C" if kind.t0_over_inlet_k is None else f"inlet {kind.t0_over_inlet_k:+.1f} K",
                 f"{kind.r_k_per_w:.3g} K/W",
                 f"{kind.rmse_k:.1f} K",
                 step,
