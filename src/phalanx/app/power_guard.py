@@ -47,7 +47,7 @@ def open_target_sources(fleet: PowerFleet, environment: Mapping[str, str] = os.e
         found.append(open_openadr_source(settings.openadr, fleet.tree, record, environment))
     if settings.flex is not None:
         source: FlexSource = open_flex_source(settings.flex, fleet.tree, folder / "flex-targets.json", environment)
-        reporter = FlexReporter(settings.flex.agent, fleet.tree, source.publish, settings.margin)
+        reporter = FlexReporter(settings.flex.agent, fleet.tree, source.queue_message, settings.margin)
         found.append(source)
     return TargetSources(found, reporter)
 
