@@ -127,6 +127,20 @@ def test_racks_that_are_added_by_their_key_exceed_the_budget_until_capped(fleet:
     assert compare_variants([base, over]).problems[0].startswith("racks.r[3-4]")
 
 
+def test_nodes_of_another_kind_stand_idle_while_a_trace_is_replayed(fleet: Path, tmp_path: Path) -> None:
+    fleet.write_text(
+        FLEET.replace("racks: {", "racks: {r9: {row: w, node_type: a100, nodes: 1}, ").replace(
+            "node_types: {", "node_types: {a100: {node: dgx-a100}, "
+        )
+    )
+    (tmp_path / "jobs.csv").write_text("submit_s,gpus,duration_s\n0,8,20000\n10,8,500\n")
+    (variant,) = simulate_variants(fleet, [], tmp_path / "jobs.csv", 1)
+    hours = variant.results[0].hours
+    assert hours is not None
+    assert hours.num_devices == 40
+    assert hours.duration_h.sum() * 3600 == pytest.approx(variant.results[0].makespan_s)
+
+
 def test_a_stated_speed_curve_replaces_the_law() -> None:
     assert find_cap_speed(POWER, 1.0, 0.8) == slow_down(POWER, 1.0, 0.8)
     assert find_cap_speed(POWER, 1.0, 0.7, {0.6: 0.8, 0.8: 0.96, 1.0: 1.0}) == pytest.approx(0.88)
