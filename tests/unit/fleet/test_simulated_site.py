@@ -89,6 +89,14 @@ def test_a_power_cap_keeps_hot_devices_from_throttling(fleet: Path) -> None:
     assert capped.results[0].cap_speed < 1
 
 
+def test_more_power_than_the_plant_is_built_for_is_said(fleet: Path) -> None:
+    base, small = simulate_variants(fleet, ["site.plant.design_it='20 kW'"], None, 1)
+    assert base.results[0].site.hours_above_design == 0
+    assert small.results[0].site.hours_above_design > 60
+    (problem,) = compare_variants([base, small]).problems
+    assert "the plant is built for 20 kW" in problem
+
+
 def test_without_a_chiller_hours_above_the_supply_limit_are_counted(fleet: Path) -> None:
     what = "site.plant.trim_chiller=false site.plant.supply_c=24 site.supply_limit_c=26"
     _, variant = simulate_variants(fleet, [what], None, 1)
