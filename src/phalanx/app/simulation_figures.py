@@ -131,7 +131,7 @@ def compare_variants(variants: Sequence[SimulatedVariant]) -> ComparisonTable:
     ]
     problems += [
         f"{variant.label}: IT draws up to {max(result.it_peak_w for result in variant.results) / 1e3:,.0f} kW, the "
-        f"plant is built for {plant.design_it / 1e3:,.0f} kW: figures beyond it are not to be trusted; raise `design_it`"
+        f"plant is built for {plant.design_it / 1e3:,.0f} kW: figures beyond it mean little; raise `design_it`"
         for variant in variants
         if (plant := variant.site_hours.plant) is not None
         and any(result.site.hours_above_design > 0 for result in variant.results)

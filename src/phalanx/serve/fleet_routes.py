@@ -76,7 +76,7 @@ class FleetRoutes:
     wall_clock: Callable[[], float]
     simulate: Callable[[SimulationRequest], str] = simulate_bounded
     _shown: dict[str, tuple[int, str]] = field(default_factory=dict)
-    _is_simulating: threading.Lock = field(default_factory=threading.Lock)
+    simulation_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def make_routes(self) -> list[Route]:
         """The routes."""
@@ -125,7 +125,7 @@ class FleetRoutes:
             return self._answer({}, render_problem("Not simulated", refusal or NO_FLEET), 403, refusal or NO_FLEET)
         if (form := await read_form(request)) is None:
             return PlainTextResponse("The request is too long.", 413)
-        if not self._is_simulating.acquire(blocking=False):
+        if not self.simulation_lock.acquire(blocking=False):
             text = "Another simulation runs. Send the form again when it is done."
             return self._answer(form, render_problem("Not simulated", text), 429)
         try:
@@ -133,7 +133,7 @@ class FleetRoutes:
         except UsageError as error:
             return self._answer(form, render_problem("Not simulated", str(error)), 422)
         finally:
-            self._is_simulating.release()
+            self.simulation_lock.release()
         return self._answer(form, body)
 
     def _answer(self, form: Mapping[str, str], answer: str, status: int = 200, refusal: str | None = None) -> Response:

@@ -14,7 +14,7 @@ from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.serve.access import COOKIE_NAME, Access, make_access
 from phalanx.serve.cooling_page import list_margins, render_cooling
-from phalanx.serve.fleet_routes import FleetRoutes, ServedFleet, load_served_fleet
+from phalanx.serve.fleet_routes import ServedFleet, load_served_fleet
 from phalanx.serve.pages import PAGE_TABS
 from phalanx.serve.power_page import read_levels, render_power
 from phalanx.serve.what_if_page import parse_request, render_what_if_page
@@ -151,10 +151,9 @@ def test_what_if_is_refused_without_the_token_or_from_another_site(tmp_path: Pat
 def test_one_simulation_runs_at_a_time(tmp_path: Path, fleet: ServedFleet) -> None:
     access = Access(TOKEN, False, True)
     browser = Browser(tmp_path, access, fleet)
-    routes = next(route.endpoint.__self__ for route in browser.routes if route.path == "/what-if")
-    assert isinstance(routes, FleetRoutes)
-    routes._is_simulating.acquire()
-    answer = browser.post("/what-if", "what=", cookie=f"{COOKIE_NAME}={TOKEN}")
+    routes = browser.server.fleet_routes
+    with routes.simulation_lock:
+        answer = browser.post("/what-if", "what=", cookie=f"{COOKIE_NAME}={TOKEN}")
     assert answer.status == 429
 
 
