@@ -296,13 +296,26 @@ def release(job: JobIdArgument, on: BackendOption = "local") -> None:
 
     backend = open_backend(on)
     if not isinstance(backend, ReleasingBackend):
-        raise UsageError(
-            f"{on} does not hold jobs: after an unfit node it restarts the job on another node, or ends it"
-        )
+        raise UsageError(f"{on} holds no jobs: after an unfit node it restarts the job on another one, or ends it")
     if not backend.release(job):
-        raise UsageError(
-            f"job {job} is not held because of unfit nodes; `phalanx jobs status {job} --on {on}` shows its state"
-        )
+        raise UsageError(f"job {job} is not held for unfit nodes; `phalanx jobs status {job} --on {on}` has its state")
+
+
+@app.command()
+def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
+    """Pause a job: it saves, stops, and keeps its place in the queue until it is resumed."""
+    from phalanx.jobs.backends.base import open_pausing_backend
+
+    open_pausing_backend(on).pause(job, "by `phalanx jobs pause`")
+
+
+@app.command()
+def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
+    """Resume a paused job from its checkpoint."""
+    from phalanx.jobs.backends.base import open_pausing_backend
+
+    if not open_pausing_backend(on).resume(job):
+        raise UsageError(f"job {job} is not paused; `phalanx jobs status {job}` shows its state")
 
 
 @app.command("cancel")

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
 from phalanx.fleet.power_settings import PowerSettings
-from phalanx.fleet.power_units import Power
+from phalanx.fleet.power_units import Power, PowerRate
 from phalanx.fleet.simulation_settings import SimulationSettings
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.recipe.load import read_user_text
@@ -47,6 +47,10 @@ class SiteEntry(StrictModel):
     """A site."""
 
     budget: Power | None = None
+    max_ramp: PowerRate | None = None
+    """How fast its power may rise: jobs resume one after the other."""
+    max_swing: Power | None = None
+    """How far its power may fall and rise again at once."""
 
 
 class FeedEntry(StrictModel):

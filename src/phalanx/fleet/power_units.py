@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 
 WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
 MAX_POWER_W = 1e11
+RATE_PATTERN = re.compile(r"(.+)/s")
 POWER_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(W|kW|MW)")
 
 
@@ -18,6 +19,18 @@ def parse_power(value: Any) -> float:
     return watts
 
 
+def parse_power_rate(value: Any) -> float:
+    """Return the watts per second of a text such as "1 MW/s". ValueError for anything else."""
+    found = RATE_PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError("expected a change of power with its unit (W/s, kW/s or MW/s), such as 1 MW/s")
+    return parse_power(found[1])
+
+
 Power = Annotated[
     float, BeforeValidator(parse_power, json_schema_input_type=str), Field(json_schema_extra={"type": "string"})
 ]
+PowerRate = Annotated[
+    float, BeforeValidator(parse_power_rate, json_schema_input_type=str), Field(json_schema_extra={"type": "string"})
+]
+"""A change of power with its unit: `1 MW/s`."""

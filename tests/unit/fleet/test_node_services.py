@@ -89,7 +89,7 @@ def test_a_node_has_one_reading_of_all_its_services(found: NodeServices) -> None
     readings, problems = found.read_nodes()
     assert problems == []
     assert readings.keys() == {"n1", "n2"}
-    assert readings["n1"] == LatestReading(1096.0, 30.0, 1000.0, "node", cap_w=700.0)
+    assert readings["n1"] == LatestReading(1096.0, 30.0, 1000.0, "node", cap_w=700.0, num_devices=1)
     assert readings["n2"].draw_w == 500.0
 
 
@@ -128,7 +128,7 @@ def test_a_source_without_any_value_gives_no_reading(found: NodeServices, servic
 
 def test_the_entries_of_the_file_have_the_options_of_the_sources() -> None:
     for entry, options in ((RedfishEntry, RedfishOptions), (MqttEntry, MqttOptions)):
-        made = options(**entry(url="https://x").model_dump())  # type: ignore[arg-type]
+        made = options(**entry(url="https://x").model_dump())
         assert made == options(url="https://x")
         assert set(entry.model_fields) == {each.name for each in fields(options)}
 

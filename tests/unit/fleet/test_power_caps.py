@@ -55,9 +55,15 @@ def test_a_silent_device_claims_its_maximum() -> None:
 
 def test_a_curve_of_noisy_points_never_falls() -> None:
     curve = SpeedCurve.fit([SweepPoint(c, r, c) for c, r in ((100, 4.0), (150, 8.0), (200, 7.0), (250, 10.0))])
-    assert curve.speeds == (0.4, 0.75, 0.75, 1.0)
+    assert [curve.speed_at(cap) for cap in (100, 150, 200, 250)] == pytest.approx([0.4, 0.75, 0.75, 1.0])
+    assert list(curve.speeds) == sorted(curve.speeds)
     assert curve.cap_at(0.4) == 100.0
     assert curve.speed_at(curve.cap_at(0.9)) == pytest.approx(0.9)
+
+
+def test_between_measured_caps_speed_bends() -> None:
+    curve = SpeedCurve.fit([SweepPoint(c, r, c) for c, r in ((100, 4.0), (200, 8.0), (300, 10.0))])
+    assert 0.62 < curve.speed_at(150) < 0.66  # a straight line has 0.6
 
 
 def test_a_sweep_of_one_cap_is_refused() -> None:
@@ -404,7 +410,7 @@ def test_the_latest_active_target_wins_and_never_raises(tmp_path: Path) -> None:
     )
     tree = make_tree()
     targets = load_targets_file(path, tree)
-    ten = targets[0].start.timestamp()
+    ten = targets[0].start_s
     assert [find_active_budgets(tree, targets, ten + s)[0] for s in (-1, 0, 1800, 4000)] == [3000, 2000, 3000, 3000]
 
 

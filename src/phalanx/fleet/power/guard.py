@@ -124,10 +124,7 @@ class PowerGuard:
         self.receive()
         budgets_w = list(self._find_budgets())
         bounds = self.bound_caps(now)
-        limits = [
-            None if None in each or account.report is None else _join_limits(account.report)
-            for account, each in zip(self._accounts, bounds, strict=True)
-        ]
+        limits = self._limit_caps(bounds)
         claims_w = [
             claim_node(node.power, each, self._settings.margin)
             for node, each in zip(self._tree.nodes, bounds, strict=True)
@@ -170,6 +167,16 @@ class PowerGuard:
         return [
             account.bound_caps(now, node.power.num_devices)
             for account, node in zip(self._accounts, self._tree.nodes, strict=True)
+        ]
+
+    def find_limits(self, now: float) -> list[NodeCaps | None]:
+        """Return for each node what its devices may be set to; None for a silent node."""
+        return self._limit_caps(self.bound_caps(now))
+
+    def _limit_caps(self, bounds: Sequence[Sequence[float | None]]) -> list[NodeCaps | None]:
+        return [
+            None if None in each or account.report is None else _join_limits(account.report)
+            for account, each in zip(self._accounts, bounds, strict=True)
         ]
 
     def _allocate(self, limits: Sequence[NodeCaps | None], budgets_w: Sequence[float | None]) -> Allocation:

@@ -1,9 +1,11 @@
-"""Load targets: a lower budget of a level for a time, from a file. The latest one wins; without an end it holds until
-it is removed."""
+"""Load targets: a lower budget of a level for a time, from a file or a utility. Of several for a level the latest one
+wins; without an end it holds until it is replaced."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Literal, Protocol, overload
 
 from pydantic import ValidationError
 
@@ -15,20 +17,81 @@ from phalanx.recipe.load import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
+ShedStrategy = Literal["caps", "pause", "pause-first"]
+"""How a target is reached: by caps only, as far as they go; by caps, then by pausing jobs; or by pausing jobs before
+others are slowed down."""
 
-class LoadTarget(StrictModel):
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """A limit of a level, such as `feed a`, from `start_s` to `end_s`, in unix seconds.
+
+    `limit_w`: None for the default, the budget of the fleet file. `end_s`: None until it is replaced. `id`: of the
+    request, which reports repeat.
+    """
+
+    level: str
+    limit_w: float | None
+    start_s: float
+    end_s: float | None = None
+    strategy: ShedStrategy = "pause"
+    id: str = ""
+
+    def is_active(self, unix_time_s: float) -> bool:
+        """Whether it holds at a time."""
+        return self.start_s <= unix_time_s and (self.end_s is None or unix_time_s < self.end_s)
+
+
+class TargetSource(Protocol):
+    """Where load targets come from. A source that is silent keeps what it has said: each target ends at its own end."""
+
+    def read_targets(self) -> Sequence[LoadTarget]:
+        """Return all targets that have not ended, in the order in which they came."""
+
+    def list_problems(self) -> list[str]:
+        """Return what went wrong since the last call: messages that were refused, a source that is silent."""
+
+    def close(self) -> None:
+        """Leave the source."""
+
+
+@dataclass(frozen=True)
+class LiveTargets(Sequence[LoadTarget]):
+    """The targets of several sources now: those of a later source win."""
+
+    fixed: Sequence[LoadTarget] = ()
+    sources: Sequence[TargetSource] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[LoadTarget]:
+        yield from self.fixed
+        for source in self.sources:
+            yield from source.read_targets()
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> LoadTarget: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LoadTarget]: ...
+    def __getitem__(self, index: int | slice) -> LoadTarget | Sequence[LoadTarget]:
+        return list(iter(self))[index]
+
+
+class LoadTargetEntry(StrictModel):
     """A limit of a level, such as `feed a`, from `start` to `end`, with their time zones."""
 
     level: str
     limit: Power
     start: datetime
     end: datetime | None = None
+    strategy: ShedStrategy = "pause"
 
 
 class LoadTargetsFile(StrictModel):
     """Targets; of several for a level at a time, the last one in the file wins."""
 
-    targets: list[LoadTarget]
+    targets: list[LoadTargetEntry]
 
 
 def load_targets_file(path: Path, tree: PowerTree) -> Sequence[LoadTarget]:
@@ -37,27 +100,37 @@ def load_targets_file(path: Path, tree: PowerTree) -> Sequence[LoadTarget]:
     if not isinstance(value, dict):
         raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `targets:`")
     try:
-        targets = LoadTargetsFile.model_validate(value).targets
+        entries = LoadTargetsFile.model_validate(value).targets
     except ValidationError as error:
         raise describe_validation_error(error, value, locations, LoadTargetsFile) from None
     labels = [level.label for level in tree.levels]
-    for index, target in enumerate(targets):
+    targets = []
+    for index, entry in enumerate(entries):
         where = f"{location_of_key(locations, ('targets', index))}: targets.{index}"
-        if target.level not in labels:
-            raise RecipeError(f"{where}.level: {target.level}: no such level{suggest_nearest(target.level, labels)}")
-        if target.start.tzinfo is None or (target.end is not None and target.end.tzinfo is None):
+        if entry.level not in labels:
+            raise RecipeError(f"{where}.level: {entry.level}: no such level{suggest_nearest(entry.level, labels)}")
+        if entry.start.tzinfo is None or (entry.end is not None and entry.end.tzinfo is None):
             raise RecipeError(f"{where}: expected a time with its zone, such as 2026-11-28T10:00:00Z")
+        end_s = None if entry.end is None else entry.end.timestamp()
+        targets.append(LoadTarget(entry.level, entry.limit, entry.start.timestamp(), end_s, entry.strategy))
     return targets
+
+
+def find_active_targets(targets: Sequence[LoadTarget], unix_time_s: float) -> dict[str, LoadTarget]:
+    """Return the target that holds for each level at a time; a level with its default is left out."""
+    active: dict[str, LoadTarget] = {}
+    for target in targets:
+        if target.is_active(unix_time_s):
+            active[target.level] = target
+    return {level: target for level, target in active.items() if target.limit_w is not None}
 
 
 def find_active_budgets(tree: PowerTree, targets: Sequence[LoadTarget], unix_time_s: float) -> list[float | None]:
     """Return the budget of each level at a time: never more than the fleet file has."""
-    budgets = {level.label: level.budget_w for level in tree.levels}
-    limits: dict[str, float] = {}
-    for target in targets:
-        if target.start.timestamp() <= unix_time_s and (target.end is None or unix_time_s < target.end.timestamp()):
-            limits[target.level] = target.limit
-    for label, limit_w in limits.items():
-        budget_w = budgets[label]
-        budgets[label] = limit_w if budget_w is None else min(limit_w, budget_w)
-    return [budgets[level.label] for level in tree.levels]
+    active = find_active_targets(targets, unix_time_s)
+    budgets: list[float | None] = []
+    for level in tree.levels:
+        target = active.get(level.label)
+        limits = [each for each in (level.budget_w, None if target is None else target.limit_w) if each is not None]
+        budgets.append(min(limits, default=None))
+    return budgets

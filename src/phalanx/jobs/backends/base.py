@@ -14,6 +14,9 @@ from typing import Protocol, runtime_checkable
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import Job, JobState, JobStatus
 
+PAUSED_PREFIX = "paused: "
+"""Begins the reason for which a paused job waits."""
+
 
 @dataclass(frozen=True)
 class SubmitRequest:
@@ -107,6 +110,18 @@ class ReleasingBackend(Protocol):
 
 
 @runtime_checkable
+class PausingBackend(Protocol):
+    """A backend that can pause a job: it saves, stops with exit code 75, and waits until it is resumed."""
+
+    def pause(self, job_id: str, reason: str) -> None:
+        """Pause a job that waits or runs. A running one is asked to save, and is over only when `poll` says queued.
+        Raises UsageError when it has ended, or is about to start."""
+
+    def resume(self, job_id: str) -> bool:
+        """Let a paused job start again. Returns whether it was paused."""
+
+
+@runtime_checkable
 class DaemonBackend(Protocol):
     """A backend with a daemon of this user, which may be killed."""
 
@@ -152,6 +167,14 @@ def open_backend(name: str) -> Backend:
         raise UsageError(f"--on {name}: expected one of {', '.join(BACKEND_CLASSES)}")
     module, _, class_name = BACKEND_CLASSES[name].partition(":")
     backend: Backend = getattr(import_module(module), class_name)()
+    return backend
+
+
+def open_pausing_backend(name: str) -> PausingBackend:
+    """Return the backend of this name. Raises UsageError also where it cannot pause jobs."""
+    backend = open_backend(name)
+    if not isinstance(backend, PausingBackend):
+        raise UsageError(f"{name} cannot pause jobs; `phalanx jobs cancel` saves and ends one")
     return backend
 
 

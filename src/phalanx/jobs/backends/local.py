@@ -16,13 +16,14 @@ from pathlib import Path
 from phalanx.cluster import Machine, discover_machine
 from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.base import PAUSED_PREFIX, LogReader, NoSuchJobError, SubmitRequest, read_secrets
 from phalanx.jobs.backends.nodes import BackendNode, NodeService
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
 from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
 from phalanx.jobs.local_queue.drain import QueueDrain, read_drain, remove_drain, write_drain
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
+from phalanx.jobs.local_queue.pause import read_pause, remove_pause, write_pause
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, predict_starts
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus
@@ -164,6 +165,31 @@ class LocalBackend:
         if not row.cancelled and self.database.update_if(row.id, JobState.RUNNING, cancelled=CANCEL_REQUESTED):
             self._ensure_daemon_running(self.database.folder, True)
 
+    def pause(self, job_id: str, reason: str) -> None:
+        """Ask a running job to save and stop; start no attempt of it until it is resumed, also after a reboot."""
+        row = self._get_record(job_id)
+        if row.state.is_final:
+            raise UsageError(f"job {job_id} ({row.name}) is {row.state}: there is nothing to pause")
+        job_dir = self.database.job_dir(row.id)
+        write_pause(job_dir, reason)
+        row = self._get_record(job_id)  # the daemon may have started it just now
+        if row.state is JobState.RUNNING:
+            process = find_runner(row, make_process_tag(job_dir))
+            if process is None:
+                remove_pause(job_dir)
+                raise UsageError(f"job {job_id} ({row.name}) starts or ends just now; pause it again")
+            process.terminate()
+
+    def resume(self, job_id: str) -> bool:
+        """Start the next attempt of a paused job as soon as there is a place."""
+        row = self._get_record(job_id)
+        job_dir = self.database.job_dir(row.id)
+        was_paused = read_pause(job_dir) is not None
+        remove_pause(job_dir)
+        self.database.update_if(row.id, JobState.QUEUED, due=None, reason=None)  # which the daemon sees
+        self._ensure_daemon_running(self.database.folder, True)
+        return was_paused
+
     def delete_job(self, job_id: str) -> None:
         """Delete a finished job with its output and its snapshot. Raises UsageError when it has not ended."""
         row = self._get_record(job_id)
@@ -221,10 +247,16 @@ class LocalBackend:
         return {str(id): now + seconds for id, seconds in predict_starts(pending, running, capacity, 0.0).items()}
 
     def _explain_waiting(self, statuses: list[JobStatus]) -> list[JobStatus]:
-        """Queued jobs wait for the machine to be undrained, if it is drained."""
-        if (reason := self._explain_drain()) is None:
-            return statuses
-        return [replace(each, reason=reason) if each.state is JobState.QUEUED else each for each in statuses]
+        """Queued jobs wait for the machine to be undrained, if it is drained, and paused ones to be resumed."""
+        drain_reason, found = self._explain_drain(), []
+        for each in statuses:
+            reason = drain_reason
+            if each.state is JobState.QUEUED:
+                pause_reason = read_pause(self.database.job_dir(int(each.id)))
+                reason = reason if pause_reason is None else f"{PAUSED_PREFIX}{pause_reason}"
+            is_held = each.state is JobState.QUEUED and reason is not None
+            found.append(replace(each, reason=reason) if is_held else each)
+        return found
 
     def _explain_drain(self) -> str | None:
         """Why this machine starts no jobs, if it is drained."""

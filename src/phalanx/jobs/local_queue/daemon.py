@@ -28,6 +28,7 @@ from phalanx.jobs.local_queue.database import JobDatabase
 from phalanx.jobs.local_queue.drain import is_drained
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
+from phalanx.jobs.local_queue.pause import is_paused
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MAX_TIME_LIMIT_S, MIN_PROGRESS_S, JobState, state_from_exit_code
 from phalanx.logging_config import configure_logging
@@ -93,6 +94,7 @@ class QueueDaemon:
         queued, running = self.database.list_jobs(JobState.QUEUED), self.database.list_jobs(JobState.RUNNING)
         wait_seconds = {row.id: -(self.database.boot_clock.seconds_since(row.due) or 0.0) for row in queued}
         due = [] if self._is_drained else [row for row in queued if wait_seconds[row.id] <= 0]
+        due = [row for row in due if not is_paused(self.database.job_dir(row.id))]
         ready = apply_array_limits(due, running)
         chosen = select_jobs_to_start(
             [

@@ -1,14 +1,20 @@
 """The local queue as an engine, without its daemon."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from phalanx.errors import UsageError
+from phalanx.fleet.power.job_control import BackendJobControl
+from phalanx.fleet.power.job_shedder import PausableState
 from phalanx.jobs.backends.base import restart_dead_daemon
 from phalanx.jobs.backends.local import LocalBackend
+from phalanx.jobs.local_queue.daemon import QueueDaemon
 from phalanx.jobs.local_queue.database import JobDatabase
+from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.spec import Job, JobState
 
 ASKED: dict[str, Callable[[LocalBackend], object]] = {
@@ -72,3 +78,71 @@ def test_a_queue_is_read_while_another_process_writes(tmp_path: Path) -> None:
         assert [status.id for status in other.list_statuses()] == [ident]
         other.close()
     engine.database.close()
+
+
+class PausedQueue:
+    """A queue with a job, and its daemon, one tick at a time."""
+
+    def __init__(self, folder: Path):
+        self.started: list[int] = []
+        self.engine = LocalBackend(folder / "queue", ensure_daemon=lambda *_: None)
+        self.id = self.engine.submit(self.engine.render(Job("job", ("true",), folder)))
+        self.daemon = QueueDaemon(self.engine.database, Resources(0, 64), self.spawn)
+
+    def spawn(self, job_dir: Path, attempt: int) -> int:
+        self.started.append(attempt)
+        return os.getpid()
+
+
+@pytest.fixture
+def paused_queue(tmp_path: Path) -> Iterator[PausedQueue]:
+    queue = PausedQueue(tmp_path)
+    yield queue
+    queue.engine.database.close()
+
+
+def test_a_paused_job_waits_until_it_is_resumed(paused_queue: PausedQueue) -> None:
+    engine, daemon, id = paused_queue.engine, paused_queue.daemon, paused_queue.id
+    engine.pause(id, "for power")
+    assert daemon.tick()
+    assert (paused_queue.started, engine.poll(id).reason) == ([], "paused: for power")
+    assert engine.resume(id)
+    daemon.tick()
+    assert (paused_queue.started, engine.poll(id).state) == ([1], JobState.RUNNING)
+    assert not engine.resume(id)
+
+
+def test_a_running_job_that_is_paused_gets_a_signal_and_waits_afterwards(
+    paused_queue: PausedQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, daemon, id = paused_queue.engine, paused_queue.daemon, paused_queue.id
+    daemon.tick()
+    signals: list[str] = []
+    monkeypatch.setattr(psutil.Process, "terminate", lambda self: signals.append("TERM"))
+    engine.pause(id, "for power")
+    assert signals == ["TERM"]
+    monkeypatch.undo()
+    engine.database.update_if(int(id), JobState.RUNNING, state=JobState.QUEUED)  # it has ended with 75
+    daemon.tick()
+    assert (paused_queue.started, engine.poll(id).state) == ([1], JobState.QUEUED)
+
+
+def test_the_guard_resumes_only_what_it_has_paused(paused_queue: PausedQueue) -> None:
+    control, handle = BackendJobControl("for power, by a guard"), f"local:{paused_queue.id}"
+    control._open = lambda name: paused_queue.engine  # type: ignore[assignment, method-assign]
+    control.check_handle(handle)
+    paused_queue.engine.pause(paused_queue.id, "by hand")
+    control.pause(handle)
+    control.resume(handle)
+    assert control.read_state(handle) is PausableState.HELD
+    paused_queue.engine.resume(paused_queue.id)
+    control.pause(handle)
+    assert control.read_state(handle) is PausableState.PAUSED
+    control.resume(handle)
+    assert control.read_state(handle) is PausableState.WAITING
+
+
+def test_a_job_that_has_ended_is_not_paused(paused_queue: PausedQueue) -> None:
+    paused_queue.engine.cancel(paused_queue.id)
+    with pytest.raises(UsageError, match="nothing to pause"):
+        paused_queue.engine.pause(paused_queue.id, "for power")

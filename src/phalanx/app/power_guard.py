@@ -1,0 +1,126 @@
+"""Hold the budgets of a fleet, answer load targets from all sources, pause jobs for them, and report what was done."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.app.power import AuditLog, PowerFleet, open_guard, power_state_dir, read_nodes, run_guard
+from phalanx.fleet.fleet_file import expand_entries
+from phalanx.fleet.power.flex_reports import FeedReport, FlexReporter
+from phalanx.fleet.power.flex_source import FlexSource, open_flex_source
+from phalanx.fleet.power.guard import GuardStatus, PowerGuard
+from phalanx.fleet.power.job_control import BackendJobControl
+from phalanx.fleet.power.job_shedder import JobShedder, ShedInput
+from phalanx.fleet.power.links import NodeLinks
+from phalanx.fleet.power.load_targets import (
+    LiveTargets,
+    LoadTarget,
+    TargetSource,
+    find_active_budgets,
+    find_active_targets,
+)
+from phalanx.fleet.power.openadr_source import open_openadr_source
+from phalanx.run.boot_clock import seconds_since_boot
+
+
+@dataclass(frozen=True)
+class TargetSources:
+    """Sources of load targets, and the one that takes reports."""
+
+    sources: Sequence[TargetSource] = ()
+    reporter: FlexReporter | None = None
+
+    def close(self) -> None:
+        """Leave all sources."""
+        for source in self.sources:
+            source.close()
+
+
+def open_target_sources(fleet: PowerFleet, environment: Mapping[str, str] = os.environ) -> TargetSources:
+    """Open the sources that the fleet file names; they connect in the background. Raises UsageError for settings that
+    are wrong."""
+    found: list[TargetSource] = []
+    settings, folder, reporter = fleet.settings, power_state_dir(fleet), None
+    if settings.openadr is not None:
+        record = folder / "openadr-targets.json"
+        found.append(open_openadr_source(settings.openadr, fleet.tree, record, environment))
+    if settings.flex is not None:
+        source: FlexSource = open_flex_source(settings.flex, fleet.tree, folder / "flex-targets.json", environment)
+        reporter = FlexReporter(settings.flex.agent, fleet.tree, source.queue_message, settings.margin)
+        found.append(source)
+    return TargetSources(found, reporter)
+
+
+class _Notices:
+    """What is to be said about the next step."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    def take(self) -> list[str]:
+        texts, self._texts = self._texts, []
+        return texts
+
+
+def open_shedder(fleet: PowerFleet, notices: _Notices) -> JobShedder:
+    """Return what pauses the jobs that have a handle in the jobs file. Raises UsageError for a handle of no job, or of
+    a backend that cannot pause."""
+    control = BackendJobControl(f"for power, by the guard of {fleet.file.name}")
+    handles = {job.name: job.handle for job in fleet.jobs if job.handle is not None}
+    for handle in handles.values():
+        control.check_handle(handle)
+    max_ramps = {
+        name: site.max_ramp for name, (_, site) in expand_entries(fleet.file.sites).items() if site.max_ramp is not None
+    }
+    return JobShedder(fleet.tree, fleet.settings, fleet.jobs, handles, max_ramps, control, notices.add)
+
+
+def hold_budgets(
+    fleet: PowerFleet, links: NodeLinks, takes_over: bool, duration_s: float | None = None
+) -> Iterator[GuardStatus]:
+    """Hold the budgets until `duration_s` is over; yield each step with all notices. Jobs that are paused at the end
+    stay paused: the caps that nodes fall back to have no room for a load target. Errors as of `open_guard`,
+    `open_target_sources`, `open_shedder` and `PowerGuard.step`."""
+    notices = _Notices()
+    shedder = open_shedder(fleet, notices)
+    sources = open_target_sources(fleet)
+    try:
+        live = replace(fleet, targets=LiveTargets(fleet.targets, sources.sources))
+        guard = open_guard(live, links, read_nodes(live, links), takes_over, shedder.list_running)
+        shedder.adopt_paused_jobs()
+        audit = AuditLog(power_state_dir(fleet) / "audit.jsonl")
+        for status in run_guard(live, guard, audit, duration_s):
+            targets, unix_time_s = list(live.targets), time.time()
+            shedder.update(_describe_step(live, guard, targets, unix_time_s))
+            for problem in (problem for source in sources.sources for problem in source.list_problems()):
+                notices.add(problem)
+            if sources.reporter is not None:
+                found = FeedReport(
+                    {each.label: each.watts for each in status.claims},
+                    {each.label: each.watts for each in status.measured},
+                    is_changing=bool(status.writes),
+                    paused_nodes=shedder.list_paused_nodes(),
+                )
+                for breach in sources.reporter.report(targets, found, unix_time_s):
+                    notices.add(str(breach))
+            if texts := notices.take():
+                audit.write(fleet.tree, replace(status, writes=[], unsafe=[], notices=texts))
+            yield replace(status, notices=[*status.notices, *texts])
+    finally:
+        sources.close()
+
+
+def _describe_step(
+    fleet: PowerFleet, guard: PowerGuard, targets: Sequence[LoadTarget], unix_time_s: float
+) -> ShedInput:
+    now = seconds_since_boot()
+    return ShedInput(
+        guard.find_limits(now),
+        find_active_budgets(fleet.tree, targets, unix_time_s),
+        find_active_targets(targets, unix_time_s),
+        now,
+    )

@@ -1,0 +1,57 @@
+"""Reach jobs of backends by handles such as local:7, to pause and resume them for a load target."""
+
+from functools import cache
+
+from phalanx.errors import UsageError
+from phalanx.fleet.power.job_shedder import PausableState
+from phalanx.jobs.backends.base import PAUSED_PREFIX, Backend, PausingBackend, open_backend, restart_dead_daemon
+from phalanx.jobs.spec import JobState
+
+
+class BackendJobControl:
+    """A `JobControl` of backends that can pause jobs. `reason`: why, as `phalanx jobs status` shows it; jobs that are
+    paused for another reason stay paused."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+        self._open = cache(open_backend)
+
+    def check_handle(self, handle: str) -> None:
+        """Raise UsageError for a handle of a backend that cannot pause jobs, or of no job."""
+        backend, job_id = self._find(handle)
+        if not isinstance(backend, PausingBackend):
+            raise UsageError(f"{handle}: {backend.name} cannot pause jobs; remove `job` of this job from the jobs file")
+        backend.poll(job_id)
+
+    def read_state(self, handle: str) -> PausableState:
+        """Return the state of a job."""
+        backend, job_id = self._find(handle)
+        restart_dead_daemon(backend)
+        status = backend.poll(job_id)
+        if status.state.is_final:
+            return PausableState.ENDED
+        if status.state is JobState.RUNNING:
+            return PausableState.RUNNING
+        if status.reason == f"{PAUSED_PREFIX}{self._reason}":
+            return PausableState.PAUSED
+        return PausableState.HELD if (status.reason or "").startswith(PAUSED_PREFIX) else PausableState.WAITING
+
+    def pause(self, handle: str) -> None:
+        """Ask a job to save and stop; one that is paused already keeps its reason."""
+        backend, job_id = self._find(handle)
+        if self.read_state(handle) is PausableState.HELD:
+            return
+        assert isinstance(backend, PausingBackend)
+        backend.pause(job_id, self._reason)
+
+    def resume(self, handle: str) -> None:
+        """Let a job start that was paused for this reason."""
+        backend, job_id = self._find(handle)
+        if self.read_state(handle) is not PausableState.PAUSED:
+            return
+        assert isinstance(backend, PausingBackend)
+        backend.resume(job_id)
+
+    def _find(self, handle: str) -> tuple[Backend, str]:
+        name, _, job_id = handle.partition(":")
+        return self._open(name), job_id

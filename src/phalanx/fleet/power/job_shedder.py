@@ -1,0 +1,203 @@
+"""Pause jobs that a load target leaves no power for, and resume them one after the other. The decision is pure
+(`shed.py`); jobs are reached through `JobControl`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from phalanx.errors import PhalanxError
+from phalanx.fleet.power.allocation import NodeCaps, PoweredJob
+from phalanx.fleet.power.load_targets import LoadTarget
+from phalanx.fleet.power.shed import choose_paused_jobs
+from phalanx.fleet.power.stagger import plan_starts
+from phalanx.fleet.power_settings import PowerSettings
+from phalanx.fleet.power_tree import NO_PARENT, PowerTree
+
+RESUME_AFTER_S = 10.0
+"""Seconds for which there has to be power for a paused job: a target that is replaced by another one pauses once."""
+POLL_INTERVAL_S = 2.0
+"""Seconds between two questions about a job."""
+
+
+class PausableState(StrEnum):
+    """A job as a backend sees it."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    PAUSED = "paused"
+    HELD = "held"  # for a reason of someone else
+    ENDED = "ended"
+
+
+class JobControl(Protocol):
+    """Reaches the jobs of backends. `handle`: such as local:7. Errors are of PhalanxError."""
+
+    def read_state(self, handle: str) -> PausableState:
+        """Return the state of a job."""
+
+    def pause(self, handle: str) -> None:
+        """Ask a job to save and stop."""
+
+    def resume(self, handle: str) -> None:
+        """Let a job start that `pause` has paused."""
+
+
+@dataclass
+class _Shed:
+    """A job that is paused, or about to be. `fits_since`: since when there is power for it."""
+
+    is_paused: bool = False
+    fits_since: float | None = None
+    resume_at: float | None = None
+
+
+@dataclass(frozen=True)
+class ShedInput:
+    """A step of the guard."""
+
+    limits: Sequence[NodeCaps | None]
+    budgets_w: Sequence[float | None]
+    targets: dict[str, LoadTarget]
+    now: float
+    """Seconds of a monotonic clock."""
+
+
+@dataclass
+class JobShedder:
+    """Pauses and resumes jobs. `handles`: of the jobs that can be paused, by name. `max_ramps`: of each site by its
+    name, in W/s."""
+
+    tree: PowerTree
+    settings: PowerSettings
+    jobs: Sequence[PoweredJob]
+    handles: Mapping[str, str]
+    max_ramps: Mapping[str, float]
+    control: JobControl
+    tell: Callable[[str], None]
+    """Takes a notice."""
+    _shed: dict[str, _Shed] = field(default_factory=dict)
+    _free_at: dict[str, float] = field(default_factory=dict)
+    """When the next job of a site may start."""
+    _key: object = None
+    _wanted: frozenset[str] = frozenset()
+    _next_poll: float = float("-inf")
+
+    def adopt_paused_jobs(self) -> None:
+        """Take over the jobs that a guard before this one has paused, and jobs that wait behind a lost feed."""
+        for name, handle in self.handles.items():
+            if self._read_state(name, handle) is PausableState.PAUSED:
+                self._shed[name] = _Shed(is_paused=True)
+                self.tell(f"{name} ({handle}) is paused by a guard before this one")
+
+    def list_running(self) -> list[PoweredJob]:
+        """Return the jobs that need power: all but the paused ones. One that is still saving does."""
+        return [job for job in self.jobs if job.name not in self._shed or not self._shed[job.name].is_paused]
+
+    def list_paused_nodes(self) -> list[str]:
+        """Return the nodes of paused jobs."""
+        return [
+            self.tree.nodes[node].name
+            for job in self.jobs
+            if job.name in self._shed and self._shed[job.name].is_paused
+            for node in job.devices
+        ]
+
+    def update(self, found: ShedInput) -> None:
+        """Pause and resume what a step needs. A job that is resumed counts as running before it is started."""
+        self._choose(found)
+        is_due = found.now >= self._next_poll
+        if is_due:
+            self._next_poll = found.now + POLL_INTERVAL_S
+        silent = {index for index, limit in enumerate(found.limits) if limit is None}
+        for job in self.jobs:
+            handle = self.handles.get(job.name)
+            if handle is None:
+                continue
+            shed = self._shed.get(job.name)
+            if shed is None and job.name in self._wanted:
+                self._pause(job.name, handle, "the load target leaves no power for it")
+            elif shed is None and is_due and silent & set(job.devices):
+                self._hold_lost_job(job.name, handle)
+            elif shed is not None and not shed.is_paused and is_due:
+                self._follow_pause(job.name, handle, shed)
+            elif shed is not None and shed.is_paused:
+                needs_power = job.name in self._wanted or bool(silent & set(job.devices))
+                self._consider_resume(job, handle, shed, needs_power, found.now)
+
+    def _choose(self, found: ShedInput) -> None:
+        """Choose again when budgets or nodes have changed."""
+        key = tuple(found.limits), tuple(found.budgets_w), tuple(sorted(found.targets.items(), key=lambda e: e[0]))
+        if key != self._key:
+            self._key = key
+            self._wanted = choose_paused_jobs(
+                self.tree,
+                found.limits,
+                self.jobs,
+                found.budgets_w,
+                self.settings,
+                found.targets,
+                self.handles.keys() & {job.name for job in self.jobs},
+            )
+
+    def _hold_lost_job(self, name: str, handle: str) -> None:
+        """Hold a job that waits for nodes that are lost: after a feed has come back, jobs start one after the other."""
+        if self._read_state(name, handle) is PausableState.WAITING:
+            self._pause(name, handle, "its nodes do not answer, and it waits for them")
+
+    def _pause(self, name: str, handle: str, reason: str) -> None:
+        try:
+            self.control.pause(handle)
+        except PhalanxError as error:
+            self.tell(f"{name} ({handle}): cannot be paused: {error}")
+            return
+        self._shed[name] = _Shed()
+        self.tell(f"pausing {name} ({handle}): {reason}")
+
+    def _follow_pause(self, name: str, handle: str, shed: _Shed) -> None:
+        state = self._read_state(name, handle)
+        if state in (PausableState.PAUSED, PausableState.HELD, PausableState.ENDED):
+            shed.is_paused = True
+            self.tell(f"{name} ({handle}) is {state}")
+
+    def _consider_resume(self, job: PoweredJob, handle: str, shed: _Shed, needs_power: bool, now: float) -> None:
+        if needs_power:
+            shed.fits_since, shed.resume_at = None, None
+            return
+        shed.fits_since = now if shed.fits_since is None else shed.fits_since
+        if now - shed.fits_since < RESUME_AFTER_S:
+            return
+        if shed.resume_at is None:
+            site, step_w = self._find_site(job), self._estimate_step(job)
+            begin = max(now, self._free_at.get(site, now))
+            shed.resume_at, self._free_at[site] = plan_starts([step_w, 0.0], self.max_ramps.get(site), begin)
+        if now >= shed.resume_at:
+            try:
+                self.control.resume(handle)
+            except PhalanxError as error:
+                self.tell(f"{job.name} ({handle}): cannot be resumed: {error}")
+                shed.resume_at = now + RESUME_AFTER_S
+                return
+            del self._shed[job.name]
+            self.tell(f"resuming {job.name} ({handle})")
+
+    def _read_state(self, name: str, handle: str) -> PausableState:
+        try:
+            return self.control.read_state(handle)
+        except PhalanxError as error:
+            self.tell(f"{name} ({handle}): {error}")
+            return PausableState.RUNNING  # the worst case
+
+    def _find_site(self, job: PoweredJob) -> str:
+        level = self.tree.nodes[next(iter(job.devices))].rack
+        while self.tree.levels[level].parent != NO_PARENT:
+            level = self.tree.levels[level].parent
+        return self.tree.levels[level].name
+
+    def _estimate_step(self, job: PoweredJob) -> float:
+        """Watts by which a job's start raises the power at most."""
+        nodes = [(self.tree.nodes[node].power, len(devices)) for node, devices in job.devices.items()]
+        return sum(
+            power.rest_max_w - power.rest_idle_w + count * (power.device_max_w - power.device_idle_w)
+            for power, count in nodes
+        )
