@@ -15,6 +15,7 @@ from phalanx.app.bounded_simulation import SimulationRequest, simulate_bounded
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.fleet_node import FleetNode
+from phalanx.fleet.power.load_targets import LoadTarget, load_targets_file
 from phalanx.fleet.power_tree import NodePower, PowerTree, build_power_tree
 from phalanx.fleet.telemetry.sample import NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
@@ -36,6 +37,7 @@ class ServedFleet:
     path: Path
     file: FleetFile
     tree: PowerTree
+    targets: Sequence[LoadTarget] = ()
 
     @property
     def plant(self) -> CoolingPlant | None:
@@ -43,10 +45,11 @@ class ServedFleet:
         return self.file.cooling or (None if self.file.simulate is None else self.file.simulate.site.plant)
 
 
-def load_served_fleet(path: Path) -> ServedFleet:
-    """Load a fleet file. Raises RecipeError for what is wrong in it."""
+def load_served_fleet(path: Path, targets: Path | None = None) -> ServedFleet:
+    """Load a fleet file, and one of load targets. Raises RecipeError for what is wrong in them."""
     file, locations = load_fleet_file(path)
-    return ServedFleet(path.absolute(), file, build_power_tree(file, locations))
+    tree = build_power_tree(file, locations)
+    return ServedFleet(path.absolute(), file, tree, () if targets is None else load_targets_file(targets, tree))
 
 
 class RenderPage(Protocol):
@@ -146,7 +149,8 @@ class FleetRoutes:
         if fleet is None:
             return f'<p class="note">{NO_FLEET}</p>'
         return self._share(
-            "power", lambda now: render_power(fleet.tree, self.read().nodes, fleet.file.power.margin, now)
+            "power",
+            lambda now: render_power(fleet.tree, self.read().nodes, fleet.file.power.margin, now, fleet.targets),
         )
 
     def _render_cooling(self) -> str:

@@ -9,6 +9,7 @@ from phalanx.app.bounded_simulation import SimulationRequest, answer_request, si
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import LatestReading, reading_from_sample
+from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
@@ -68,6 +69,14 @@ def test_levels_stand_below_their_parent_and_an_exceeded_budget_is_said(fleet: S
     assert order == sorted(order)
     assert "feed f may draw 0.6 kW more than its budget" in page
     assert "0 of 3 nodes read" in page
+
+
+def test_the_budget_of_a_load_target_that_holds_now_is_shown(fleet: ServedFleet) -> None:
+    target = LoadTarget("row w", 15_000.0, NOW - 10, NOW + 10)
+    page = render_power(fleet.tree, [], 0.0, NOW, [target])
+    assert "15.0 kW (load target)" in page
+    assert "row w may draw 5.4 kW more than its budget" in page
+    assert "(load target)" not in render_power(fleet.tree, [], 0.0, NOW + 11, [target])
 
 
 def test_a_late_draw_is_not_shown(fleet: ServedFleet) -> None:
@@ -160,7 +169,7 @@ def test_one_simulation_runs_at_a_time(tmp_path: Path, fleet: ServedFleet) -> No
 def test_the_pages_show_without_a_fleet_what_they_need(tmp_path: Path) -> None:
     browser = Browser(tmp_path, make_access("127.0.0.1", False, None))
     assert "phalanx serve --fleet FLEET.yaml" in browser.get("/power").text
-    assert "No rack is on a bus" in browser.get("/cooling").text
+    assert "No rack is read" in browser.get("/cooling").text
     assert browser.post("/what-if", "").status == 403
     assert all(browser.get(address).status == 200 for _, address in PAGE_TABS)
 
