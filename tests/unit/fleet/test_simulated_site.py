@@ -89,6 +89,14 @@ def test_a_power_cap_keeps_hot_devices_from_throttling(fleet: Path) -> None:
     assert capped.results[0].cap_speed < 1
 
 
+def test_more_power_than_the_plant_is_built_for_is_said(fleet: Path) -> None:
+    base, small = simulate_variants(fleet, ["site.plant.design_it='20 kW'"], None, 1)
+    assert base.results[0].site.hours_above_design == 0
+    assert small.results[0].site.hours_above_design > 60
+    (problem,) = compare_variants([base, small]).problems
+    assert "the plant is built for 20 kW" in problem
+
+
 def test_without_a_chiller_hours_above_the_supply_limit_are_counted(fleet: Path) -> None:
     what = "site.plant.trim_chiller=false site.plant.supply_c=24 site.supply_limit_c=26"
     _, variant = simulate_variants(fleet, [what], None, 1)
@@ -125,6 +133,20 @@ def test_racks_that_are_added_by_their_key_exceed_the_budget_until_capped(fleet:
     assert [each.level.label for each in over.exceeded] == ["site s"]
     assert capped.exceeded == []  # 6 x (8 x 630 + 4600) W
     assert compare_variants([base, over]).problems[0].startswith("racks.r[3-4]")
+
+
+def test_nodes_of_another_kind_stand_idle_while_a_trace_is_replayed(fleet: Path, tmp_path: Path) -> None:
+    fleet.write_text(
+        FLEET.replace("racks: {", "racks: {r9: {row: w, node_type: a100, nodes: 1}, ").replace(
+            "node_types: {", "node_types: {a100: {node: dgx-a100}, "
+        )
+    )
+    (tmp_path / "jobs.csv").write_text("submit_s,gpus,duration_s\n0,8,20000\n10,8,500\n")
+    (variant,) = simulate_variants(fleet, [], tmp_path / "jobs.csv", 1)
+    hours = variant.results[0].hours
+    assert hours is not None
+    assert hours.num_devices == 40
+    assert hours.duration_h.sum() * 3600 == pytest.approx(variant.results[0].makespan_s)
 
 
 def test_a_stated_speed_curve_replaces_the_law() -> None:

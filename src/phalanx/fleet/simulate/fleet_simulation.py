@@ -153,8 +153,10 @@ def simulate_fleet(
     )
     for index, group in enumerate(groups):
         classes = _select_classes(settings, groups, index, trace is not None)
+        if trace is not None and index > 0:  # other kinds stand idle until the trace is done
+            until_s = outcomes[0][1].end_s
         outcome = _simulate_group(
-            group, classes, settings, (seed, index), level_failures, trace if index == 0 else None
+            group, classes, settings, until_s, (seed, index), level_failures, trace if index == 0 else None
         )
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
@@ -186,6 +188,8 @@ def _check_size(groups: Sequence[NodeTypeGroup], settings: SimulationSettings) -
 def _select_classes(
     settings: SimulationSettings, groups: Sequence[NodeTypeGroup], index: int, is_replay: bool
 ) -> dict[str, JobClassEntry]:
+    if is_replay and index > 0:
+        return {}
     if is_replay:
         return {REPLAY_CLASS: settings.jobs.get(REPLAY_CLASS, JobClassEntry(checkpoint=CheckpointEntry()))}
     names = [group.type_name for group in groups]
@@ -201,12 +205,12 @@ def _simulate_group(
     group: NodeTypeGroup,
     classes: Mapping[str, JobClassEntry],
     settings: SimulationSettings,
+    until_s: float,
     stream: tuple[int, int],
     level_failures: Sequence[LevelFailure],
     trace: JobTrace | None,
 ) -> ClusterOutcome:
     per_node, power = group.power.num_devices, group.power
-    until_s = settings.days * SECONDS_PER_DAY
     pool = NodePool(len(group.nodes), per_node, math.ceil(settings.spares * len(group.nodes)))
     rates = find_rates(settings.failures, group.nodes, per_node)
     if trace is not None:
