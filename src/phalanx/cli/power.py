@@ -203,8 +203,8 @@ def sweep(
     measure: Annotated[
         float, typer.Option("--measure", min=1.0, max=600.0, metavar="SECONDS", help="Seconds to measure at each cap.")
     ] = 30.0,
-    settle: Annotated[
-        float, typer.Option("--settle", min=0.0, max=600.0, metavar="SECONDS", help="Least seconds before that.")
+    wait: Annotated[
+        float, typer.Option("--wait", min=0.0, max=600.0, metavar="SECONDS", help="Least seconds before that.")
     ] = 10.0,
     yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the caps are printed only.")] = False,
     take_over: TakeOverOption = False,
@@ -238,7 +238,7 @@ def sweep(
             print("dry run: nothing was written; --yes sweeps")
             return
         measured = []
-        times = SweepTimes(settle, settle + 20.0, measure, max(120.0, 2 * measure))
+        times = SweepTimes(wait, wait + 20.0, measure, max(120.0, 2 * measure))
         with contextlib.closing(run_sweep(found, links, reading, planned, training, times)) as steps:
             for results in steps:
                 print("\n".join(map(format_swept_cap, results)), flush=True)
@@ -261,7 +261,7 @@ def node(
 ) -> None:
     """Hold the devices of this node, as root, for guards that the file allows.
 
-    Without --yes print who may order, which devices within which caps, and the writes of the start.
+    Without --yes print the users that may order, the devices with their caps, and the writes of the start.
     """
     import signal
 

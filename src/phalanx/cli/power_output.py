@@ -137,12 +137,12 @@ def format_status(status: GuardStatus) -> str:
 def format_swept_cap(cap: SweptCap) -> str:
     """Return what was measured at a cap as a line."""
     draw = "no power sensor" if cap.draw_w is None else f"{cap.draw_w:.0f} W"
-    settled = {
-        True: "temperatures settled",
-        False: "temperatures had not settled",
-        None: "no temperature sensor: not known whether it had settled",
-    }[cap.is_settled]
-    return f"{cap.node_type}: {cap.cap_w:.0f} W: {cap.rate:.4g} steps/s of {cap.num_steps} steps, {draw}; {settled}"
+    steadiness = {
+        True: "temperatures steady",
+        False: "temperatures were not steady",
+        None: "no temperature sensor",
+    }[cap.is_steady]
+    return f"{cap.node_type}: {cap.cap_w:.0f} W: {cap.rate:.4g} steps/s of {cap.num_steps} steps, {draw}; {steadiness}"
 
 
 def _sum_draw(reading: PowerReading, node: str) -> float | None:
