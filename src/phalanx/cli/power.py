@@ -72,6 +72,9 @@ def plan(
 
     found, reading, links = _read(fleet, jobs, targets, fake)
     links.close()
+    if not as_json:
+        for notice in reading.notices:
+            print_warning(notice)
     allocation = plan_caps(found, reading)
     print(
         json.dumps(plan_to_json(found, reading, allocation), indent=2)
@@ -100,6 +103,8 @@ def apply(
 
     found, reading, links = _read(fleet, jobs, targets, fake, is_read_only=not yes)
     try:
+        for notice in reading.notices:
+            print_warning(notice)
         if not yes:
             print("\n".join(format_writes(found, list_writes(found, reading, plan_caps(found, reading)))))
             print("dry run: nothing was written; --yes writes")
@@ -132,7 +137,7 @@ def guard(
     """
     import signal
 
-    from phalanx.app.power import AuditLog, open_guard, power_state_dir, run_guard
+    from phalanx.app.power import AuditLog, describe_problems, open_guard, power_state_dir, run_guard
     from phalanx.cli.power_output import format_status
     from phalanx.fleet.power.guard import LostNodeError
 
@@ -141,9 +146,10 @@ def guard(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends leases like Ctrl-C
     found, reading, links = _read(fleet, jobs, targets, fake, is_read_only=False)
     try:
-        holder = open_guard(found, links, reading, take_over)
+        holder, problems = open_guard(found, links, reading, take_over), list[str]()
         for status in run_guard(found, holder, AuditLog(power_state_dir(found) / "audit.jsonl"), duration):
-            for text in [*status.unsafe, *status.notices]:
+            problems, known = describe_problems(links.problems), problems
+            for text in [*status.unsafe, *status.notices, *(each for each in problems if each not in known)]:
                 print_warning(text)
             print(format_status(status), flush=True)
     except LostNodeError as error:
