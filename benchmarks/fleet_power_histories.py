@@ -2,7 +2,6 @@
 two guards, half-done writes and factory limits. After every event the real claims are compared with the budgets."""
 
 import random
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -17,7 +16,16 @@ from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerT
 EVENTS_PER_HISTORY = 25
 CALM_S = 12
 """Seconds without faults in which the first guard raises caps."""
-FAULTS = ("lose node", "find node", "crash", "boot", "kill keeper", "start keeper", "reload driver", "fail writes")
+FAULTS: tuple[str, ...] = (
+    "lose node",
+    "find node",
+    "crash",
+    "boot",
+    "kill keeper",
+    "start keeper",
+    "reload driver",
+    "fail writes",
+)
 FAULTS += ("ignore writes", "repair", "fill disk", "empty disk", "lose record", "lower outside", "second guard")
 FAULTS += ("stop guard", "change jobs", "change budget", "suspend guard")
 MARGIN = 0.02
@@ -63,7 +71,7 @@ def draw_budgets(tree: PowerTree, source: random.Random) -> list[float | None]:
     lowest_w = tree.sum_by_level([p.rest_max_w + p.num_devices * 200.0 * (1 + MARGIN) for p in powers])
     most_w = tree.sum_by_level([p.rest_max_w + p.num_devices * p.device_max_w * (1 + MARGIN) for p in powers])
     return [
-        None if level.budget_w is None else low + source.choice([0.0, 0.2, 0.5, 0.9, 1.0]) * (high - low)
+        None if level.budget_w is None else low + source.choice([0.0, 0.3, 0.5, 0.5, 0.7, 1.0]) * (high - low)
         for level, low, high in zip(tree.levels, lowest_w, most_w, strict=True)
     ]
 
@@ -87,27 +95,26 @@ class History:
         )
         self.network.duplicates = self.random.choice([0.0, 0.2])
         self.epoch = 0
-        self.jobs: Sequence[PoweredJob] = ()
+        self.jobs: list[PoweredJob] = []
         self.guards: list[tuple[PowerGuard, FakeLinks, float]] = []
-        self.is_binding = False
+        self.is_binding = self.has_changed = False
         self.num_checks = 0
+        self.share_idle = self.random.choice([0.0, 0.3])
         self.change_jobs()
         self.add_guard()
 
     def change_jobs(self) -> None:
-        """Put jobs on some nodes."""
-        chosen = [index for index in range(len(self.nodes)) if self.random.random() < 0.7]
-        self.jobs = [
-            PoweredJob(f"j{index}", {index: tuple(range(len(self.nodes[index].devices)))}, self.make_curves())
-            for index in chosen
-        ]
-
-    def make_curves(self) -> dict[str, SpeedCurve]:
-        """Return no curve, or one that needs few or many watts, so that watts move between jobs."""
-        if self.random.random() < 0.2:
-            return {}
-        knee_w = self.random.choice([250.0, 690.0])
-        return {"h": SpeedCurve((200.0, knee_w, 700.0), (0.3, 0.99, 1.0), (200.0, knee_w, 700.0))}
+        """Move watts: jobs that need many take the place of jobs that need few; sometimes a node has no job, or one
+        without a curve."""
+        self.has_changed = not self.has_changed
+        self.jobs = []
+        for index, node in enumerate(self.nodes):
+            if self.random.random() < self.share_idle:
+                continue
+            knee_w = 690.0 if index % 2 == self.has_changed else 250.0
+            curve = SpeedCurve((200.0, knee_w, 700.0), (0.3, 0.99, 1.0), (200.0, knee_w, 700.0))
+            curves = {} if self.random.random() < self.share_idle else {"h": curve}
+            self.jobs.append(PoweredJob(f"j{index}", {index: tuple(range(len(node.devices)))}, curves))
 
     def add_guard(self) -> None:
         """Start a guard with an epoch above all others, or of the same epoch as the last one."""

@@ -17,6 +17,8 @@ from chromium import Page
 import phalanx
 from make_run import Maker, healthy, troubled
 from phalanx.app.job_handle import JobHandle
+from phalanx.app.simulate import simulate_variants
+from phalanx.app.simulation_page import render_simulation_html
 from phalanx.jobs.spec import JobState
 from phalanx.run import read_events
 from phalanx.run.event_types import StepDone, WorkerStarted
@@ -33,6 +35,7 @@ compile: false
 num_threads: 1
 checkpoint: {every: 200}
 """
+FLEET = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 TIMEOUT_S = 60.0
 TOKEN = "a-token-for-the-test"
 CHART_POINTS = "drawnCharts[0]?.plot.data[0].length ?? 0"
@@ -111,7 +114,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(runs: Path) -> Iterator[ServeProcess]:
-    server = ServeProcess(str(runs))
+    server = ServeProcess(str(runs), "--fleet", str(FLEET))
     yield server
     assert server.end() == (0, "")
 
@@ -165,8 +168,18 @@ def test_a_job_is_watched_through_a_fault_and_cancelled_with_the_token_only(page
         server.end()
 
 
+def find_violations(page: Page) -> list[str]:
+    """Serious findings of axe on the page."""
+    page.evaluate(resources.files("axe_core_python").joinpath("axe.min.js").read_text())
+    page.send("Runtime.evaluate", expression="axe.run().then((found) => { window.found = found; })", awaitPromise=True)
+    found: list[str] = page.evaluate(
+        "found.violations.filter((each) => ['serious', 'critical'].includes(each.impact))"
+        ".map((each) => `${each.id}: ${each.nodes[0].html}`)"
+    )
+    return found
+
+
 def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: ServeProcess) -> None:
-    axe = resources.files("axe_core_python").joinpath("axe.min.js").read_text()
     open_run(page, serve, "troubled")
     run_page = page.evaluate("location.pathname")
     ids = [wait_until(lambda: page.evaluate("location.pathname.split('/').pop()"))] * 2
@@ -175,6 +188,9 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
         "/jobs",
         "/cluster",
         "/nodes",
+        "/power",
+        "/cooling",
+        "/what-if",
         f"/nodes/{os.uname().nodename}",
         run_page,
         f"{run_page}/logs",
@@ -182,15 +198,34 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
         "/nothing",
     ):
         page.visit(f"{serve.base}{path}")
-        page.evaluate(axe)
-        page.send(
-            "Runtime.evaluate", expression="axe.run().then((found) => { window.found = found; })", awaitPromise=True
-        )
-        wrong = page.evaluate(
-            "found.violations.filter((each) => ['serious', 'critical'].includes(each.impact))"
-            ".map((each) => `${each.id}: ${each.nodes[0].html}`)"
-        )
-        assert wrong == [], path
+        assert find_violations(page) == [], path
+
+
+def test_a_what_if_study_is_asked_and_answered_on_the_page(page: Page, runs: Path) -> None:
+    server = ServeProcess(str(runs), "--fleet", str(FLEET), "--allow-actions", PHALANX_SERVE_TOKEN=TOKEN)
+    try:
+        page.visit(server.address)
+        page.visit(f"{server.base}/power")
+        wait_until(lambda: "rack r16" in text_of(page, "#power"))
+        page.visit(f"{server.base}/what-if")
+        page.evaluate("document.querySelector('#what').value = 'power_cap=0.8'")
+        page.evaluate("document.querySelector('[name=days]').value = '5', document.querySelector('form').submit()")
+        wait_until(lambda: "power_cap=0.8" in text_of(page, "[aria-label=Comparison] thead"))
+        assert page.evaluate("document.querySelectorAll('figure.chart canvas').length") >= 4
+        assert find_violations(page) == []
+        assert page.messages == []
+    finally:
+        server.end()
+
+
+def test_the_page_of_a_simulation_is_accessible_and_asks_for_nothing(page: Page, tmp_path: Path) -> None:
+    path = tmp_path / "simulation.html"
+    path.write_text(render_simulation_html(simulate_variants(FLEET, ["spares=0.1"], None, 1, ["simulate.days=5"])))
+    page.open(path)
+    assert page.evaluate("document.querySelectorAll('figure.chart canvas').length") >= 4
+    assert find_violations(page) == []
+    assert page.messages == []
+    assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
 
 
 def test_pages_are_used_on_a_phone_in_the_dark_and_by_keyboard(page: Page, serve: ServeProcess) -> None:
@@ -198,7 +233,7 @@ def test_pages_are_used_on_a_phone_in_the_dark_and_by_keyboard(page: Page, serve
     page.dark()
     open_run(page, serve, "troubled")
     run_page = page.evaluate("location.pathname")
-    for path in ("/", "/jobs", "/nodes", "/cluster", run_page, f"{run_page}/logs"):
+    for path in ("/", "/jobs", "/nodes", "/power", "/cooling", "/what-if", "/cluster", run_page, f"{run_page}/logs"):
         page.visit(f"{serve.base}{path}")
         assert page.evaluate("document.documentElement.scrollWidth <= 390"), path
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"

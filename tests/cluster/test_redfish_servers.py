@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from cdu_mockup import CDU, make_cdu
 from phalanx.fleet.telemetry.redfish import RedfishOptions, open_redfish
+from phalanx.fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
 from phalanx.fleet.telemetry.sample import HostSample
 from phalanx.fleet.telemetry.source import SourceUnavailableError
 from server_processes import find_free_port, find_program, make_certificate, run_server
@@ -253,3 +255,23 @@ def test_a_password_that_no_longer_holds_is_tried_once(
 def test_a_service_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(SourceUnavailableError, match="connection refused"):
         open_redfish(RedfishOptions(url=f"https://127.0.0.1:{find_free_port()}"), {})
+
+
+def test_a_cdu_is_read_and_a_leak_is_seen(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    port, folder = find_free_port(), tmp_path / "cdu"
+    write_tree(folder, make_cdu())
+    words = [str(STATIC), "-i", "127.0.0.1", "-p", str(port), "-m", str(folder)]
+    url = f"https://127.0.0.1:{port}"
+    with run_server([*words, "-c", str(certificate[0]), "-k", str(certificate[1])], port, tmp_path / "static.log"):
+        source = open_redfish_cdu(RedfishCduOptions(url=url, id="cdu-1", ca_file=certificate[0], interval_s=0.2), {})
+        try:
+            sample = source.read().racks[0]
+            assert (sample.supply_temperature_c, sample.flow_l_per_min, sample.has_leak) == (32.5, 180.0, False)
+            detector = f"{CDU}/LeakDetection/LeakDetectors/Floor"
+            write_tree(folder, {detector: {"DetectorState": "Critical"}})
+            deadline = time.monotonic() + 30
+            while source.read().racks[0].has_leak is not True:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            source.close()

@@ -13,7 +13,8 @@ from fake_nvml import FakeGpu, FakeNvml
 from mutations import hand, mutated, strange
 from phalanx.fleet.telemetry.prometheus import PrometheusSource
 from phalanx.fleet.telemetry.rack_points import HEARTBEAT_PREFIX, METADATA_PREFIX, VALUE_PREFIX, RackPoints
-from phalanx.fleet.telemetry.redfish_chassis import ChassisReader, RedfishLayoutError, RedfishStatusError
+from phalanx.fleet.telemetry.redfish_chassis import ChassisReader
+from phalanx.fleet.telemetry.redfish_values import RedfishLayoutError, RedfishStatusError
 from phalanx.fleet.telemetry.source import SourceUnavailableError
 from settable_clock import SettableClock
 

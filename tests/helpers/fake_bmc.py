@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from phalanx.fleet.telemetry.redfish_chassis import (
+from phalanx.fleet.telemetry.redfish_values import (
     RedfishAccessError,
     RedfishStatusError,
     RedfishUnreachableError,

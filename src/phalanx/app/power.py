@@ -1,37 +1,29 @@
 """Hold the budgets of a fleet by power caps: show, plan, apply and guard."""
 
-import fcntl
 import getpass
-import json
 import os
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
+from phalanx.fleet.power.audit import write_audit
+from phalanx.fleet.power.capped_tree import count_capped_devices
 from phalanx.fleet.power.claims import list_budgets
-from phalanx.fleet.power.devices import CapDevice, CapError
-from phalanx.fleet.power.fake_fleet import FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx.fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx.fleet.power.jobs_file import load_jobs_file
-from phalanx.fleet.power.links import LocalLinks, NodeLinks
+from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.load_targets import LoadTarget, find_active_budgets, load_targets_file
-from phalanx.fleet.power.local_devices import open_nvml_devices
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
-from phalanx.fleet.power.node_keeper import NodeKeeper, RecordStore
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.private_files import state_root
 
-READ_TIMEOUT_S = 2.0
-"""How long to wait for the reports of all nodes."""
 POLL_INTERVAL_S = 0.2
 MAX_APPLY_STEPS = 200
 
@@ -44,6 +36,7 @@ class PowerFleet:
     tree: PowerTree
     jobs: Sequence[PoweredJob] = ()
     targets: Sequence[LoadTarget] = ()
+    path: Path = Path()
 
     @property
     def settings(self) -> PowerSettings:
@@ -63,12 +56,13 @@ class PowerReading:
 def load_power_fleet(fleet: Path, jobs: Path | None = None, targets: Path | None = None) -> PowerFleet:
     """Load the files of a fleet. Raises RecipeError for what is wrong in them."""
     file, locations = load_fleet_file(fleet)
-    tree = build_power_tree(file, locations)
+    tree = count_capped_devices(build_power_tree(file, locations), file.power.devices)
     return PowerFleet(
         file,
         tree,
         group_by_rack(tree) if jobs is None else load_jobs_file(jobs, tree),
         () if targets is None else load_targets_file(targets, tree),
+        fleet,
     )
 
 
@@ -77,64 +71,28 @@ def power_state_dir(fleet: PowerFleet) -> Path:
     return state_root(os.environ) / "power" / fleet.file.name
 
 
-def open_links(
-    fleet: PowerFleet,
-    is_fake: bool,
-    is_read_only: bool = True,
-    open_devices: Callable[[], Sequence[CapDevice]] = open_nvml_devices,
-) -> NodeLinks:
-    """Return the way to the nodes: the devices of this machine, or a fake fleet.
-
-    Raises:
-        UsageError: This machine is no node of the fleet, has no device that can be capped, or has another guard.
-    """
-    if is_fake:
-        nodes = make_fake_nodes(
-            fleet.tree.nodes,
-            seconds_since_boot,
-            dead_time_s=fleet.settings.dead_time_s,
-            averaging_s=fleet.settings.averaging_s,
-        )
-        return FakeLinks(nodes, seconds_since_boot, FakeNetwork((0.0, 0.02)), random.Random(0))
-    here = os.uname().nodename
-    if here not in {node.name for node in fleet.tree.nodes}:
-        raise UsageError(
-            f"{here}: this machine is no node of {fleet.file.name}, and only its own devices can be capped. "
-            "Run it on a node of the fleet, or try it with --fake"
-        )
-    record = power_state_dir(fleet) / f"{here}.json"
-    try:
-        devices = open_devices()
-        lock = None if is_read_only else _lock_node(record.with_suffix(".lock"))
-        keeper = NodeKeeper(here, devices, RecordStore(record), is_read_only=is_read_only)
-    except CapError as error:
-        raise UsageError(f"{here}: {error}. Try it without devices: --fake") from None
-    return LocalLinks({here: keeper}, lock)
-
-
-def read_nodes(
-    fleet: PowerFleet, links: NodeLinks, sleep: Callable[[float], None] = time.sleep, timeout_s: float = READ_TIMEOUT_S
-) -> PowerReading:
+def read_nodes(fleet: PowerFleet, links: NodeLinks, sleep: Callable[[float], None] = time.sleep) -> PowerReading:
     """Ask all nodes without becoming their writer. A node that does not answer in time is silent."""
     nodes = fleet.tree.nodes
     for node in nodes:
-        links.send(node.name, NodeRequest(1, 0, _make_writer_name()))
+        links.send(node.name, NodeRequest(1, 0, make_writer_name()))
     reports: dict[str, NodeReport] = {}
-    until = seconds_since_boot() + timeout_s
-    while len(reports) < len(nodes) and seconds_since_boot() < until:
+    until = seconds_since_boot() + fleet.settings.helper.timeout_s
+    while True:
         reports |= {report.node: report for report in links.receive()}
-        if len(reports) == len(nodes) or isinstance(links, LocalLinks):
+        if len(reports) >= links.count_reachable() or seconds_since_boot() >= until:
             break
         sleep(POLL_INTERVAL_S)
     bounds: list[list[float | None]] = []
     notices = []
     for node in nodes:
         report, count = reports.get(node.name), node.power.num_devices
-        if report is not None and len(report.devices) != count:
+        if report is not None and len(report.devices) != count and not report.refusal:
             notices.append(f"{node.name} has {len(report.devices)} devices; the fleet file has {count}")
         is_known = report is not None and len(report.devices) == count
         bounds.append([device.cap_w for device in report.devices] if report and is_known else [None] * count)
-        notices += [f"{node.name}: {problem}" for problem in (() if report is None else report.problems)]
+        if report is not None:
+            notices += [f"{node.name}: {each}" for each in (report.refusal, *report.problems) if each]
     return PowerReading(reports, bounds, notices)
 
 
@@ -184,7 +142,7 @@ def open_guard(
     return PowerGuard(
         fleet.tree,
         fleet.settings,
-        GuardIdentity(epoch, _make_writer_name()),
+        GuardIdentity(epoch, make_writer_name()),
         links,
         find_jobs or (lambda: fleet.jobs),
         lambda: find_active_budgets(fleet.tree, fleet.targets, time.time()),
@@ -229,26 +187,11 @@ def apply_caps(
             guard.receive()
 
 
-def _lock_node(path: Path) -> IO[str]:
-    """Return the lock of this machine's caps, which its process holds until it ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held as long as the guard runs
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise UsageError(
-            f"{path}: another guard writes the caps of this machine. End it first; its leases end with it"
-        ) from None
-    return file
-
-
 class AuditLog:
     """Appends each order to a file of lines of JSON, with time and user."""
 
     def __init__(self, path: Path):
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, tree: PowerTree, status: GuardStatus) -> None:
         """Append the orders of a step, and what was unsafe."""
@@ -258,10 +201,8 @@ class AuditLog:
         ]
         lines += [{"unsafe": text} for text in status.unsafe]
         lines += [{"notice": text} for text in status.notices]
-        with open(self._path, "a", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps({"time": time.time(), "user": getpass.getuser(), **line}) + "\n")
+        write_audit(self._path, lines)
 
 
-def _make_writer_name() -> str:
+def make_writer_name() -> str:
     return f"{getpass.getuser()}@{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"

@@ -3,16 +3,17 @@
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.fleet.fleet_file import load_fleet_file
-from phalanx.fleet.power_tree import BudgetLevel, build_power_tree
+from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
+from phalanx.fleet.power_tree import BudgetLevel, NodePower, build_power_tree
 from phalanx.fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
 from phalanx.fleet.simulate.job_source import read_job_trace
+from phalanx.fleet.simulate.site_series import SiteHours, load_site_hours
 from phalanx.fleet.simulation_settings import SimulationSettings
 
 BASE_LABEL = "as in the file"
@@ -36,6 +37,8 @@ class SimulatedVariant:
     num_devices: int
     results: list[SimulationResult]
     exceeded: list[ExceededBudget]
+    site_hours: SiteHours = field(default_factory=SiteHours)
+    fleet_name: str = "fleet"
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,30 @@ class SeedSpread:
 
 
 def simulate_variants(
-    path: Path, variants: Sequence[str], replay: Path | None, seeds: int | None
+    path: Path,
+    variants: Sequence[str],
+    replay: Path | None,
+    seeds: int | None,
+    settings: Sequence[str] = (),
+    reads_more_files: bool = True,
 ) -> list[SimulatedVariant]:
     """Simulate a fleet file as it is, and once for each variant: a text of settings such as "spares=0.04 days=90".
 
-    All use the same seeds, so that jobs and failures are the same as far as the settings allow. Raises RecipeError for
-    a wrong file or setting, DataError for a wrong trace, UsageError for jobs that can never run.
+    All use the same seeds, so that jobs and failures are the same as far as the settings allow.
+
+    Args:
+        path: The fleet file.
+        variants: Settings of each variant.
+        replay: CSV file of jobs, instead of those of the file.
+        seeds: Simulations of each; by default the file's.
+        settings: Settings of all variants, such as simulate.days=30; they win over those of a variant.
+        reads_more_files: Whether a variant may name hourly files that the fleet file does not.
+
+    Raises RecipeError for a wrong file or setting, DataError for a wrong trace, UsageError for jobs that can never run.
     """
     trace = None if replay is None else read_job_trace(replay)
-    return [_simulate_variant(path, label, trace, seeds) for label in ["", *variants]]
+    may_read = None if reads_more_files else _list_files(load_fleet_file(path)[0])
+    return [_simulate_variant(path, label, settings, trace, seeds, may_read) for label in ["", *variants]]
 
 
 def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationResult], float]) -> SeedSpread:
@@ -68,11 +86,28 @@ def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationRes
     return SeedSpread(float(np.mean(values)), low, high)
 
 
-def _simulate_variant(path: Path, label: str, trace: JobTrace | None, seeds: int | None) -> SimulatedVariant:
-    overrides = [_complete_key(each) for each in shlex.split(label)]
+def _list_files(fleet: FleetFile) -> set[str]:
+    """The hourly files that a fleet names."""
+    return set() if fleet.simulate is None else set(fleet.simulate.site.list_files())
+
+
+def _simulate_variant(
+    path: Path,
+    label: str,
+    common: Sequence[str],
+    trace: JobTrace | None,
+    seeds: int | None,
+    may_read: set[str] | None,
+) -> SimulatedVariant:
+    try:
+        overrides = [_complete_key(each) for each in shlex.split(label)]
+    except ValueError as error:
+        raise UsageError(f"--what {label}: {error}") from None
     if label and not overrides:
         raise UsageError("--what: expected KEY=VALUE, such as spares=0.04")
-    fleet, locations = load_fleet_file(path, overrides)
+    fleet, locations = load_fleet_file(path, [*overrides, *common])
+    if may_read is not None and (more := _list_files(fleet) - may_read):
+        raise UsageError(f"{label}: names {min(more)}, a file that {path.name} does not; add it there")
     settings = fleet.simulate
     if settings is None or not (settings.jobs or trace):
         raise UsageError(f"{path}: no jobs to simulate; add `simulate: {{jobs: ...}}`, or give --replay JOBS.csv")
@@ -80,8 +115,12 @@ def _simulate_variant(path: Path, label: str, trace: JobTrace | None, seeds: int
     groups = group_nodes(fleet, tree, settings)
     if not groups:
         raise UsageError(f"{path}: there are no nodes; add racks with nodes")
-    results = [simulate_fleet(groups, settings, seed, trace) for seed in range(seeds or settings.seeds)]
-    claims_w = tree.sum_by_level([node.power.max_w for node in tree.nodes])
+    site_hours = load_site_hours(settings.site, fleet.cooling, path.parent)
+    results = []
+    for seed in range(seeds or settings.seeds):
+        result = simulate_fleet(groups, settings, seed, trace, site_hours)
+        results.append(result if seed == 0 else replace(result, hours=None))  # hours are shown of the first seed
+    claims_w = tree.sum_by_level([claim_capped(node.power, settings.power_cap) for node in tree.nodes])
     if settings.extra_racks:
         _add_rack_claims(claims_w, tree.levels, settings.extra_racks)
     exceeded = [
@@ -91,7 +130,14 @@ def _simulate_variant(path: Path, label: str, trace: JobTrace | None, seeds: int
     ]
     num_nodes = sum(len(group.nodes) for group in groups)
     num_devices = sum(len(group.nodes) * group.power.num_devices for group in groups)
-    return SimulatedVariant(label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded)
+    return SimulatedVariant(
+        label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours, fleet.name
+    )
+
+
+def claim_capped(power: NodePower, cap: float) -> float:
+    """Return the most that a node draws whose accelerators have a cap."""
+    return power.max_w - (1 - cap) * power.num_devices * power.device_max_w
 
 
 def _complete_key(override: str) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.fleet.thermal.closed_loop import ClosedLoopResult
 from phalanx.fleet.thermal.plant import PlantHours
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.set_points import SetPointAdvice, explain_hour
@@ -74,6 +75,24 @@ def advice_to_json(plant: CoolingPlant, weather: Weather, advice: SetPointAdvice
             }
             for index, time in enumerate(weather.times)
         ],
+    }
+
+
+def describe_loop(loop: ClosedLoopResult) -> str:
+    """How many requests were followed, in words."""
+    refused = ", ".join(f"{count:,} x {name}" for name, count in loop.refusals.items())
+    return (
+        f"closed loop: {loop.num_requests:,} requests, {sum(loop.refusals.values()):,} refused"
+        f"{f' ({refused})' if refused else ''}; the controller held its own set point in {loop.num_local_hours:,} hours"
+    )
+
+
+def loop_to_json(loop: ClosedLoopResult) -> dict[str, Any]:
+    """Requests, refusals and hours without."""
+    return {
+        "requests": loop.num_requests,
+        "refusals": dict(loop.refusals),
+        "hours_on_own_set_point": loop.num_local_hours,
     }
 
 

@@ -130,13 +130,17 @@ def guard(
 
     At the end every cap is lowered to the fallback, which fits all budgets.
     """
-    from phalanx.app.power import load_power_fleet, open_links
+    import signal
+
+    from phalanx.app.power import load_power_fleet
     from phalanx.app.power_guard import hold_budgets
+    from phalanx.app.power_links import open_links
     from phalanx.cli.power_output import format_status
     from phalanx.fleet.power.guard import LostNodeError
 
     if not (yes or fake):
         raise UsageError(f"a guard writes caps: `phalanx power plan {fleet}` shows them, --yes lets it write")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends leases like Ctrl-C
     found = load_power_fleet(fleet, jobs, targets)
     links = open_links(found, fake, is_read_only=False)
     try:
@@ -150,10 +154,150 @@ def guard(
         links.close()
 
 
+@app.command()
+def release(
+    fleet: FleetArgument,
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="NODE...", help="Nodes; all without any.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the writes are printed only.")] = False,
+    over_budget: Annotated[
+        bool, typer.Option("--over-budget", help="Restore also where a budget does not bear it.")
+    ] = False,
+    take_over: TakeOverOption = False,
+    fake: FakeOption = False,
+) -> None:
+    """Restore the power caps of before the first order, and end the control of nodes.
+
+    Also after a crash or a restart: nodes keep a record. A cap that another program has set stays. Exit code 77: a
+    node was not released.
+    """
+    from phalanx.app.power_release import plan_release, release_nodes
+
+    found, reading, links = _read(fleet, None, None, fake, is_read_only=not yes)
+    try:
+        planned = plan_release(found, reading, nodes or [])
+        for text in [*reading.notices, *planned.notes]:
+            print_warning(text)
+        print("\n".join(map(str, planned.writes)) or "no node has recorded caps: nothing to restore")
+        for excess in planned.excesses:
+            print_warning(f"{excess} after the release")
+        if not yes:
+            print("dry run: nothing was written; --yes writes")
+            return
+        if planned.excesses and not over_budget:
+            raise UsageError("a release must not break a budget. Name fewer nodes, or add --over-budget")
+        failures = [name for name in nodes or [] if name not in reading.reports]
+        for done in release_nodes(found, links, reading, planned, take_over):
+            for note in done.notes:
+                print_warning(f"{done.node}: {note}")
+            print(f"{done.node}: {done.failure or 'released'}")
+            failures += [done.node] if done.failure else []
+    finally:
+        links.close()
+    if failures:
+        raise typer.Exit(int(ExitCode.UNFIT_NODE))
+
+
+@app.command()
+def sweep(
+    fleet: FleetArgument,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that trains.")],
+    caps: Annotated[int, typer.Option("--caps", metavar="N", help="Caps to measure, 3 to 7.")] = 5,
+    measure: Annotated[
+        float, typer.Option("--measure", min=1.0, max=600.0, metavar="SECONDS", help="Seconds to measure at each cap.")
+    ] = 30.0,
+    settle: Annotated[
+        float, typer.Option("--settle", min=0.0, max=600.0, metavar="SECONDS", help="Least seconds before that.")
+    ] = 10.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the caps are printed only.")] = False,
+    take_over: TakeOverOption = False,
+    fake: FakeOption = False,
+) -> None:
+    """Measure the speed of a running job at several power caps; store the curve with the run.
+
+    From the highest cap that the budgets bear down to the lowest settable one, 40 to 60 s at each. The old caps come
+    back at the end, on Ctrl-C, and when this command is killed.
+    """
+    import contextlib
+    import signal
+
+    from phalanx.app.power_sweep import plan_sweep, run_sweep
+    from phalanx.cli.power_output import format_swept_cap
+    from phalanx.fleet.power.sweep import SweepTimes
+    from phalanx.fleet.power.sweep_file import PowerSweep, save_sweep
+    from phalanx.run import Run
+
+    training = Run.open_existing(run)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # old caps come back like at Ctrl-C
+    found, reading, links = _read(fleet, None, None, fake, is_read_only=not yes)
+    try:
+        planned = plan_sweep(found, reading, training, caps, take_over)
+        for text in [*reading.notices, *planned.notes]:
+            print_warning(text)
+        for name, values in planned.caps_by_type.items():
+            nodes = [node for node, of in planned.type_names.items() if of == name]
+            print(f"{name}: {', '.join(f'{cap:.0f} W' for cap in values)} on {', '.join(nodes)}")
+        if not yes:
+            print("dry run: nothing was written; --yes sweeps")
+            return
+        measured = []
+        times = SweepTimes(settle, settle + 20.0, measure, max(120.0, 2 * measure))
+        with contextlib.closing(run_sweep(found, links, reading, planned, training, times)) as steps:
+            for results in steps:
+                print("\n".join(map(format_swept_cap, results)), flush=True)
+                measured += results
+    finally:
+        links.close()
+    stored = PowerSweep(tuple(measured))
+    stored.fit_curves()
+    print(f"wrote {save_sweep(training, stored)}")
+
+
+@app.command()
+def node(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="File of the helper.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Hold the devices. Without it nothing is written.")] = False,
+    stdio: Annotated[
+        bool, typer.Option("--stdio", help="Connect the standard streams to the helper of this machine, for ssh.")
+    ] = False,
+    socket: Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="Its socket, for --stdio.")] = None,
+) -> None:
+    """Hold the devices of this node, as root, for guards that the file allows.
+
+    Without --yes print who may order, which devices within which caps, and the writes of the start.
+    """
+    import signal
+
+    from phalanx.app.power_node import connect_streams, describe_helper, run_helper
+    from phalanx.fleet.node_control_settings import DEFAULT_SOCKET
+    from phalanx.fleet.power.helper_file import load_helper_file
+
+    if stdio:
+        connect_streams(socket or DEFAULT_SOCKET)
+        return
+    if file is None:
+        raise UsageError("expected the file of the helper, such as /etc/phalanx/power-node.yaml, or --stdio")
+    settings = load_helper_file(file)
+    print("\n".join(describe_helper(settings)), flush=True)
+    if not yes:
+        print("dry run: nothing was written; --yes holds the devices")
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends leases
+    run_helper(settings)
+
+
+@app.command("keep-node", hidden=True)
+def keep_node(fleet: FleetArgument) -> None:
+    """Hold the devices of this machine for a guard at the other end of standard input."""
+    from phalanx.app.power_node import keep_own_node
+
+    keep_own_node(fleet)
+
+
 def _read(
     fleet: Path, jobs: Path | None, targets: Path | None, fake: bool, is_read_only: bool = True
 ) -> "tuple[PowerFleet, PowerReading, NodeLinks]":
-    from phalanx.app.power import load_power_fleet, open_links, read_nodes
+    from phalanx.app.power import load_power_fleet, read_nodes
+    from phalanx.app.power_links import open_links
 
     found = load_power_fleet(fleet, jobs, targets)
     links = open_links(found, fake, is_read_only)

@@ -10,6 +10,7 @@ from phalanx.fleet.power.claims import claim_node
 from phalanx.fleet.power.guard import GuardStatus
 from phalanx.fleet.power.load_targets import find_active_budgets
 from phalanx.fleet.power.plan_writes import CapWrite, plan_writes
+from phalanx.fleet.power.sweep_file import SweptCap
 from phalanx.formatting import format_percent
 from phalanx.text_table import Column, format_table
 
@@ -131,6 +132,17 @@ def format_status(status: GuardStatus) -> str:
     text = "no level has a budget" if tightest is None else str(tightest)
     lowered = sum(not write.is_raise for write in status.writes)
     return f"{text}; {lowered} lowered, {len(status.writes) - lowered} raised, {len(status.silent_nodes)} silent"
+
+
+def format_swept_cap(cap: SweptCap) -> str:
+    """Return what was measured at a cap as a line."""
+    draw = "no power sensor" if cap.draw_w is None else f"{cap.draw_w:.0f} W"
+    settled = {
+        True: "temperatures settled",
+        False: "temperatures had not settled",
+        None: "no temperature sensor: not known whether it had settled",
+    }[cap.is_settled]
+    return f"{cap.node_type}: {cap.cap_w:.0f} W: {cap.rate:.4g} steps/s of {cap.num_steps} steps, {draw}; {settled}"
 
 
 def _sum_draw(reading: PowerReading, node: str) -> float | None:

@@ -46,7 +46,7 @@ def report(
     summary = build_summary(run_dir, history)
     recommendations = find_recommendations(summary, history)
     if html is not None:
-        _write_page(html, render_report_html(summary, history, recommendations))
+        write_page(html, render_report_html(summary, history, recommendations))
     if json:
         typer.echo(
             json_.dumps(
@@ -75,7 +75,7 @@ def compare(
         check_output_path("--html", html, PAGE_MARKERS)
     comparison = compare_runs([Run(path) for path in runs])
     if html is not None:
-        _write_page(html, render_comparison_html(comparison))
+        write_page(html, render_comparison_html(comparison))
     if json:
         typer.echo(json_.dumps(comparison.to_json(), indent=2))
     elif html is not None:
@@ -84,7 +84,8 @@ def compare(
         typer.echo(render_comparison_text(comparison), nl=False)
 
 
-def _write_page(path: Path, text: str) -> None:
+def write_page(path: Path, text: str) -> None:
+    """Write a page. UsageError where that cannot be done."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -24,6 +24,10 @@ def serve(
     nodes: Annotated[
         Path | None, typer.Option("--nodes", metavar="FILE", help="Show the nodes of this file, not of the backend.")
     ] = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option("--fleet", metavar="FILE", help="Show the power tree and cooling of this fleet file."),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="NAME|FILE", help="Cluster with prices, for cost; as for `phalanx plan`."),
@@ -36,7 +40,7 @@ def serve(
         bool,
         typer.Option(
             "--allow-actions",
-            help="Let a browser with the token cancel jobs and drain nodes, and make nodes with evidence suspect.",
+            help="Let a browser with the token cancel jobs, drain nodes, simulate; make nodes with evidence suspect.",
         ),
     ] = False,
 ) -> None:
@@ -63,5 +67,6 @@ def serve(
         cluster,
         agent_port,
         os.environ.get("PHALANX_SERVE_TOKEN") or None,
+        fleet,
     )
     run_server(options, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli import thermal_requests
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode, UsageError
 
@@ -116,6 +117,13 @@ def advise(
     load: Annotated[
         float, typer.Option("--load", min=0.05, max=1.0, metavar="SHARE", help="IT power over the plant's design.")
     ] = 0.8,
+    closed_loop: Annotated[
+        bool,
+        typer.Option(
+            "--closed-loop",
+            help="Send it hour by hour, by the hour before, as requests that a simulated controller verifies.",
+        ),
+    ] = False,
     column: ColumnOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -123,16 +131,29 @@ def advise(
 
     Compared with a fixed set point and a flow that follows the load. Nothing is sent anywhere.
     """
-    from phalanx.app.thermal import advise_cooling
-    from phalanx.cli.plant_output import advice_to_json, format_advice
+    from phalanx.app.thermal import advise_cooling, simulate_requests
+    from phalanx.cli.plant_output import advice_to_json, describe_loop, format_advice, loop_to_json
 
-    plant, hours, advice = advise_cooling(fleet, weather, _parse_columns(column), site, load)
+    columns = _parse_columns(column)
+    loop = None
+    if closed_loop:
+        plant, hours, loop = simulate_requests(fleet, weather, columns, site, load)
+        advice = loop.advice
+    else:
+        plant, hours, advice = advise_cooling(fleet, weather, columns, site, load)
     if as_json:
-        print(json.dumps(advice_to_json(plant, hours, advice), indent=2))
+        more = {} if loop is None else {"closed_loop": loop_to_json(loop)}
+        print(json.dumps({**advice_to_json(plant, hours, advice), **more}, indent=2))
         return
     if hours.missing:
         print_warning(f"{weather}: {hours.missing} hours without values are left out")
     print("\n".join(format_advice(plant, hours, advice)))
+    if loop is not None:
+        print(f"\n{describe_loop(loop)}")
+
+
+app.command()(thermal_requests.request)
+app.command()(thermal_requests.withdraw)
 
 
 def _parse_columns(column: list[str] | None) -> dict[str, str]:

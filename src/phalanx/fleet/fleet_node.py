@@ -63,7 +63,13 @@ def merge_readings(readings: Iterable[LatestReading | None], now: float) -> Late
         if other.parts == "node" and newest.parts != "node":
             newest = replace(newest, draw_w=other.draw_w, parts="node", is_estimate=False)
         if newest.cap_w is None and newest.margin_k is None:
-            newest = replace(newest, cap_w=other.cap_w, margin_k=other.margin_k, slow_because=other.slow_because)
+            newest = replace(
+                newest,
+                cap_w=other.cap_w,
+                num_devices=other.num_devices,
+                margin_k=other.margin_k,
+                slow_because=other.slow_because,
+            )
     return newest
 
 

@@ -29,6 +29,8 @@ class LatestReading:
     """Sum of the caps that the accelerators enforce."""
     margin_k: float | None = None
     """Kelvins that the hottest accelerator has up to the temperature from which it slows down."""
+    num_devices: int | None = None
+    """Accelerators of which `cap_w` is the sum."""
     slow_because: str | None = None
     """Why accelerators are slower than they could be."""
 
@@ -50,6 +52,7 @@ def reading_from_sample(sample: NodeSample, period_s: float) -> LatestReading:
         parts,
         is_estimate=host.cpu_power_is_estimate and parts is not None and "CPU" in parts,
         cap_w=_sum_all(device.power_cap_w for device in devices),
+        num_devices=len(devices),
         margin_k=_least(device.thermal_margin_c for device in devices),
         slow_because=describe_slow_reasons(notable) if notable else None,
     )
@@ -68,6 +71,7 @@ def reading_from_minute(minute: NodeMinute) -> LatestReading:
         parts,
         is_estimate=minute.cpu_power_is_estimate and parts is not None and "CPU" in parts,
         cap_w=_sum_all(_mean(device, "power_cap_w") for device in devices),
+        num_devices=len(devices),
         margin_k=_least(None if each is None else each.min for each in margins),
     )
 

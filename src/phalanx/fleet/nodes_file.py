@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
+from phalanx.fleet.telemetry.modbus_map import ModbusEntry
 from phalanx.fleet.telemetry.rack_points import REPUBLISH_INTERVAL_S
 from phalanx.recipe.load import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
@@ -24,6 +25,18 @@ class RedfishEntry(StrictModel):
     credentials_file: Path | None = None
 
 
+class CduRedfishEntry(StrictModel):
+    """A CDU's management controller: RedfishCduOptions."""
+
+    url: str
+    cdu: str = ""
+    interval_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(20.0, gt=0)
+    verify_tls: bool = True
+    ca_file: Path | None = None
+    credentials_file: Path | None = None
+
+
 class MqttEntry(StrictModel):
     """The building's bus: MqttOptions."""
 
@@ -32,6 +45,49 @@ class MqttEntry(StrictModel):
     verify_tls: bool = True
     ca_file: Path | None = None
     credentials_file: Path | None = None
+    integration: str | None = None
+    """Name that the building has given Phalanx on the bus. Without it nothing is ever published."""
+
+
+class SetPointLimits(StrictModel):
+    """What may be requested of a CDU. The building's own limits come after these."""
+
+    min_c: float = Field(ge=5, le=60)
+    max_c: float = Field(ge=5, le=60)
+    max_step_k: float = Field(2.0, gt=0, le=10)
+    """Change of the set point within `step_interval_s`."""
+    step_interval_s: float = Field(3600.0, gt=0)
+
+    @model_validator(mode="after")
+    def check_order(self) -> "SetPointLimits":
+        """Refuse limits that nothing is within."""
+        if self.min_c >= self.max_c:
+            raise ValueError(f"min_c {self.min_c:g} is not below max_c {self.max_c:g}")
+        return self
+
+
+class CduEntry(StrictModel):
+    """A coolant distribution unit. Without `redfish` and `modbus` it is read from the bus, by its object id."""
+
+    id: str
+    """The building's object id; any name where there is no bus."""
+    racks: tuple[str, ...] = ()
+    """Location ids of the racks that it supplies."""
+    redfish: CduRedfishEntry | None = None
+    modbus: ModbusEntry | None = None
+    set_point: SetPointLimits | None = None
+    """Within what `phalanx thermal request` may ask for a supply temperature. Without it, it refuses."""
+
+    @model_validator(mode="after")
+    def check_sources(self) -> "CduEntry":
+        """Refuse two sources, and limits of what cannot be requested."""
+        if self.redfish is not None and self.modbus is not None:
+            raise ValueError("found redfish and modbus, expected one of them")
+        if self.set_point is not None and self.redfish is not None:
+            raise ValueError("set_point: a set point over Redfish has no heartbeat, so it is not requested; remove it")
+        if self.set_point is not None and self.modbus is not None and self.modbus.request is None:
+            raise ValueError("set_point: modbus has no `request` registers, so nothing can be written")
+        return self
 
 
 class NodesFileEntry(StrictModel):
@@ -39,6 +95,8 @@ class NodesFileEntry(StrictModel):
 
     name: str
     """Name of the node, as the backend has it."""
+    rack: str | None = None
+    """Location id of its rack, as the building has it: a leak or a lost flow there is this node's."""
     prometheus: str | None = None
     """URL of a metrics endpoint with the accelerators of this node, such as http://n1:9400/metrics of dcgm-exporter."""
     redfish: RedfishEntry | None = None
@@ -52,6 +110,8 @@ class NodesFile(StrictModel):
     """Nodes, in the order in which they are shown."""
     mqtt: MqttEntry | None = None
     """The bus with the racks."""
+    cdus: tuple[CduEntry, ...] = ()
+    """Coolant distribution units."""
 
 
 def load_nodes_file(path: Path) -> NodesFile:
@@ -66,11 +126,24 @@ def load_nodes_file(path: Path) -> NodesFile:
         found = NodesFile.model_validate(value)
     except ValidationError as error:
         raise describe_validation_error(error, value, locations, NodesFile) from None
-    names = [node.name for node in found.nodes]
+    ids = {"nodes": ("name", [each.name for each in found.nodes]), "cdus": ("id", [each.id for each in found.cdus])}
     if problems := [
-        f"{location_of_key(locations, ('nodes', index, 'name'))}: nodes.{index}.name: {name} appears twice"
+        f"{location_of_key(locations, (key, index, column))}: {key}.{index}.{column}: {name} appears twice"
+        for key, (column, names) in ids.items()
         for index, name in enumerate(names)
         if name in names[:index]
     ]:
         raise join_problems(problems)
+    if (
+        bus_cdu := next((each.id for each in found.cdus if not (each.redfish or each.modbus)), None)
+    ) and not found.mqtt:
+        raise RecipeError(
+            f"{location_of_key(locations, ('cdus',))}: cdus: {bus_cdu} has neither modbus nor redfish, and there is no "
+            "mqtt to read it from"
+        )
     return found
+
+
+def find_racks_of_nodes(file: NodesFile) -> dict[str, str]:
+    """Return the rack of each node that has one."""
+    return {node.name: node.rack for node in file.nodes if node.rack is not None}

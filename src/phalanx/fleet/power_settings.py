@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
+from phalanx.fleet.node_control_settings import CapDeviceSettings, HelperReach
 from phalanx.fleet.target_settings import FlexSettings, OpenAdrSettings
 
 MAX_LEASE_S = 60.0
@@ -28,6 +29,11 @@ class PowerSettings(StrictModel):
     """Load targets over MQTT, in the form of NVIDIA's DSX Flex."""
     openadr: OpenAdrSettings | None = None
     """Load targets of a utility, by OpenADR 3."""
+
+    devices: CapDeviceSettings = CapDeviceSettings()
+    """What of each node is capped."""
+    helper: HelperReach = HelperReach()
+    """How nodes are reached."""
 
     @property
     def period_s(self) -> float:

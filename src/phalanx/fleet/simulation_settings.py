@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from phalanx.cluster.spec import Measure, StrictModel
+from phalanx.fleet.site_settings import SiteConditions
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
 PolicyName = Literal["fifo", "srtf", "srsf", "tiresias", "themis"]
@@ -45,6 +46,11 @@ class JobClassEntry(StrictModel):
     """Mean over jobs of the power above idle while they train, as a share of the highest."""
     activity_spread: Measure = 0.0
     """1 / (a + b) of the Beta distribution of the activity over jobs; 0: all are equal."""
+    speed_by_cap: dict[Annotated[float, Field(gt=0.1, le=1)], Annotated[float, Field(gt=0, le=1.5)]] = Field(
+        default_factory=dict
+    )
+    """Speed under power caps over the speed without, such as {0.6: 0.86, 0.8: 0.97, 1: 1} of `phalanx power sweep`,
+    with straight lines between; by default (P - P idle)^(1/2.5)."""
     checkpoint: CheckpointEntry = CheckpointEntry()
 
 
@@ -73,23 +79,6 @@ class BatchEntry(StrictModel):
     """Their names, such as r[01-04]."""
     age_years: Measure = 0.0
     """Age at the start."""
-
-
-class SiteConditions(StrictModel):
-    """The building around the machines, by constants of a year."""
-
-    pue: Annotated[float, Field(ge=1, le=10), NUMBER_NOT_BOOL] = 1.2
-    """Power usage effectiveness, fixed: energy of the site over that of the IT equipment, metered where it is fed."""
-    water_l_per_kwh: Measure = 1.8
-    """Water usage effectiveness, fixed: liters of water of the site per kWh of the IT equipment. 1.8 is the mean of a
-    survey of the United States (The Green Grid)."""
-    price_per_kwh: Measure = 0.08
-    currency: str = "USD"
-    carbon_g_per_kwh: Measure = 400.0
-    conversion_efficiency: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 1.0
-    """Power of the nodes over power of their supply."""
-    rack_overhead_w: Measure = 0.0
-    """Constant power of switches and pumps of a rack."""
 
 
 class SimulationSettings(StrictModel):

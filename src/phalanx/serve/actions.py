@@ -82,7 +82,7 @@ class Actions:
         """Do what a form asks for, if its browser may."""
         if (refusal := describe_refusal(self.access, request)) is not None:
             return PlainTextResponse(refusal, 403)
-        if (form := await _read_form(request)) is None:
+        if (form := await read_form(request)) is None:
             return PlainTextResponse("The request is too long.", 413)
         try:
             return PlainTextResponse(await run_in_threadpool(act, form))
@@ -90,7 +90,7 @@ class Actions:
             return PlainTextResponse(str(error), 409)
 
 
-async def _read_form(request: Request) -> Form | None:
+async def read_form(request: Request) -> Form | None:
     """The values of a form; None where it is longer than any of this server's."""
     body = b""
     async for chunk in request.stream():

@@ -30,6 +30,7 @@ from phalanx.serve.access import Access, AccessMiddleware, describe_refusal
 from phalanx.serve.actions import Actions
 from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.cluster_page import find_period, render_cluster, render_cluster_page
+from phalanx.serve.fleet_routes import FleetReadings, FleetRoutes, ServedFleet
 from phalanx.serve.job_pages import JobReader, render_jobs, render_jobs_page
 from phalanx.serve.live_run import LiveRuns
 from phalanx.serve.log_pages import render_logs
@@ -82,6 +83,7 @@ class Server:
     streams: AgentStreams = field(default_factory=lambda: AgentStreams(dict))
     read_history: Callable[[str], Sequence[NodeChange]] = lambda name: ()
     node_actions: NodeActions = field(default_factory=NodeActions)
+    fleet: ServedFleet | None = None
     wall_clock: Callable[[], float] = time.time
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -105,6 +107,7 @@ class Server:
             Route("/compare", self.show_comparison),
             Route("/jobs", self.show_jobs),
             *Actions(self.access, self.jobs, self.node_actions, self._find_run, self.wall_clock).make_routes(),
+            *self._make_fleet_routes().make_routes(),
             Route("/stream/jobs", self.stream_jobs),
             Route("/nodes", self.show_nodes),
             Route("/stream/nodes", self.stream_nodes),
@@ -287,6 +290,13 @@ class Server:
     async def send_script(self, request: Request) -> Response:
         """The scripts."""
         return self._static(self._script, "text/javascript")
+
+    def _make_fleet_routes(self) -> FleetRoutes:
+        def read() -> FleetReadings:
+            found, samples = self.nodes.nodes, self.streams.read_samples()
+            return FleetReadings(add_samples(found.nodes, samples), samples, found.racks)
+
+        return FleetRoutes(self.fleet, self.access, read, self._page, self._stream_messages, self.wall_clock)
 
     def _may_act(self, request: Request) -> bool:
         return describe_refusal(self.access, request) is None

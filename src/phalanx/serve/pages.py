@@ -14,7 +14,15 @@ from phalanx.serve.tables import render_time
 
 SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 120, 26
 ROWS_PER_PAGE = 100
-PAGE_TABS = (("Runs", "/"), ("Jobs", "/jobs"), ("Nodes", "/nodes"), ("Cluster", "/cluster"))
+PAGE_TABS = (
+    ("Runs", "/"),
+    ("Jobs", "/jobs"),
+    ("Nodes", "/nodes"),
+    ("Power", "/power"),
+    ("Cooling", "/cooling"),
+    ("What-if", "/what-if"),
+    ("Cluster", "/cluster"),
+)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from phalanx.run.cache import cache_root
 from phalanx.serve.access import make_access
 from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.app import Server
+from phalanx.serve.fleet_routes import load_served_fleet
 from phalanx.serve.job_pages import JobReader
 from phalanx.serve.metrics import build_metrics
 from phalanx.serve.node_actions import NodeActions
@@ -55,6 +56,8 @@ class ServeOptions:
     agent_port: int = 0
     """PHALANX_METRICS_PORT of the agents; 0: none are asked."""
     token: str | None = None
+    fleet: Path | None = None
+    """Fleet file with budgets, plant and simulation."""
 
 
 def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
@@ -65,6 +68,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")
     if options.nodes_file is not None:
         load_nodes_file(options.nodes_file)  # what is wrong with it is said before anything is served
+    fleet = None if options.fleet is None else load_served_fleet(options.fleet)
     prices = Prices() if options.cluster is None else load_cluster(options.cluster).prices
     open_backend(options.backend)  # a name that is none, or a package that is missing
     access = make_access(options.host, options.allow_actions, options.token)
@@ -83,6 +87,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             streams,
             _read_history,
             NodeActions(options.backend),
+            fleet,
         )
         export = open_otlp_export(os.environ, lambda: build_metrics(server.take_snapshot()))
         threads: list[RunIndex | JobReader | NodeReader | AccountReader | OtlpExport]

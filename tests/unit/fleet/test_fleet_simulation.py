@@ -55,7 +55,7 @@ def test_shares_add_up_and_failures_are_counted_by_cause(fleet):
 def test_a_variant_sees_the_same_jobs_and_other_settings(fleet):
     base, variant = simulate_variants(fleet, ["site.pue=2.4 site.carbon_g_per_kwh=1"], None, 1)
     assert variant.results[0].num_jobs == base.results[0].num_jobs
-    assert variant.results[0].site_energy_kwh == pytest.approx(2 * base.results[0].site_energy_kwh)
+    assert variant.results[0].site.site_energy_kwh == pytest.approx(2 * base.results[0].site.site_energy_kwh)
 
 
 def test_added_racks_exceed_a_budget(fleet):

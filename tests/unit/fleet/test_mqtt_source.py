@@ -9,7 +9,12 @@ from fake_bms import FakeBms, FakePoint, make_metadata, make_value
 from phalanx.errors import UsageError
 from phalanx.fleet.telemetry import rack_points
 from phalanx.fleet.telemetry.mqtt import MqttOptions, MqttSource, open_mqtt
-from phalanx.fleet.telemetry.rack_points import METADATA_PREFIX, VALUE_PREFIX
+from phalanx.fleet.telemetry.rack_points import (
+    CDU_METADATA_PREFIX,
+    CDU_VALUE_PREFIX,
+    METADATA_PREFIX,
+    VALUE_PREFIX,
+)
 from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.fleet.telemetry.source import SourceUnavailableError
 
@@ -290,3 +295,39 @@ def test_wrong_addresses_and_credentials_are_refused(
     with pytest.raises(UsageError, match=text) as caught:
         open_mqtt(MqttOptions(**options), environment)
     assert "secret" not in str(caught.value)
+
+
+CDU_PLACES = {"objectType": "CDU", "objectId": "cdu-1", "objectName": "CDU 1"}
+
+
+def test_the_secondary_side_of_a_cdu_is_read_and_its_other_points_are_not() -> None:
+    bms = FakeBms([])
+    source = open_fake(bms)
+    points = [
+        ("LiquidTemperature/a", ["Secondary", "Supply"], "C", False, 32.5),
+        ("LiquidTemperature/b", ["Secondary", "Supply"], "C", True, 32.0),
+        ("LiquidTemperature/c", ["secondary", "return"], "C", False, 42.0),
+        ("LiquidTemperature/d", ["Primary", "Inlet"], "C", False, 20.0),
+        ("LiquidFlow/e", ["Secondary"], "LPM", False, 180.0),
+        ("LiquidDifferentialPressure/f", ["Secondary"], "kPa", False, 95.0),
+        ("LeakDetect/g", None, None, False, 1.0),
+    ]
+    for key, area, unit, is_set_point, value in points:
+        metadata = {**CDU_PLACES, "processArea": area, "engUnit": unit, "isSetpoint": is_set_point}
+        bms.publish(CDU_METADATA_PREFIX + key, {name: each for name, each in metadata.items() if each is not None})
+        bms.publish(CDU_VALUE_PREFIX + key, make_value(value, bms.now))
+    assert source.read().racks == (
+        RackSample(
+            id="cdu-1",
+            name="CDU 1",
+            equipment="CDU",
+            supply_temperature_c=32.5,
+            set_point_c=32.0,
+            return_temperature_c=42.0,
+            flow_l_per_min=180.0,
+            differential_pressure_pa=95_000.0,
+            has_leak=True,
+            age_s=0.0,
+        ),
+    )
+    assert source.problems == []

@@ -128,7 +128,7 @@ def test_a_source_without_any_value_gives_no_reading(found: NodeServices, servic
 
 def test_the_entries_of_the_file_have_the_options_of_the_sources() -> None:
     for entry, options in ((RedfishEntry, RedfishOptions), (MqttEntry, MqttOptions)):
-        made = options(**entry(url="https://x").model_dump())  # type: ignore[arg-type]
+        made = options(**entry(url="https://x").model_dump())
         assert made == options(url="https://x")
         assert set(entry.model_fields) == {each.name for each in fields(options)}
 

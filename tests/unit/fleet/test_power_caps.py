@@ -55,9 +55,15 @@ def test_a_silent_device_claims_its_maximum() -> None:
 
 def test_a_curve_of_noisy_points_never_falls() -> None:
     curve = SpeedCurve.fit([SweepPoint(c, r, c) for c, r in ((100, 4.0), (150, 8.0), (200, 7.0), (250, 10.0))])
-    assert curve.speeds == (0.4, 0.75, 0.75, 1.0)
+    assert [curve.speed_at(cap) for cap in (100, 150, 200, 250)] == pytest.approx([0.4, 0.75, 0.75, 1.0])
+    assert list(curve.speeds) == sorted(curve.speeds)
     assert curve.cap_at(0.4) == 100.0
     assert curve.speed_at(curve.cap_at(0.9)) == pytest.approx(0.9)
+
+
+def test_between_measured_caps_speed_bends() -> None:
+    curve = SpeedCurve.fit([SweepPoint(c, r, c) for c, r in ((100, 4.0), (200, 8.0), (300, 10.0))])
+    assert 0.62 < curve.speed_at(150) < 0.66  # a straight line has 0.6
 
 
 def test_a_sweep_of_one_cap_is_refused() -> None:

@@ -18,7 +18,6 @@ from phalanx.fleet.power_tree import NO_PARENT, PowerTree
 
 SPEED_STEPS = 64
 """Steps between the lowest and the highest speed of a job."""
-SHARE_BISECTIONS = 30
 Watts = npt.NDArray[np.float64]
 
 
@@ -193,7 +192,10 @@ def _fill_equally(problem: _Problem) -> tuple[list[float], float]:
     shares, is_open = np.zeros(num), np.ones(num, dtype=bool)
     first: float | None = None
 
-    headroom_w = problem.budgets_w - problem.fixed_w + TOLERANCE_W
+    headroom_w = problem.budgets_w - problem.fixed_w
+    with np.errstate(divide="ignore", invalid="ignore"):
+        starts = [np.nan_to_num(low / high) for low, high in zip(lowest, highest, strict=True)]
+    kinks = np.unique(np.clip(np.concatenate([[0.0, 1.0], *starts]), 0.0, 1.0))
 
     def use_at(share: float) -> Watts:
         each = np.where(is_open, share, shares)
@@ -202,11 +204,8 @@ def _fill_equally(problem: _Problem) -> tuple[list[float], float]:
             used = used + np.minimum(np.maximum(each * high, low), high) @ slope
         return used
 
-    def fits(share: float) -> bool:
-        return bool((use_at(share) <= headroom_w).all())
-
     while is_open.any():
-        share = _bisect(fits)
+        share = _find_share(use_at, kinks, headroom_w)
         first = share if first is None else first
         shares[is_open] = share
         if share >= 1.0:
@@ -221,15 +220,22 @@ def _touches(group: _Group, levels: npt.NDArray[np.bool_]) -> bool:
     return any(bool(np.any(watts[levels] > 0)) for watts in group.watts_per_cap.values())
 
 
-def _bisect(fits: Callable[[float], bool]) -> float:
-    """Return the largest share from 0 to 1 that fits; 0 where none does."""
-    if fits(1.0):
+def _find_share(use_at: Callable[[float], Watts], kinks: Watts, headroom_w: Watts) -> float:
+    """Return the largest share from 0 to 1 at which every level has headroom; 0 where none has. What is used is a
+    straight line between `kinks`, ascending from 0 to 1."""
+    limit_w = headroom_w + TOLERANCE_W
+    low, high = 0, len(kinks) - 1
+    if (use_at(1.0) <= limit_w).all():
         return 1.0
-    low, high = 0.0, 1.0
-    for _ in range(SHARE_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    if not (use_at(0.0) <= limit_w).all():
+        return 0.0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if (use_at(float(kinks[middle])) <= limit_w).all() else (low, middle)
+    below_w, above_w = use_at(float(kinks[low])), use_at(float(kinks[high]))
+    rises = above_w > limit_w
+    parts = (headroom_w[rises] - below_w[rises]) / (above_w[rises] - below_w[rises])
+    return float(kinks[low] + max(0.0, float(parts.min())) * (kinks[high] - kinks[low]))
 
 
 def _exchange(problem: _Problem, equal: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -248,13 +254,13 @@ def _exchange(problem: _Problem, equal: list[dict[str, float]]) -> list[dict[str
     priorities = sorted({_job(problem, index).priority for index in swept}, reverse=True)
     ladders = {index: _list_rungs(problem.groups[index], _job(problem, index)) for index in swept}
     position = dict.fromkeys(swept, 0)
-    used = base + sum((problem.groups[i].watts(ladders[i][0][1]) for i in swept), np.zeros(len(base)))
+    used = base + sum((ladders[i][0].watts for i in swept), np.zeros(len(base)))
     if np.any(used > problem.budgets_w + TOLERANCE_W):
         return equal
     for priority in priorities:
         members = [index for index in swept if _job(problem, index).priority == priority]
         used = _climb(problem, members, ladders, position, used)
-    chosen = [ladders[i][position[i]][1] if i in position else caps for i, caps in enumerate(equal)]
+    chosen = [ladders[i][position[i]].caps_w if i in position else caps for i, caps in enumerate(equal)]
     if len(priorities) > 1 or _mean_speed(problem, swept, chosen) > _mean_speed(problem, swept, equal):
         return chosen
     return equal
@@ -266,64 +272,75 @@ def _job(problem: _Problem, index: int) -> PoweredJob:
     return job
 
 
-def _list_rungs(group: _Group, job: PoweredJob) -> list[tuple[float, dict[str, float]]]:
-    """Speeds of a job and its caps there, lowest first; only those from which no later one gains more per watt."""
+@dataclass(frozen=True)
+class _Rung:
+    """A speed of a job, its caps there, and its claim on each level."""
+
+    speed: float
+    caps_w: dict[str, float]
+    watts: Watts
+
+
+def _list_rungs(group: _Group, job: PoweredJob) -> list[_Rung]:
+    """Speeds of a job, lowest first; only those from which no later one gains more per watt."""
     start = {name: group.min_caps_w[name] for name in group.types}
     lowest = _speed_of(job, start)
-    found = []
-    for speed in sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *_measured_speeds(group, job)}):
-        caps = {
-            name: min(max(job.curves[name].cap_at(float(speed)), start[name]), group.max_caps_w[name])
-            for name in group.types
-        }
-        found.append((_speed_of(job, caps), caps, float(np.max(group.watts(caps)))))
-    hull: list[tuple[float, dict[str, float], float]] = []
-    for point in found:
-        if hull and point[0] <= hull[-1][0] + 1e-12:
+    wanted = np.array(sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *_measured_speeds(group, job)}))
+    caps = {
+        name: np.clip(job.curves[name].find_caps(wanted), start[name], group.max_caps_w[name]) for name in group.types
+    }
+    speeds = np.min([np.interp(caps[name], job.curves[name].caps_w, job.curves[name].speeds) for name in caps], axis=0)
+    watts = sum((np.outer(caps[name], group.watts_per_cap[name]) for name in caps), np.zeros(()))
+    most_w = watts.max(axis=1).tolist()
+    hull: list[int] = []
+    points = list(zip(speeds.tolist(), most_w, strict=True))
+    for index, point in enumerate(points):
+        if hull and point[0] <= points[hull[-1]][0] + 1e-12:
             continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) < _gain(hull[-1], point) * (1 - 1e-9):
+        while len(hull) > 1 and _gain(points[hull[-2]], points[hull[-1]]) < _gain(points[hull[-1]], point) * (1 - 1e-9):
             hull.pop()
-        hull.append(point)
-    return [(speed, caps) for speed, caps, _ in hull]
+        hull.append(index)
+    listed = {name: each.tolist() for name, each in caps.items()}
+    return [_Rung(points[i][0], {name: each[i] for name, each in listed.items()}, watts[i]) for i in hull]
 
 
 def _measured_speeds(group: _Group, job: PoweredJob) -> set[float]:
     return {speed for name in group.types for speed in job.curves[name].speeds}
 
 
-def _gain(first: tuple[float, dict[str, float], float], second: tuple[float, dict[str, float], float]) -> float:
-    more_w = second[2] - first[2]
+def _gain(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """Speed per watt from one point of speed and watts to the next."""
+    more_w = second[1] - first[1]
     return (second[0] - first[0]) / more_w if more_w > 0 else np.inf
 
 
 def _climb(
     problem: _Problem,
     members: Sequence[int],
-    ladders: Mapping[int, list[tuple[float, dict[str, float]]]],
+    ladders: Mapping[int, list[_Rung]],
     position: dict[int, int],
     used: Watts,
 ) -> Watts:
     """Move up the job with the greatest gain per watt, weighted by its devices, until none fits. Return the watts."""
 
-    def next_step(index: int) -> tuple[float, int, Watts] | None:
-        rungs, at, group = ladders[index], position[index], problem.groups[index]
-        if at + 1 == len(rungs):
-            return None
-        more = group.watts(rungs[at + 1][1]) - group.watts(rungs[at][1])
-        gain = (rungs[at + 1][0] - rungs[at][0]) * group.num_devices / max(float(np.max(more)), 1e-9)
-        return -gain, index, more
+    def push(index: int) -> None:
+        rungs, at = ladders[index], position[index]
+        if at + 1 < len(rungs):
+            more_w = max(float(np.max(rungs[at + 1].watts - rungs[at].watts)), 1e-9)
+            gain = (rungs[at + 1].speed - rungs[at].speed) * problem.groups[index].num_devices / more_w
+            heapq.heappush(heap, (-gain, index))
 
-    heap = [(step[0], step[1]) for index in members if (step := next_step(index))]
-    heapq.heapify(heap)
+    heap: list[tuple[float, int]] = []
+    for index in members:
+        push(index)
+    limit = problem.budgets_w + TOLERANCE_W
     while heap:
-        _, index = heapq.heappop(heap)
-        step = next_step(index)
-        if step is None or np.any(used + step[2] > problem.budgets_w + TOLERANCE_W):
-            continue
-        used = used + step[2]
-        position[index] += 1
-        if following := next_step(index):
-            heapq.heappush(heap, (following[0], index))
+        index = heapq.heappop(heap)[1]
+        rungs, at = ladders[index], position[index]
+        after = used + (rungs[at + 1].watts - rungs[at].watts)
+        if (after <= limit).all():
+            used, position[index] = after, at + 1
+            push(index)
     return used
 
 

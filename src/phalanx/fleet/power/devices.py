@@ -1,6 +1,6 @@
-"""What sets and reads the power cap of one device. Implementations: NVML, RAPL, and the fake fleet."""
+"""What sets and reads the power cap of one device. Implementations: NVML, amdsmi, RAPL, Redfish, clock
+locks, and the fake fleet."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,12 +34,8 @@ class CapDevice(Protocol):
     def read_draw_w(self) -> float | None:
         """Read its power; None where it has no sensor."""
 
+    def read_temperature_c(self) -> float | None:
+        """Read its temperature; None where it has no sensor."""
+
     def set_cap_w(self, cap_w: float) -> None:
         """Ask it to enforce a cap. Only reading back says whether it does."""
-
-
-class DeviceOpener(Protocol):
-    """Opens the devices of this node that can be capped."""
-
-    def __call__(self) -> Sequence[CapDevice]:
-        """Return the devices. Raises CapError where there are none."""

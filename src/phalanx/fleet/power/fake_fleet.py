@@ -8,9 +8,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from phalanx.fleet.power.cap_record import CapRecord
 from phalanx.fleet.power.devices import CapError, CapLimits
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
-from phalanx.fleet.power.node_keeper import CapRecord, NodeKeeper
+from phalanx.fleet.power.node_keeper import NodeKeeper
 from phalanx.fleet.power_tree import PoweredNode
 
 AVERAGING_POINTS = 5
@@ -77,6 +78,10 @@ class FakeCapDevice:
         times = [now - self.averaging_s * (point + 0.5) / num for point in range(num)]
         mean_w = sum(map(self.draw_at, times)) / num
         return max(0.0, mean_w + self.source.gauss(0.0, self.noise_w))
+
+    def read_temperature_c(self) -> float | None:
+        """Return None: what is simulated here has no heat."""
+        return None
 
     def set_cap_w(self, cap_w: float) -> None:
         """Enforce a cap from now on."""
@@ -207,6 +212,10 @@ class FakeLinks:
         self.advance()
         reports, self._reports = self._reports, []
         return reports
+
+    def count_reachable(self) -> int:
+        """Return the number of nodes."""
+        return len(self._nodes)
 
     def close(self) -> None:
         """Drop what is on the wire."""

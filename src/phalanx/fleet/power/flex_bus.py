@@ -60,7 +60,7 @@ class FlexBus(AiomqttSubscriber):
         self._is_decided.set()
         super().start(topic_filters, on_message)
 
-    def publish(self, message: OutgoingMessage) -> None:
+    def queue_message(self, message: OutgoingMessage) -> None:
         """Send a message as soon as there is a connection. Of too many the oldest are left out."""
         self._waiting.append(message)
 

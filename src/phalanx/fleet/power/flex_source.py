@@ -34,7 +34,7 @@ class TargetBus(Protocol):
     def start(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
         """Connect and subscribe."""
 
-    def publish(self, message: OutgoingMessage) -> None:
+    def queue_message(self, message: OutgoingMessage) -> None:
         """Send a message."""
 
     def stop(self) -> None:
@@ -78,9 +78,9 @@ class FlexSource:
             problems.append(f"{self._settings.url}: {state}")
         return problems
 
-    def publish(self, message: OutgoingMessage) -> None:
+    def queue_message(self, message: OutgoingMessage) -> None:
         """Send a report."""
-        self._bus.publish(message)
+        self._bus.queue_message(message)
 
     def close(self) -> None:
         """Leave the bus."""

@@ -10,6 +10,7 @@ from phalanx.errors import DataError, RecipeError
 from phalanx.fleet.fleet_file import expand_names
 from phalanx.fleet.power.allocation import PoweredJob
 from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint
+from phalanx.fleet.power.sweep_file import load_sweep
 from phalanx.fleet.power_tree import PowerTree
 from phalanx.fleet.power_units import Power
 from phalanx.recipe.load import read_user_text
@@ -35,6 +36,8 @@ class PoweredJobEntry(StrictModel):
     job: str | None = Field(None, pattern=r"[a-z]+:.+")
     """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""
     sweep: dict[str, list[SweepEntry]] = Field(default_factory=dict)
+    run: Path | None = None
+    """Directory of a run with a stored sweep, relative to this file's; instead of `sweep`."""
 
 
 class PowerJobsFile(StrictModel):
@@ -59,10 +62,7 @@ def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
         where = location_of_key(locations, ("jobs", name))
         try:
             names = expand_names(entry.nodes)
-            curves = {
-                each: SpeedCurve.fit([SweepPoint(point.cap, point.rate, point.draw) for point in points])
-                for each, points in entry.sweep.items()
-            }
+            curves = _fit_curves(entry, path.parent)
         except (ValueError, DataError) as error:
             raise RecipeError(f"{where}: jobs.{name}: {error}") from None
         for node in names:
@@ -74,3 +74,14 @@ def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
         devices = {indices[node]: tuple(range(tree.nodes[indices[node]].power.num_devices)) for node in names}
         jobs.append(PoweredJob(name, devices, curves, entry.priority, entry.job))
     return jobs
+
+
+def _fit_curves(entry: PoweredJobEntry, folder: Path) -> dict[str, SpeedCurve]:
+    if entry.run is not None:
+        if entry.sweep:
+            raise DataError("expected one of `sweep` and `run`")
+        return load_sweep(folder / entry.run).fit_curves()
+    return {
+        name: SpeedCurve.fit([SweepPoint(point.cap, point.rate, point.draw) for point in points])
+        for name, points in entry.sweep.items()
+    }

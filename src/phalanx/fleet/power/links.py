@@ -1,7 +1,7 @@
 """How a guard reaches nodes. Requests and reports may be late, lost, or arrive twice: nothing waits for one."""
 
 from collections.abc import Mapping
-from typing import IO, Protocol
+from typing import Protocol
 
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
 from phalanx.fleet.power.node_keeper import NodeKeeper
@@ -16,15 +16,18 @@ class NodeLinks(Protocol):
     def receive(self) -> list[NodeReport]:
         """Return the reports that have arrived since the last call."""
 
+    def count_reachable(self) -> int:
+        """Return how many nodes may answer what was sent to them."""
+
     def close(self) -> None:
         """End the connections; what nodes were lent ends by their leases."""
 
 
 class LocalLinks:
-    """Nodes of which the keepers are in this process. `lock`: what keeps other writers out until `close`."""
+    """Nodes of which the keepers are in this process."""
 
-    def __init__(self, keepers: Mapping[str, NodeKeeper], lock: IO[str] | None = None):
-        self._keepers, self._lock = keepers, lock
+    def __init__(self, keepers: Mapping[str, NodeKeeper]):
+        self._keepers = keepers
         self._reports: list[NodeReport] = []
 
     def send(self, node: str, request: NodeRequest) -> None:
@@ -39,9 +42,11 @@ class LocalLinks:
         reports, self._reports = self._reports, []
         return reports
 
+    def count_reachable(self) -> int:
+        """Return the number of keepers."""
+        return len(self._keepers)
+
     def close(self) -> None:
         """End all leases now: nothing else would, once this process is gone."""
         for keeper in self._keepers.values():
             keeper.end_lease()
-        if self._lock is not None:
-            self._lock.close()

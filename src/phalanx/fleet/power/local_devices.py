@@ -6,8 +6,10 @@ from typing import Any
 
 from phalanx.cluster.gpu_topology import import_nvml
 from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
+from phalanx.run.boot_clock import seconds_since_boot
 
 MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
+NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
 
 
 class NvmlCapDevice:
@@ -32,6 +34,22 @@ class NvmlCapDevice:
         """Read the power, a mean of about a second from Ampere on."""
         return float(self._call("nvmlDeviceGetPowerUsage")) / MILLIWATTS_PER_WATT
 
+    def read_temperature_c(self) -> float | None:
+        """Read the temperature of the core."""
+        return float(self._call("nvmlDeviceGetTemperature", NVML_TEMPERATURE_GPU))
+
+    def read_clock_mhz(self) -> float:
+        """Read the clock of the multiprocessors."""
+        return float(self._call("nvmlDeviceGetClockInfo", NVML_CLOCK_SM))
+
+    def lock_clock(self, clock_mhz: float) -> None:
+        """Let the clock go no higher. Only root may."""
+        self._call("nvmlDeviceSetGpuLockedClocks", 0, round(clock_mhz))
+
+    def reset_clock(self) -> None:
+        """End the lock of the clock. Only root may."""
+        self._call("nvmlDeviceResetGpuLockedClocks")
+
     def set_cap_w(self, cap_w: float) -> None:
         """Set the limit. Only root may."""
         self._call("nvmlDeviceSetPowerManagementLimit", round(cap_w * MILLIWATTS_PER_WATT))
@@ -49,6 +67,8 @@ class RaplCapDevice:
     def __init__(self, folder: Path):
         self._folder, self.id = folder, folder.name
         self._files = sorted(folder.glob("constraint_*_power_limit_uw"))
+        self._last_energy: tuple[float, float] | None = None
+        """Time and joules of the last reading."""
 
     def read_limits(self) -> CapLimits:
         """Read the most that the package takes; its lowest cap is a third of that, since RAPL names none."""
@@ -62,7 +82,20 @@ class RaplCapDevice:
         return max(self._read(file) for file in self._files)
 
     def read_draw_w(self) -> float | None:
-        """Return None: the energy counter is read by telemetry."""
+        """Return the mean power since the last call by the energy counter; None at first, and where it has wrapped or
+        cannot be read, as without root."""
+        now = seconds_since_boot()
+        try:
+            energy_j = self._read(self._folder / "energy_uj")
+        except CapError:
+            return None
+        last, self._last_energy = self._last_energy, (now, energy_j)
+        if last is None or now <= last[0] or energy_j < last[1]:
+            return None
+        return (energy_j - last[1]) / (now - last[0])
+
+    def read_temperature_c(self) -> float | None:
+        """Return None: RAPL has none."""
         return None
 
     def set_cap_w(self, cap_w: float) -> None:
@@ -80,7 +113,7 @@ class RaplCapDevice:
             raise CapError(f"RAPL: {file} cannot be read: {error}") from error
 
 
-def open_nvml_devices(library: Any = None) -> list[CapDevice]:
+def open_nvml_devices(library: Any = None) -> list[NvmlCapDevice]:
     """Return this machine's GPUs. Raises CapError where NVML or a GPU is missing."""
     nvml = library or import_nvml()
     if nvml is None:

@@ -24,11 +24,12 @@ class DeviceCap:
     min_w: float
     max_w: float
     draw_w: float | None = None
+    temperature_c: float | None = None
 
 
 @dataclass(frozen=True)
 class NodeRequest(TypedMessage):
-    """A question to a node, and with `caps_w` an order.
+    """A question to a node; with `caps_w` or `releases` an order.
 
     `seq` grows with each request of a writer. `epoch` and `writer`: by which authority. `takes_over`: become the
     writer, which needs an epoch above that of the last one. `session`: of the node, as its last report had
@@ -44,7 +45,14 @@ class NodeRequest(TypedMessage):
     fallback_w: tuple[float, ...] | None = None
     lease_s: float = 0.0
     releases: bool = False
-    """After this order the node is no longer held to its caps."""
+    """Without `caps_w`: give the devices their caps of before the first order, and end the control of this node."""
+    reverts: bool = False
+    """When the lease ends, the caps of before the first such order come back, instead of the fallback."""
+
+    @property
+    def is_order(self) -> bool:
+        """Whether it changes caps."""
+        return self.caps_w is not None or self.releases
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,22 @@
-"""How fast a job is at each power cap of its devices: a curve from a sweep, made monotone. Pure."""
+"""How fast a job is at each power cap of its devices: a curve from a sweep, made monotone. Pure.
 
+Between measured caps speed bends: a straight line is up to 3% too low at the lowest caps. So the curve has points in
+between, on the monotone cubic of Fritsch and Carlson (SIAM J. Numer. Anal. 17, 1980) with the slopes of Brodlie.
+"""
+
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from phalanx.errors import DataError
+
+Numbers = npt.NDArray[np.float64]
+POINTS_BETWEEN = 7
+"""Between two measured caps."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +30,8 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class SpeedCurve:
-    """Speed, as a share of that at the highest cap, and draw of a device at each cap that was measured, in ascending
-    order. Both never fall with the cap."""
+    """Speed, as a share of that at the highest cap, and draw of a device at caps in ascending order; linear in between.
+    Both never fall with the cap."""
 
     caps_w: tuple[float, ...]
     speeds: tuple[float, ...]
@@ -43,7 +53,12 @@ class SpeedCurve:
             raise DataError("a sweep has positive caps, rates and watts; a job that made no step has no speed")
         rates = raise_to_monotone([point.rate for point in ordered])
         draws = raise_to_monotone([point.draw_w for point in ordered])
-        return cls(tuple(caps), tuple(rate / rates[-1] for rate in rates), tuple(draws))
+        parts = np.arange(1, POINTS_BETWEEN + 1) / (POINTS_BETWEEN + 1)
+        between = [low + part * (high - low) for low, high in itertools.pairwise(caps) for part in parts]
+        fine = np.array(sorted({*caps, *between}))
+        speeds = interpolate_monotone(fine, np.array(caps), np.array(rates) / rates[-1])
+        fine_draws = interpolate_monotone(fine, np.array(caps), np.array(draws))
+        return cls(tuple(fine.tolist()), tuple(speeds.tolist()), tuple(fine_draws.tolist()))
 
     def speed_at(self, cap_w: float) -> float:
         """Return the share of the full speed at a cap; below the lowest measured cap, that of the lowest."""
@@ -55,14 +70,16 @@ class SpeedCurve:
 
     def cap_at(self, speed: float) -> float:
         """Return the lowest cap at which the job has a speed; the highest measured one where none has."""
-        index = int(np.searchsorted(self.speeds, speed - 1e-12))
-        if index == 0:
-            return self.caps_w[0]
-        if index == len(self.speeds):
-            return self.caps_w[-1]
-        low, high = self.speeds[index - 1], self.speeds[index]
-        share = (speed - low) / (high - low)
-        return self.caps_w[index - 1] + share * (self.caps_w[index] - self.caps_w[index - 1])
+        return float(self.find_caps(np.array([speed]))[0])
+
+    def find_caps(self, speeds: Numbers) -> Numbers:
+        """Return `cap_at` of each of `speeds` [n]."""
+        known, caps = np.array(self.speeds), np.array(self.caps_w)
+        above = np.searchsorted(known, speeds - 1e-12)
+        high = np.clip(above, 1, len(known) - 1)
+        rise = np.maximum(known[high] - known[high - 1], 1e-300)
+        found: Numbers = caps[high - 1] + (speeds - known[high - 1]) / rise * (caps[high] - caps[high - 1])
+        return np.where(above == 0, caps[0], np.where(above == len(known), caps[-1], found))
 
     def lowest_obeyed_cap(self, margin: float) -> float:
         """Return the lowest measured cap from which the draw stays within cap and margin: a cap is not a bound on every
@@ -85,6 +102,39 @@ def raise_to_monotone(values: Sequence[float]) -> list[float]:
             mean, count = (mean * count + last_mean * last_count) / (count + last_count), count + last_count
         blocks.append((mean, count))
     return [mean for mean, count in blocks for _ in range(count)]
+
+
+def interpolate_monotone(at: Numbers, x: Numbers, y: Numbers) -> Numbers:
+    """Return a smooth function through the points x, y [n >= 2] at places within them: where the points never fall, it
+    never falls."""
+    steps, slopes = np.diff(x), np.diff(y) / np.diff(x)
+    tangents = np.zeros_like(y)
+    first, second = 2 * steps[1:] + steps[:-1], steps[1:] + 2 * steps[:-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = (first + second) / (first / slopes[:-1] + second / slopes[1:])
+    tangents[1:-1] = np.where(slopes[:-1] * slopes[1:] > 0, mean, 0.0)
+    tangents[0] = _end_tangent(steps, slopes)
+    tangents[-1] = _end_tangent(steps[::-1], slopes[::-1])
+    index = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(steps) - 1)
+    width, part = steps[index], (at - x[index]) / steps[index]
+    rest = 1 - part
+    found: Numbers = (
+        (1 + 2 * part) * rest**2 * y[index]
+        + part * rest**2 * width * tangents[index]
+        + part**2 * (3 - 2 * part) * y[index + 1]
+        - part**2 * rest * width * tangents[index + 1]
+    )
+    return found
+
+
+def _end_tangent(steps: Numbers, slopes: Numbers) -> float:
+    """Of three points at an end, never against the slope there nor so steep that the function would turn."""
+    if len(slopes) == 1:
+        return float(slopes[0])
+    found = ((2 * steps[0] + steps[1]) * slopes[0] - steps[0] * slopes[1]) / (steps[0] + steps[1])
+    if found * slopes[0] <= 0:
+        return 0.0
+    return float(min(found, 3 * slopes[0])) if slopes[0] > 0 else float(max(found, 3 * slopes[0]))
 
 
 def choose_sweep_caps(min_w: float, max_w: float, num_caps: int = 5) -> list[float]:

@@ -20,13 +20,14 @@ from phalanx.fleet.simulate.power_model import (
     SAVE_ACTIVITY,
     add_histories,
     device_power,
+    find_cap_speed,
     measure_power,
-    slow_down,
     supply_power,
 )
+from phalanx.fleet.simulate.site_hours import FleetHours, GroupOutcome, SiteFigures, measure_site
+from phalanx.fleet.simulate.site_series import SiteHours
 from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry, SimulationSettings
 
-JOULES_PER_KWH = 3.6e6
 JobTrace = Sequence[tuple[float, int, float]]
 """Submission in seconds, devices, seconds of each job."""
 REPLAY_CLASS = "replay"
@@ -68,10 +69,10 @@ class SimulationResult:
     """Highest less lowest mean of an hour."""
     save_step_w: float = 0.0
     """Fall of power within about a second when the largest job begins a blocking save."""
-    site_energy_kwh: float = 0.0
-    water_l: float = 0.0
-    carbon_kg: float = 0.0
-    energy_cost: float = 0.0
+    cap_speed: float = math.nan
+    """Mean speed of jobs under the power cap over that without, weighted by their work."""
+    site: SiteFigures = field(default_factory=SiteFigures)
+    hours: FleetHours | None = field(default=None, compare=False, repr=False)
     intervals_s: dict[str, float] = field(default_factory=dict)
     """Productive seconds between saves of the largest job of each kind."""
 
@@ -104,10 +105,23 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
 
 
 def simulate_fleet(
-    groups: Sequence[NodeTypeGroup], settings: SimulationSettings, seed: int, trace: JobTrace | None = None
+    groups: Sequence[NodeTypeGroup],
+    settings: SimulationSettings,
+    seed: int,
+    trace: JobTrace | None = None,
+    site_hours: SiteHours | None = None,
 ) -> SimulationResult:
-    """Simulate a fleet with the random numbers of a seed. A trace replaces the jobs of the settings, and is simulated
-    until all its jobs are done. Raises UsageError for jobs that can never run or are too many."""
+    """Simulate a fleet with the random numbers of a seed.
+
+    Args:
+        groups: Its nodes.
+        settings: All else.
+        seed: Equal seeds give equal figures.
+        trace: Replaces the jobs of the settings, and is simulated until all its jobs are done.
+        site_hours: What the hourly files of `settings.site` hold.
+
+    Raises UsageError for jobs that can never run or are too many, DataError for hours that a file does not have.
+    """
     _check_size(groups, settings)
     outcomes: list[tuple[NodeTypeGroup, ClusterOutcome, dict[str, JobClassEntry]]] = []
     result = SimulationResult()
@@ -120,7 +134,7 @@ def simulate_fleet(
             rate = mean_node_rate(settings.failures, group.nodes, group.power.num_devices)
             result.intervals_s[name] = make_costs(entry.checkpoint, nodes, rate).interval_s
     _count_time(result, [outcome for _, outcome, _ in outcomes], list(settings.failures))
-    _count_energy(result, outcomes, settings)
+    _count_energy(result, outcomes, settings, site_hours or SiteHours())
     return result
 
 
@@ -180,8 +194,10 @@ def _simulate_group(
             f"a job of {largest} accelerators can never run: the nodes of kind {group.type_name} have "
             f"{pool.most_devices} without {pool.num_spares} spare nodes"
         )
+    curves = [entry.speed_by_cap for entry in classes.values()]
     for job in jobs:
-        job.work_s = job.remaining_s = job.work_s / slow_down(power, job.activity, settings.power_cap)
+        speed = find_cap_speed(power, job.activity, settings.power_cap, curves[job.kind])
+        job.work_s = job.remaining_s = job.work_s / speed
     failures = sample_failures(settings.failures, group.nodes, per_node, until_s, np.random.default_rng([*stream, 2]))
     policy = make_policy(settings.policy)
     return ClusterSimulation(pool, jobs, policy, failures, math.inf if trace is not None else until_s).run()
@@ -212,28 +228,28 @@ def _count_energy(
     result: SimulationResult,
     outcomes: Sequence[tuple[NodeTypeGroup, ClusterOutcome, dict[str, JobClassEntry]]],
     settings: SimulationSettings,
+    site_hours: SiteHours,
 ) -> None:
     site, cap = settings.site, settings.power_cap
     nodes = add_histories([measure_power(each, group.power, len(group.nodes), cap) for group, each, _ in outcomes])
     num_racks = sum(group.num_racks for group, _, _ in outcomes)
-
-    def at_feed(watts: float) -> float:
-        return supply_power(watts, num_racks, site.conversion_efficiency, site.rack_overhead_w)
-
-    seconds = max(outcome.end_s for _, outcome, _ in outcomes)
-    if seconds <= 0:
-        return
-    result.it_mean_w = at_feed(nodes.energy_j / seconds)
-    result.it_peak_w = at_feed(nodes.peak_w)
-    result.it_hourly_swing_w = float(np.ptp(nodes.hourly_w)) / site.conversion_efficiency
+    work_s = capped_s = 0.0
     for group, outcome, classes in outcomes:
         kinds = list(classes.values())
         for job in outcome.jobs:
+            speed = find_cap_speed(group.power, job.activity, cap, kinds[job.kind].speed_by_cap)
+            work_s, capped_s = work_s + job.work_s * speed * job.devices, capped_s + job.work_s * job.devices
             if job.first_start_s is not None and kinds[job.kind].checkpoint.mode == "sync":
                 above_w = device_power(group.power, job.activity, cap) - group.power.device_idle_w
                 result.save_step_w = max(result.save_step_w, (1 - SAVE_ACTIVITY) * above_w * job.devices)
-    it_kwh = result.it_mean_w * seconds / JOULES_PER_KWH
-    result.site_energy_kwh = it_kwh * site.pue
-    result.water_l = it_kwh * site.water_l_per_kwh
-    result.carbon_kg = result.site_energy_kwh * site.carbon_g_per_kwh / 1000.0
-    result.energy_cost = result.site_energy_kwh * site.price_per_kwh
+    result.cap_speed = work_s / capped_s if capped_s > 0 else math.nan
+    seconds = max(outcome.end_s for _, outcome, _ in outcomes)
+    if seconds <= 0:
+        return
+    groups = [GroupOutcome(group.power, len(group.nodes), outcome) for group, outcome, _ in outcomes]
+    racks_w = num_racks * site.rack_overhead_w
+    result.site, result.hours = measure_site(groups, site, site_hours, racks_w, cap, nodes.hourly_w, nodes.energy_j)
+    hours = result.hours
+    result.it_mean_w = float((hours.it_w * hours.duration_h).sum() / hours.duration_h.sum())
+    result.it_peak_w = supply_power(nodes.peak_w, num_racks, site.conversion_efficiency, site.rack_overhead_w)
+    result.it_hourly_swing_w = float(np.ptp(hours.it_w))

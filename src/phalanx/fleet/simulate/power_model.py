@@ -1,6 +1,6 @@
 """Power of simulated nodes: two states and an activity, and what they draw over time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,16 @@ def node_power(power: NodePower, activity: float) -> float:
     return power.num_devices * device_power(power, activity) + rest_w
 
 
+def find_cap_speed(
+    power: NodePower, activity: float, cap: float, speed_by_cap: Mapping[float, float] | None = None
+) -> float:
+    """Return the speed under a cap over the speed without one: by the curve of a sweep, or by `slow_down`."""
+    if not speed_by_cap:
+        return slow_down(power, activity, cap)
+    caps = sorted(speed_by_cap)
+    return float(np.interp(cap, caps, [speed_by_cap[each] for each in caps]) / speed_by_cap[caps[-1]])
+
+
 def slow_down(power: NodePower, activity: float, cap: float) -> float:
     """Return the speed under a cap over the speed without one."""
     wanted_w = activity * (power.device_max_w - power.device_idle_w)
@@ -71,7 +81,7 @@ def measure_power(outcome: ClusterOutcome, power: NodePower, num_nodes: int, cap
     down_w = -power.idle_w * np.diff(np.array([0, *(count for _, count in outcome.node_states)], dtype=float))
     times = np.concatenate([[0.0], start_s, end_s, down_s])
     steps = np.concatenate([[num_nodes * power.idle_w], above_w, -above_w, down_w])
-    return _integrate_steps(times, steps, outcome.end_s)
+    return integrate_steps(times, steps, outcome.end_s)
 
 
 def _mean_above_idle(power: NodePower, activity: float, cap: float, seconds: tuple[float, float, float]) -> float:
@@ -84,7 +94,8 @@ def _mean_above_idle(power: NodePower, activity: float, cap: float, seconds: tup
     return (training_s * (device_w + rest_w) + blocked_s * SAVE_ACTIVITY * device_w) / total_s
 
 
-def _integrate_steps(times: NDArray[np.float64], steps: NDArray[np.float64], until_s: float) -> PowerHistory:
+def integrate_steps(times: NDArray[np.float64], steps: NDArray[np.float64], until_s: float) -> PowerHistory:
+    """Compute the hourly means of a level that changes by `steps` at `times`; of power, or of a number of devices."""
     order = np.argsort(times, kind="stable")
     times, levels = times[order], np.cumsum(steps[order])
     edges_s = np.append(times, until_s)

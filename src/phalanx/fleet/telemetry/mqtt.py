@@ -1,4 +1,4 @@
-"""Read racks from a building management system that publishes on an MQTT bus. Nothing is published."""
+"""Read racks from a building management system that publishes on an MQTT bus. The source publishes nothing."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
 from phalanx.fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials, parse_service_url
 from phalanx.fleet.telemetry.rack_points import REPUBLISH_INTERVAL_S, TOPIC_FILTERS, RackPoints
 from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError
+
+if TYPE_CHECKING:
+    import aiomqtt
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ class MqttOptions:
     """Certificates that sign the broker's; without it, those of the system."""
     credentials_file: Path | None = None
     """In the form of .netrc; else PHALANX_MQTT_USER and PHALANX_MQTT_PASSWORD."""
+    integration: str | None = None
+    """Name that the building has given Phalanx. A source never publishes, with or without it."""
 
 
 class Subscriber(Protocol):
@@ -95,7 +100,12 @@ class MqttSource:
 
 
 def open_mqtt(options: MqttOptions, environment: Mapping[str, str] = os.environ) -> MqttSource:
-    """Open the bus that `options` names.
+    """Open the bus that `options` names, to read it. Errors as of `open_subscriber` and of its start."""
+    return MqttSource(options, open_subscriber(options, environment))
+
+
+def open_subscriber(options: MqttOptions, environment: Mapping[str, str] = os.environ) -> "AiomqttSubscriber":
+    """Return a member of the bus that `options` names; its `start` connects it.
 
     Raises:
         SourceUnavailableError: the broker does not answer, or refuses.
@@ -106,7 +116,7 @@ def open_mqtt(options: MqttOptions, environment: Mapping[str, str] = os.environ)
     credentials = find_credentials("MQTT", address.hostname or "", options.credentials_file, environment)
     if credentials is not None and address.scheme == "mqtt":
         raise UsageError(f"{options.url}: a password is not sent without TLS; use mqtts://")
-    return MqttSource(options, AiomqttSubscriber(options, credentials))
+    return AiomqttSubscriber(options, credentials)
 
 
 class AiomqttSubscriber:
@@ -123,6 +133,8 @@ class AiomqttSubscriber:
         self._is_decided = threading.Event()
         """Set when the first connection has been made, or has failed."""
         self._refusal = ""
+        self._client: aiomqtt.Client | None = None
+        """While it is connected."""
 
     def start(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
         """Connect and subscribe; wait until the broker has answered."""
@@ -149,6 +161,19 @@ class AiomqttSubscriber:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(STOP_TIMEOUT_S)
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Publish a message that the broker does not keep, and wait until it has it. Raises OSError if it has not."""
+        import aiomqtt
+
+        loop, client = self._loop, self._client
+        if loop is None or client is None:
+            raise OSError(f"{self._options.url}: is not connected")
+        sending = asyncio.run_coroutine_threadsafe(client.publish(topic, payload, qos=1, retain=False), loop)
+        try:
+            sending.result(CONNECT_TIMEOUT_S)
+        except (aiomqtt.MqttError, TimeoutError) as error:
+            raise OSError(f"{self._options.url}: {topic}: {_describe_error(error) or 'no answer'}") from None
 
     def _run(self, loop: asyncio.AbstractEventLoop, task: "asyncio.Task[None]") -> None:
         asyncio.set_event_loop(loop)
@@ -189,9 +214,13 @@ class AiomqttSubscriber:
                 granted = await client.subscribe(topic_filter, qos=1)
                 if any(isinstance(code, int) and code >= FIRST_REFUSAL_CODE for code in granted):
                     raise aiomqtt.MqttError(f"refuses the topics {topic_filter} to this user")
+            self._client = client
             self._is_decided.set()
-            async for message in client.messages:
-                on_message(str(message.topic), message.payload if isinstance(message.payload, bytes) else b"")
+            try:
+                async for message in client.messages:
+                    on_message(str(message.topic), message.payload if isinstance(message.payload, bytes) else b"")
+            finally:
+                self._client = None
 
     def _make_tls_context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=self._options.ca_file)

@@ -1,24 +1,30 @@
-"""Turn the messages of a building management system (BMS) into samples of racks.
+"""Turn the messages of a building management system (BMS) into samples of racks and CDUs.
 
-Topics and messages are those of NVIDIA's DSX Exchange: `BMS/v1/PUB/{Value|Metadata}/Rack/{point type}/{tag path}`.
-Metadata, which the broker retains, say which rack a point belongs to and its unit. A value comes on change and at least
-every 100 s, as {value: number or null, timestamp: ms since the epoch, quality: 1 good}. A heartbeat comes every 10 s.
+Topics and messages are those of NVIDIA's DSX Exchange:
+`BMS/v1/PUB/{Value|Metadata}/{Rack|CDU}/{point type}/{tag path}`. Metadata, which the broker retains, say which rack or
+CDU a point belongs to and its unit. A value comes on change and at least every 100 s, as {value: number or null,
+timestamp: ms since the epoch, quality: 1 good}. A heartbeat comes every 10 s.
 """
 
 import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from phalanx.fleet.telemetry.bms_points import CDU_TYPES, RACK_POINTS, RackPoint, find_cdu_point, find_rack_point
 from phalanx.fleet.telemetry.json_values import read_number
 from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.safe_files import parse_json
 from phalanx.std_streams import escape_control_chars
 
-METADATA_PREFIX = "BMS/v1/PUB/Metadata/Rack/"
-VALUE_PREFIX = "BMS/v1/PUB/Value/Rack/"
+METADATA_ROOT, VALUE_ROOT = "BMS/v1/PUB/Metadata/", "BMS/v1/PUB/Value/"
+METADATA_PREFIX, VALUE_PREFIX = f"{METADATA_ROOT}Rack/", f"{VALUE_ROOT}Rack/"
+CDU_METADATA_PREFIX, CDU_VALUE_PREFIX = f"{METADATA_ROOT}CDU/", f"{VALUE_ROOT}CDU/"
 HEARTBEAT_PREFIX = "BMS/v1/PUB/Value/System/HeartbeatTimestampBms/"
-TOPIC_FILTERS = tuple(f"{prefix}#" for prefix in (METADATA_PREFIX, HEARTBEAT_PREFIX, VALUE_PREFIX))
+TOPIC_FILTERS = tuple(
+    f"{prefix}#" for prefix in (METADATA_PREFIX, CDU_METADATA_PREFIX, HEARTBEAT_PREFIX, VALUE_PREFIX, CDU_VALUE_PREFIX)
+)
 REPUBLISH_INTERVAL_S = 100.0
 LATE_AFTER_INTERVALS = 3
 HEARTBEAT_LIMIT_S = LATE_AFTER_INTERVALS * 10.0
@@ -30,33 +36,10 @@ BINARY_STATES = {0.0: False, 1.0: True}
 
 
 @dataclass(frozen=True, slots=True)
-class RackPoint:
-    """A type of point: the field of a sample that it gives, its unit on the bus, the factor to ours, its range."""
-
-    column: str
-    unit: str | None
-    factor: float = 1.0
-    low: float = 0.0
-    high: float = math.inf
-    """A value outside of its range, in the bus's unit, is a code and no measurement."""
-
-
-RACK_POINTS = {
-    "RackLiquidSupplyTemperature": RackPoint("supply_temperature_c", "C", 1.0, -40.0, 150.0),
-    "RackLiquidReturnTemperature": RackPoint("return_temperature_c", "C", 1.0, -40.0, 150.0),
-    "RackLiquidFlow": RackPoint("flow_l_per_min", "LPM", 1.0, 0.0, 30_000.0),
-    "RackLiquidDifferentialPressure": RackPoint("differential_pressure_pa", "kPa", 1e3, -1000.0, 10_000.0),
-    "RackControlValvePosition": RackPoint("valve_position", "%", 0.01, 0.0, 100.0),
-    "RackPower": RackPoint("power_w", "kW", 1e3, 0.0, 10_000.0),
-    "RackLeakDetect": RackPoint("has_leak", None, high=1.0),
-    "RackLeakSensorFault": RackPoint("has_leak_sensor_fault", None, high=1.0),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class _PlacedPoint:
     rack_id: str
     rack_name: str
+    equipment: Literal["rack", "CDU"]
     kind: RackPoint
 
 
@@ -93,23 +76,24 @@ class RackPoints:
         with self._lock:
             if topic.startswith(HEARTBEAT_PREFIX):
                 self._receive_heartbeat(topic, payload, time_s)
-            elif topic.startswith(METADATA_PREFIX):
-                self._receive_metadata(topic.removeprefix(METADATA_PREFIX), payload)
-            elif topic.startswith(VALUE_PREFIX):
-                self._receive_value(topic.removeprefix(VALUE_PREFIX), payload, time_s)
+            elif topic.startswith((METADATA_PREFIX, CDU_METADATA_PREFIX)):
+                self._receive_metadata(topic.removeprefix(METADATA_ROOT), payload)
+            elif topic.startswith((VALUE_PREFIX, CDU_VALUE_PREFIX)):
+                self._receive_value(topic.removeprefix(VALUE_ROOT), payload, time_s)
 
     def read(self, wall_time: float, time_s: float) -> tuple[RackSample, ...]:
-        """A sample of each rack of which there are metadata. A value that is null, of bad quality, out of range, late,
-        or of a system without heartbeat is None."""
+        """A sample of each rack and CDU of which there are metadata. A value that is null, of bad quality, out of
+        range, late, or of a system without heartbeat is None."""
         with self._lock:
-            racks: dict[str, RackSample] = {}
-            columns: dict[str, set[str]] = {}
+            racks: dict[tuple[str, str], RackSample] = {}
+            columns: dict[tuple[str, str], set[str]] = {}
             for key, point in self._points.items():
-                rack = racks.setdefault(point.rack_id, RackSample(id=point.rack_id, name=point.rack_name))
-                is_first = point.kind.column not in columns.setdefault(point.rack_id, set())
-                columns[point.rack_id].add(point.kind.column)
+                id = point.equipment, point.rack_id
+                empty = RackSample(id=point.rack_id, name=point.rack_name, equipment=point.equipment)
+                is_first = point.kind.column not in columns.setdefault(id, set())
+                columns[id].add(point.kind.column)
                 value, age_s = self._find_value(key, point.kind, wall_time, time_s)
-                racks[point.rack_id] = _add_value(rack, point.kind, value, age_s, is_first)
+                racks[id] = _add_value(racks.get(id, empty), point.kind, value, age_s, is_first)
             return tuple(racks.values())
 
     def find_problems(self, time_s: float) -> list[str]:
@@ -124,7 +108,8 @@ class RackPoints:
                 found.append("the building management system sends no heartbeat any more: its values are missing")
             elif self._heartbeat_at is None and is_late:
                 found.append("no heartbeat (HeartbeatTimestampBms): that the system works is not known")
-            num_unplaced = len(self._values.keys() - self._points.keys())
+            # a CDU has values that are not read, of which metadata would say so
+            num_unplaced = len([key for key in self._values if key.startswith("Rack/") and key not in self._points])
             if num_unplaced:
                 found.append(f"{num_unplaced} points have values and no metadata, so their racks are not known")
             return found
@@ -150,26 +135,30 @@ class RackPoints:
             self._heartbeats[topic], self._heartbeat_at = value, time_s
 
     def _receive_metadata(self, key: str, payload: bytes) -> None:
-        kind = RACK_POINTS.get(key.partition("/")[0])
-        if kind is None:
-            return
+        """`key`: such as Rack/RackPower/site1/row3/power."""
         self._points.pop(key, None)
         self._refused.pop(key, None)
+        object_type, point_type = key.split("/")[:2]
         content, name = _parse_object(payload), escape_control_chars(key)
-        rack_id = content.get("rackLocationId")
+        is_rack = object_type == "Rack"
+        kind = find_rack_point(point_type) if is_rack else find_cdu_point(point_type, content)
+        id_key, name_key = ("rackLocationId", "rackLocationName") if is_rack else ("objectId", "objectName")
+        rack_id = content.get(id_key)
         if not payload:  # which removes a message that the broker kept
             self._values.pop(key, None)
-        elif len(self._points) + len(self._refused) >= MAX_POINTS:
+        elif kind is None or len(self._points) + len(self._refused) >= MAX_POINTS:
             return
         elif not isinstance(rack_id, str) or not rack_id:
-            self._refused[key] = f"{name}: its metadata have no rackLocationId"
+            self._refused[key] = f"{name}: its metadata have no {id_key}"
         elif content.get("engUnit") != kind.unit:
             self._refused[key] = f"{name}: expected the unit {kind.unit}, found {content.get('engUnit')}"
         else:
-            self._points[key] = _PlacedPoint(rack_id, str(content.get("rackLocationName", "")), kind)
+            place = str(content.get(name_key, ""))
+            self._points[key] = _PlacedPoint(rack_id, place, "rack" if is_rack else "CDU", kind)
 
     def _receive_value(self, key: str, payload: bytes, time_s: float) -> None:
-        if key.partition("/")[0] not in RACK_POINTS or not _has_space(self._values, key):
+        point_type = key.split("/")[1]
+        if point_type not in (*RACK_POINTS, *CDU_TYPES) or not _has_space(self._values, key):
             return
         value, measured_at = _parse_value(payload)
         last = self._values.get(key)

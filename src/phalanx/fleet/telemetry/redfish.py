@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from phalanx.errors import UsageError
 from phalanx.fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials, parse_service_url
 from phalanx.fleet.telemetry.polling import PollingThread
-from phalanx.fleet.telemetry.redfish_chassis import (
-    ChassisReader,
+from phalanx.fleet.telemetry.redfish_chassis import ChassisReader
+from phalanx.fleet.telemetry.redfish_values import (
     RedfishAccessError,
     RedfishClient,
     RedfishLayoutError,
@@ -25,13 +25,14 @@ from phalanx.fleet.telemetry.redfish_chassis import (
     Resource,
 )
 from phalanx.fleet.telemetry.sample import HostSample
-from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError
+from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError, Stoppable
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 LATE_AFTER_INTERVALS = 3
 """A value that is older is missing."""
+SampleT = TypeVar("SampleT", covariant=True)
 FIELD_LABELS = {
     "node_power_w": "node power",
     "inlet_temperature_c": "inlet temperature",
@@ -59,16 +60,17 @@ class RedfishOptions:
     """In the form of .netrc; else PHALANX_REDFISH_USER and PHALANX_REDFISH_PASSWORD."""
 
 
-class Stoppable(Protocol):
-    """What runs in the background."""
+class ResourceReader(Protocol[SampleT]):
+    """Reads what is wanted of one controller."""
 
-    def stop(self) -> None:
-        """End it."""
+    def read(self) -> SampleT:
+        """Read all values. A value that is refused, null, absent or a blank code is None."""
         ...
 
 
-class RedfishSource:
-    """The power, temperatures and fans of one node. `start_polling` calls a function at an interval in the background.
+class RedfishPoller(Generic[SampleT]):
+    """The newest values of a controller. `make_reader` finds where it has them; `start_polling` calls a function at an
+    interval in the background.
 
     Raises SourceUnavailableError where the controller does not answer at first; later its values are missing.
     """
@@ -77,34 +79,28 @@ class RedfishSource:
         self,
         options: RedfishOptions,
         client: RedfishClient,
+        make_reader: Callable[[RedfishClient], ResourceReader[SampleT]],
         clock: Callable[[], float] = time.monotonic,
         start_polling: Callable[[Callable[[], None], float], Stoppable] = PollingThread,
     ):
-        self.name = options.url
-        self.problems: list[str] = []
-        self._options, self._client, self._clock = options, client, clock
-        self._reader: ChassisReader | None = None
-        self._newest: tuple[float, HostSample] | None = None
+        self._options, self._client, self._make_reader, self._clock = options, client, make_reader, clock
+        self._reader: ResourceReader[SampleT] | None = None
+        self._newest: tuple[float, SampleT] | None = None
         self._is_refused = False
         try:
-            self._newest = self._read_chassis()
+            self._newest = self._read_resources()
         except (RedfishUnreachableError, RedfishStatusError, RedfishLayoutError) as error:
             client.close()
             raise SourceUnavailableError(f"{options.url}: {error}") from error
-        lacking = [label for column, label in FIELD_LABELS.items() if getattr(self._newest[1], column) is None]
-        if lacking:
-            self.problems.append(f"{options.url}: serves no {', no '.join(lacking)}")
         self._polling = start_polling(self._poll, options.interval_s)
 
-    def read(self) -> SourceReading:
-        """The newest values with their age. None of them where they are late."""
+    def read(self) -> tuple[SampleT | None, float]:
+        """Return the newest values and their age; None where they are late, or the controller does not answer."""
         newest = self._newest
         if newest is None:
-            return SourceReading(host=HostSample())
+            return None, 0.0
         age_s = self._clock() - newest[0]
-        if age_s > LATE_AFTER_INTERVALS * self._options.interval_s:
-            return SourceReading(host=HostSample(), host_age_s=age_s)
-        return SourceReading(host=newest[1], host_age_s=age_s)
+        return (None if age_s > LATE_AFTER_INTERVALS * self._options.interval_s else newest[1]), age_s
 
     def close(self) -> None:
         """Stop asking, and end the session at the controller."""
@@ -116,21 +112,51 @@ class RedfishSource:
         if self._is_refused:
             return
         try:
-            self._newest = self._read_chassis()
+            self._newest = self._read_resources()
         except RedfishAccessError as error:
-            logger.warning("telemetry: %s: %s; it is asked no more, since this may lock the user", self.name, error)
+            logger.warning(
+                "telemetry: %s: %s; it is asked no more, since this may lock the user", self._options.url, error
+            )
             self._newest, self._is_refused = None, True
         except (RedfishUnreachableError, RedfishStatusError, RedfishLayoutError) as error:
             if self._newest is not None:
-                logger.info("telemetry: %s: %s", self.name, error)
+                logger.info("telemetry: %s: %s", self._options.url, error)
             self._newest, self._reader = None, None  # after a restart its resources may be others
 
-    def _read_chassis(self) -> tuple[float, HostSample]:
+    def _read_resources(self) -> tuple[float, SampleT]:
         """A time before the values were measured, and the values."""
         if self._reader is None:
-            self._reader = ChassisReader(self._client, self._options.chassis)
+            self._reader = self._make_reader(self._client)
         begin = self._clock()
         return begin, self._reader.read()
+
+
+class RedfishSource:
+    """The power, temperatures and fans of one node. Arguments and errors as of RedfishPoller."""
+
+    def __init__(
+        self,
+        options: RedfishOptions,
+        client: RedfishClient,
+        clock: Callable[[], float] = time.monotonic,
+        start_polling: Callable[[Callable[[], None], float], Stoppable] = PollingThread,
+    ):
+        self.name = options.url
+        self._poller = RedfishPoller(
+            options, client, lambda found: ChassisReader(found, options.chassis), clock, start_polling
+        )
+        first, _ = self._poller.read()
+        lacking = [label for column, label in FIELD_LABELS.items() if getattr(first, column, None) is None]
+        self.problems = [f"{options.url}: serves no {', no '.join(lacking)}"] if lacking else []
+
+    def read(self) -> SourceReading:
+        """The newest values with their age. None of them where they are late."""
+        host, age_s = self._poller.read()
+        return SourceReading(host=host or HostSample(), host_age_s=age_s)
+
+    def close(self) -> None:
+        """Stop asking, and end the session at the controller."""
+        self._poller.close()
 
 
 def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.environ) -> RedfishSource:
@@ -140,12 +166,17 @@ def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.en
         SourceUnavailableError: it does not answer, or refuses.
         UsageError: its address or credentials are wrong.
     """
+    return RedfishSource(options, open_redfish_client(options, environment))
+
+
+def open_redfish_client(options: RedfishOptions, environment: Mapping[str, str] = os.environ) -> RedfishClient:
+    """Return a client of the controller that `options` names. UsageError where its address or credentials are wrong."""
     address = parse_service_url("REDFISH", options.url, ("https", "http"))
     check_ca_file("REDFISH", options.ca_file)
     credentials = find_credentials("REDFISH", address.hostname or "", options.credentials_file, environment)
     if credentials is not None and address.scheme == "http":
         raise UsageError(f"{options.url}: a password is not sent without TLS; use https://")
-    return RedfishSource(options, SushyClient(options, credentials))
+    return SushyClient(options, credentials)
 
 
 class SushyClient:

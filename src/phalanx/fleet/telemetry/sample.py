@@ -4,6 +4,7 @@ late, or of a counter that no longer changes. A missing value is never replaced 
 
 from dataclasses import dataclass, field
 from enum import IntFlag
+from typing import Literal
 
 SAMPLE_INTERVAL_S = 1.0
 """From one sample of a node by its agent to the next."""
@@ -114,11 +115,13 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RackSample:
-    """A rack's liquid and power, by the building management system."""
+    """The liquid and power of a rack or of a coolant distribution unit (CDU), by the building management system, by
+    Modbus or by Redfish. Of a CDU: its secondary side, which the racks are on."""
 
     id: str
-    """The rack's location id, which building and cluster share."""
+    """Of a rack its location id, which building and cluster share; of a CDU the building's object id."""
     name: str = ""
+    equipment: Literal["rack", "CDU"] = "rack"
     supply_temperature_c: float | None = None
     return_temperature_c: float | None = None
     flow_l_per_min: float | None = None
@@ -128,6 +131,10 @@ class RackSample:
     power_w: float | None = None
     has_leak: bool | None = None
     has_leak_sensor_fault: bool | None = None
+    set_point_c: float | None = None
+    """What the controller of a CDU holds its supply at."""
+    failed_pumps: float | None = None
+    """Pumps of a CDU that do not turn, or that it reports as failed."""
     age_s: float | None = None
     """Seconds since the oldest of these values was measured; None without any."""
 

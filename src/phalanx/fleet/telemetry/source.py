@@ -20,6 +20,14 @@ class SourceReading:
     """Seconds between new values of devices where the service renews them more slowly than it is read; else 0."""
 
 
+class Stoppable(Protocol):
+    """What runs in the background."""
+
+    def stop(self) -> None:
+        """End it."""
+        ...
+
+
 class TelemetrySource(Protocol):
     """Reads one kind of hardware or service. It is opened by its constructor, which raises SourceUnavailableError."""
 

@@ -79,8 +79,37 @@ class CoolingEvent:
     text: str
 
 
+@dataclass(frozen=True)
+class ResponseWindow:
+    """Seconds after a fault until power must be off, until it has to be asked for, and until the fault is known."""
+
+    deadline_s: float
+    latest_off_s: float
+    detected_s: float
+
+    @property
+    def spare_s(self) -> float:
+        """Between the detection and the last moment to ask for power off."""
+        return self.latest_off_s - self.detected_s
+
+
+def find_response_window(
+    fault: CoolingFault, device: HeatCapacity, flow_share: float = 0.0, detection_s: float = DETECTION_S
+) -> ResponseWindow:
+    """Return the seconds that a fault leaves; arguments as of `plan_response`."""
+    deadline = device.find_seconds(device.limit_c - MARGIN_FOR_POWER_OFF_K, flow_share)
+    if fault is CoolingFault.NO_MARGIN:
+        deadline = min(deadline, DETECTION_S)  # it is at its limit now
+    latest_off = max(deadline - POWER_OFF_S, 0.0)
+    return ResponseWindow(deadline, latest_off, min(detection_s, latest_off))
+
+
 def plan_response(
-    fault: CoolingFault, device: HeatCapacity, save_s: float | None, flow_share: float = 0.0
+    fault: CoolingFault,
+    device: HeatCapacity,
+    save_s: float | None,
+    flow_share: float = 0.0,
+    detection_s: float = DETECTION_S,
 ) -> list[CoolingEvent]:
     """Return what to do after a fault, in order and with times.
 
@@ -89,12 +118,10 @@ def plan_response(
         device: The hottest device of the node.
         save_s: Seconds that a checkpoint takes; None without a job. Without the time for it, the last one counts.
         flow_share: Flow that remains.
+        detection_s: From the state of `device` until the fault is known; 0 for a state at that time.
     """
-    deadline = device.find_seconds(device.limit_c - MARGIN_FOR_POWER_OFF_K, flow_share)
-    if fault is CoolingFault.NO_MARGIN:
-        deadline = min(deadline, DETECTION_S)  # it is at its limit now
-    latest_off = max(deadline - POWER_OFF_S, 0.0)
-    detected = min(DETECTION_S, latest_off)
+    window = find_response_window(fault, device, flow_share, detection_s)
+    deadline, latest_off, detected = window.deadline_s, window.latest_off_s, window.detected_s
     actions = [
         (detected, CoolingAction.REPORT, f"{fault}: {_describe_deadline(deadline)}"),
         (detected, CoolingAction.STOP_SCHEDULING, "no job starts on this node"),

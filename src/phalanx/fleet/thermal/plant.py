@@ -98,7 +98,7 @@ def simulate_plant(
 
     Args:
         plant: Its design.
-        it_w: Power of IT with the coolant at `plant.supply_c`; leakage of the chips adds to it where it is warmer.
+        it_w: Power of IT with the coolant at `plant.reference_supply_c`; where it is warmer, leakage adds to it.
         dry_bulb_c: Of the outside air.
         wet_bulb_c: Of the outside air.
         controls: Set points.
@@ -156,7 +156,7 @@ def simulate_plant(
 def _find_loads(
     plant: CoolingPlant, it_w: Values, supply_c: Values, rack_pump_w: Values, hall_pump_w: Values
 ) -> _Loads:
-    it = it_w * (1 + plant.leakage_per_k * (supply_c - plant.supply_c))
+    it = it_w * (1 + plant.leakage_per_k * (supply_c - plant.reference_supply_c))
     conversion = it * (1 / plant.conversion_efficiency - 1)
     air_heat = it * (1 - plant.liquid_share) + conversion
     design = plant.design_it * (1 - plant.liquid_share + 1 / plant.conversion_efficiency - 1)
@@ -222,4 +222,4 @@ def _find_balance_error(
     tower_pump = hours.rejected_w - hours.chiller_w - hall_heat
     hall_pump = hall_heat - rack_w_per_k * (hours.rack_return_c - hours.rack_supply_c) - air
     pumps = tower_pump + hall_pump + rack_pump_w - hours.pumps_w
-    return np.asarray(np.max(np.abs([rack, whole, pumps]), axis=0) / hours.it_w)
+    return np.asarray(np.max(np.abs([rack, whole, pumps]), axis=0) / np.maximum(hours.it_w, 1.0))

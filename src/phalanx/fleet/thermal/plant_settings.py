@@ -81,6 +81,8 @@ class CoolingPlant(StrictModel):
     plate_flow_exponent: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.65
     leakage_per_k: Annotated[float, Field(ge=0, le=0.02), NUMBER_NOT_BOOL] = 0.0004
     """Share by which IT draws more for each kelvin of the coolant: .27 W/K of a GPU of 700 W, measured at rest."""
+    reference_supply_c: Degrees = 32.0
+    """Supply temperature at which IT draws what its node types say; warmer, leakage adds to it."""
     min_flow_share: Share = 0.4
     """Least safe flow with a margin; Frontier ran at 2.9 times the least safe flow."""
 

@@ -1,6 +1,6 @@
 """Advise set points of a cooling plant: supply temperature and flow by hour, with limits and reasons.
 
-It is advice. A controller of the building decides: see `find_refusal`.
+It is advice. A controller of the building decides: see `local_controller`.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,6 @@ LOWEST_SUPPLY_C = 18
 FLOW_STEP = 0.05
 OUTSIDE_STEP_K = 0.25
 LOAD_STEP = 0.02
-MAX_REQUEST_AGE_S = 300.0
-"""Age of the newest heartbeat from which a local controller leaves requests. A plant answers in 5 to 15 minutes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,33 @@ def advise_set_points(plant: CoolingPlant, it_w: Values, dry_bulb_c: Values, wet
     Limits: the class of the nodes (`max_supply_c`), the core temperature with a margin, the least safe flow, the rise
     over a rack, and 2 K an hour. Compared with `supply_c` at all times and a flow that follows the load.
     """
+    table = tabulate_site_power(plant, it_w, dry_bulb_c, wet_bulb_c)
+    best_rows = _limit_steps(np.argmin(table.site_w.min(axis=1), axis=0)[table.places])
+    best_flows = np.argmin(table.site_w[best_rows, :, table.places], axis=1)
+    controls = PlantControls(table.supplies_c[best_rows], table.flow_shares[best_flows])
+    return compare_with_fixed(plant, it_w, dry_bulb_c, wet_bulb_c, controls)
+
+
+@dataclass(frozen=True)
+class SitePowerTable:
+    """Power of the site by supply, flow and bin of load and weather; not allowed ones are far above all others."""
+
+    supplies_c: Values
+    flow_shares: Values
+    site_w: Values
+    """By supply, flow and bin."""
+    places: NDArray[np.intp]
+    """The bin of each hour."""
+
+    def choose(self, hour: int, highest_c: float) -> tuple[float, float]:
+        """Return the supply and flow with which the site draws least in an hour, at most `highest_c`."""
+        power = self.site_w[: max(1, int(np.searchsorted(self.supplies_c, highest_c, "right"))), :, self.places[hour]]
+        row, column = np.unravel_index(int(np.argmin(power)), power.shape)
+        return float(self.supplies_c[row]), float(self.flow_shares[column])
+
+
+def tabulate_site_power(plant: CoolingPlant, it_w: Values, dry_bulb_c: Values, wet_bulb_c: Values) -> SitePowerTable:
+    """Compute the power of the site for all set points in each bin of load and weather."""
     supplies = np.arange(LOWEST_SUPPLY_C, int(plant.max_supply_c) + 1)
     flows = np.unique(np.append(np.arange(plant.min_flow_share, 1.0, FLOW_STEP), 1.0))
     bins, places = _bin_hours(plant, it_w, dry_bulb_c, wet_bulb_c)
@@ -62,16 +87,25 @@ def advise_set_points(plant: CoolingPlant, it_w: Values, dry_bulb_c: Values, wet
     hours = simulate_plant(plant, power, outside, outside, PlantControls(supply, flow))
     # where nothing is allowed the coolest is best
     site_w = np.where(_is_allowed(plant, hours), hours.site_w, 1e12 + 1e9 * hours.core_c).reshape(shape)
-    best_rows = _limit_steps(np.argmin(site_w.min(axis=1), axis=0)[places])
-    best_flows = np.argmin(site_w[best_rows, :, places], axis=1)
-    supply_c, flow_share = supplies[best_rows].astype(float), flows[best_flows]
-    fixed = PlantControls(plant.supply_c, np.clip(it_w / plant.design_it, plant.min_flow_share, 1.0))
+    return SitePowerTable(supplies.astype(float), flows, site_w, places)
+
+
+def compare_with_fixed(
+    plant: CoolingPlant, it_w: Values, dry_bulb_c: Values, wet_bulb_c: Values, controls: PlantControls
+) -> SetPointAdvice:
+    """Simulate a plant with these set points, and with its usual one and a flow that follows the load."""
+    fixed = PlantControls(plant.supply_c, follow_load(plant, it_w))
     return SetPointAdvice(
-        supply_c,
-        flow_share,
-        simulate_plant(plant, it_w, dry_bulb_c, wet_bulb_c, PlantControls(supply_c, flow_share)),
+        np.asarray(controls.supply_c),
+        np.asarray(controls.flow_share),
+        simulate_plant(plant, it_w, dry_bulb_c, wet_bulb_c, controls),
         simulate_plant(plant, it_w, dry_bulb_c, wet_bulb_c, fixed),
     )
+
+
+def follow_load(plant: CoolingPlant, it_w: Values) -> Values:
+    """Return the flow of a plant without advice: that of the load, at least the least safe one."""
+    return np.clip(it_w / plant.design_it, plant.min_flow_share, 1.0)
 
 
 def _bin_hours(
@@ -116,31 +150,3 @@ def explain_hour(plant: CoolingPlant, advice: SetPointAdvice, hour: int) -> str:
     margin = plant.core_limit_c - float(advice.advised.core_c[hour])
     limits = f"cores stay {margin:.0f} K below throttling, supply {plant.max_supply_c - advice.supply_c[hour]:.0f} K "
     return f"{', '.join(changes) or 'no change'}; {limits}below its class"
-
-
-@dataclass(frozen=True)
-class SetPointRequest:
-    """What an adviser asks a local controller for."""
-
-    supply_c: float
-    flow_share: float
-
-
-def find_refusal(
-    plant: CoolingPlant, request: SetPointRequest, current_c: float, heartbeat_age_s: float, is_operator_in_charge: bool
-) -> str | None:
-    """Return why a local controller refuses a request, or leaves it; None if it may follow.
-
-    The controller checks each request itself, as if the adviser were wrong: it must be safe without it.
-    """
-    if is_operator_in_charge:
-        return "an operator has taken over"
-    if not heartbeat_age_s <= MAX_REQUEST_AGE_S:  # also for a missing one, which is NaN
-        return f"the last heartbeat is {heartbeat_age_s:.0f} s old, more than {MAX_REQUEST_AGE_S:.0f} s"
-    if not LOWEST_SUPPLY_C <= request.supply_c <= plant.max_supply_c:
-        return f"a supply of {request.supply_c:g} °C is not within {LOWEST_SUPPLY_C} to {plant.max_supply_c:g} °C"
-    if not plant.min_flow_share <= request.flow_share <= 1:
-        return f"a flow of {request.flow_share:.0%} is not within {plant.min_flow_share:.0%} to 100%"
-    if request.supply_c - current_c > MAX_STEP_K:
-        return f"a step from {current_c:g} to {request.supply_c:g} °C is more than {MAX_STEP_K} K"
-    return None

@@ -8,16 +8,15 @@ from pydantic import ValidationError
 
 from phalanx.errors import DataError, UsageError
 from phalanx.fleet.thermal.cooling_tower import WATER_J_PER_KG_K, find_air_share, find_approach
+from phalanx.fleet.thermal.local_controller import SetPointRequest, find_refusal
 from phalanx.fleet.thermal.moist_air import find_saturated_enthalpy, find_wet_bulb
 from phalanx.fleet.thermal.plant import PlantControls, PlantHours, simulate_plant
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.set_points import (
     CORE_MARGIN_K,
     MAX_STEP_K,
-    SetPointRequest,
     advise_set_points,
     explain_hour,
-    find_refusal,
 )
 from phalanx.fleet.thermal.weather import read_weather
 

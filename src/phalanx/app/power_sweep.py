@@ -1,0 +1,154 @@
+"""Sweep the power caps of a running job: choose nodes and caps, measure, and store the curve with the run."""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from phalanx.app.power import PowerFleet, PowerReading, make_writer_name, power_state_dir
+from phalanx.app.power_release import check_lease
+from phalanx.errors import UsageError
+from phalanx.fleet.power.audit import write_audit
+from phalanx.fleet.power.claims import claim_node, find_excesses
+from phalanx.fleet.power.links import NodeLinks
+from phalanx.fleet.power.load_targets import find_active_budgets
+from phalanx.fleet.power.speed_curve import choose_sweep_caps
+from phalanx.fleet.power.sweep import SweepTimes, SweptNodes, sweep_caps
+from phalanx.fleet.power.sweep_file import SweptCap
+from phalanx.run.boot_clock import seconds_since_boot
+from phalanx.run.directory import Run
+from phalanx.run.event_types import StepDone, WorkerStarted
+from phalanx.run.events import parse_event
+from phalanx.run.lines import LineTail
+
+MIN_CAPS, MAX_CAPS = 3, 7
+BISECTIONS = 20
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What a sweep does: caps by node type, from the highest down, and the nodes with their types."""
+
+    caps_by_type: dict[str, list[float]]
+    type_names: dict[str, str]
+    notes: list[str]
+
+
+class RunSteps:
+    """Reads the durations of a run's steps as they are done."""
+
+    def __init__(self, run: Run):
+        self._tail = LineTail(run.events)
+        self._tail.skip()
+
+    def __call__(self) -> Sequence[float]:
+        """Return the seconds of each step since the last call, without stalls of checkpoints."""
+        events = [parse_event(line.decode(errors="replace")) for line in self._tail.read()]
+        return [
+            each.duration_s - each.breakdown_s.checkpoint_stall
+            for each in events
+            if isinstance(each, StepDone) and each.duration_s > each.breakdown_s.checkpoint_stall
+        ]
+
+
+def find_run_nodes(run: Run) -> list[str]:
+    """Return the nodes of the newest attempt of a run, by its events."""
+    hosts: dict[int, dict[str, None]] = {}
+    for line in LineTail(run.events).read():
+        if b'"worker_started"' in line and isinstance(
+            event := parse_event(line.decode(errors="replace")), WorkerStarted
+        ):
+            hosts.setdefault(event.attempt, {})[event.host] = None
+    return list(hosts[max(hosts)]) if hosts else []
+
+
+def plan_sweep(fleet: PowerFleet, reading: PowerReading, run: Run, num_caps: int, takes_over: bool) -> SweepPlan:
+    """Choose caps that the budgets bear, the lowest settable one among them.
+
+    Raises:
+        UsageError: The run is on nodes that are not of the fleet or do not answer, or a guard holds one.
+    """
+    if not MIN_CAPS <= num_caps <= MAX_CAPS:
+        raise UsageError(f"--caps {num_caps}: expected {MIN_CAPS} to {MAX_CAPS}")
+    by_name = {node.name: index for index, node in enumerate(fleet.tree.nodes)}
+    names = find_run_nodes(run)
+    if not names:
+        raise UsageError(f"{run.path}: no worker has started; sweep a run that trains")
+    for name in names:
+        if name not in by_name:
+            raise UsageError(f"{name}: {run.path} runs there, and it is no node of {fleet.file.name}")
+        if None in reading.bounds_w[by_name[name]]:
+            raise UsageError(f"{name}: does not answer, so it cannot be swept")
+        check_lease(reading.reports[name], takes_over)
+    swept = [by_name[name] for name in names]
+    highest, notes = _find_highest_caps(fleet, reading, swept)
+    caps_by_type = {}
+    for type_name, high_w in highest.items():
+        members = [index for index in swept if fleet.tree.nodes[index].type_name == type_name]
+        devices = [each for index in members for each in reading.reports[fleet.tree.nodes[index].name].devices]
+        low_w = max(each.min_w for each in devices)
+        if high_w <= low_w:
+            raise UsageError(f"{type_name}: the budgets bear {high_w:.0f} W, the lowest cap: there is nothing to sweep")
+        caps_by_type[type_name] = choose_sweep_caps(low_w, high_w, num_caps)
+    return SweepPlan(caps_by_type, {name: fleet.tree.nodes[by_name[name]].type_name for name in names}, notes)
+
+
+def run_sweep(
+    fleet: PowerFleet, links: NodeLinks, reading: PowerReading, plan: SweepPlan, run: Run, times: SweepTimes
+) -> Generator[list[SweptCap], None, None]:
+    """Measure at each cap of a plan; yield what was measured. Old caps come back at the end.
+
+    Raises:
+        SweepError: A node does not follow, or the job makes no steps.
+    """
+    nodes = SweptNodes(
+        links,
+        plan.type_names,
+        1 + max(report.epoch for report in reading.reports.values()),
+        make_writer_name(),
+        fleet.settings.lease_s,
+        seconds_since_boot,
+        time.sleep,
+        {name: len(reading.reports[name].devices) for name in plan.type_names},
+    )
+    nodes.take_over()
+    entry = {"sweep": str(run.path), "nodes": [*plan.type_names], "caps_w": plan.caps_by_type}
+    write_audit(power_state_dir(fleet) / "audit.jsonl", [entry])
+    yield from sweep_caps(nodes, plan.caps_by_type, times, RunSteps(run))
+
+
+def _find_highest_caps(
+    fleet: PowerFleet, reading: PowerReading, swept: Sequence[int]
+) -> tuple[dict[str, float], list[str]]:
+    """The highest cap of each node type that breaks no budget, from the caps of now up; all types rise together."""
+    tree, margin = fleet.tree, fleet.settings.margin
+    budgets_w = find_active_budgets(tree, fleet.targets, time.time())
+    now: dict[str, float] = {}
+    most: dict[str, float] = {}
+    for index in swept:
+        node = tree.nodes[index]
+        devices = reading.reports[node.name].devices
+        now[node.type_name] = min([*(each.cap_w or 0.0 for each in devices), now.get(node.type_name, float("inf"))])
+        most[node.type_name] = min([*(each.max_w for each in devices), most.get(node.type_name, float("inf"))])
+
+    def caps_at(share: float) -> dict[str, float]:
+        return {name: min(now[name] + share * (most[name] - now[name]), most[name]) for name in now}
+
+    def fits(share: float) -> bool:
+        bounds = [list(each) for each in reading.bounds_w]
+        for index in swept:
+            cap_w = caps_at(share)[tree.nodes[index].type_name]
+            bounds[index] = [None if bound is None else max(bound, cap_w) for bound in bounds[index]]
+        claims = [claim_node(node.power, each, margin) for node, each in zip(tree.nodes, bounds, strict=True)]
+        return not find_excesses(tree, claims, budgets_w)
+
+    if fits(1.0):
+        return most, []
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    found = caps_at(low)
+    return found, [
+        f"{name}: swept up to {cap_w:.0f} W of {most[name]:.0f} W, since the budgets bear no more"
+        for name, cap_w in found.items()
+    ]

@@ -1,0 +1,52 @@
+"""What of a node is capped, and how its helper is reached: keys of the fleet file and of the helper's own file."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from phalanx.cluster.spec import StrictModel
+from phalanx.fleet.nodes_file import RedfishEntry
+from phalanx.fleet.power_units import Power
+
+DEFAULT_SOCKET = Path("/run/phalanx/power.sock")
+DeviceKind = Literal["nvml", "nvml-clocks", "amdsmi", "rapl", "redfish"]
+
+
+class ClockEntry(StrictModel):
+    """A locked clock, and the most power that a sweep measured of a device at it."""
+
+    clock_mhz: float = Field(gt=0)
+    most_power: Power
+
+
+class CapDeviceSettings(StrictModel):
+    """Devices of a node that may be capped, and the caps that they may get."""
+
+    kind: DeviceKind = "nvml"
+    ids: list[str] | None = None
+    """Only these devices, such as GPU-5b0c...; without it all of this kind."""
+    min_cap: Power | None = None
+    max_cap: Power | None = None
+    root: Path = Path("/")
+    """Folder with sys/class/powercap, for rapl."""
+    packages: int | None = Field(None, ge=1, le=64)
+    """CPU packages of a node, for rapl in a fleet file."""
+    package_power: Power | None = None
+    """Most power of one package, for rapl in a fleet file."""
+    redfish: RedfishEntry | None = None
+    """Management controller that limits a whole node, for redfish; {node} in `url` stands for its name."""
+    clocks: list[ClockEntry] = Field(default_factory=list)
+    """For nvml-clocks."""
+
+
+class HelperReach(StrictModel):
+    """How a guard reaches the helper of a node (`phalanx power node`)."""
+
+    socket: Path = DEFAULT_SOCKET
+    """Socket of the helper on this machine. Where there is none, the guard's own process caps, as root."""
+    command: str | None = None
+    """Command that connects to the helper of another node, without a shell; {node} stands for its name. Such as
+    ssh -o BatchMode=yes {node} phalanx power node --stdio"""
+    timeout_s: float = Field(10.0, gt=0, le=120)
+    """Seconds to wait for the first answers."""

@@ -1,0 +1,17 @@
+"""The audit log of power control: a line of JSON for each order, with time and user."""
+
+import getpass
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def write_audit(path: Path, entries: Sequence[Mapping[str, object]], user: str | None = None) -> None:
+    """Append entries; each says who and when."""
+    if not entries:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        for entry in entries:
+            file.write(json.dumps({"time": time.time(), "user": user or getpass.getuser(), **entry}) + "\n")

@@ -1,0 +1,78 @@
+"""The file of a node's helper: who may order, which devices within which caps, and where its state is."""
+
+import grp
+import os
+import pwd
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from phalanx.cluster.spec import StrictModel
+from phalanx.errors import RecipeError, UsageError
+from phalanx.fleet.node_control_settings import DEFAULT_SOCKET, CapDeviceSettings
+from phalanx.recipe.load import read_user_text
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
+from phalanx.run.private_files import check_owner
+
+
+class AllowedPeers(StrictModel):
+    """Users and groups of this machine that may order caps. root always may."""
+
+    users: list[str] = Field(default_factory=list)
+    groups: list[str] = Field(default_factory=list)
+
+
+class HelperFile(StrictModel):
+    """Settings of a helper."""
+
+    allow: AllowedPeers
+    devices: CapDeviceSettings = CapDeviceSettings()
+    node: str = Field(default_factory=lambda: os.uname().nodename)
+    """Name of this node in the fleet file; without it the name of this machine."""
+    socket: Path = DEFAULT_SOCKET
+    state: Path = Path("/var/lib/phalanx/power")
+    """Folder of the record and the audit log."""
+    without_record: Literal["lowest", "keep"] = "lowest"
+    """Caps of the devices when there is no record: the lowest, since it may be lost; or as they are, for the first
+    start on a node with jobs."""
+
+
+def load_helper_file(path: Path) -> HelperFile:
+    """Load a helper's file. Raises RecipeError for what is wrong in it, UsageError where other users may change it."""
+    check_owner(path, "the file of the power helper")
+    value, locations = parse_yaml(read_user_text(path), str(path))
+    if not isinstance(value, dict):
+        raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `allow:`")
+    try:
+        file = HelperFile.model_validate(value)
+    except ValidationError as error:
+        raise describe_validation_error(error, value, locations, HelperFile) from None
+    PeerList(file.allow)
+    return file
+
+
+class PeerList:
+    """Which processes may order: by the user and groups that the kernel reports for the other end of a socket.
+
+    Raises UsageError for a user or group that this machine does not have.
+    """
+
+    def __init__(self, allow: AllowedPeers):
+        try:
+            self._uids = {0, *(pwd.getpwnam(name).pw_uid for name in allow.users)}
+            self._gids = {grp.getgrnam(name).gr_gid for name in allow.groups}
+        except KeyError as error:
+            raise UsageError(f"allow: {error.args[0]}; name users and groups of this machine") from None
+
+    def find_refusal(self, uid: int, gid: int) -> str:
+        """Return why a process may not order; empty if it may."""
+        try:
+            name = pwd.getpwuid(uid).pw_name
+            groups = {gid, *os.getgrouplist(name, gid)}
+        except KeyError:
+            name, groups = str(uid), {gid}
+        if uid in self._uids or groups & self._gids:
+            return ""
+        return f"user {name} may not use this helper; add the user or a group to `allow` in its file"

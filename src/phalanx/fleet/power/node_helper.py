@@ -1,0 +1,179 @@
+"""The process that holds the devices of a node: it answers guards on a Unix socket, and ends leases without them.
+
+It runs as root and is the only part of power control that has to. What it takes is bounded: lines of one kind, from
+users of its allow list, for devices of its allow list, within their range; and every raise is a lease.
+"""
+
+import contextlib
+import os
+import pwd
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from phalanx.fleet.power.audit import write_audit
+from phalanx.fleet.power.helper_file import PeerList
+from phalanx.fleet.power.messages import MAX_LINE_BYTES, NodeReport, NodeRequest, WireError, format_line, parse_request
+from phalanx.fleet.power.node_keeper import NodeKeeper
+
+CHECK_INTERVAL_S = 1.0
+"""Seconds between two looks at leases and devices."""
+MAX_CONNECTIONS = 16
+"""More than the guards that may be at work; a peer that opens more is turned away."""
+RECEIVE_BYTES = 1 << 16
+PEER_FORMAT = "iII"
+"""SO_PEERCRED: process, user and group as unsigned numbers."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """A guard, or whoever asks. `refusal`: why it may not."""
+
+    socket: socket.socket
+    user: str
+    refusal: str = ""
+    received: bytearray = field(default_factory=bytearray)
+
+
+class NodeHelper:
+    """Serves requests for one node.
+
+    Args:
+        keeper: Holds the devices.
+        audit: File for orders.
+        peers: Who may order.
+    """
+
+    def __init__(self, node: str, keeper: NodeKeeper, audit: Path, peers: PeerList):
+        self._node, self._keeper, self._audit, self._peers = node, keeper, audit, peers
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[Connection] = set()
+        self._listener: socket.socket | None = None
+        self._last_order: dict[str, object] = {}
+
+    def listen(self, path: Path) -> None:
+        """Accept connections at `path`; anyone may connect, and the kernel says who it is."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen()
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def add_connection(self, peer: socket.socket) -> None:
+        """Serve a socket that is connected."""
+        size = struct.calcsize(PEER_FORMAT)
+        _, uid, gid = struct.unpack(PEER_FORMAT, peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        peer.setblocking(False)
+        connection = Connection(peer, _user_name(uid), self._peers.find_refusal(uid, gid))
+        self._connections.add(connection)
+        self._selector.register(peer, selectors.EVENT_READ, connection)
+
+    def serve(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Answer until there is neither a listener nor a connection. `tick` is called once a second. At the end leases
+        end, also by an exception."""
+        next_check = 0.0
+        try:
+            while self._listener is not None or self._connections:
+                for key, _ in self._selector.select(CHECK_INTERVAL_S / 2):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._receive(key.data)
+                if time.monotonic() >= next_check:
+                    next_check = time.monotonic() + CHECK_INTERVAL_S
+                    self._keeper.check_lease()
+                    tick()
+        finally:
+            self._keeper.end_lease()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            peer, _ = self._listener.accept()
+            if len(self._connections) >= MAX_CONNECTIONS:
+                peer.close()
+                return
+            self.add_connection(peer)
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            part = connection.socket.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        connection.received += part
+        is_open = bool(part) and len(connection.received) <= MAX_LINE_BYTES
+        while is_open and (line := _take_line(connection.received)) is not None:
+            is_open = self._answer(connection, line)
+        if not is_open:
+            self._connections.discard(connection)
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+
+    def _answer(self, connection: Connection, line: bytes) -> bool:
+        """Return whether the connection stays."""
+        try:
+            request = parse_request(line)
+        except WireError:
+            return False
+        if connection.refusal:
+            report = NodeReport(self._node, "", request.seq, 0, 0, "", refusal=connection.refusal)
+        else:
+            report = self._carry_out(connection, request)
+        try:  # a report is smaller than the buffer of a socket: a peer that does not read has several waiting
+            return connection.socket.send(line := format_line(report)) == len(line)
+        except OSError:
+            return False
+
+    def _carry_out(self, connection: Connection, request: NodeRequest) -> NodeReport:
+        report = self._keeper.answer(request)
+        if not (request.is_order or request.takes_over):
+            return report
+        order: dict[str, object] = {
+            "caps_w": request.caps_w,
+            "releases": request.releases,
+            "takes_over": request.takes_over,
+        }
+        order |= {"writer": request.writer, "epoch": request.epoch, "refusal": report.refusal}
+        if order == self._last_order:  # renews a lease
+            return report
+        self._last_order = order
+        try:
+            write_audit(self._audit, [{"node": self._node, **order}], connection.user)
+        except OSError as error:  # a full disk must not keep caps from being lowered
+            return replace(report, problems=(*report.problems, f"the audit log: {error.strerror}"))
+        return report
+
+
+def notify_service_manager(text: str) -> None:
+    """Send systemd the state of this service, such as READY=1; nothing without systemd, or while it restarts."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(text.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+def _take_line(received: bytearray) -> bytes | None:
+    end = received.find(b"\n") + 1
+    if not end:
+        return None
+    line = bytes(received[:end])
+    del received[:end]
+    return line
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

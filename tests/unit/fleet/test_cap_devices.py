@@ -1,0 +1,242 @@
+"""What sets caps: AMD's GPUs, limits of whole nodes by Redfish, locked clocks, and the allow list."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fake_amdsmi import AmdSmiException, FakeAmdsmi
+from phalanx.errors import RecipeError
+from phalanx.fleet.node_control_settings import CapDeviceSettings, ClockEntry
+from phalanx.fleet.power.amd_devices import open_amdsmi_devices
+from phalanx.fleet.power.capped_tree import count_capped_devices
+from phalanx.fleet.power.clock_lock import ClockLockDevice
+from phalanx.fleet.power.device_range import select_devices
+from phalanx.fleet.power.devices import CapError, CapLimits
+from phalanx.fleet.power.fake_fleet import FakeCapDevice, FakeClock
+from phalanx.fleet.power.local_devices import NvmlCapDevice
+from phalanx.fleet.power.open_devices import open_cap_devices
+from phalanx.fleet.power.redfish_limit import RedfishCapDevice
+from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
+from phalanx.fleet.telemetry.redfish_values import RedfishStatusError, RedfishUnreachableError
+
+CAP_INFO = {"power_cap": 750_000_000, "min_power_cap": 300_000_000, "max_power_cap": 750_000_000}
+
+
+class CappedAmdsmi(FakeAmdsmi):
+    """GPUs that take caps; `is_virtual`: of a virtual machine, where the driver has none."""
+
+    def __init__(self, is_virtual: bool = False):
+        info = {key: "N/A" if is_virtual else value for key, value in CAP_INFO.items()}
+        info["default_power_cap"] = info["max_power_cap"]
+        power = {"current_socket_power": "N/A", "average_socket_power": 512}
+        super().__init__({"get_gpu_device_uuid": "amd-uuid", "get_power_cap_info": info, "get_power_info": power})
+        self.is_virtual, self.written = is_virtual, list[tuple[int, int]]()
+
+    def amdsmi_set_power_cap(self, handle: int, sensor: int, cap_uw: int) -> None:
+        if self.is_virtual:
+            raise AmdSmiException("AMDSMI_STATUS_NOT_SUPPORTED")
+        self.written.append((sensor, cap_uw))
+        self.answers[handle]["get_power_cap_info"]["power_cap"] = cap_uw
+
+
+def test_an_amd_gpu_is_capped_in_microwatts() -> None:
+    library = CappedAmdsmi()
+    (device,) = open_amdsmi_devices(library)
+    device.set_cap_w(450.0)
+    assert (library.written, device.read_cap_w()) == ([(0, 450_000_000)], 450.0)
+    assert device.read_limits() == CapLimits(300.0, 750.0, 750.0)
+    assert (device.id, device.read_draw_w()) == ("amd-uuid", 512.0)
+
+
+def test_an_amd_gpu_of_a_virtual_machine_cannot_be_capped() -> None:
+    (device,) = open_amdsmi_devices(CappedAmdsmi(is_virtual=True))
+    with pytest.raises(CapError, match="no min_power_cap, as in a virtual machine; cap it on its host"):
+        device.read_limits()
+    with pytest.raises(CapError, match="amdsmi_set_power_cap: AMDSMI_STATUS_NOT_SUPPORTED"):
+        device.set_cap_w(400.0)
+
+
+class Bmc:
+    """A controller with a limit, in the newer or the older form."""
+
+    def __init__(self, is_legacy: bool = False, **limit: Any):
+        root, chassis = "/redfish/v1/", "/redfish/v1/Chassis/1"
+        kind = "Power" if is_legacy else "EnvironmentMetrics"
+        self.path, self.writes, self.problem = f"{chassis}/{kind}", list[Mapping[str, object]](), None
+        self.limit = {"LimitInWatts": None} if is_legacy else {"SetPoint": 0, "ControlMode": "Disabled"}
+        self.limit |= limit
+        state = (
+            {"PowerControl": [{"PowerConsumedWatts": 5100, "PowerLimit": self.limit}]}
+            if is_legacy
+            else {"PowerWatts": {"Reading": 5100.5}, "PowerLimitWatts": self.limit}
+        )
+        self.resources: dict[str, Any] = {
+            root: {"Chassis": {"@odata.id": "/redfish/v1/Chassis"}},
+            "/redfish/v1/Chassis": {"Members": [{"@odata.id": chassis}, {"@odata.id": "/redfish/v1/Chassis/2"}]},
+            chassis: {kind: {"@odata.id": self.path}},
+            "/redfish/v1/Chassis/2": {},
+            self.path: state,
+        }
+
+    def get(self, path: str) -> Mapping[str, object]:
+        if self.problem is not None:
+            raise self.problem
+        found: Mapping[str, object] = self.resources[path]
+        return found
+
+    def patch(self, path: str, values: Mapping[str, Any]) -> None:
+        if self.problem is not None:
+            raise self.problem
+        assert path == self.path
+        self.writes.append(values)
+        new = values["PowerControl"][0]["PowerLimit"] if "PowerControl" in values else values["PowerLimitWatts"]
+        self.limit.update(new)
+
+    def close(self) -> None: ...
+
+
+def test_a_limit_of_a_node_is_set_and_enforced() -> None:
+    bmc = Bmc(AllowableMin=2000, AllowableMax=10200)
+    device = RedfishCapDevice(bmc, "https://bmc")
+    assert (device.read_cap_w(), device.read_limits()) == (10200.0, CapLimits(2000.0, 10200.0, 10200.0))
+    device.set_cap_w(6000.4)
+    assert bmc.writes == [{"PowerLimitWatts": {"SetPoint": 6000, "ControlMode": "Automatic"}}]
+    assert (device.read_cap_w(), device.read_draw_w()) == (6000.0, 5100.5)
+
+
+def test_a_limit_in_the_older_form_is_set() -> None:
+    bmc = Bmc(is_legacy=True)
+    device = RedfishCapDevice(bmc, "https://bmc", max_cap_w=10200.0)
+    assert device.read_cap_w() == 10200.0
+    device.set_cap_w(6000.0)
+    assert bmc.writes == [{"PowerControl": [{"PowerLimit": {"LimitInWatts": 6000}}]}]
+    assert (device.read_cap_w(), device.read_draw_w()) == (6000.0, 5100.0)
+
+
+def test_a_limit_without_its_most_needs_max_cap() -> None:
+    with pytest.raises(CapError, match="the controller has no AllowableMax; set max_cap"):
+        RedfishCapDevice(Bmc(), "https://bmc").read_limits()
+
+
+def test_a_controller_without_a_limit_or_an_answer_is_named() -> None:
+    bmc = Bmc(AllowableMax=10200)
+    device = RedfishCapDevice(bmc, "https://bmc")
+    bmc.problem = RedfishUnreachableError("does not answer in time")
+    with pytest.raises(CapError, match="Redfish: https://bmc: does not answer in time"):
+        device.read_cap_w()
+    bmc.problem = RedfishStatusError("refuses to change it with status 403")
+    with pytest.raises(CapError, match="status 403"):
+        device.set_cap_w(5000.0)
+    bmc.problem = None
+    with pytest.raises(CapError, match="expected one chassis with a power limit, found none; set `chassis`"):
+        RedfishCapDevice(bmc, "https://bmc", chassis="2")
+
+
+class LockedNvml:
+    """A GPU that draws 1.2 times its lowest cap; its clock follows a lock."""
+
+    class NVMLError(Exception):
+        """An error of the driver."""
+
+    def __init__(self) -> None:
+        self.clock_mhz, self.calls = 1980, list[tuple[Any, ...]]()
+
+    def nvmlDeviceGetUUID(self, gpu: object) -> str:
+        return "GPU-a"
+
+    def nvmlDeviceGetPowerManagementLimitConstraints(self, gpu: object) -> tuple[int, int]:
+        return 100_000, 300_000
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, gpu: object) -> int:
+        return 300_000
+
+    def nvmlDeviceGetClockInfo(self, gpu: object, kind: int) -> int:
+        return self.clock_mhz
+
+    def nvmlDeviceSetGpuLockedClocks(self, gpu: object, low: int, high: int) -> None:
+        self.calls.append((low, high))
+        self.clock_mhz = high
+
+    def nvmlDeviceResetGpuLockedClocks(self, gpu: object) -> None:
+        self.calls.append(())
+        self.clock_mhz = 1980
+
+
+CLOCKS = [ClockEntry(clock_mhz=clock, most_power=power) for clock, power in ((600, "120 W"), (1200, "190 W"))]
+
+
+def test_a_locked_clock_claims_the_most_that_was_measured_at_it() -> None:
+    library = LockedNvml()
+    device = ClockLockDevice(NvmlCapDevice(library, 0), CLOCKS)
+    assert (device.read_cap_w(), device.read_limits()) == (300.0, CapLimits(120.0, 300.0, 300.0))
+    device.set_cap_w(180.0)
+    assert (library.calls, device.read_cap_w()) == ([(0, 600)], 120.0)
+    device.set_cap_w(300.0)
+    assert (library.calls[-1], device.read_cap_w()) == ((), 300.0)
+
+
+def test_a_lock_that_is_unknown_or_was_ended_claims_the_hardware_maximum() -> None:
+    library = LockedNvml()
+    device = ClockLockDevice(NvmlCapDevice(library, 0), CLOCKS)
+    device.set_cap_w(200.0)
+    library.clock_mhz = 1500  # another program has ended the lock
+    assert device.read_cap_w() == 300.0
+    library.clock_mhz = 1200
+    assert ClockLockDevice(NvmlCapDevice(library, 0), CLOCKS).read_cap_w() == 300.0
+
+
+def test_clock_locks_without_a_sweep_and_caps_below_all_of_it_are_refused() -> None:
+    with pytest.raises(CapError, match="clock locks need `clocks`"):
+        ClockLockDevice(NvmlCapDevice(LockedNvml(), 0), [])
+    with pytest.raises(CapError, match="GPU-a: no clock was measured within 110 W"):
+        ClockLockDevice(NvmlCapDevice(LockedNvml(), 0), CLOCKS).set_cap_w(110.0)
+
+
+def make_devices() -> list[FakeCapDevice]:
+    return [FakeCapDevice(f"g{i}", FakeClock(), CapLimits(200, 700, 700), lambda t: 600.0) for i in range(3)]
+
+
+def test_only_listed_devices_are_held_within_their_range() -> None:
+    (device,) = select_devices(make_devices(), CapDeviceSettings(ids=["g1"], min_cap="300 W", max_cap="650 W"))
+    assert (device.id, device.read_limits()) == ("g1", CapLimits(300.0, 650.0, 700.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"ids": ["g7"]}, "g7: no such device; there are g0, g1, g2"),
+        ({"min_cap": "800 W"}, "g0 takes caps from 200 to 700 W; min_cap and max_cap allow none"),
+    ],
+)
+def test_devices_that_cannot_be_held_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CapError, match=problem):
+        select_devices(make_devices(), CapDeviceSettings(**settings))[0].read_limits()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kind": "redfish"}, "need `redfish: {url: ...}`"),
+        ({"kind": "rapl", "root": "/nonexistent"}, "has no package; load the module intel_rapl_msr"),
+        ({"kind": "nvml"}, "NVML"),
+        ({"kind": "amdsmi"}, "amdsmi"),
+    ],
+)
+def test_a_machine_without_such_devices_is_said(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CapError, match=problem):
+        open_cap_devices(CapDeviceSettings(**settings), "n0")
+
+
+TREE = PowerTree((BudgetLevel("rack", "k", None),), (PoweredNode("n", "h", NodePower(8, 700, 70, 4600, 2300), 0),))
+
+
+def test_what_is_capped_is_what_the_tree_counts() -> None:
+    def power(**settings: Any) -> NodePower:
+        return count_capped_devices(TREE, CapDeviceSettings(**settings)).nodes[0].power
+
+    assert power() == TREE.nodes[0].power
+    assert power(kind="redfish", min_cap="2 kW") == NodePower(1, 10200, 2860, 0, 0, 2000)
+    assert power(kind="rapl", packages=2, package_power="350 W") == NodePower(2, 350, 0, 9500, 2860, None)
+    with pytest.raises(RecipeError, match="rapl needs `packages`"):
+        power(kind="rapl")

@@ -1,0 +1,186 @@
+"""The site of a simulation: a plant with weather, prices and carbon by hour, aligned on UTC, in balance."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.app.simulate import simulate_variants
+from phalanx.app.simulation_figures import compare_variants
+from phalanx.errors import DataError, PhalanxError, UsageError
+from phalanx.fleet.power_tree import NodePower
+from phalanx.fleet.simulate.power_model import find_cap_speed, slow_down
+from phalanx.fleet.simulate.site_series import align_hours, read_hourly_column
+from phalanx.fleet.site_settings import HourlyFile
+
+FLEET = """
+sites: {s: {budget: 60 kW}}
+feeds: {f: {site: s}}
+rows: {w: {feed: f}}
+racks: {"r[1-2]": {row: w, node_type: h100, nodes: 2}}
+node_types: {h100: {node: dgx-h100}}
+simulate:
+  days: 3
+  seeds: 1
+  jobs: {a: {count: 1, devices: {16: 1}, median_h: 1000, activity: 1}, b: {per_day: 20, devices: {8: 1}}}
+  failures: {gpu: {per_1000_node_days: 60, repair_h: 5}}
+  site: {plant: {design_it: 45 kW}, weather: hours.csv}
+"""
+POWER = NodePower(8, 700, 75, 4600, 2300)
+HOURS = 80
+
+
+def write_hours(path: Path) -> None:
+    rows = [
+        f"2023-07-{1 + hour // 24:02d}T{hour % 24:02d}:00,{24 + 8 * np.sin(hour / 4):.2f},20,{hour},{10 * hour}"
+        for hour in range(HOURS)
+    ]
+    head = "time,dry_bulb_c,wet_bulb_c,price_per_mwh,carbon_g_per_kwh"
+    path.write_text("\n".join([head, *rows]))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    write_hours(tmp_path / "hours.csv")
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET)
+    return path
+
+
+def test_the_plant_is_in_balance_at_every_hour_and_its_pue_is_energy_over_energy(fleet: Path) -> None:
+    (variant,) = simulate_variants(fleet, [], None, 2)
+    for result in variant.results:
+        assert result.site.balance_error <= 1e-9
+    site, hours = variant.results[0].site, variant.results[0].hours
+    assert hours is not None
+    assert len(hours.it_w) == 72
+    assert site.pue == pytest.approx((hours.site_w * hours.duration_h).sum() / (hours.it_w * hours.duration_h).sum())
+    assert 1.02 < site.pue < 1.2
+    assert site.wue_l_per_kwh == pytest.approx(site.water_l / (hours.it_w.sum() / 1000))
+    assert variant.results[1].hours is None
+
+
+def test_a_last_part_of_an_hour_counts_by_its_length(fleet: Path) -> None:
+    (variant,) = simulate_variants(fleet, ["days=0.3"], None, 1)[1:]
+    hours = variant.results[0].hours
+    assert hours is not None
+    assert hours.duration_h.tolist() == pytest.approx([1] * 7 + [0.2])
+    assert variant.results[0].site.balance_error <= 1e-9
+
+
+def test_warmer_water_needs_less_cooling_and_brings_cores_nearer_to_their_limit(fleet: Path) -> None:
+    base, warm, hot = simulate_variants(fleet, ["site.plant.supply_c=35", "site.plant.supply_c=45"], None, 1)
+    assert warm.results[0].site.cooling_energy_kwh < base.results[0].site.cooling_energy_kwh
+    assert warm.results[0].site.core_max_c == pytest.approx(base.results[0].site.core_max_c + 3, abs=0.2)
+    assert base.results[0].site.throttled_hours == 0
+    assert hot.results[0].site.throttled_hours > 0
+    assert 0 < hot.results[0].site.throttling_loss < 0.2
+
+
+def test_a_power_cap_keeps_hot_devices_from_throttling(fleet: Path) -> None:
+    _, hot, capped = simulate_variants(
+        fleet, ["site.plant.supply_c=45", "site.plant.supply_c=45 power_cap=0.7"], None, 1
+    )
+    assert hot.results[0].site.throttled_device_hours > 0
+    assert capped.results[0].site.throttled_device_hours == 0
+    assert capped.results[0].cap_speed < 1
+
+
+def test_without_a_chiller_hours_above_the_supply_limit_are_counted(fleet: Path) -> None:
+    what = "site.plant.trim_chiller=false site.plant.supply_c=24 site.supply_limit_c=26"
+    _, variant = simulate_variants(fleet, [what], None, 1)
+    site, hours = variant.results[0].site, variant.results[0].hours
+    assert hours is not None
+    assert site.hours_above_supply == np.count_nonzero(hours.supply_c > 26.05) > 0
+
+
+def test_hourly_price_and_carbon_are_multiplied_hour_by_hour(fleet: Path) -> None:
+    what = "site.price_per_kwh=hours.csv site.carbon_g_per_kwh=hours.csv site.start=2023-07-01T05"
+    _, variant = simulate_variants(fleet, [what], None, 1)
+    hours = variant.results[0].hours
+    assert hours is not None
+    assert hours.price_per_kwh[:2] == pytest.approx([5e-3, 6e-3])
+    assert variant.results[0].site.energy_cost == pytest.approx((hours.site_kwh * np.arange(5, 77) / 1000).sum())
+    assert variant.results[0].site.carbon_kg == pytest.approx((hours.site_kwh * np.arange(5, 77) / 100).sum())
+
+
+def test_devices_by_hour_are_busy_idle_or_down(fleet: Path) -> None:
+    (variant,) = simulate_variants(fleet, [], None, 1)
+    result, hours = variant.results[0], variant.results[0].hours
+    assert hours is not None
+    busy = hours.busy_devices.sum() / (72 * hours.num_devices)
+    used = sum(result.shares[state] for state in ("productive", "blocked", "wasted", "unavailable"))
+    assert busy == pytest.approx(used, abs=1e-9)
+    assert hours.down_devices.sum() / (72 * hours.num_devices) == pytest.approx(result.shares["repair"], abs=1e-9)
+    assert np.all(hours.waiting_jobs > -1e-9)
+
+
+def test_racks_that_are_added_by_their_key_exceed_the_budget_until_capped(fleet: Path) -> None:
+    more = "racks.r[3-4]='{row: w, node_type: h100, nodes: 1}'"
+    base, over, capped = simulate_variants(fleet, [more, f"{more} power_cap=0.9"], None, 1)
+    assert (base.num_nodes, over.num_nodes) == (4, 6)
+    assert [each.level.label for each in over.exceeded] == ["site s"]
+    assert capped.exceeded == []  # 6 x (8 x 630 + 4600) W
+    assert compare_variants([base, over]).problems[0].startswith("racks.r[3-4]")
+
+
+def test_a_stated_speed_curve_replaces_the_law() -> None:
+    assert find_cap_speed(POWER, 1.0, 0.8) == slow_down(POWER, 1.0, 0.8)
+    assert find_cap_speed(POWER, 1.0, 0.7, {0.6: 0.8, 0.8: 0.96, 1.0: 1.0}) == pytest.approx(0.88)
+
+
+def test_a_year_is_repeated_in_whole_days_and_a_month_is_not() -> None:
+    year = align_hours(Path("y"), [str(3600.0 * hour) for hour in range(8760)], np.arange(8760.0)[None])
+    assert year.select(8759, 2)[0].tolist() == [8759, 0]
+    month = align_hours(Path("m"), [str(3600.0 * hour) for hour in range(720)], np.arange(720.0)[None])
+    with pytest.raises(DataError, match="has 720 hours from 1970-01-01T00:00Z on; the simulation needs 24"):
+        month.select(700, 24)
+
+
+def test_a_missing_hour_has_the_value_before_and_offsets_are_followed(tmp_path: Path) -> None:
+    times = [f"2023-01-01T{hour:02d}:00+02:00" for hour in range(24) if hour != 5]
+    series = align_hours(Path("x"), times, np.arange(23.0)[None])
+    assert series.num_filled == 1
+    assert series.columns[0, 4:7].tolist() == [4, 4, 5]
+    assert series.first_hour % 24 == 22
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("2023-10-29T01:00,1\n2023-10-29T02:00,1\n2023-10-29T02:00,2", "02:00Z is there twice. Local time with day"),
+        ("2023-10-29T01:30,1", "expected whole hours"),
+        ("yesterday,1", "expected an ISO 8601 time"),
+        ("2023-10-29T01:00,cheap", "h.csv:2: price_per_kwh 'cheap': expected a number"),
+        ("2023-10-29T01:00,1\n2023-11-29T01:00,1", "hours are missing"),
+        ("", "no hour with a value"),
+    ],
+)
+def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str) -> None:
+    (tmp_path / "h.csv").write_text(f"time,price_per_kwh\n{rows}\n")
+    with pytest.raises(DataError, match=message):
+        read_hourly_column(HourlyFile(file="h.csv"), tmp_path, {"price_per_kwh": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("site.pue=1.1", "pue: is computed by the plant"),
+        ("site.weather=null", "plant needs weather"),
+        ("site.plant=null", "no plant; add"),
+        ("site.weather=nowhere.csv", "nowhere.csv: no such file"),
+        ("site.price_per_kwh='{file: hours.csv, columns: {time: when}}'", "no column when, found time, dry"),
+        ("site.start=summer", "start: found summer, expected a time"),
+        ("days=30", "has 80 hours"),
+        ("site.price_per_kwh=-1", "found -1"),
+    ],
+)
+def test_a_site_that_cannot_be_simulated_is_refused(fleet: Path, what: str, message: str) -> None:
+    with pytest.raises(PhalanxError, match=message):
+        simulate_variants(fleet, [what], None, 1)
+
+
+def test_an_unknown_column_of_a_price_names_what_is_expected(fleet: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("time,price\n2023-01-01,1\n")
+    with pytest.raises(UsageError, match="no column price_per_kwh or price_per_mwh, found time, price"):
+        simulate_variants(fleet, ["site.price_per_kwh=p.csv"], None, 1)

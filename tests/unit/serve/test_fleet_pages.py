@@ -1,0 +1,172 @@
+"""The pages of a fleet file: budgets with what is late at its most, margins of devices, and bounded simulations."""
+
+from pathlib import Path
+
+import pytest
+
+from made_samples import full_node
+from phalanx.app.bounded_simulation import SimulationRequest, answer_request, simulate_bounded
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.fleet.fleet_node import FleetNode
+from phalanx.fleet.latest_reading import LatestReading, reading_from_sample
+from phalanx.fleet.power_tree import NodePower
+from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, RackSample
+from phalanx.fleet.thermal.plant_settings import CoolingPlant
+from phalanx.serve.access import COOKIE_NAME, Access, make_access
+from phalanx.serve.cooling_page import list_margins, render_cooling
+from phalanx.serve.fleet_routes import FleetRoutes, ServedFleet, load_served_fleet
+from phalanx.serve.pages import PAGE_TABS
+from phalanx.serve.power_page import read_levels, render_power
+from phalanx.serve.what_if_page import parse_request, render_what_if_page
+from serve_browser import Browser
+
+NOW = 1000.0
+TOKEN = "0123456789abcdef"
+FLEET = """
+sites: {s: {}}
+feeds: {f: {site: s, budget: 30 kW}, g: {feed: f}}
+rows: {w: {feed: f, budget: 21 kW}, v: {feed: g}}
+racks: {r1: {row: w, node_type: h100, nodes: 2}, r2: {row: v, node_type: h100, nodes: 1}}
+node_types: {h100: {node: dgx-h100}}
+simulate:
+  days: 5
+  jobs: {a: {count: 1, devices: {8: 1}, median_h: 10}}
+"""
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> ServedFleet:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    return load_served_fleet(tmp_path / "fleet.yaml")
+
+
+def capped(name: str, age_s: float = 0.0, devices: int = 8, cap_w: float = 4000.0) -> FleetNode:
+    reading = LatestReading(NOW - age_s, 1.0, 5000.0, "node", cap_w=cap_w, num_devices=devices)
+    return FleetNode(name, "healthy", None, None, reading)
+
+
+def test_a_level_claims_enforced_caps_and_the_most_of_what_is_late_or_silent(fleet: ServedFleet) -> None:
+    levels = {each.level.label: each for each in read_levels(fleet.tree, [capped("r1-1"), capped("r1-2", 9)], 0.0, NOW)}
+    row, site = levels["row w"], levels["site s"]
+    assert row.claim_w == 4000 + 4600 + 10_200
+    assert (row.draw_w, row.num_read, row.num_nodes, row.oldest) == (5000, 1, 2, NOW)
+    assert row.headroom_w == 21_000 - 18_800
+    assert site.claim_w == row.claim_w + 10_200
+    assert levels["row v"].oldest is None
+
+
+def test_a_node_of_which_a_device_is_not_read_claims_its_most(fleet: ServedFleet) -> None:
+    levels = read_levels(fleet.tree, [capped("r2-1", devices=7, cap_w=3000.0)], 0.0, NOW)
+    assert next(each for each in levels if each.level.name == "r2").claim_w == 10_200
+
+
+def test_levels_stand_below_their_parent_and_an_exceeded_budget_is_said(fleet: ServedFleet) -> None:
+    page = render_power(fleet.tree, [], 0.0, NOW)
+    order = [
+        page.index(f">{text}<") for text in ("site s", "\u2003feed f", "\u2003" * 2 + "row w", "\u2003" * 3 + "rack r1")
+    ]
+    assert order == sorted(order)
+    assert "feed f may draw 0.6 kW more than its budget" in page
+    assert "0 of 3 nodes read" in page
+
+
+def test_a_late_draw_is_not_shown(fleet: ServedFleet) -> None:
+    assert "5.0 kW" in render_power(fleet.tree, [capped("r1-1")], 0.0, NOW)
+    assert "5.0 kW" not in render_power(fleet.tree, [capped("r1-1", age_s=10)], 0.0, NOW)
+
+
+def test_margins_are_sorted_and_predicted_at_full_power() -> None:
+    plant, power = CoolingPlant(design_it="1 MW", core_rise_k=35.0), NodePower(8, 1300, 75, 4600, 2300)
+    sample = full_node(NOW)
+    node = FleetNode("n1", "healthy", None, None, reading_from_sample(sample, 1.0))
+    found = list_margins([node], {"n1": sample}, plant, {"n1": power}, NOW)
+    assert [each.margin_k for each in found] == [13, 14, 15, 16, 17, 18, 19, 20]
+    assert found[0].full_power_margin_k == pytest.approx(13 - 35 / 2)
+    late = list_margins([node], {"n1": sample}, plant, {"n1": power}, NOW + 60)
+    assert late == []
+
+
+def test_a_device_without_a_margin_has_that_of_the_plant() -> None:
+    sample = NodeSample(NOW, devices=(DeviceSample(id="a", core_temperature_c=80.0), DeviceSample(id="b")))
+    node = FleetNode("n1", "healthy", None, None, None)
+    (found,) = list_margins([node], {"n1": sample}, CoolingPlant(design_it="1 MW"), {}, NOW)
+    assert (found.margin_k, found.is_modeled) == (7.0, True)
+    assert list_margins([node], {"n1": sample}, None, {}, NOW) == []
+
+
+def test_a_leak_stands_first() -> None:
+    page = render_cooling([RackSample(id="1", name="r<1>", has_leak=True, supply_temperature_c=32.0)], [])
+    assert page.startswith('<p class="note problem">Leak: r&lt;1&gt;')
+    assert "32.0 °C" in page
+
+
+def test_a_form_that_is_no_request_is_refused() -> None:
+    assert parse_request({"what": " spares=0.1 \n\npower_cap=0.8"}, "f").variants == ["spares=0.1", "power_cap=0.8"]
+    with pytest.raises(UsageError, match="expected numbers"):
+        parse_request({"days": "many"}, "f")
+    assert "&lt;b&gt;" in render_what_if_page({"what": "<b>"}, "", None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (SimulationRequest("f", ["a"] * 5, 1, 1), "5 variants, expected at most 4"),
+        (SimulationRequest("f", [], 1e9, 1), "days, expected more than 0"),
+        (SimulationRequest("f", [], float("nan"), 1), "days, expected more than 0"),
+        (SimulationRequest("f", [], 1, 50), "50 seeds, expected 1 to 5"),
+    ],
+)
+def test_a_request_beyond_the_limits_is_refused(request_: SimulationRequest, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        simulate_bounded(request_)
+
+
+def test_a_variant_may_not_name_another_file_nor_more_days(fleet: ServedFleet) -> None:
+    what = "site.price_per_kwh=/etc/passwd"
+    answer = answer_request(SimulationRequest(str(fleet.path), [what], 1, 1))
+    assert answer["problem"].startswith(f"{what}: names /etc/passwd, a file that fleet.yaml does not")
+    answer = answer_request(SimulationRequest(str(fleet.path), ["days=4000"], 1, 1))
+    assert "1 days, policy fifo" in answer["body"]
+
+
+def test_a_simulation_in_its_process_gives_the_page_and_ends_at_its_time_limit(fleet: ServedFleet) -> None:
+    assert "Accelerators" in simulate_bounded(SimulationRequest(str(fleet.path), ["power_cap=0.8"], 2, 1))
+    with pytest.raises(UsageError, match=r"took more than 0.01 s"):
+        simulate_bounded(SimulationRequest(str(fleet.path), [], 2, 1), time_limit_s=0.01)
+
+
+def test_what_if_is_refused_without_the_token_or_from_another_site(tmp_path: Path, fleet: ServedFleet) -> None:
+    read_only = Browser(tmp_path, make_access("127.0.0.1", False, None), fleet)
+    assert "disabled" in read_only.get("/what-if").text
+    assert read_only.post("/what-if", "what=").status == 403
+    browser = Browser(tmp_path, make_access("127.0.0.1", True, TOKEN), fleet)
+    cookie = f"{COOKIE_NAME}={TOKEN}"
+    assert browser.post("/what-if", "what=").status == 403
+    assert browser.post("/what-if", "what=", cookie=cookie, origin="http://evil.example").status == 403
+    answer = browser.post("/what-if", "what=power_cap%3D7", cookie=cookie, origin="http://127.0.0.1:8420")
+    assert answer.status == 422
+    assert "power_cap" in answer.text
+
+
+def test_one_simulation_runs_at_a_time(tmp_path: Path, fleet: ServedFleet) -> None:
+    access = Access(TOKEN, False, True)
+    browser = Browser(tmp_path, access, fleet)
+    routes = next(route.endpoint.__self__ for route in browser.routes if route.path == "/what-if")
+    assert isinstance(routes, FleetRoutes)
+    routes._is_simulating.acquire()
+    answer = browser.post("/what-if", "what=", cookie=f"{COOKIE_NAME}={TOKEN}")
+    assert answer.status == 429
+
+
+def test_the_pages_show_without_a_fleet_what_they_need(tmp_path: Path) -> None:
+    browser = Browser(tmp_path, make_access("127.0.0.1", False, None))
+    assert "phalanx serve --fleet FLEET.yaml" in browser.get("/power").text
+    assert "No rack is on a bus" in browser.get("/cooling").text
+    assert browser.post("/what-if", "").status == 403
+    assert all(browser.get(address).status == 200 for _, address in PAGE_TABS)
+
+
+def test_a_fleet_file_is_checked_before_anything_is_served(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace("row: v", "row: x"))
+    with pytest.raises(PhalanxError, match="no such row"):
+        load_served_fleet(tmp_path / "fleet.yaml")
