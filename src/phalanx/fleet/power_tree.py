@@ -83,6 +83,13 @@ class PowerTree:
                 sums[parent] += sums[index]
         return sums
 
+    def find_site(self, node: int) -> str:
+        """Return the name of the site of a node, given by its index."""
+        level = self.nodes[node].rack
+        while self.levels[level].parent != NO_PARENT:
+            level = self.levels[level].parent
+        return self.levels[level].name
+
 
 def build_power_tree(fleet: FleetFile, locations: SourceLocations) -> PowerTree:
     """Return the tree of a fleet. Raises RecipeError with a line for each problem: a level that is not there, feeds
