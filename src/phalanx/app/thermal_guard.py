@@ -27,7 +27,7 @@ from phalanx.fleet.thermal.bms_requests import ISOLATION_TYPES, BmsRequests
 from phalanx.fleet.thermal.cooling_faults import CooledNodes, FaultDetector
 from phalanx.fleet.thermal.redfish_power import RedfishErrors, RedfishPowerSwitch, open_power_switch
 from phalanx.fleet.thermal.request_session import HEARTBEAT_INTERVAL_S
-from phalanx.fleet.thermal.response import CoolingResponder, Problems, ResponseEvent, RunningJob
+from phalanx.fleet.thermal.response import CoolingResponder, NodeJob, Problems, ResponseEvent
 from phalanx.jobs.backends.nodes import NodeBackend
 from phalanx.jobs.spec import JobState
 from phalanx.run import Run, read_events
@@ -49,7 +49,7 @@ class KnownJobs:
     """The running jobs by node, with what their last save took; renewed in the background."""
 
     backend: NodeBackend
-    by_node: Mapping[str, Sequence[RunningJob]] = field(default_factory=dict)
+    by_node: Mapping[str, Sequence[NodeJob]] = field(default_factory=dict)
     runs: Mapping[str, Path] = field(default_factory=dict)
     problem: str = ""
 
@@ -60,11 +60,11 @@ class KnownJobs:
         except PhalanxError as error:
             self.problem = f"jobs of {self.backend.name} are not known: {error}"
             return
-        found: dict[str, list[RunningJob]] = {}
+        found: dict[str, list[NodeJob]] = {}
         for job in running:
             save_s = None if job.run_dir is None else _find_save_s(Path(job.run_dir))
             for node in job.nodes:
-                found.setdefault(node, []).append(RunningJob(job.id, save_s))
+                found.setdefault(node, []).append(NodeJob(job.id, save_s))
         self.runs = {job.id: Path(job.run_dir) for job in running if job.run_dir is not None}
         self.by_node, self.problem = found, ""
 
@@ -128,7 +128,7 @@ class FleetActions:
         problems = self._do_all(topics, lambda topic: bus.publish(topic, 1.0))
         return {place: "; ".join(problems.values())} if problems else {}
 
-    def list_jobs(self, node: str) -> Sequence[RunningJob]:
+    def list_jobs(self, node: str) -> Sequence[NodeJob]:
         """Return the jobs of a node, as they were when they were last asked for."""
         return () if self._jobs is None else self._jobs.by_node.get(node, ())
 

@@ -1,4 +1,4 @@
-"""`phalanx thermal guard`."""
+"""`phalanx thermal guard` and `rehearse`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.stderr import print_warning
+from phalanx.errors import ExitCode, UsageError
 
 
 def guard(
@@ -37,3 +38,29 @@ def guard(
                 print_warning(problem)
             for event in report.events:
                 print(format_response(event), flush=True)
+
+
+def rehearse(
+    nodes: Annotated[Path, typer.Argument(metavar="NODES", help="Nodes file with racks.")],
+    fault: Annotated[str, typer.Option("--fault", metavar="NAME", help="What happens: no-flow or leak.")] = "no-flow",
+    save: Annotated[
+        float | None,
+        typer.Option(
+            "--save", min=0.1, max=1e6, metavar="SECONDS", help="What a save of the job takes; without a job."
+        ),
+    ] = None,
+) -> int:
+    """Simulate a fault at the first rack, and print what a guard does and when. Nothing is opened.
+
+    Exit code 77: a device gets as hot as its limit before its power is off.
+    """
+    from phalanx.app.cooling_rehearsal import rehearse_response
+    from phalanx.cli.thermal_output import format_rehearsal
+    from phalanx.fleet.thermal.flow_loss import CoolingFault
+
+    faults = {"no-flow": CoolingFault.NO_FLOW, "leak": CoolingFault.LEAK}
+    if fault not in faults:
+        raise UsageError(f"--fault {fault}: expected one of {', '.join(faults)}")
+    found = rehearse_response(nodes, faults[fault], save)
+    print("\n".join(format_rehearsal(found)))
+    return int(ExitCode.UNFIT_NODE if max(found.peaks_c.values()) >= found.limit_c else ExitCode.DONE)

@@ -1,6 +1,6 @@
 """Requests on a building's bus, in the form of NVIDIA's DSX Exchange: the building's metadata grant each of them.
 
-A point whose metadata name our integration is ours to write, on `BMS/v1/{integration}/Value/...` with the rest of its
+A point with metadata that name our integration is ours to write, on `BMS/v1/{integration}/Value/...` with the rest of its
 topic. Nothing else is published, and nothing is retained: a request ends with our heartbeat.
 """
 

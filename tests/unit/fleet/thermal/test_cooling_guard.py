@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from fake_nodes import FakeNodeBackend
 from phalanx.app import thermal_guard
@@ -227,3 +229,28 @@ def test_an_event_says_what_would_be_done_and_what_failed() -> None:
     assert format_response(ResponseEvent(0.0, CoolingAction.POWER_OFF, "n1", "x", "refused")).endswith(
         ": FAILED: refused"
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "code"), [("no-flow", "(60|67|8[0-9]) °C at most", 0), ("leak", "60 °C", 0)]
+)
+def test_a_rehearsal_prints_what_is_done_in_time(tmp_path: Path, fault: str, words: str, code: int) -> None:
+    from phalanx.cli.thermal import app
+
+    path = tmp_path / "nodes.yml"
+    path.write_text("nodes: [{name: n1, rack: r1}, {name: n2, rack: r1}, {name: n3, rack: r2}]\n")
+    result = CliRunner().invoke(app, ["rehearse", str(path), "--fault", fault, "--save", "3"], standalone_mode=False)
+    assert result.return_value == code
+    assert re.search(words, result.output)
+    order = re.findall(r"^ *[0-9.]+ s  (\w+(?: \w+)?)  ", result.output, re.MULTILINE)
+    isolation = ["request isolation"] if fault == "leak" else []
+    saves = ["stop scheduling", "stop scheduling", *isolation, "save checkpoint"]
+    assert order == ["report", *saves, "power off", "power off"]
+
+
+def test_a_device_that_gets_too_hot_in_a_rehearsal_is_said(tmp_path: Path) -> None:
+    from phalanx.cli.thermal import app
+
+    path = tmp_path / "nodes.yml"
+    path.write_text("nodes: [{name: n1, rack: r1}]\ncooling_response: {heat_j_per_k: 50}\n")
+    assert CliRunner().invoke(app, ["rehearse", str(path)], standalone_mode=False).return_value == 77

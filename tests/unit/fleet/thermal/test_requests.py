@@ -49,6 +49,8 @@ class SimulatedCdu:
             controller.beat(now)
         if registers[ENABLE]:
             controller.receive(SetPointRequest(registers[ASKED] / 10, 0.8))
+        else:
+            controller.drop()
         held, refusal = controller.step(now, 0.8e6)
         self.refusal = refusal or ""
         if refusal:
@@ -251,6 +253,8 @@ def test_a_held_request_is_withdrawn_at_its_end_and_logged(device: ModbusDevice,
     request.channel.close()
     assert statuses[-1].requested_c == 33.0
     assert device.registers[ENABLE] == 0
+    cdu.tick(clock.now)
+    assert cdu.controller.supply_c == 32.0
     lines = [json.loads(line) for line in (nodes.parent / "state/thermal/audit.jsonl").read_text().splitlines()]
     assert [(line["cdu"], line.get("request_supply_c"), line.get("withdraw")) for line in lines] == [
         ("cdu-1", 33.0, None),

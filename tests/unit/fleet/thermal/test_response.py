@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from phalanx.fleet.fake_cooling import FakeCooledFleet, FakeSavingJob
 from phalanx.fleet.power.devices import CapLimits
 from phalanx.fleet.power.fake_fleet import FakeCapDevice, FakeClock, FakeNode
 from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.fleet.thermal.cooling_faults import CooledNodes, FaultDetector
-from phalanx.fleet.thermal.fake_cooling import FakeCooledFleet, FakeSavingJob
 from phalanx.fleet.thermal.flow_loss import CoolingAction, CoolingFault
 from phalanx.fleet.thermal.response import CoolingResponder, ResponseEvent
 
