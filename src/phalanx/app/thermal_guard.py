@@ -125,7 +125,7 @@ class FleetActions:
         if self._bus is None or not topics:
             return {place: "the building grants no request of isolation"}
         bus = self._bus
-        problems = self._do_all(topics, lambda topic: bus.publish(topic, 1.0))
+        problems = self._do_all(topics, lambda topic: bus.hold(topic, 1.0))
         return {place: "; ".join(problems.values())} if problems else {}
 
     def list_jobs(self, node: str) -> Sequence[NodeJob]:

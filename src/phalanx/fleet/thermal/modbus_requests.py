@@ -35,7 +35,7 @@ class ModbusRequestChannel:
         self._echoed_at: float | None = None
 
     def read_state(self) -> ControllerState:
-        """Read set point, echo, and whether an operator is in charge. A device that does not answer takes no requests."""
+        """Read set point, echo, and whether an operator is in charge. A device that does not answer takes none."""
         try:
             count = to_base_unit(self._held, self._client.read(self._held), find_units("set_point_c"))
             echo = int(self._client.read(self._entry.echo))
