@@ -5,6 +5,7 @@ import getpass
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from phalanx.app.fleet_nodes import find_actor
 from phalanx.app.thermal_requests import open_bus_requests, thermal_state_dir
-from phalanx.errors import DataError, PhalanxError, UsageError
+from phalanx.errors import DataError, UsageError
 from phalanx.fleet.audit_log import append_audit_line
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_services import NodeServices
@@ -48,17 +49,26 @@ MAX_CONCURRENT_ACTIONS = 64
 class KnownJobs:
     """The running jobs by node, with what their last save took; renewed in the background."""
 
-    backend: NodeBackend
+    open_backend: Callable[[], NodeBackend]
     by_node: Mapping[str, Sequence[NodeJob]] = field(default_factory=dict)
     runs: Mapping[str, Path] = field(default_factory=dict)
     problem: str = ""
+    _backends: threading.local = field(default_factory=threading.local)
+
+    @property
+    def backend(self) -> NodeBackend:
+        """The backend of this thread: a database of a queue belongs to the thread that opened it."""
+        if not hasattr(self._backends, "backend"):
+            self._backends.backend = self.open_backend()
+        found: NodeBackend = self._backends.backend
+        return found
 
     def renew(self) -> None:
         """Ask the backend."""
         try:
             running = [each for each in self.backend.list_jobs() if each.state is JobState.RUNNING]
-        except PhalanxError as error:
-            self.problem = f"jobs of {self.backend.name} are not known: {error}"
+        except Exception as error:  # noqa: BLE001 - it is shown, and asked again; the guard must not end
+            self.problem = f"the jobs are not known: {type(error).__name__}: {error}"
             return
         found: dict[str, list[NodeJob]] = {}
         for job in running:
@@ -108,8 +118,8 @@ class FleetActions:
         """Drain nodes through the backend, and record it."""
         if self._jobs is None:
             return dict.fromkeys(nodes, "no backend is named (--on)")
-        backend, actor = self._jobs.backend, find_actor()
-        problems = self._do_all(nodes, lambda node: backend.drain_node(node, reason, actor))
+        jobs, actor = self._jobs, find_actor()
+        problems = self._do_all(nodes, lambda node: jobs.backend.drain_node(node, reason, actor))
         for node in nodes:
             last = self._states.find(node)
             if node not in problems and (last is None or last.state is not NodeState.DRAINED):
@@ -135,9 +145,9 @@ class FleetActions:
     def request_save(self, jobs: Sequence[str]) -> Problems:
         """Send SIGUSR1: the run saves and ends with 75, and its backend starts it again where it may."""
         assert self._jobs is not None  # else there are no jobs
-        backend, now = self._jobs.backend, self._now()
-        self._asked_at.update(dict.fromkeys(jobs, now))
-        return self._do_all(jobs, lambda job: backend.send_signal(job, signal.SIGUSR1))
+        known = self._jobs
+        self._asked_at.update(dict.fromkeys(jobs, self._now()))
+        return self._do_all(jobs, lambda job: known.backend.send_signal(job, signal.SIGUSR1))
 
     def is_saved(self, job_id: str) -> bool:
         """Whether its run has a checkpoint since it was asked to save."""
@@ -167,9 +177,9 @@ class FleetActions:
             if not future.done():
                 problems[target] = f"no answer within {self._timeout_s:g} s"
             elif (error := future.exception()) is not None:
-                if not isinstance(error, PhalanxError | OSError | SourceUnavailableError | RedfishErrors):
-                    raise error
-                problems[target] = str(error)
+                # whatever it is, what comes next must be done
+                logger.error("%s: %s", target, error, exc_info=error)
+                problems[target] = str(error) or type(error).__name__
         return problems
 
 
@@ -183,7 +193,7 @@ class GuardReport:
 
 def guard_cooling(
     nodes: Path,
-    backend: NodeBackend | None,
+    open_backend: Callable[[], NodeBackend] | None,
     states: NodeStates,
     may_act: bool,
     duration_s: float | None = None,
@@ -212,7 +222,7 @@ def guard_cooling(
         margins = KnownMargins(services)
         margins.renew()
         stack.callback(PollingThread(margins.renew, READ_INTERVAL_S).stop)
-        jobs = _watch_jobs(backend, stack)
+        jobs = _watch_jobs(open_backend, stack)
         bus = _join_bus(file, stack) if may_act else None
         switches, setup_problems = open_switches(file) if may_act else ({}, [])
         actions = stack.enter_context(contextlib.closing(FleetActions(jobs, states, switches, bus)))
@@ -250,10 +260,11 @@ def open_switches(file: NodesFile) -> tuple[dict[str, RedfishPowerSwitch], list[
     return found, problems
 
 
-def _watch_jobs(backend: NodeBackend | None, stack: contextlib.ExitStack) -> KnownJobs | None:
-    if backend is None:
+def _watch_jobs(open_backend: Callable[[], NodeBackend] | None, stack: contextlib.ExitStack) -> KnownJobs | None:
+    if open_backend is None:
         return None
-    jobs = KnownJobs(backend)
+    jobs = KnownJobs(open_backend)
+    _ = jobs.backend  # a missing package or an unknown name ends the command
     jobs.renew()
     stack.callback(PollingThread(jobs.renew, JOBS_INTERVAL_S).stop)
     return jobs

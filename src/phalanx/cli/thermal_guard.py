@@ -1,5 +1,6 @@
 """`phalanx thermal guard` and `rehearse`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +30,11 @@ def guard(
     from phalanx.cli.thermal_output import format_response
     from phalanx.jobs.backends.nodes import open_node_backend
 
-    backend = None if on is None else open_node_backend(on)
+    open_backend = None if on is None else partial(open_node_backend, on)
     if not yes:
         typer.echo("dry run: nothing is drained, saved or powered off; --yes acts")
     with open_node_states() as states:
-        for report in guard_cooling(nodes, backend, states, yes, duration):
+        for report in guard_cooling(nodes, open_backend, states, yes, duration):
             for problem in report.problems:
                 print_warning(problem)
             for event in report.events:
