@@ -103,7 +103,7 @@ def _find_curve_problem(curves: Mapping[str, SpeedCurve], types: Mapping[str, No
         if name not in types:
             return f"sweep: {name}: no node type of its nodes; they are {', '.join(types)}"
         low_w, high_w = types[name].device_min_cap_w or 0.0, types[name].device_max_w
-        for cap_w in curve.caps_w:
+        for cap_w in (curve.caps_w[0], curve.caps_w[-1]):
             if not low_w - CAP_TOLERANCE_W <= cap_w <= high_w + CAP_TOLERANCE_W:
                 return f"sweep: {name}: a device takes caps from {low_w:g} to {high_w:g} W, not {cap_w:g} W"
     return ""
