@@ -1,11 +1,13 @@
 """Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance, advice."""
 
 import csv
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from fleet_bars import Bar
+from phalanx.app.cooling_rehearsal import rehearse_response
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.failures import NodeHistory
 from phalanx.fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_fleet
@@ -15,7 +17,7 @@ from phalanx.fleet.site_settings import HourlyFile, SiteConditions
 from phalanx.fleet.thermal.closed_loop import ClosedLoopResult, LoopOutages, run_closed_loop
 from phalanx.fleet.thermal.cooling_tower import find_approach
 from phalanx.fleet.thermal.device_series import Values
-from phalanx.fleet.thermal.flow_loss import HeatCapacity
+from phalanx.fleet.thermal.flow_loss import CoolingFault, HeatCapacity
 from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.weather import Weather, count_hours_above, read_weather
@@ -49,6 +51,7 @@ def measure_plant_bars(data: Path) -> list[Bar]:
         *_measure_closed_loops(sites),
         _measure_flow_loss(),
         *_measure_simulated_sites(data),
+        _measure_response(),
     ]
 
 
@@ -238,3 +241,26 @@ def _measure_simulated_sites(data: Path) -> list[Bar]:
             max(errors) <= 1e-9,
         )
     ]
+
+
+def _measure_response() -> Bar:
+    """A rack of the fake fleet loses its flow; its job needs 3 s to save. Devices of 1 kW with 300, 450 and 600 J/K."""
+    reached, is_met = [], True
+    order = ["report", "stop scheduling", "stop scheduling", "save checkpoint", "power off", "power off"]
+    with tempfile.TemporaryDirectory() as folder:
+        for heat_j_per_k in (300, 450, 600):
+            path = Path(folder) / "nodes.yml"
+            path.write_text(
+                "nodes: [{name: n1, rack: r1}, {name: n2, rack: r1}, {name: n3, rack: r2}]\n"
+                f"cooling_response: {{heat_j_per_k: {heat_j_per_k}}}\n"
+            )
+            found = rehearse_response(path, CoolingFault.NO_FLOW, 3.0)
+            peak_c, off_s = max(found.peaks_c.values()), max(each.time_s for each in found.events)
+            is_met &= [str(each.action) for each in found.events] == order and peak_c < 90.0 and bool(found.saved_at_s)
+            reached.append(f"off after {off_s:.1f} s at {peak_c:.0f} C")
+    return _bar(
+        "fake fleet, loss of flow at 60 C, save of 3 s: report, drain, save, power off before 90 C",
+        "in this order, below 90 C",
+        "; ".join(reached),
+        is_met,
+    )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from phalanx.app.plan_cluster import CLUSTER_VARIABLE, find_fleet_cluster
 from phalanx.autoconfig.plan import plan_run
 from phalanx.cluster.load import load_cluster
 from phalanx.cluster.spec import Prices
@@ -24,8 +25,6 @@ from phalanx.run import Run
 
 logger = logging.getLogger(__name__)
 
-CLUSTER_VARIABLE = "PHALANX_CLUSTER"
-"""Cluster with the prices that are kept with runs: a name or file, as for `phalanx plan --cluster`."""
 WARN_SHARE = 0.8
 CHECK_INTERVAL_S = 5.0
 """Seconds between readings of what a run has used: energy is written once a minute."""
@@ -58,7 +57,7 @@ def load_prices(environment: Mapping[str, str] = os.environ) -> Prices | None:
     """Return the prices of PHALANX_CLUSTER; None where it is not set. Raises RecipeError for a cluster that cannot be
     loaded."""
     text = environment.get(CLUSTER_VARIABLE)
-    return load_cluster(text).prices if text else None
+    return (find_fleet_cluster(text) or load_cluster(text)).prices if text else None
 
 
 def check_budget(loaded: LoadedRecipe, prices: Prices | None) -> None:
@@ -81,7 +80,7 @@ def check_planned_budget(loaded: LoadedRecipe, num_gpus: int | None, environment
     check_budget(loaded, load_prices(environment))
     if cluster:
         try:
-            plan = plan_run(loaded, cluster, num_gpus)
+            plan = plan_run(loaded, find_fleet_cluster(cluster) or cluster, num_gpus)
         except PhalanxError as error:  # data may be on the cluster only; the run itself checks its budget again
             logger.warning("the budget is not checked before the job starts: %s", error)
             return

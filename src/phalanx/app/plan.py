@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.app.plan_cluster import CLUSTER_VARIABLE, find_fleet_cluster
 from phalanx.autoconfig.plan import RunPlan, describe_slowdown, list_chosen_keys, plan_run, render_recipe
+from phalanx.cluster.spec import Cluster
 from phalanx.planner.search import Candidate
 from phalanx.planner.timeline import chrome_trace, draw_timeline, format_breakdown
 from phalanx.planner.timeline import format_seconds as format_seconds
@@ -50,7 +52,8 @@ def plan(
 
     Args:
         recipe: a file's path or a value.
-        cluster: a name of the catalog or a file; default: this machine, if calibrated.
+        cluster: a name of the catalog, or a file of a cluster or fleet; default: that of PHALANX_CLUSTER, else this
+            machine, if calibrated.
         num_gpus: devices to plan for; default: all of the cluster.
         overrides: `key=value` of a recipe in a file.
 
@@ -62,7 +65,13 @@ def plan(
         loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
     else:
         loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
-    return plan_run(loaded, cluster, num_gpus, Path.cwd())
+    return plan_run(loaded, _load_cluster(cluster), num_gpus, Path.cwd())
+
+
+def _load_cluster(name: str | None) -> str | Cluster | None:
+    """The cluster of that name, else of PHALANX_CLUSTER; None for this machine."""
+    name = name or os.environ.get(CLUSTER_VARIABLE) or None
+    return None if name is None else find_fleet_cluster(name, Path.cwd()) or name
 
 
 def plan_recipe_file(
@@ -75,7 +84,7 @@ def plan_recipe_file(
     """Plan a recipe file, and write `outputs`."""
     outputs.check_paths()
     loaded = load_recipe(path, overrides)
-    run_plan = plan_run(loaded, cluster, num_gpus, Path.cwd())
+    run_plan = plan_run(loaded, _load_cluster(cluster), num_gpus, Path.cwd())
     write_atomic(outputs.recipe, render_recipe(loaded, overrides, run_plan))
     if outputs.trace is not None:
         write_atomic(outputs.trace, chrome_trace(run_plan.step_events()))

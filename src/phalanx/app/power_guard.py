@@ -83,7 +83,7 @@ def hold_budgets(
     fleet: PowerFleet, links: NodeLinks, takes_over: bool, duration_s: float | None = None
 ) -> Iterator[GuardStatus]:
     """Hold the budgets until `duration_s` is over; yield each step with all notices. Jobs that are paused at the end
-    stay paused: the caps that nodes fall back to have no room for a load target. Errors as of `open_guard`,
+    stay paused: the fallback of nodes fits the fleet file, not a load target. Errors as of `open_guard`,
     `open_target_sources`, `open_shedder` and `PowerGuard.step`."""
     notices = _Notices()
     shedder = open_shedder(fleet, notices)

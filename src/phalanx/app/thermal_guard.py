@@ -5,6 +5,7 @@ import getpass
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from phalanx.app.fleet_nodes import find_actor
 from phalanx.app.thermal_requests import open_bus_requests, thermal_state_dir
-from phalanx.errors import DataError, PhalanxError, UsageError
+from phalanx.errors import DataError, UsageError
 from phalanx.fleet.audit_log import append_audit_line
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_services import NodeServices
@@ -27,7 +28,7 @@ from phalanx.fleet.thermal.bms_requests import ISOLATION_TYPES, BmsRequests
 from phalanx.fleet.thermal.cooling_faults import CooledNodes, FaultDetector
 from phalanx.fleet.thermal.redfish_power import RedfishErrors, RedfishPowerSwitch, open_power_switch
 from phalanx.fleet.thermal.request_session import HEARTBEAT_INTERVAL_S
-from phalanx.fleet.thermal.response import CoolingResponder, Problems, ResponseEvent, RunningJob
+from phalanx.fleet.thermal.response import CoolingResponder, NodeJob, Problems, ResponseEvent
 from phalanx.jobs.backends.nodes import NodeBackend
 from phalanx.jobs.spec import JobState
 from phalanx.run import Run, read_events
@@ -48,23 +49,32 @@ MAX_CONCURRENT_ACTIONS = 64
 class KnownJobs:
     """The running jobs by node, with what their last save took; renewed in the background."""
 
-    backend: NodeBackend
-    by_node: Mapping[str, Sequence[RunningJob]] = field(default_factory=dict)
+    open_backend: Callable[[], NodeBackend]
+    by_node: Mapping[str, Sequence[NodeJob]] = field(default_factory=dict)
     runs: Mapping[str, Path] = field(default_factory=dict)
     problem: str = ""
+    _backends: threading.local = field(default_factory=threading.local)
+
+    @property
+    def backend(self) -> NodeBackend:
+        """The backend of this thread: a database of a queue belongs to the thread that opened it."""
+        if not hasattr(self._backends, "backend"):
+            self._backends.backend = self.open_backend()
+        found: NodeBackend = self._backends.backend
+        return found
 
     def renew(self) -> None:
         """Ask the backend."""
         try:
             running = [each for each in self.backend.list_jobs() if each.state is JobState.RUNNING]
-        except PhalanxError as error:
-            self.problem = f"jobs of {self.backend.name} are not known: {error}"
+        except Exception as error:  # noqa: BLE001 - it is shown, and asked again; the guard must not end
+            self.problem = f"the jobs are not known: {type(error).__name__}: {error}"
             return
-        found: dict[str, list[RunningJob]] = {}
+        found: dict[str, list[NodeJob]] = {}
         for job in running:
             save_s = None if job.run_dir is None else _find_save_s(Path(job.run_dir))
             for node in job.nodes:
-                found.setdefault(node, []).append(RunningJob(job.id, save_s))
+                found.setdefault(node, []).append(NodeJob(job.id, save_s))
         self.runs = {job.id: Path(job.run_dir) for job in running if job.run_dir is not None}
         self.by_node, self.problem = found, ""
 
@@ -108,8 +118,8 @@ class FleetActions:
         """Drain nodes through the backend, and record it."""
         if self._jobs is None:
             return dict.fromkeys(nodes, "no backend is named (--on)")
-        backend, actor = self._jobs.backend, find_actor()
-        problems = self._do_all(nodes, lambda node: backend.drain_node(node, reason, actor))
+        jobs, actor = self._jobs, find_actor()
+        problems = self._do_all(nodes, lambda node: jobs.backend.drain_node(node, reason, actor))
         for node in nodes:
             last = self._states.find(node)
             if node not in problems and (last is None or last.state is not NodeState.DRAINED):
@@ -125,19 +135,19 @@ class FleetActions:
         if self._bus is None or not topics:
             return {place: "the building grants no request of isolation"}
         bus = self._bus
-        problems = self._do_all(topics, lambda topic: bus.publish(topic, 1.0))
+        problems = self._do_all(topics, lambda topic: bus.hold(topic, 1.0))
         return {place: "; ".join(problems.values())} if problems else {}
 
-    def list_jobs(self, node: str) -> Sequence[RunningJob]:
+    def list_jobs(self, node: str) -> Sequence[NodeJob]:
         """Return the jobs of a node, as they were when they were last asked for."""
         return () if self._jobs is None else self._jobs.by_node.get(node, ())
 
     def request_save(self, jobs: Sequence[str]) -> Problems:
         """Send SIGUSR1: the run saves and ends with 75, and its backend starts it again where it may."""
         assert self._jobs is not None  # else there are no jobs
-        backend, now = self._jobs.backend, self._now()
-        self._asked_at.update(dict.fromkeys(jobs, now))
-        return self._do_all(jobs, lambda job: backend.send_signal(job, signal.SIGUSR1))
+        known = self._jobs
+        self._asked_at.update(dict.fromkeys(jobs, self._now()))
+        return self._do_all(jobs, lambda job: known.backend.send_signal(job, signal.SIGUSR1))
 
     def is_saved(self, job_id: str) -> bool:
         """Whether its run has a checkpoint since it was asked to save."""
@@ -167,9 +177,9 @@ class FleetActions:
             if not future.done():
                 problems[target] = f"no answer within {self._timeout_s:g} s"
             elif (error := future.exception()) is not None:
-                if not isinstance(error, PhalanxError | OSError | SourceUnavailableError | RedfishErrors):
-                    raise error
-                problems[target] = str(error)
+                # whatever it is, what comes next must be done
+                logger.error("%s: %s", target, error, exc_info=error)
+                problems[target] = str(error) or type(error).__name__
         return problems
 
 
@@ -183,7 +193,7 @@ class GuardReport:
 
 def guard_cooling(
     nodes: Path,
-    backend: NodeBackend | None,
+    open_backend: Callable[[], NodeBackend] | None,
     states: NodeStates,
     may_act: bool,
     duration_s: float | None = None,
@@ -212,7 +222,7 @@ def guard_cooling(
         margins = KnownMargins(services)
         margins.renew()
         stack.callback(PollingThread(margins.renew, READ_INTERVAL_S).stop)
-        jobs = _watch_jobs(backend, stack)
+        jobs = _watch_jobs(open_backend, stack)
         bus = _join_bus(file, stack) if may_act else None
         switches, setup_problems = open_switches(file) if may_act else ({}, [])
         actions = stack.enter_context(contextlib.closing(FleetActions(jobs, states, switches, bus)))
@@ -250,10 +260,11 @@ def open_switches(file: NodesFile) -> tuple[dict[str, RedfishPowerSwitch], list[
     return found, problems
 
 
-def _watch_jobs(backend: NodeBackend | None, stack: contextlib.ExitStack) -> KnownJobs | None:
-    if backend is None:
+def _watch_jobs(open_backend: Callable[[], NodeBackend] | None, stack: contextlib.ExitStack) -> KnownJobs | None:
+    if open_backend is None:
         return None
-    jobs = KnownJobs(backend)
+    jobs = KnownJobs(open_backend)
+    _ = jobs.backend  # a missing package or an unknown name ends the command
     jobs.renew()
     stack.callback(PollingThread(jobs.renew, JOBS_INTERVAL_S).stop)
     return jobs

@@ -80,13 +80,13 @@ class RunPlan:
 
 def plan_run(
     loaded: LoadedRecipe,
-    cluster: str | None,
+    cluster: str | Cluster | None,
     num_gpus: int | None = None,
     folder: Path | None = None,
 ) -> RunPlan:
-    """Predict a run of a recipe on a cluster (a name of the catalog or a file), on `num_gpus` of its devices (default
-    all), and choose the parallelism, micro-batch, activation checkpointing, precision and schedule that the recipe
-    leaves open.
+    """Predict a run of a recipe on a cluster (a value, a name of the catalog or a file), on `num_gpus` of its devices
+    (default all), and choose the parallelism, micro-batch, activation checkpointing, precision and schedule that the
+    recipe leaves open.
 
     Raises RecipeError when the name is unknown, the model cannot be traced, or nothing fits; the message says by how
     much, and which change would make it fit. Raises UsageError when the cluster has fewer devices.
@@ -143,15 +143,16 @@ def check_kind(device: str, cluster: Cluster) -> None:
     )
 
 
-def load_sized_cluster(cluster_name: str, num_gpus: int | None, folder: Path | None = None) -> Cluster:
+def load_sized_cluster(named: str | Cluster, num_gpus: int | None, folder: Path | None = None) -> Cluster:
     """Load the cluster of that name with as many nodes as `num_gpus` devices need; a cluster with a fixed number of
     nodes must have them."""
     if num_gpus is not None and num_gpus < 1:
         raise UsageError(f"--num-gpus {num_gpus}: expected a number of devices, at least 1")
-    cluster = load_cluster(cluster_name, folder)
+    cluster = named if isinstance(named, Cluster) else load_cluster(named, folder)
+    cluster_name = cluster.name if isinstance(named, Cluster) else named
     if num_gpus is None or num_gpus <= cluster.devices:
         return cluster
-    is_catalog_name = (
+    is_catalog_name = isinstance(named, str) and (
         ":" not in cluster_name and "/" not in cluster_name and not cluster_name.lower().endswith((".yaml", ".yml"))
     )
     if is_catalog_name and cluster.node.scale_out is not None:

@@ -20,8 +20,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Cluster: `dgx-h100:128` (nodes), `h100:64` (devices), or a file.",
-            show_default="this machine",
+            help="Cluster: `dgx-h100:128` (nodes), `h100:64` (devices), or a file of a cluster or fleet.",
+            show_default="PHALANX_CLUSTER, else this machine",
         ),
     ] = None,
     num_gpus: Annotated[
@@ -44,8 +44,8 @@ def plan(
 ) -> None:
     """Predict memory, step time, energy and cost of a run on a cluster, and choose its parallelism.
 
-    Without --cluster it plans for this machine, as measured by `phalanx calibrate`. Nothing is trained, and no data are
-    read.
+    Without a cluster it plans for this machine, as measured by `phalanx calibrate`. A fleet file also gives the power
+    cap that its budgets leave, and PUE, price and carbon of its site. Nothing is trained, and no data are read.
     """
     with disable_gc():
         from phalanx.app.plan import PlanOutputs, plan_recipe_file

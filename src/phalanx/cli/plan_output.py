@@ -97,9 +97,11 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
     ]
     if (energy := run_plan.energy) is not None:
         kwh = f"{energy.site_kwh:,.0f}" if energy.site_kwh >= 1_000 else format_significant(energy.site_kwh)
-        lines.append(f"energy     {kwh} kWh with cooling, {energy.node_w:,.0f} W a node")
+        lines.append(f"energy     {kwh} kWh with cooling (PUE {prices.pue:g}), {energy.node_w:,.0f} W a node")
+    if (carbon_kg := _predict_carbon_kg(run_plan)) is not None:
+        lines.append(f"carbon     {carbon_kg:,.0f} kg CO2e, {prices.carbon_g_per_kwh:g} g/kWh")
     if (slowdown := run_plan.power_cap_slowdown) is not None:
-        source = "measured on this family" if slowdown.is_measured else "measured on other families"
+        source = "measured on this family" if slowdown.is_measured else "estimate from other families"
         lines.append(
             f"power cap  {prices.power_cap_w:,.0f} W a device: computing takes {slowdown.expected:.2f} times as long "
             f"({slowdown.low:.2f} to {slowdown.high:.2f}; {source})"
@@ -121,6 +123,11 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
         )
         lines.append(f"scaling    weak-scaling efficiency relative to {base_world:,}: {efficiencies}")
     return lines
+
+
+def _predict_carbon_kg(run_plan: "RunPlan") -> float | None:
+    grams, energy = run_plan.cluster.prices.carbon_g_per_kwh, run_plan.energy
+    return None if grams is None or energy is None else energy.site_kwh * grams / 1e3
 
 
 def _cost_items(run_plan: "RunPlan") -> list[tuple[str, float | None]]:
@@ -167,6 +174,7 @@ def to_json(run_plan: "RunPlan", top: int, out: Path) -> dict[str, Any]:
         "memory_bytes": memory_by_part(run_plan),
         "cost": asdict(run_plan.cost),
         "energy": None if energy is None else asdict(energy),
+        "carbon_kg": _predict_carbon_kg(run_plan),
         "checkpoint_plan": None if checkpoints is None else asdict(checkpoints),
         "power_cap_slowdown": None if slowdown is None else asdict(slowdown),
         "scaling": [{"num_devices": world, "units_per_s": speed} for world, speed in run_plan.scaling],

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.fleet.thermal.device_heat import DeviceHeat
 from phalanx.fleet.thermal.heat_check import HeatCheck
@@ -10,6 +10,9 @@ from phalanx.fleet.thermal.model_file import ThermalModelFile
 from phalanx.fleet.thermal.response import ResponseEvent
 from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import Column, format_table
+
+if TYPE_CHECKING:
+    from phalanx.app.cooling_rehearsal import Rehearsal
 
 MODEL_COLUMNS = (
     Column("KIND"),
@@ -31,6 +34,7 @@ CHECK_COLUMNS = (
     Column("R RATIO", is_number=True),
     Column("FINDING"),
 )
+REHEARSAL_COLUMNS = (Column("AFTER", is_number=True), Column("ACTION"), Column("TARGET"), Column("REASON"))
 
 
 def format_model(model: ThermalModelFile) -> list[str]:
@@ -103,6 +107,18 @@ def format_response(event: ResponseEvent) -> str:
     would = "" if event.is_done else "would "
     problem = f": FAILED: {event.problem}" if event.problem else ""
     return escape_control_chars(f"{time_text}  {would}{event.action}: {event.target}: {event.text}{problem}")
+
+
+def format_rehearsal(found: "Rehearsal") -> list[str]:
+    """A row for an action, then how hot it became."""
+    rows = [[f"{each.time_s:.1f} s", str(each.action), each.target, each.text] for each in found.events]
+    saved = "" if found.saved_at_s is None else f"; the job had saved after {found.saved_at_s:.1f} s"
+    peak_c = max(found.peaks_c.values())
+    return [
+        *format_table(REHEARSAL_COLUMNS, rows),
+        "",
+        f"{found.rack}: {peak_c:.0f} °C at most, of {found.limit_c:g} °C{saved}",
+    ]
 
 
 def _device_to_json(device: DeviceHeat) -> dict[str, Any]:

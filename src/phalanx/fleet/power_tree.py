@@ -83,6 +83,13 @@ class PowerTree:
                 sums[parent] += sums[index]
         return sums
 
+    def find_site(self, node: int) -> str:
+        """Return the name of the site of a node, given by its index."""
+        level = self.nodes[node].rack
+        while self.levels[level].parent != NO_PARENT:
+            level = self.levels[level].parent
+        return self.levels[level].name
+
 
 def build_power_tree(fleet: FleetFile, locations: SourceLocations) -> PowerTree:
     """Return the tree of a fleet. Raises RecipeError with a line for each problem: a level that is not there, feeds
@@ -200,6 +207,12 @@ class _TreeBuilder:
                 key,
                 f"{count} accelerators of {device_idle_w:g} to {device_max_w:g} W do not fit into a node of "
                 f"{idle_w or 0:g} to {most_w:g} W",
+            )
+            return None
+        if entry.device_min_cap is not None and entry.device_min_cap > device_max_w:
+            cap_w = entry.device_min_cap
+            self._report(
+                (*key, "device_min_cap"), f"{cap_w:g} W is above the device's most power of {device_max_w:g} W"
             )
             return None
         return NodePower(count, device_max_w, device_idle_w, rest_max_w, rest_idle_w, entry.device_min_cap)

@@ -28,6 +28,7 @@ from phalanx.observe.prediction_error import PredictionError, largest_prediction
 from phalanx.observe.run_cost import CostSummary, read_run_prices, summarize_cost
 from phalanx.observe.run_energy import EnergySummary, summarize_energy
 from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
+from phalanx.observe.run_power import PowerSummary, summarize_power
 from phalanx.run import Run
 from phalanx.run.event_types import (
     CheckpointFailed,
@@ -150,6 +151,7 @@ class RunSummary:
     energy: EnergySummary | None
     cost: CostSummary | None
     """None without prices: PHALANX_CLUSTER was not set."""
+    power: PowerSummary | None
     digest: str | None
     lost: tuple[str, ...] = ()
     """What of the run is missing or damaged, so that this is not all."""
@@ -243,6 +245,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
             energy is not None and energy.energy_j_per_step is not None,
             num_units,
         ),
+        power=summarize_power(run, history),
         digest=str(result["digest"]) if is_finished and result.get("digest") else None,
         lost=tuple(lost),
     )

@@ -6,11 +6,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from phalanx import formatting
+from phalanx.observe.energy_text import describe_cost, describe_energy, describe_power
 from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
-from phalanx.observe.run_cost import CostSummary
-from phalanx.observe.run_energy import EnergySummary
 from phalanx.observe.run_info import RunInfo
 from phalanx.observe.summary import RunSummary
 from phalanx.text_table import Column, format_facts, format_table
@@ -198,42 +197,11 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         facts.append(("energy", energy_text))
     if summary.cost is not None and (cost_text := describe_cost(summary.cost, speed.unit)):
         facts.append(("cost", cost_text))
+    if summary.power is not None:
+        facts += describe_power(summary.power, speed.unit)
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
     return facts
-
-
-def describe_energy(energy: EnergySummary, unit: str) -> str:
-    """How much energy, of what, for each token and step, and at the end."""
-
-    def format_kwh(joules: float) -> str:
-        return f"{formatting.format_significant(joules / 3.6e6)} kWh"
-
-    parts = []
-    if energy.num_devices:
-        parts.append(f"{format_kwh(energy.device_j)} by {formatting.format_plural(energy.num_devices, 'GPU')}")
-    if energy.cpu_j is not None:
-        parts.append(f"{format_kwh(energy.cpu_j)} by CPUs{' (estimate)' if energy.cpu_is_estimate else ''}")
-    text = parts[0] if len(parts) == 1 else f"{format_kwh(energy.energy_j)}: {', '.join(parts)}"
-    rates = [
-        f"{formatting.format_significant(joules)} J per {name}"
-        for joules, name in ((energy.energy_j_per_unit, unit.removesuffix("s")), (energy.energy_j_per_step, "step"))
-        if joules is not None
-    ]
-    at_end = [] if energy.energy_j_at_end is None else [f"{format_kwh(energy.energy_j_at_end)} at the last step"]
-    return "; ".join(part for part in (text, ", ".join(rates), *at_end) if part)
-
-
-def describe_cost(cost: CostSummary, unit: str) -> str:
-    """Energy at the building, carbon and money: of the run, and for a million tokens."""
-
-    def join(site_kwh: float | None, carbon_kg: float | None, money: float | None, pue: str = "") -> str:
-        values = ((site_kwh, f"kWh{pue}"), (carbon_kg, "kg CO2e"), (money, cost.currency))
-        return ", ".join(f"{formatting.format_significant(each)} {name}" for each, name in values if each is not None)
-
-    whole = join(cost.site_kwh, cost.carbon_kg, cost.cost, f" at the building (PUE {cost.pue:g})")
-    share = join(cost.site_kwh_per_million, cost.carbon_kg_per_million, cost.cost_per_million)
-    return f"{whole}; {share} per million {unit}" if share else whole
 
 
 def _format_error(share: float) -> str:

@@ -1,7 +1,7 @@
 """Jobs that are paused for a load target, by priority, and resumed one after the other; saves that do not coincide."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from phalanx.fleet.power.job_shedder import JobShedder, PausableState, ShedInput
 from phalanx.fleet.power.load_targets import LoadTarget, ShedStrategy
 from phalanx.fleet.power.shed import choose_paused_jobs
 from phalanx.fleet.power.stagger import SavePattern, plan_save_offsets, plan_starts
+from phalanx.fleet.power.swing_check import SiteSwing, check_swings
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 from phalanx.fleet.power_units import parse_power_rate
@@ -223,3 +224,23 @@ def test_a_ramp_has_its_unit() -> None:
     for text in ("1.5 MW", "1 MW/min", 5):
         with pytest.raises(ValueError, match="1 MW/s"):
             parse_power_rate(text)
+
+
+def check_site(max_swing_w: float, stall_s: float = 20.0) -> SiteSwing:
+    saves = SavePattern(100.0, stall_s, 2000.0)
+    jobs = [replace(job, saves=saves) for job in JOBS[:3]]
+    (found,) = check_swings(TREE, [*jobs, JOBS[3]], {"s": max_swing_w})
+    return found
+
+
+def test_saves_that_a_site_allows_need_no_offset() -> None:
+    assert str(check_site(6000.0)) == "site s: blocking saves at once would swing 6.0 kW of 6.0 kW"
+
+
+def test_saves_that_swing_too_far_get_offsets() -> None:
+    assert check_site(4000.0).offsets_s == {"low": 0.0, "middle": 0.0, "high": 20.0}
+    assert str(check_site(4000.0)).endswith("start later: high 20 s")
+
+
+def test_saves_that_are_too_long_to_be_spread_are_named() -> None:
+    assert "cannot be spread" in str(check_site(2000.0, stall_s=50.0))

@@ -12,7 +12,7 @@ from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power.shed import choose_paused_jobs
 from phalanx.fleet.power.stagger import plan_starts
 from phalanx.fleet.power_settings import PowerSettings
-from phalanx.fleet.power_tree import NO_PARENT, PowerTree
+from phalanx.fleet.power_tree import PowerTree
 
 RESUME_AFTER_S = 10.0
 """Seconds for which there has to be power for a paused job: a target that is replaced by another one pauses once."""
@@ -168,7 +168,7 @@ class JobShedder:
         if now - shed.fits_since < RESUME_AFTER_S:
             return
         if shed.resume_at is None:
-            site, step_w = self._find_site(job), self._estimate_step(job)
+            site, step_w = self.tree.find_site(next(iter(job.devices))), self._estimate_step(job)
             begin = max(now, self._free_at.get(site, now))
             shed.resume_at, self._free_at[site] = plan_starts([step_w, 0.0], self.max_ramps.get(site), begin)
         if now >= shed.resume_at:
@@ -187,12 +187,6 @@ class JobShedder:
         except PhalanxError as error:
             self.tell(f"{name} ({handle}): {error}")
             return PausableState.RUNNING  # the worst case
-
-    def _find_site(self, job: PoweredJob) -> str:
-        level = self.tree.nodes[next(iter(job.devices))].rack
-        while self.tree.levels[level].parent != NO_PARENT:
-            level = self.tree.levels[level].parent
-        return self.tree.levels[level].name
 
     def _estimate_step(self, job: PoweredJob) -> float:
         """Watts by which a job's start raises the power at most."""

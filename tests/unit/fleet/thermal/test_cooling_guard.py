@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import re
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from fake_nodes import FakeNodeBackend
 from phalanx.app import thermal_guard
@@ -111,7 +114,7 @@ def run_guard(nodes: Path, backend: SignalBackend, may_act: bool, device: Modbus
             device.put(FLOW, words)
 
     with NodeStates(nodes.parent / "nodes.db") as states:
-        for report in guard_cooling(nodes, backend, states, may_act, 25.0, sleep, clock):
+        for report in guard_cooling(nodes, lambda: backend, states, may_act, 25.0, sleep, clock):
             reports.append(report)
         assert backend.nodes["n3"].service == "open"
         if may_act:
@@ -167,7 +170,7 @@ def test_a_node_that_may_not_be_powered_off_is_said(nodes: Path, device: ModbusD
 def test_a_checkpoint_after_the_request_is_a_save_and_one_before_is_none(nodes: Path, tmp_path: Path) -> None:
     backend, now = SignalBackend(), SettableClock()
     run = add_job(backend, tmp_path, 2.0)
-    jobs = KnownJobs(backend)
+    jobs = KnownJobs(lambda: backend)
     jobs.renew()
     assert [(job.id, job.save_s) for job in jobs.by_node["n1"]] == [("7", 2.0)]
     now.now = time.time() + 1.0
@@ -189,7 +192,7 @@ def test_an_action_that_hangs_is_not_waited_for(nodes: Path, tmp_path: Path) -> 
             super().drain_node(node, reason, actor)
 
     with NodeStates(tmp_path / "nodes.db") as states:
-        actions = FleetActions(KnownJobs(HangingBackend()), states, {}, timeout_s=0.1)
+        actions = FleetActions(KnownJobs(HangingBackend), states, {}, timeout_s=0.1)
         began = time.monotonic()
         assert actions.stop_scheduling(["n1", "n2"], "leak") == {"n1": "no answer within 0.1 s"}
         assert time.monotonic() - began < 0.4
@@ -227,3 +230,66 @@ def test_an_event_says_what_would_be_done_and_what_failed() -> None:
     assert format_response(ResponseEvent(0.0, CoolingAction.POWER_OFF, "n1", "x", "refused")).endswith(
         ": FAILED: refused"
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "code"), [("no-flow", "(60|67|8[0-9]) °C at most", 0), ("leak", "60 °C", 0)]
+)
+def test_a_rehearsal_prints_what_is_done_in_time(tmp_path: Path, fault: str, words: str, code: int) -> None:
+    from phalanx.cli.thermal import app
+
+    path = tmp_path / "nodes.yml"
+    path.write_text("nodes: [{name: n1, rack: r1}, {name: n2, rack: r1}, {name: n3, rack: r2}]\n")
+    result = CliRunner().invoke(app, ["rehearse", str(path), "--fault", fault, "--save", "3"], standalone_mode=False)
+    assert result.return_value == code
+    assert re.search(words, result.output)
+    order = re.findall(r"^ *[0-9.]+ s  (\w+(?: \w+)?)  ", result.output, re.MULTILINE)
+    isolation = ["request isolation"] if fault == "leak" else []
+    saves = ["stop scheduling", "stop scheduling", *isolation, "save checkpoint"]
+    assert order == ["report", *saves, "power off", "power off"]
+
+
+def test_a_device_that_gets_too_hot_in_a_rehearsal_is_said(tmp_path: Path) -> None:
+    from phalanx.cli.thermal import app
+
+    path = tmp_path / "nodes.yml"
+    path.write_text("nodes: [{name: n1, rack: r1}]\ncooling_response: {heat_j_per_k: 50}\n")
+    assert CliRunner().invoke(app, ["rehearse", str(path)], standalone_mode=False).return_value == 77
+
+
+def test_each_thread_has_a_backend_of_its_own_and_what_fails_there_is_reported(tmp_path: Path) -> None:
+    """The database of the local queue belongs to the thread that opened it."""
+
+    class OneThreadBackend(SignalBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thread = threading.get_ident()
+
+        def send_signal(self, job_id: str, number: int) -> None:
+            assert threading.get_ident() == self.thread
+            if job_id == "bad":
+                raise ValueError("an error of a library")
+
+    jobs = KnownJobs(OneThreadBackend)
+    assert jobs.backend.name == "slurm"
+    with NodeStates(tmp_path / "nodes.db") as states:
+        actions = FleetActions(jobs, states, {})
+        assert actions.request_save(["7", "bad"]) == {"bad": "an error of a library"}
+        actions.close()
+
+
+def test_a_backend_that_fails_is_a_problem_and_is_asked_again() -> None:
+    class FailingBackend(SignalBackend):
+        is_down = True
+
+        def list_jobs(self, array: str | None = None) -> Any:
+            if self.is_down:
+                raise OSError("connection refused")
+            return super().list_jobs(array)
+
+    jobs = KnownJobs(FailingBackend)
+    jobs.renew()
+    assert jobs.problem == "the jobs are not known: OSError: connection refused"
+    FailingBackend.is_down = False
+    jobs.renew()
+    assert jobs.problem == ""

@@ -1,0 +1,80 @@
+"""The cluster that a fleet file describes to the planner: its nodes, the power cap that its budgets leave, its site."""
+
+from pathlib import Path
+
+from phalanx.cluster import load_cluster
+from phalanx.cluster.spec import Cluster, Prices
+from phalanx.errors import UsageError
+from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
+from phalanx.fleet.power.allocation import NodeCaps, allocate_caps
+from phalanx.fleet.power.claims import list_budgets
+from phalanx.fleet.power.guard import group_by_rack
+from phalanx.fleet.power_tree import PowerTree, build_power_tree
+from phalanx.recipe.load import read_user_text
+from phalanx.recipe.yaml_loader import parse_yaml
+
+CLUSTER_VARIABLE = "PHALANX_CLUSTER"
+"""A cluster by name or file, as for `phalanx plan --cluster`: its prices are kept with runs."""
+FLEET_KEY = "racks"
+"""Key that each fleet file has, and no cluster file."""
+
+
+def find_fleet_cluster(text: str, folder: Path | None = None) -> Cluster | None:
+    """Return the cluster of a fleet file, FLEET.yaml, or FLEET.yaml:TYPE for the nodes of one type; None where `text`
+    names no fleet file.
+
+    It has all nodes of the type, the one power cap that all devices may have within the budgets while all are busy, and
+    what the section `simulate.site` states of PUE, price and carbon.
+    """
+    name, _, node_type = text.strip().rpartition(":")
+    is_typed = name.lower().endswith((".yaml", ".yml"))
+    path = (folder or Path()) / Path(name if is_typed else text.strip()).expanduser()
+    if path.suffix.lower() not in (".yaml", ".yml") or not _is_fleet_file(path):
+        return None
+    fleet, locations = load_fleet_file(path)
+    tree = build_power_tree(fleet, locations)
+    return _describe_cluster(fleet, tree, path, _choose_type(tree, path, node_type if is_typed else None))
+
+
+def compute_common_cap(tree: PowerTree, type_name: str, margin: float) -> float | None:
+    """Return the power cap that all devices of a node type may have within the budgets, with every device busy; None
+    where they need none."""
+    limits = [
+        NodeCaps(node.power.device_min_cap_w or 0.0, node.power.device_max_w, node.power.num_devices)
+        for node in tree.nodes
+    ]
+    found = allocate_caps(tree, limits, group_by_rack(tree), list_budgets(tree), margin, 0.0)
+    of_type = [index for index, node in enumerate(tree.nodes) if node.type_name == type_name]
+    cap_w = min(cap for index in of_type for cap in found.caps_w[index])
+    return None if cap_w >= tree.nodes[of_type[0]].power.device_max_w * (1 - 1e-6) else cap_w
+
+
+def _is_fleet_file(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    value, _ = parse_yaml(read_user_text(path), str(path))
+    return isinstance(value, dict) and FLEET_KEY in value
+
+
+def _choose_type(tree: PowerTree, path: Path, wanted: str | None) -> str:
+    names = sorted({node.type_name for node in tree.nodes})
+    if not names:
+        raise UsageError(f"{path}: the fleet has no nodes to plan for")
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted not in names:
+        raise UsageError(f"{path}: expected a node type, such as {path}:{names[0]}; it has {', '.join(names)}")
+    return wanted
+
+
+def _describe_cluster(fleet: FleetFile, tree: PowerTree, path: Path, type_name: str) -> Cluster:
+    nodes = sum(node.type_name == type_name for node in tree.nodes)
+    base = load_cluster(f"{fleet.node_types[type_name].node}:{nodes}")
+    values: dict[str, object] = {}
+    if fleet.simulate is not None:
+        site = fleet.simulate.site
+        names = {"pue": "pue", "kwh": "price_per_kwh", "currency": "currency", "carbon_g_per_kwh": "carbon_g_per_kwh"}
+        values = {key: getattr(site, name) for key, name in names.items() if name in site.model_fields_set}
+    if (cap_w := compute_common_cap(tree, type_name, fleet.power.margin)) is not None:
+        values["power_cap_w"] = cap_w
+    return base.model_copy(update={"name": f"{path.name} ({nodes} x {type_name})", "prices": Prices(**values)})
