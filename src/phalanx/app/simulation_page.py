@@ -6,7 +6,8 @@ from html import escape
 import numpy as np
 
 from phalanx.app.simulate import SimulatedVariant
-from phalanx.app.simulation_figures import ComparisonTable, compare_variants
+from phalanx.app.simulation_differences import describe_differences
+from phalanx.app.simulation_figures import compare_variants
 from phalanx.fleet.simulate.site_hours import FleetHours
 from phalanx.fleet.simulate.site_series import HOURS_PER_DAY, format_hour
 from phalanx.fleet.thermal.device_series import Values
@@ -37,20 +38,31 @@ def render_simulation_body(variants: Sequence[SimulatedVariant]) -> str:
 <h2>Course of the first seed</h2>
 <p class="note">Means of each hour.{escape(start)} Devices are those of the first variant.</p>
 <div id="charts">{render_charts(build_timeline_charts(variants))}</div>
-<h2>Comparison</h2>{render_comparison_table(table)}"""
+{render_differences(variants)}
+<h2>Comparison</h2>{render_figure_table("Comparison", table.columns, table.rows, table.notes)}"""
 
 
-def render_comparison_table(table: ComparisonTable) -> str:
-    """The figures of all variants, and what they mean."""
-    head = "".join(f"<th scope=col>{escape(label)}</th>" for label in table.columns)
-    rows = "".join(
-        f"<tr><th scope=row>{escape(title)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for title, *cells in table.rows
+def render_differences(variants: Sequence[SimulatedVariant]) -> str:
+    """The differences of variants to the file as it is, with their intervals; empty without variants."""
+    table = describe_differences(variants)
+    if table is None:
+        return ""
+    return f'<h2>Differences</h2><p class="note">{escape(table.head)}</p>' + render_figure_table(
+        "Differences", table.columns, table.rows, table.notes
     )
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
+
+
+def render_figure_table(label: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A row for each figure, a column for each variant, and what they mean."""
+    head = "".join(f"<th scope=col>{escape(each)}</th>" for each in columns)
+    body = "".join(
+        f"<tr><th scope=row>{escape(title)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for title, *cells in rows
+    )
+    notes_html = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Comparison"><table class="side"><thead><tr>'
-        f"<th scope=col>figure</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>{notes}"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table class="side"><thead><tr>'
+        f"<th scope=col>figure</th>{head}</tr></thead><tbody>{body}</tbody></table></div>{notes_html}"
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.app.simulate import simulate_variants
 from phalanx.app.simulation_figures import compare_variants
+from phalanx.app.simulation_page import render_simulation_html
 from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.fleet.fleet_file import FleetFile
 from phalanx.fleet.power_tree import NodePower, build_power_tree
@@ -223,3 +224,12 @@ def test_the_steps_of_the_guide_make_a_fleet_file() -> None:
     assert number == 4
     assert fleet.simulate is not None
     assert fleet.simulate.site.plant is not None
+
+
+def test_the_page_has_time_lines_differences_and_the_comparison(fleet: Path) -> None:
+    page = render_simulation_html(simulate_variants(fleet, ["site.plant.supply_c=35"], None, 2))
+    for title in ("Accelerators", "Power of the site, kW", "PUE", "Supply temperature, °C", "Jobs that wait"):
+        assert f"<h3>{title}</h3>" in page
+    assert "<h3>Price" not in page  # a constant has no time line
+    assert page.index("<h2>Differences</h2>") < page.index("<h2>Comparison</h2>")
+    assert "Day 0 is 2023-07-01T00:00Z" in page
