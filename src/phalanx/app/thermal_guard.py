@@ -249,6 +249,9 @@ def guard_cooling(
 def open_switches(file: NodesFile) -> tuple[dict[str, RedfishPowerSwitch], list[str]]:
     """Open the power switches of the nodes that may be powered off; return them, and why others are missing."""
     found, problems = {}, []
+    if forbidden := [node.name for node in file.nodes if node.rack is not None and not node.allow_power_off]:
+        more = f" and {len(forbidden) - 1} more nodes" if len(forbidden) > 1 else ""
+        problems.append(f"{forbidden[0]}{more} may not be powered off (allow_power_off)")
     for node in file.nodes:
         if not node.allow_power_off:
             continue

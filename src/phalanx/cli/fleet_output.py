@@ -121,7 +121,9 @@ def _to_rack_cells(rack: "RackSample") -> tuple[str, ...]:
         _format(rack.flow_l_per_min, lambda value: f"{value:.1f} l/min"),
         _format(rack.differential_pressure_pa, lambda value: f"{value / 1000:.1f} kPa"),
         _format(rack.valve_position, formatting.format_percent),
-        leak + (" (sensor fault)" if rack.has_leak_sensor_fault else ""),
+        leak
+        + (" (sensor fault)" if rack.has_leak_sensor_fault else "")
+        + (f", {rack.failed_pumps:.0f} pumps failed" if rack.failed_pumps else ""),
         _format(rack.age_s, lambda value: formatting.format_duration(float(round(value)))),
     )
     return tuple(map(escape_control_chars, cells))

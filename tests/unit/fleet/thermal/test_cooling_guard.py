@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fake_nodes import FakeNodeBackend
 from phalanx.app import thermal_guard
-from phalanx.app.thermal_guard import FleetActions, KnownJobs, guard_cooling
+from phalanx.app.thermal_guard import FleetActions, KnownJobs, guard_cooling, open_switches
 from phalanx.errors import RecipeError, UsageError
 from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.fleet.nodes_file import load_nodes_file
@@ -212,6 +212,13 @@ def test_a_fleet_without_racks_and_margins_has_nothing_to_guard(tmp_path: Path) 
     path.write_text("nodes: [{name: n1}]\n")
     with NodeStates(tmp_path / "nodes.db") as states, pytest.raises(UsageError, match="nothing to guard"):
         next(guard_cooling(path, None, states, False))
+
+
+def test_nodes_that_may_not_be_powered_off_are_named_at_the_start(nodes: Path) -> None:
+    assert open_switches(load_nodes_file(nodes)) == (
+        {},
+        ["n1 and 1 more nodes may not be powered off (allow_power_off)"],
+    )
 
 
 def test_permission_to_power_off_needs_a_controller(tmp_path: Path) -> None:
