@@ -68,7 +68,7 @@ class LeastServicePolicy(SchedulingPolicy):
     is_preemptive = True
 
     def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
-        return (job.level, job.attempt_start_s is None or job.order >= DEMOTED_ORDER, job.order)
+        return (2 * job.level + (job.attempt_start_s is None or job.order >= DEMOTED_ORDER), job.order)
 
     def demotion_s(self, job: SimulatedJob) -> float:
         if job.level >= len(TIRESIAS_LIMITS_S):
