@@ -112,7 +112,7 @@ class ClusterSimulation:
         self._events: list[tuple[float, int, str, SimulatedJob | int, int]] = []
         self._waiting: list[Waiting] = []
         self._running: dict[SimulatedJob, float] = {}
-        self._ranked = RunningJobs(pool.num_nodes)
+        self._ranked = RunningJobs(pool.num_nodes, policy.has_queues)
         self._ends: list[tuple[float, int, int]] = []
         self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
         self._count = 0
@@ -328,7 +328,7 @@ class ClusterSimulation:
                 if job.devices > extra and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s:
                     continue
             placement = pool.place(job.devices) if job.devices <= pool.free_devices else None
-            if placement is None and may_preempt:
+            if placement is None and may_preempt and pool.free_devices + self._ranked.count_at_most(key) >= job.devices:
                 worse = self._ranked.find_worse(key, self._now_s)
                 if not worse.any():  # nor is one worse than those that come later
                     self._may_preempt = False
@@ -365,7 +365,9 @@ class ClusterSimulation:
         pool, ranked = self._pool, self._ranked
         if pool.free_devices + ranked.count_devices(worse) < devices:
             return []
-        if not ranked.fits_without(worse, devices, pool.in_service, pool.devices_per_node):
+        if devices > pool.devices_per_node and not ranked.fits_without(
+            worse, devices, pool.in_service, pool.devices_per_node
+        ):
             return []
         chosen: list[SimulatedJob] = []
         found: Placement | None = None

@@ -1,5 +1,6 @@
 """Running jobs in columns, so that those to stop for a better one are found without a loop over all of them."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,11 +20,13 @@ class RunningJobs:
 
     Args:
         num_nodes: Nodes of the cluster.
+        has_queues: Whether the first part of a key is the number of a queue, so that the devices of each are counted.
     """
 
-    def __init__(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
+    def __init__(self, num_nodes: int, has_queues: bool) -> None:
+        self._num_nodes, self._has_queues = num_nodes, has_queues
         self._columns: dict[SimulatedJob, int] = {}
+        self._queues: dict[float, int] = {}
         self._jobs: list[SimulatedJob | None] = []
         self._unused: list[int] = []
         self._table: NDArray[np.float64] = np.full((SECOND + 1, 64), np.nan)
@@ -44,6 +47,7 @@ class RunningJobs:
         self._columns[job] = column
         first_step_s = (job.attempt_start_s or 0.0) + job.costs.restart_s
         self._table[:, column] = (job.devices, first_step_s, slope, job_id, *(*key, 0.0)[:KEY_LENGTH])
+        self._count(key[0], job.devices)
         while len(self._unused_places) < len(job.placement):
             number = self._places.shape[1]
             more = max(64, number)
@@ -59,6 +63,10 @@ class RunningJobs:
     def set_keys(self, jobs: Sequence[SimulatedJob], keys: Sequence[tuple[float, ...]]) -> None:
         """Change the keys of jobs."""
         columns = [self._columns[job] for job in jobs]
+        if self._has_queues:
+            for job, column, key in zip(jobs, columns, keys, strict=True):
+                self._count(float(self._table[FIRST, column]), -job.devices)
+                self._count(key[0], job.devices)
         self._table[FIRST : FIRST + len(keys[0]), columns] = np.array(keys).T
 
     def remove(self, job: SimulatedJob) -> None:
@@ -66,10 +74,21 @@ class RunningJobs:
         column = self._columns.pop(job)
         self._jobs[column] = None
         self._unused.append(column)
+        self._count(float(self._table[FIRST, column]), -job.devices)
         self._table[:, column] = np.nan
         places = self._places_of.pop(job)
         self._places[:, places] = 0
         self._unused_places += places
+
+    def _count(self, queue: float, devices: int) -> None:
+        if self._has_queues:
+            self._queues[queue] = self._queues.get(queue, 0) + devices
+
+    def count_at_most(self, key: tuple[float, ...]) -> float:
+        """Return the devices that jobs with a greater key have at most."""
+        if not self._has_queues:
+            return math.inf
+        return sum(devices for queue, devices in self._queues.items() if queue >= key[0])
 
     def find_worse(self, key: tuple[float, ...], now_s: float) -> NDArray[np.bool_]:
         """Return which columns have a job with a greater key."""
