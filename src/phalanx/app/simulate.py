@@ -39,6 +39,8 @@ class SimulatedVariant:
     exceeded: list[ExceededBudget]
     site_hours: SiteHours = field(default_factory=SiteHours)
     fleet_name: str = "fleet"
+    recipe_notes: list[str] = field(default_factory=list)
+    """What the planner predicts of jobs that are recipes."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,11 @@ def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationRes
 
 
 def _list_files(fleet: FleetFile) -> set[str]:
-    """The hourly files that a fleet names."""
-    return set() if fleet.simulate is None else set(fleet.simulate.site.list_files())
+    """The hourly files and recipes that a fleet names."""
+    if fleet.simulate is None:
+        return set()
+    recipes = {entry.recipe for entry in fleet.simulate.jobs.values() if entry.recipe is not None}
+    return recipes | set(fleet.simulate.site.list_files())
 
 
 def _simulate_variant(
@@ -115,6 +120,11 @@ def _simulate_variant(
     groups = group_nodes(fleet, tree, settings)
     if not groups:
         raise UsageError(f"{path}: there are no nodes; add racks with nodes")
+    recipe_notes: list[str] = []
+    if any(entry.recipe is not None for entry in settings.jobs.values()):
+        from phalanx.app.recipe_jobs import price_recipe_jobs  # the planner is slow to import
+
+        settings, recipe_notes = price_recipe_jobs(settings, fleet, path.parent, groups[0].type_name)
     site_hours = load_site_hours(settings.site, fleet.cooling, path.parent)
     results = []
     for seed in range(seeds or settings.seeds):
@@ -131,7 +141,7 @@ def _simulate_variant(
     num_nodes = sum(len(group.nodes) for group in groups)
     num_devices = sum(len(group.nodes) * group.power.num_devices for group in groups)
     return SimulatedVariant(
-        label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours, fleet.name
+        label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours, fleet.name, recipe_notes
     )
 
 

@@ -33,6 +33,8 @@ class CheckpointEntry(StrictModel):
     stall_s: Measure = 2.0
     restart_s: Measure = 300.0
     """From a start to the first step."""
+    write_gbps: Positive | None = None
+    """GB/s with which a job that is a recipe writes; gives `save_s` and `stall_s`."""
 
 
 class JobClassEntry(StrictModel):
@@ -48,6 +50,10 @@ class JobClassEntry(StrictModel):
     """Jobs submitted at the start."""
     median_h: Positive = 1.0
     """Median hours of work of a log-normal distribution."""
+    hours: dict[Annotated[int, Field(gt=0)], Positive] = Field(default_factory=dict)
+    """Median hours by number of accelerators, instead of `median_h`."""
+    recipe: str | None = None
+    """Recipe file, relative to the fleet file: the planner predicts `hours`, and the time of a save."""
     sigma: Measure = 0.0
     """Standard deviation of the logarithm of the hours; 0: all are equal."""
     activity: Share = 0.9
@@ -60,6 +66,17 @@ class JobClassEntry(StrictModel):
     """Speed under power caps over the speed without, such as {0.6: 0.86, 0.8: 0.97, 1: 1} of `phalanx power sweep`,
     with straight lines between; by default (P - P idle)^(1/2.5)."""
     checkpoint: CheckpointEntry = CheckpointEntry()
+
+    @model_validator(mode="after")
+    def _check_hours(self) -> Self:
+        given = self.model_fields_set
+        if self.recipe is not None and (more := sorted(given.intersection({"median_h", "hours"}))):
+            raise ValueError(f"{more[0]} is not for jobs with `recipe`, whose hours are predicted; remove one")
+        if self.recipe is None and self.checkpoint.write_gbps is not None:
+            raise ValueError("checkpoint.write_gbps is only for jobs with `recipe`; expected save_s or stall_s")
+        if self.hours and (missing := sorted(set(self.devices).difference(self.hours))):
+            raise ValueError(f"hours: none for {missing[0]} accelerators, which `devices` has")
+        return self
 
 
 class FailureEntry(StrictModel):

@@ -6,6 +6,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.fleet.simulate.checkpointing import AttemptTime
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool, Placement
@@ -109,7 +112,7 @@ class ClusterSimulation:
         self._events: list[tuple[float, int, str, SimulatedJob | int, int]] = []
         self._waiting: list[Waiting] = []
         self._running: dict[SimulatedJob, float] = {}
-        self._ranked = RunningJobs()
+        self._ranked = RunningJobs(pool.num_nodes, policy.has_queues)
         self._ends: list[tuple[float, int, int]] = []
         self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
         self._count = 0
@@ -325,9 +328,9 @@ class ClusterSimulation:
                 if job.devices > extra and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s:
                     continue
             placement = pool.place(job.devices) if job.devices <= pool.free_devices else None
-            if placement is None and may_preempt:
-                worse = self._ranked.find_worse(key, self._now_s, job.devices - pool.free_devices)
-                if worse is None:  # nor is one worse than those that come later
+            if placement is None and may_preempt and pool.free_devices + self._ranked.count_at_most(key) >= job.devices:
+                worse = self._ranked.find_worse(key, self._now_s)
+                if not worse.any():  # nor is one worse than those that come later
                     self._may_preempt = False
                 elif stopped := self._make_place(job.devices, worse):
                     preempted += stopped
@@ -357,12 +360,18 @@ class ClusterSimulation:
             shadow_s = end_s
         return (shadow_s, free - devices) if free >= devices else (math.inf, free)
 
-    def _make_place(self, devices: int, worse: Sequence[SimulatedJob]) -> list[SimulatedJob]:
+    def _make_place(self, devices: int, worse: NDArray[np.bool_]) -> list[SimulatedJob]:
         """Stop as many of these jobs, the worst first, as give a job a place. Return them, or none if all do not."""
-        pool = self._pool
+        pool, ranked = self._pool, self._ranked
+        if pool.free_devices + ranked.count_devices(worse) < devices:
+            return []
+        if devices > pool.devices_per_node and not ranked.fits_without(
+            worse, devices, pool.in_service, pool.devices_per_node
+        ):
+            return []
         chosen: list[SimulatedJob] = []
         found: Placement | None = None
-        for job in worse:
+        for job in ranked.sort_worst_first(worse, self._now_s):
             pool.release(job.placement)
             chosen.append(job)
             if pool.free_devices >= devices and (found := pool.place(devices)) is not None:

@@ -42,7 +42,8 @@ def sample_jobs(
         )
         weights = np.array(list(entry.devices.values()))
         devices = rng.choice(np.array(list(entry.devices)), number, p=weights / weights.sum())
-        work_s = entry.median_h * SECONDS_PER_HOUR * np.exp(entry.sigma * rng.standard_normal(number))
+        medians_h = np.array([entry.hours.get(size, entry.median_h) for size in devices.tolist()])
+        work_s = medians_h * SECONDS_PER_HOUR * np.exp(entry.sigma * rng.standard_normal(number))
         activities = np.full(number, entry.activity)
         if entry.activity_spread > 0 and 0 < entry.activity < 1:
             total = 1.0 / entry.activity_spread

@@ -1,5 +1,7 @@
 """Equal nodes of a cluster: which of their devices are free, which nodes are spare and which are in repair."""
 
+import numpy as np
+
 Placement = tuple[tuple[int, int], ...]
 """Nodes of a job with the devices that it has on each."""
 
@@ -21,6 +23,8 @@ class NodePool:
         self._spares = list(range(num_nodes - num_spares, num_nodes))
         self._down: set[int] = set()
         self._by_free[devices_per_node] = dict.fromkeys(range(num_nodes - num_spares))
+        self.in_service = np.arange(num_nodes) < num_nodes - num_spares
+        """By node: false for spare nodes and those in repair."""
         self.free_devices = (num_nodes - num_spares) * devices_per_node
 
     @property
@@ -72,8 +76,9 @@ class NodePool:
 
     def take(self, placement: Placement) -> bool:
         """Take these devices again; False, and nothing is taken, if some are not free."""
-        if any(self._free[node] < count or node in self._down for node, count in placement):
-            return False
+        for node, count in placement:
+            if self._free[node] < count or node in self._down:
+                return False
         for node, count in placement:
             self._set_free(node, self._free[node] - count)
         return True
@@ -89,6 +94,7 @@ class NodePool:
             self._spares.remove(node)
         else:
             del self._by_free[self._free[node]][node]
+            self.in_service[node] = False
             self.free_devices -= self._free[node]
             if self._spares:
                 self._add(self._spares.pop())
@@ -104,6 +110,7 @@ class NodePool:
 
     def _add(self, node: int) -> None:
         self._free[node] = self.devices_per_node
+        self.in_service[node] = True
         self._by_free[self.devices_per_node][node] = None
         self.free_devices += self.devices_per_node
 

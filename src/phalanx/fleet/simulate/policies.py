@@ -27,6 +27,8 @@ class SchedulingPolicy:
     """First come, first served."""
 
     is_preemptive = False
+    has_queues = False
+    """Whether the first part of a key is the number of a queue."""
     round_s = math.inf
     """Seconds between two calls of `update` while jobs wait."""
 
@@ -66,9 +68,10 @@ class LeastServicePolicy(SchedulingPolicy):
     """The least attained service first, in queues; within a queue those that run first."""
 
     is_preemptive = True
+    has_queues = True
 
     def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
-        return (job.level, job.attempt_start_s is None or job.order >= DEMOTED_ORDER, job.order)
+        return (2 * job.level + (job.attempt_start_s is None or job.order >= DEMOTED_ORDER), job.order)
 
     def demotion_s(self, job: SimulatedJob) -> float:
         if job.level >= len(TIRESIAS_LIMITS_S):
