@@ -103,6 +103,8 @@ def test_a_limit_of_a_node_is_set_and_enforced() -> None:
     device.set_cap_w(6000.4)
     assert bmc.writes == [{"PowerLimitWatts": {"SetPoint": 6000, "ControlMode": "Automatic"}}]
     assert (device.read_cap_w(), device.read_draw_w()) == (6000.0, 5100.5)
+    device.set_cap_w(10200.0)
+    assert (bmc.limit["ControlMode"], device.read_cap_w()) == ("Disabled", 10200.0)
 
 
 def test_a_limit_in_the_older_form_is_set() -> None:
@@ -112,6 +114,8 @@ def test_a_limit_in_the_older_form_is_set() -> None:
     device.set_cap_w(6000.0)
     assert bmc.writes == [{"PowerControl": [{"PowerLimit": {"LimitInWatts": 6000}}]}]
     assert (device.read_cap_w(), device.read_draw_w()) == (6000.0, 5100.0)
+    device.set_cap_w(10200.0)
+    assert (bmc.limit["LimitInWatts"], device.read_cap_w()) == (None, 10200.0)
 
 
 def test_a_limit_without_its_most_needs_max_cap() -> None:

@@ -91,10 +91,12 @@ class RedfishCapDevice:
         return None
 
     def set_cap_w(self, cap_w: float) -> None:
-        """Set the limit and enforce it."""
-        values: dict[str, object] = {"PowerLimitWatts": {"SetPoint": round(cap_w), "ControlMode": "Automatic"}}
+        """Set the limit and enforce it; at the most that the controller takes, end it."""
+        is_limit = cap_w < self.read_limits().max_w
+        limit = {"SetPoint": round(cap_w), "ControlMode": "Automatic"} if is_limit else {"ControlMode": "Disabled"}
+        values: dict[str, object] = {"PowerLimitWatts": limit}
         if self._is_legacy:
-            values = {"PowerControl": [{"PowerLimit": {"LimitInWatts": round(cap_w)}}]}
+            values = {"PowerControl": [{"PowerLimit": {"LimitInWatts": round(cap_w) if is_limit else None}}]}
         try:
             self._client.patch(self._path, values)
         except (RedfishStatusError, RedfishUnreachableError) as error:
