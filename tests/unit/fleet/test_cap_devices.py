@@ -12,7 +12,7 @@ from phalanx.fleet.power.amd_devices import open_amdsmi_devices
 from phalanx.fleet.power.capped_tree import count_capped_devices
 from phalanx.fleet.power.clock_lock import ClockLockDevice
 from phalanx.fleet.power.device_range import select_devices
-from phalanx.fleet.power.devices import CapError, CapLimits
+from phalanx.fleet.power.devices import CapError, CapLimits, to_device_units
 from phalanx.fleet.power.fake_fleet import FakeCapDevice, FakeClock
 from phalanx.fleet.power.local_devices import NvmlCapDevice
 from phalanx.fleet.power.open_devices import open_cap_devices
@@ -195,6 +195,11 @@ def test_clock_locks_without_a_sweep_and_caps_below_all_of_it_are_refused() -> N
         ClockLockDevice(NvmlCapDevice(LockedNvml(), 0), [])
     with pytest.raises(CapError, match="GPU-a: no clock was measured within 110 W"):
         ClockLockDevice(NvmlCapDevice(LockedNvml(), 0), CLOCKS).set_cap_w(110.0)
+
+
+def test_caps_are_rounded_down_but_for_errors_of_multiplication() -> None:
+    assert to_device_units(240.196078607, 1e6) == 240_196_078
+    assert [to_device_units(number / 1e3, 1e3) for number in range(100_000, 100_999)] == [*range(100_000, 100_999)]
 
 
 def make_devices() -> list[FakeCapDevice]:

@@ -306,7 +306,7 @@ class NodeKeeper:
         is_done = True
         for index, cap_w in enumerate(caps_w):
             current_w = self._read_cap(self._devices[index])
-            if current_w is None or current_w > cap_w + READ_BACK_TOLERANCE_W:
+            if current_w is None or current_w > cap_w:
                 is_done &= self._set_cap(index, cap_w)
         return is_done
 
