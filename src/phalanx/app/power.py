@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.errors import UsageError
+from phalanx.errors import UnfitNodeError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
 from phalanx.fleet.power.audit import write_audit
@@ -19,13 +19,14 @@ from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.load_targets import LoadTarget, find_active_budgets, load_targets_file
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
+from phalanx.fleet.power.plan_writes import CapWrite
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.private_files import state_root
 
 POLL_INTERVAL_S = 0.2
-MAX_APPLY_STEPS = 200
+MAX_APPLY_STEPS, MAX_EQUAL_STEPS = 200, 5
 
 
 @dataclass(frozen=True)
@@ -185,13 +186,22 @@ def run_guard(
 def apply_caps(
     fleet: PowerFleet, guard: PowerGuard, audit: "AuditLog", sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[GuardStatus]:
-    """Lower, read back and raise until nothing is left to write; yield each step that writes."""
+    """Lower, read back and raise until nothing is left to write; yield each step that writes.
+
+    Raises:
+        UnfitNodeError: Nodes do not follow, or do not answer.
+    """
+    last_writes, num_equal = list[CapWrite](), 0
     for _ in range(MAX_APPLY_STEPS):
         status = guard.step(seconds_since_boot())
+        num_equal = num_equal + 1 if status.writes == last_writes else 0
+        last_writes = status.writes
         audit.write(fleet.tree, status)
         yield status
         if not status.writes and not status.silent_nodes:
             return
+        if num_equal == MAX_EQUAL_STEPS:
+            raise UnfitNodeError("nodes do not follow, or do not answer; what was applied ends with this command")
         until = seconds_since_boot() + fleet.settings.period_s
         while seconds_since_boot() < until:
             sleep(POLL_INTERVAL_S)

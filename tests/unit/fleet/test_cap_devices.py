@@ -12,7 +12,7 @@ from phalanx.fleet.power.amd_devices import open_amdsmi_devices
 from phalanx.fleet.power.capped_tree import count_capped_devices
 from phalanx.fleet.power.clock_lock import ClockLockDevice
 from phalanx.fleet.power.device_range import select_devices
-from phalanx.fleet.power.devices import CapError, CapLimits
+from phalanx.fleet.power.devices import CapError, CapLimits, to_device_units
 from phalanx.fleet.power.fake_fleet import FakeCapDevice, FakeClock
 from phalanx.fleet.power.local_devices import NvmlCapDevice
 from phalanx.fleet.power.open_devices import open_cap_devices
@@ -103,6 +103,8 @@ def test_a_limit_of_a_node_is_set_and_enforced() -> None:
     device.set_cap_w(6000.4)
     assert bmc.writes == [{"PowerLimitWatts": {"SetPoint": 6000, "ControlMode": "Automatic"}}]
     assert (device.read_cap_w(), device.read_draw_w()) == (6000.0, 5100.5)
+    device.set_cap_w(10200.0)
+    assert (bmc.limit["ControlMode"], device.read_cap_w()) == ("Disabled", 10200.0)
 
 
 def test_a_limit_in_the_older_form_is_set() -> None:
@@ -112,6 +114,8 @@ def test_a_limit_in_the_older_form_is_set() -> None:
     device.set_cap_w(6000.0)
     assert bmc.writes == [{"PowerControl": [{"PowerLimit": {"LimitInWatts": 6000}}]}]
     assert (device.read_cap_w(), device.read_draw_w()) == (6000.0, 5100.0)
+    device.set_cap_w(10200.0)
+    assert (bmc.limit["LimitInWatts"], device.read_cap_w()) == (None, 10200.0)
 
 
 def test_a_limit_without_its_most_needs_max_cap() -> None:
@@ -191,6 +195,11 @@ def test_clock_locks_without_a_sweep_and_caps_below_all_of_it_are_refused() -> N
         ClockLockDevice(NvmlCapDevice(LockedNvml(), 0), [])
     with pytest.raises(CapError, match="GPU-a: no clock was measured within 110 W"):
         ClockLockDevice(NvmlCapDevice(LockedNvml(), 0), CLOCKS).set_cap_w(110.0)
+
+
+def test_caps_are_rounded_down_but_for_errors_of_multiplication() -> None:
+    assert to_device_units(240.196078607, 1e6) == 240_196_078
+    assert [to_device_units(number / 1e3, 1e3) for number in range(100_000, 100_999)] == [*range(100_000, 100_999)]
 
 
 def make_devices() -> list[FakeCapDevice]:

@@ -53,6 +53,12 @@ def test_a_release_restores_the_caps_of_before_the_first_order() -> None:
     assert node.keeper.record == CapRecord(2, "g2", ("g0", "g1"))
 
 
+def test_a_first_order_raises_what_was_below_it() -> None:
+    node = make_node(FakeClock())
+    assert order(node, 2, 690.0).refusal == ""
+    assert caps_of(node) == [690.0, 690.0]
+
+
 @pytest.mark.parametrize("crash", ["keeper", "node"])
 def test_a_release_restores_also_after_a_crash(crash: str) -> None:
     node = make_node(FakeClock())

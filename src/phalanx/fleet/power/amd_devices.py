@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
+from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits, to_device_units
 from phalanx.fleet.power.local_devices import MICROWATTS_PER_WATT
 from phalanx.fleet.telemetry.json_values import read_number
 from phalanx.fleet.telemetry.local_sources import import_amdsmi
@@ -42,7 +42,7 @@ class AmdsmiCapDevice:
 
     def set_cap_w(self, cap_w: float) -> None:
         """Set the cap. Only root may, and not in a virtual machine."""
-        self._call("amdsmi_set_power_cap", PACKAGE_SENSOR, round(cap_w * MICROWATTS_PER_WATT))
+        self._call("amdsmi_set_power_cap", PACKAGE_SENSOR, to_device_units(cap_w, MICROWATTS_PER_WATT))
 
     def _read_info(self) -> dict[str, Any]:
         return dict(self._call("amdsmi_get_power_cap_info"))

@@ -1,12 +1,17 @@
 """What sets and reads the power cap of one device. Implementations: NVML, amdsmi, RAPL, Redfish, clock
 locks, and the fake fleet."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 
 class CapError(Exception):
     """A device does not answer, or does not take a cap; the text says which and why."""
+
+
+ROUNDING_ERROR = 1e-4
+"""Of a unit: what multiplication adds to a whole number."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,11 @@ class CapLimits:
     min_w: float
     max_w: float
     default_w: float
+
+
+def to_device_units(cap_w: float, units_per_watt: float = 1.0) -> int:
+    """Return a cap as a device takes it, rounded down: a cap that is rounded up claims more than was planned."""
+    return math.floor(cap_w * units_per_watt + ROUNDING_ERROR)
 
 
 class CapDevice(Protocol):

@@ -14,6 +14,7 @@ from phalanx.fleet.power.claims import LevelSum, claim_node, find_excesses
 from phalanx.fleet.power.ledger import NodeAccount
 from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
+from phalanx.fleet.power.node_keeper import READ_BACK_TOLERANCE_W
 from phalanx.fleet.power.plan_writes import CapWrite, plan_raises, plan_writes
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import PowerTree
@@ -268,7 +269,7 @@ class PowerGuard:
         return [
             f"{each} for {now - self._over_since[each.label]:.0f} s: caps are not lowered as asked"
             for each in excesses
-            if now - self._over_since[each.label] > self._settings.fresh_s
+            if each.excess_w > READ_BACK_TOLERANCE_W and now - self._over_since[each.label] > self._settings.fresh_s
         ]
 
     def _describe_unsafe(

@@ -23,6 +23,8 @@ RETRY_AFTER_S = 10.0
 MAX_WAITING_BYTES = 1 << 16
 """Requests that a peer has not taken; more are dropped, as on a network."""
 RECEIVE_BYTES = 1 << 16
+MAX_RECEIVES = 16
+"""At a time: a node that floods its guard must not keep it from the others."""
 END_TIMEOUT_S = 5.0
 
 
@@ -41,9 +43,12 @@ class HelperConnection:
         try:
             if self.waiting:
                 del self.waiting[: self.socket.send(self.waiting)]
-            while part := self.socket.recv(RECEIVE_BYTES):
+            for _ in range(MAX_RECEIVES):
+                part = self.socket.recv(RECEIVE_BYTES)
                 self.received += part
-            is_open = False
+                is_open = bool(part)
+                if not is_open:
+                    break
         except BlockingIOError:
             pass
         except OSError:

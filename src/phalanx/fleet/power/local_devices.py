@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.gpu_topology import import_nvml
-from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits
+from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits, to_device_units
 from phalanx.run.boot_clock import seconds_since_boot
 
 MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
@@ -52,7 +52,7 @@ class NvmlCapDevice:
 
     def set_cap_w(self, cap_w: float) -> None:
         """Set the limit. Only root may."""
-        self._call("nvmlDeviceSetPowerManagementLimit", round(cap_w * MILLIWATTS_PER_WATT))
+        self._call("nvmlDeviceSetPowerManagementLimit", to_device_units(cap_w, MILLIWATTS_PER_WATT))
 
     def _call(self, name: str, *arguments: Any) -> Any:
         try:
@@ -102,7 +102,7 @@ class RaplCapDevice:
         """Set all windows. Only root may."""
         for file in self._files:
             try:
-                file.write_text(f"{round(cap_w * MICROWATTS_PER_WATT)}")
+                file.write_text(f"{to_device_units(cap_w, MICROWATTS_PER_WATT)}")
             except OSError as error:
                 raise CapError(f"RAPL: {file}: {error.strerror}; run as root") from error
 

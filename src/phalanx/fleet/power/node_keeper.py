@@ -195,7 +195,6 @@ class NodeKeeper:
             for each in watts:
                 if not limits.min_w <= each <= limits.max_w:
                     return f"{device.id} takes caps from {limits.min_w:g} to {limits.max_w:g} W, not {each:g} W"
-        before = self._record.caps_w or tuple(limits.max_w for limits in self._limits)
         original = self._record.original_w or tuple(
             found if (found := self._read_cap(device)) is not None else limits.default_w
             for device, limits in zip(self._devices, self._limits, strict=True)
@@ -203,7 +202,7 @@ class NodeKeeper:
         revert = (self._record.revert_w or self._read_enforced(original)) if request.reverts else ()
         if request.reverts:
             fallback = self._record.fallback_w or revert
-        lowered = self._lowest(before, caps)
+        lowered = self._lowest(self._record.caps_w or original, caps)
         new = replace(self._record, caps_w=lowered, fallback_w=fallback, original_w=original, revert_w=revert)
         if not self._save(replace(new, enforced_w=self._read_enforced(original))):
             self._lower_devices(lowered)
@@ -307,7 +306,7 @@ class NodeKeeper:
         is_done = True
         for index, cap_w in enumerate(caps_w):
             current_w = self._read_cap(self._devices[index])
-            if current_w is None or current_w > cap_w + READ_BACK_TOLERANCE_W:
+            if current_w is None or current_w > cap_w:
                 is_done &= self._set_cap(index, cap_w)
         return is_done
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from phalanx.errors import UsageError
-from phalanx.fleet.power.devices import CapError, CapLimits
+from phalanx.fleet.power.devices import CapError, CapLimits, to_device_units
 from phalanx.fleet.telemetry.credentials import check_ca_file, find_credentials, parse_service_url
 from phalanx.fleet.telemetry.json_values import read_number
 from phalanx.fleet.telemetry.redfish import RedfishOptions, SushyClient
@@ -91,10 +91,16 @@ class RedfishCapDevice:
         return None
 
     def set_cap_w(self, cap_w: float) -> None:
-        """Set the limit and enforce it."""
-        values: dict[str, object] = {"PowerLimitWatts": {"SetPoint": round(cap_w), "ControlMode": "Automatic"}}
+        """Set the limit and enforce it; at the most that the controller takes, end it."""
+        is_limit = cap_w < self.read_limits().max_w
+        limit = (
+            {"SetPoint": to_device_units(cap_w), "ControlMode": "Automatic"}
+            if is_limit
+            else {"ControlMode": "Disabled"}
+        )
+        values: dict[str, object] = {"PowerLimitWatts": limit}
         if self._is_legacy:
-            values = {"PowerControl": [{"PowerLimit": {"LimitInWatts": round(cap_w)}}]}
+            values = {"PowerControl": [{"PowerLimit": {"LimitInWatts": to_device_units(cap_w) if is_limit else None}}]}
         try:
             self._client.patch(self._path, values)
         except (RedfishStatusError, RedfishUnreachableError) as error:
