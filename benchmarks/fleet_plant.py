@@ -1,15 +1,23 @@
 """Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance, advice."""
 
 import csv
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from fleet_bars import Bar
+from phalanx.app.cooling_rehearsal import rehearse_response
+from phalanx.fleet.power_tree import NodePower
+from phalanx.fleet.simulate.failures import NodeHistory
+from phalanx.fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_fleet
+from phalanx.fleet.simulate.site_series import SiteHours, read_weather_hours
+from phalanx.fleet.simulation_settings import FailureEntry, JobClassEntry, SimulationSettings
+from phalanx.fleet.site_settings import HourlyFile, SiteConditions
 from phalanx.fleet.thermal.closed_loop import ClosedLoopResult, LoopOutages, run_closed_loop
 from phalanx.fleet.thermal.cooling_tower import find_approach
 from phalanx.fleet.thermal.device_series import Values
-from phalanx.fleet.thermal.flow_loss import HeatCapacity
+from phalanx.fleet.thermal.flow_loss import CoolingFault, HeatCapacity
 from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.weather import Weather, count_hours_above, read_weather
@@ -27,6 +35,7 @@ HELD_APPROACH_K = 4.0
 """What the building's controller holds as long as its fan can."""
 CALIBRATION_WET_BULBS_C = (14.0, 18.0, 22.0)
 LOAD_SHARE = 0.8
+SIMULATED_NODES = 64
 
 
 def measure_plant_bars(data: Path) -> list[Bar]:
@@ -41,6 +50,8 @@ def measure_plant_bars(data: Path) -> list[Bar]:
         *_measure_pue(sites),
         *_measure_closed_loops(sites),
         _measure_flow_loss(),
+        *_measure_simulated_sites(data),
+        _measure_response(),
     ]
 
 
@@ -203,3 +214,53 @@ def _measure_flow_loss() -> Bar:
     seconds = [HeatCapacity(each, 1000.0, 60.0, 90.0).find_seconds(90.0) for each in (300.0, 600.0)]
     reached = f"{seconds[0]:.0f} to {seconds[1]:.0f} s"
     return _bar("loss of flow at 1 kW, 300 to 600 J/K: 60 to 90 C", "9 to 18 s", reached, seconds == [9.0, 18.0])
+
+
+def _measure_simulated_sites(data: Path) -> list[Bar]:
+    """A year of jobs and failures on 64 nodes with a tower, at each site."""
+    power = NodePower(8, 700, 75, 4600, 2300)
+    group = NodeTypeGroup("h100", power, [NodeHistory(None, 0.0, 0.0)] * SIMULATED_NODES, SIMULATED_NODES // 4)
+    settings = SimulationSettings(
+        days=364,
+        jobs={"jobs": JobClassEntry(per_day=40, devices={8: 2, 32: 1}, median_h=8, sigma=1)},
+        failures={"gpu": FailureEntry(per_1000_node_days=3)},
+        site=SiteConditions(plant=CoolingPlant(design_it="700 kW"), weather="of each site"),
+    )
+    errors, pues = [], []
+    for site, part in SITES.items():
+        entry = HourlyFile(file=f"site_hourly_2023_{part}.csv", site=site, columns=WEATHER_COLUMNS)
+        weather = read_weather_hours(entry, data)
+        result = simulate_fleet([group], settings, 0, None, SiteHours(weather.first_hour, settings.site.plant, weather))
+        errors.append(result.site.balance_error)
+        pues.append(f"{site} {result.site.pue:.3f}")
+    return [
+        _bar(
+            f"a simulated year of {SIMULATED_NODES} nodes, plant and weather, 4 sites: energy balance of every hour",
+            "<= 1e-9",
+            f"{max(errors):.1e}; PUE {', '.join(pues)}",
+            max(errors) <= 1e-9,
+        )
+    ]
+
+
+def _measure_response() -> Bar:
+    """A rack of the fake fleet loses its flow; its job needs 3 s to save. Devices of 1 kW with 300, 450 and 600 J/K."""
+    reached, is_met = [], True
+    order = ["report", "stop scheduling", "stop scheduling", "save checkpoint", "power off", "power off"]
+    with tempfile.TemporaryDirectory() as folder:
+        for heat_j_per_k in (300, 450, 600):
+            path = Path(folder) / "nodes.yml"
+            path.write_text(
+                "nodes: [{name: n1, rack: r1}, {name: n2, rack: r1}, {name: n3, rack: r2}]\n"
+                f"cooling_response: {{heat_j_per_k: {heat_j_per_k}}}\n"
+            )
+            found = rehearse_response(path, CoolingFault.NO_FLOW, 3.0)
+            peak_c, off_s = max(found.peaks_c.values()), max(each.time_s for each in found.events)
+            is_met &= [str(each.action) for each in found.events] == order and peak_c < 90.0 and bool(found.saved_at_s)
+            reached.append(f"off after {off_s:.1f} s at {peak_c:.0f} C")
+    return _bar(
+        "fake fleet, loss of flow at 60 C, save of 3 s: report, drain, save, power off before 90 C",
+        "in this order, below 90 C",
+        "; ".join(reached),
+        is_met,
+    )

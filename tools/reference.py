@@ -86,6 +86,8 @@ def cli_page() -> str:
 def _commands(group: Any, context: Any, path: str) -> Iterator[str]:
     for name in group.list_commands(context) or []:
         command = group.get_command(context, name)
+        if command.hidden:
+            continue
         below = command.make_context(name, [], parent=context, resilient_parsing=True)
         full = f"{path} {name}"
         text = inspect.cleandoc(command.help or "")

@@ -56,7 +56,6 @@ class Browser:
         actions = NodeActions("local", lambda name: self.node_backend)  # type: ignore[arg-type, return-value]
         self.server = Server(index, jobs, nodes, access, AccountReader(index), node_actions=actions, fleet=fleet)
         self._app = self.server.make_app()
-        self.routes = self._app.routes
 
     def get(self, path: str, **headers: str) -> Answer:
         return asyncio.run(self._ask("GET", path, headers, b""))

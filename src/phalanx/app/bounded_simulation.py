@@ -12,6 +12,7 @@ from pathlib import Path
 from phalanx.app.simulate import simulate_variants
 from phalanx.app.simulation_page import render_simulation_body
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
 
 MAX_VARIANTS = 4
 MAX_DAYS = 366.0
@@ -84,5 +85,7 @@ def answer_request(request: SimulationRequest) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    prefer_oom_kill()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     print(json.dumps(answer_request(SimulationRequest(**json.load(sys.stdin)))))

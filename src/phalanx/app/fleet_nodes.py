@@ -11,13 +11,14 @@ from pathlib import Path
 
 from phalanx.app.fleet import NodeReading, read_local_node
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.cooling_evidence import CoolingFinding, find_cooling_findings, make_cooling_evidence
 from phalanx.fleet.day_summary import HourSummary, read_last_day
 from phalanx.fleet.evidence import apply_evidence, read_evidence_table
 from phalanx.fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_readings, merge_state
 from phalanx.fleet.latest_reading import LatestReading, reading_from_minute, reading_from_sample
 from phalanx.fleet.node_services import NodeServices, ServiceOpeners
 from phalanx.fleet.node_states import NodeChange, NodeState, NodeStates, node_states_path
-from phalanx.fleet.nodes_file import NodesFile, load_nodes_file
+from phalanx.fleet.nodes_file import NodesFile, find_racks_of_nodes, load_nodes_file
 from phalanx.fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
 from phalanx.fleet.telemetry.local_sources import ring_path
 from phalanx.fleet.telemetry.ring_file import read_ring
@@ -75,6 +76,7 @@ class FleetReader:
         self._sources, self._states, self._read_here, self._now = sources, states, read_here, now
         file = NodesFile(nodes=[]) if sources.nodes_file is None else load_nodes_file(sources.nodes_file)
         self._entries, self._services = file.nodes, NodeServices(file, openers, now)
+        self._racks, self._cdu_racks = find_racks_of_nodes(file), {cdu.id: cdu.racks for cdu in file.cdus}
         if sources.runs is not None and not sources.runs.is_dir():
             raise UsageError(f"--runs {sources.runs}: no such directory")
         self._runs: dict[Path, RunReadings] = {}
@@ -86,28 +88,45 @@ class FleetReader:
         backend_nodes = {} if self._sources.backend is None else _by_name(self._sources.backend.list_nodes())
         names = list(dict.fromkeys([*backend_nodes, *(entry.name for entry in self._entries)]))
         self._read_runs(problems)
-        new_suspects = self._apply_evidence(names, backend_nodes) if self._finds_evidence else []
         served, served_problems = self._services.read_nodes()
         racks, rack_problems = self._services.read_racks()
         problems += [*served_problems, *rack_problems]
+        readings = {name: self._merge_node(name, backend_nodes.get(name), served.get(name), problems) for name in names}
+        findings = {
+            name: find_cooling_findings(self._racks.get(name), racks, self._cdu_racks, readings[name], self._now())
+            for name in names
+        }
+        new_suspects = self._apply_evidence(names, backend_nodes, findings) if self._finds_evidence else []
         changes = self._states.newest()
-        nodes = []
-        for name in names:
-            backend_node = backend_nodes.get(name)
-            readings = [
-                self._find_minute_reading(name, backend_node),
-                served.get(name),
-                self._read_this_machine(problems) if name == os.uname().nodename else None,
-            ]
-            reading = merge_readings(readings, self._now())
-            nodes.append(make_fleet_node(name, backend_node, changes.get(name), reading))
+        nodes = [
+            make_fleet_node(
+                name,
+                backend_nodes.get(name),
+                changes.get(name),
+                readings[name],
+                self._racks.get(name),
+                "; ".join(each.text for each in findings[name]) or None,
+            )
+            for name in names
+        ]
         return FleetView(nodes, problems, new_suspects, racks)
 
     def close(self) -> None:
         """Close the services of the nodes file."""
         self._services.close()
 
-    def _apply_evidence(self, names: Sequence[str], backend_nodes: Mapping[str, BackendNode]) -> list[NodeChange]:
+    def _merge_node(
+        self, name: str, backend_node: BackendNode | None, served: LatestReading | None, problems: list[str]
+    ) -> LatestReading | None:
+        here = self._read_this_machine(problems) if name == os.uname().nodename else None
+        return merge_readings([self._find_minute_reading(name, backend_node), served, here], self._now())
+
+    def _apply_evidence(
+        self,
+        names: Sequence[str],
+        backend_nodes: Mapping[str, BackendNode],
+        findings: Mapping[str, Sequence[CoolingFinding]],
+    ) -> list[NodeChange]:
         """Evidence names nodes as their agents do; what is against a node that the fleet does not have is left out.
         What a clock that is ahead has dated in the future waits until then: else a node could not be taken back
         before."""
@@ -119,7 +138,9 @@ class FleetReader:
             for each in evidence
             if each.node in node_names and each.time <= self._now()
         ]
-        return apply_evidence(self._states, sorted(known, key=lambda each: each.time))
+        table = read_evidence_table()
+        cooling = [each for name in names for each in make_cooling_evidence(name, findings[name], table, self._now())]
+        return apply_evidence(self._states, sorted([*known, *cooling], key=lambda each: each.time))
 
     def _read_runs(self, problems: list[str]) -> None:
         for path in self._list_runs(problems):

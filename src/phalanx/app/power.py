@@ -93,7 +93,18 @@ def read_nodes(fleet: PowerFleet, links: NodeLinks, sleep: Callable[[float], Non
         bounds.append([device.cap_w for device in report.devices] if report and is_known else [None] * count)
         if report is not None:
             notices += [f"{node.name}: {each}" for each in (report.refusal, *report.problems) if each]
-    return PowerReading(reports, bounds, notices)
+    return PowerReading(reports, bounds, [*describe_problems(links.problems), *notices])
+
+
+def describe_problems(problems: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason for which nodes are not reached."""
+    nodes_by_text: dict[str, list[str]] = {}
+    for node, text in problems.items():
+        nodes_by_text.setdefault(text, []).append(node)
+    return [
+        f"{nodes[0]}{f' and {len(nodes) - 1} more' if nodes[1:] else ''}: not reached: {text}"
+        for text, nodes in nodes_by_text.items()
+    ]
 
 
 def plan_caps(fleet: PowerFleet, reading: PowerReading) -> Allocation:

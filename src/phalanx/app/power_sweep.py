@@ -8,7 +8,7 @@ from phalanx.app.power import PowerFleet, PowerReading, make_writer_name, power_
 from phalanx.app.power_release import check_lease
 from phalanx.errors import UsageError
 from phalanx.fleet.power.audit import write_audit
-from phalanx.fleet.power.claims import claim_node, find_excesses
+from phalanx.fleet.power.claims import LevelSum, claim_node, find_excesses
 from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.load_targets import find_active_budgets
 from phalanx.fleet.power.speed_curve import choose_sweep_caps
@@ -21,7 +21,7 @@ from phalanx.run.events import parse_event
 from phalanx.run.lines import LineTail
 
 MIN_CAPS, MAX_CAPS = 3, 7
-BISECTIONS = 20
+CAP_BISECTIONS = 20
 
 
 @dataclass(frozen=True)
@@ -133,20 +133,22 @@ def _find_highest_caps(
     def caps_at(share: float) -> dict[str, float]:
         return {name: min(now[name] + share * (most[name] - now[name]), most[name]) for name in now}
 
-    def fits(share: float) -> bool:
+    def find_excess(share: float) -> LevelSum | None:
         bounds = [list(each) for each in reading.bounds_w]
         for index in swept:
             cap_w = caps_at(share)[tree.nodes[index].type_name]
             bounds[index] = [None if bound is None else max(bound, cap_w) for bound in bounds[index]]
         claims = [claim_node(node.power, each, margin) for node, each in zip(tree.nodes, bounds, strict=True)]
-        return not find_excesses(tree, claims, budgets_w)
+        return next(iter(find_excesses(tree, claims, budgets_w)), None)
 
-    if fits(1.0):
+    if find_excess(1.0) is None:
         return most, []
+    if (excess := find_excess(0.0)) is not None:
+        raise UsageError(f"{excess} already: `phalanx power apply` brings the fleet within its budgets; sweep then")
     low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
+    for _ in range(CAP_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if find_excess(middle) is None else (low, middle)
     found = caps_at(low)
     return found, [
         f"{name}: swept up to {cap_w:.0f} W of {most[name]:.0f} W, since the budgets bear no more"

@@ -129,6 +129,13 @@ def compare_variants(variants: Sequence[SimulatedVariant]) -> ComparisonTable:
         for variant in variants
         for each in variant.exceeded
     ]
+    problems += [
+        f"{variant.label}: IT draws up to {max(result.it_peak_w for result in variant.results) / 1e3:,.0f} kW, the "
+        f"plant is built for {plant.design_it / 1e3:,.0f} kW: figures beyond it mean little; raise `design_it`"
+        for variant in variants
+        if (plant := variant.site_hours.plant) is not None
+        and any(result.site.hours_above_design > 0 for result in variant.results)
+    ]
     return ComparisonTable(head, [each.label for each in variants], rows, _list_notes(variants), problems)
 
 

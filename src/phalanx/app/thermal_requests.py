@@ -139,7 +139,7 @@ def _withdrawal_path() -> Path:
 
 
 def _withdraw_quietly(session: RequestSession, reason: str) -> None:
-    """A controller that cannot be reached any more drops the request by itself."""
+    """A controller that cannot be reached any more drops the request when it misses the heartbeat."""
     try:
         session.withdraw(reason)
     except (OSError, ModbusError):

@@ -159,7 +159,7 @@ def _to_node_cells(node: "FleetNode", now: float) -> tuple[str, ...]:
         cap,
         margin,
         age,
-        node.reason or (f"slow: {slow_because}" if slow_because else ""),
+        node.reason or node.cooling or (f"slow: {slow_because}" if slow_because else ""),
     )
     return tuple(map(escape_control_chars, cells))
 
@@ -174,6 +174,8 @@ def _node_to_json(node: "FleetNode", now: float) -> dict[str, Any]:
         "reason": node.reason,
         "backend_state": None if backend is None else backend.state,
         "num_gpus": None if backend is None else backend.num_gpus,
+        "rack": node.rack,
+        "cooling": node.cooling,
         "jobs": [] if backend is None else list(backend.jobs),
         "age_s": None if reading is None else now - reading.time,
         "is_late": not is_live,

@@ -72,6 +72,9 @@ def plan(
 
     found, reading, links = _read(fleet, jobs, targets, fake)
     links.close()
+    if not as_json:
+        for notice in reading.notices:
+            print_warning(notice)
     allocation = plan_caps(found, reading)
     print(
         json.dumps(plan_to_json(found, reading, allocation), indent=2)
@@ -100,6 +103,8 @@ def apply(
 
     found, reading, links = _read(fleet, jobs, targets, fake, is_read_only=not yes)
     try:
+        for notice in reading.notices:
+            print_warning(notice)
         if not yes:
             print("\n".join(format_writes(found, list_writes(found, reading, plan_caps(found, reading)))))
             print("dry run: nothing was written; --yes writes")
@@ -132,7 +137,7 @@ def guard(
     """
     import signal
 
-    from phalanx.app.power import load_power_fleet
+    from phalanx.app.power import describe_problems, load_power_fleet
     from phalanx.app.power_guard import hold_budgets
     from phalanx.app.power_links import open_links
     from phalanx.cli.power_output import format_status
@@ -144,8 +149,10 @@ def guard(
     found = load_power_fleet(fleet, jobs, targets)
     links = open_links(found, fake, is_read_only=False)
     try:
+        problems: list[str] = []
         for status in hold_budgets(found, links, take_over, duration):
-            for text in [*status.unsafe, *status.notices]:
+            problems, known = describe_problems(links.problems), problems
+            for text in [*status.unsafe, *status.notices, *(each for each in problems if each not in known)]:
                 print_warning(text)
             print(format_status(status), flush=True)
     except LostNodeError as error:
@@ -205,8 +212,8 @@ def sweep(
     measure: Annotated[
         float, typer.Option("--measure", min=1.0, max=600.0, metavar="SECONDS", help="Seconds to measure at each cap.")
     ] = 30.0,
-    settle: Annotated[
-        float, typer.Option("--settle", min=0.0, max=600.0, metavar="SECONDS", help="Least seconds before that.")
+    wait: Annotated[
+        float, typer.Option("--wait", min=0.0, max=600.0, metavar="SECONDS", help="Least seconds before that.")
     ] = 10.0,
     yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the caps are printed only.")] = False,
     take_over: TakeOverOption = False,
@@ -240,7 +247,7 @@ def sweep(
             print("dry run: nothing was written; --yes sweeps")
             return
         measured = []
-        times = SweepTimes(settle, settle + 20.0, measure, max(120.0, 2 * measure))
+        times = SweepTimes(wait, wait + 20.0, measure, max(120.0, 2 * measure))
         with contextlib.closing(run_sweep(found, links, reading, planned, training, times)) as steps:
             for results in steps:
                 print("\n".join(map(format_swept_cap, results)), flush=True)
@@ -263,7 +270,7 @@ def node(
 ) -> None:
     """Hold the devices of this node, as root, for guards that the file allows.
 
-    Without --yes print who may order, which devices within which caps, and the writes of the start.
+    Without --yes print the users that may order, the devices with their caps, and the writes of the start.
     """
     import signal
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.app.power import PowerFleet, PowerReading
 from phalanx.fleet.power.allocation import Allocation
-from phalanx.fleet.power.claims import claim_node
+from phalanx.fleet.power.claims import claim_node, find_excesses
 from phalanx.fleet.power.guard import GuardStatus
 from phalanx.fleet.power.load_targets import find_active_budgets
 from phalanx.fleet.power.plan_writes import CapWrite, plan_writes
@@ -16,6 +16,7 @@ from phalanx.formatting import format_percent
 from phalanx.text_table import Column, format_table
 
 WATTS_PER_KILOWATT = 1e3
+MAX_EXCESSES = 5
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def format_plan(fleet: PowerFleet, reading: PowerReading, allocation: Allocation
     writes = list_writes(fleet, reading, allocation)
     lines.append(f"{len(writes)} writes; `phalanx power apply` prints them")
     if not allocation.is_within:
-        lines.append("not safe: a level stays over its budget at the lowest caps, with silent nodes at their maximum")
+        budgets_w = find_active_budgets(fleet.tree, fleet.targets, time.time())
+        for excess in find_excesses(fleet.tree, _list_claims(fleet, reading, allocation), budgets_w)[:MAX_EXCESSES]:
+            lines.append(f"not safe: {excess} at the lowest caps, with silent nodes at their maximum")
     return lines
 
 
@@ -139,12 +142,12 @@ def format_status(status: GuardStatus) -> str:
 def format_swept_cap(cap: SweptCap) -> str:
     """Return what was measured at a cap as a line."""
     draw = "no power sensor" if cap.draw_w is None else f"{cap.draw_w:.0f} W"
-    settled = {
-        True: "temperatures settled",
-        False: "temperatures had not settled",
-        None: "no temperature sensor: not known whether it had settled",
-    }[cap.is_settled]
-    return f"{cap.node_type}: {cap.cap_w:.0f} W: {cap.rate:.4g} steps/s of {cap.num_steps} steps, {draw}; {settled}"
+    steadiness = {
+        True: "temperatures steady",
+        False: "temperatures were not steady",
+        None: "no temperature sensor",
+    }[cap.is_steady]
+    return f"{cap.node_type}: {cap.cap_w:.0f} W: {cap.rate:.4g} steps/s of {cap.num_steps} steps, {draw}; {steadiness}"
 
 
 def _sum_draw(reading: PowerReading, node: str) -> float | None:
@@ -155,10 +158,14 @@ def _sum_draw(reading: PowerReading, node: str) -> float | None:
 
 
 def _sum_claims(fleet: PowerFleet, reading: PowerReading, allocation: Allocation | None) -> float:
-    return sum(
+    return sum(_list_claims(fleet, reading, allocation))
+
+
+def _list_claims(fleet: PowerFleet, reading: PowerReading, allocation: Allocation | None) -> list[float]:
+    return [
         claim_node(node.power, bounds if allocation is None else allocation.caps_w[i] or bounds, fleet.settings.margin)
         for i, (node, bounds) in enumerate(zip(fleet.tree.nodes, reading.bounds_w, strict=True))
-    )
+    ]
 
 
 def _kilowatts(watts: float | None) -> str:

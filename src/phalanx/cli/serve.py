@@ -28,6 +28,10 @@ def serve(
         Path | None,
         typer.Option("--fleet", metavar="FILE", help="Show the power tree and cooling of this fleet file."),
     ] = None,
+    targets: Annotated[
+        Path | None,
+        typer.Option("--targets", metavar="FILE", help="Load targets of the fleet; as for `phalanx power guard`."),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="NAME|FILE", help="Cluster with prices, for cost; as for `phalanx plan`."),
@@ -57,6 +61,8 @@ def serve(
             raise
         package = error.name.replace("_", "-")
         raise UsageError(f"{package} is not installed; pip install 'phalanx[serve]'") from None
+    if targets is not None and fleet is None:
+        raise UsageError("--targets needs --fleet FILE, the levels that the targets are for")
     options = ServeOptions(
         runs or [Path("runs")],
         on,
@@ -68,5 +74,6 @@ def serve(
         agent_port,
         os.environ.get("PHALANX_SERVE_TOKEN") or None,
         fleet,
+        targets,
     )
     run_server(options, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))

@@ -1,10 +1,25 @@
 """`phalanx simulate`: months of a fleet, and answers to what-if questions."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.app.simulation_search import SettingSearch
+
+
+class SearchGoal(StrEnum):
+    """What a search looks for."""
+
+    PRODUCTIVE = "productive"
+    ETTR = "ettr"
+    WAIT = "wait"
+    COMPLETION = "completion"
 
 
 def simulate(
@@ -17,6 +32,19 @@ def simulate(
             help='Compare with this variant, such as spares=0.04 or "spares=0.04 power_cap=0.8" (repeatable).',
         ),
     ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Find the best of these values of a setting for --goal, such as spares=0,1%,2%,4%.",
+        ),
+    ] = None,
+    goal: Annotated[
+        SearchGoal,
+        typer.Option(
+            help="With --search: largest productive share of device time or ETTR, shortest wait or completion."
+        ),
+    ] = SearchGoal.PRODUCTIVE,
     replay: Annotated[
         Path | None,
         typer.Option(metavar="JOBS.csv", help="Simulate these jobs: a CSV file with submit_s, gpus and duration_s."),
@@ -32,12 +60,20 @@ def simulate(
 ) -> None:
     """Simulate months of a fleet: goodput, stops, waits, energy, water, carbon and cost.
 
-    Each figure is a mean over seeds, with its quantiles .05 and .95. Variants use the same seeds.
+    Each figure is a mean over seeds, with its quantiles .05 and .95. Variants use the same seeds: the mean of their
+    differences has an interval of 95 %.
     """
+    if search is not None:
+        from phalanx.app.simulation_search import search_setting
+
+        if what or html is not None:
+            raise UsageError("--search: not together with --what or --html")
+        _print_search(search_setting(fleet, search, replay, seeds, goal.value), as_json)
+        return
     from phalanx.app.simulate import simulate_variants
     from phalanx.app.simulation_page import render_simulation_html
     from phalanx.cli.report import PAGE_MARKERS, write_page
-    from phalanx.cli.simulate_output import format_variants, variants_to_json
+    from phalanx.cli.simulate_output import format_differences, format_variants, variants_to_json
     from phalanx.run.directory import check_output_path
 
     if html is not None:
@@ -51,4 +87,10 @@ def simulate(
     if html is not None:
         typer.echo(f"wrote {html}")
         return
-    typer.echo("\n".join(format_variants(variants)))
+    typer.echo("\n".join([*format_variants(variants), *format_differences(variants)]))
+
+
+def _print_search(found: "SettingSearch", as_json: bool) -> None:
+    from phalanx.cli.simulate_search_output import format_search, search_to_json
+
+    typer.echo(json.dumps(search_to_json(found), indent=2) if as_json else "\n".join(format_search(found)))

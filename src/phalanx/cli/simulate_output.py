@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from phalanx.app.simulate import SimulatedVariant
+from phalanx.app.simulation_differences import describe_differences, list_differences
 from phalanx.app.simulation_figures import compare_variants
 from phalanx.text_table import Column, format_table
 
@@ -16,8 +17,18 @@ def format_variants(variants: Sequence[SimulatedVariant]) -> list[str]:
     return [table.head, *format_table(columns, table.rows), *table.notes, *table.problems]
 
 
+def format_differences(variants: Sequence[SimulatedVariant]) -> list[str]:
+    """Return lines: a table with the differences of variants to the file as it is; none without variants."""
+    table = describe_differences(variants)
+    if table is None:
+        return []
+    columns = [Column("FIGURE"), *(Column(each) for each in table.columns)]
+    return ["", table.head, *format_table(columns, table.rows), *table.notes]
+
+
 def variants_to_json(variants: Sequence[SimulatedVariant]) -> list[dict[str, object]]:
-    """Return all results by variant and seed; NaN becomes null."""
+    """Return all results by variant and seed, and differences to the first variant by figure; NaN becomes null."""
+    found = list_differences(variants)
     return [
         {
             "variant": variant.label,
@@ -30,8 +41,11 @@ def variants_to_json(variants: Sequence[SimulatedVariant]) -> list[dict[str, obj
                 {"level": each.level.label, "claim_w": each.claim_w, "budget_w": each.level.budget_w}
                 for each in variant.exceeded
             ],
+            "differences": {}
+            if index == 0
+            else {each.row.title.strip(): _without_nan(asdict(each.differences[index - 1])) for each in found},
         }
-        for variant in variants
+        for index, variant in enumerate(variants)
     ]
 
 

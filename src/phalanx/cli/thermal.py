@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli import thermal_requests
+from phalanx.cli import thermal_guard, thermal_requests
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from phalanx.fleet.thermal.device_series import DeviceSeries
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Find nodes that run hot; advise on cooling.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Find nodes that run hot; advise on and guard cooling."
+)
 
 SourcesArgument = Annotated[
     list[Path], typer.Argument(metavar="SOURCE...", help="CSV files, run directories, or folders of runs.")
@@ -40,7 +42,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.callback()
 def group() -> None:
-    """Find nodes that run hot; advise on cooling."""
+    """Find nodes that run hot; advise on and guard cooling."""
 
 
 @app.command()
@@ -152,6 +154,8 @@ def advise(
         print(f"\n{describe_loop(loop)}")
 
 
+app.command()(thermal_guard.guard)
+app.command()(thermal_guard.rehearse)
 app.command()(thermal_requests.request)
 app.command()(thermal_requests.withdraw)
 

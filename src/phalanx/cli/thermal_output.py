@@ -1,12 +1,18 @@
 """Thermal models and heat checks as tables and as JSON."""
 
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.fleet.thermal.device_heat import DeviceHeat
 from phalanx.fleet.thermal.heat_check import HeatCheck
 from phalanx.fleet.thermal.model_file import ThermalModelFile
+from phalanx.fleet.thermal.response import ResponseEvent
+from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import Column, format_table
+
+if TYPE_CHECKING:
+    from phalanx.app.cooling_rehearsal import Rehearsal
 
 MODEL_COLUMNS = (
     Column("KIND"),
@@ -28,6 +34,7 @@ CHECK_COLUMNS = (
     Column("R RATIO", is_number=True),
     Column("FINDING"),
 )
+REHEARSAL_COLUMNS = (Column("AFTER", is_number=True), Column("ACTION"), Column("TARGET"), Column("REASON"))
 
 
 def format_model(model: ThermalModelFile) -> list[str]:
@@ -46,7 +53,7 @@ def format_model(model: ThermalModelFile) -> list[str]:
                 name,
                 str(kind.num_devices),
                 str(kind.num_samples),
-                f"{kind.t0_c:.1f} °C",
+                f"{kind.t0_c:.1f} °C" if kind.t0_over_inlet_k is None else f"inlet {kind.t0_over_inlet_k:+.1f} K",
                 f"{kind.r_k_per_w:.3g} K/W",
                 f"{kind.rmse_k:.1f} K",
                 step,
@@ -92,6 +99,26 @@ def check_to_json(check: HeatCheck) -> dict[str, Any]:
         ],
         "problems": check.problems,
     }
+
+
+def format_response(event: ResponseEvent) -> str:
+    """A line for an action: when, what, on what, and whether it worked."""
+    time_text = time.strftime("%H:%M:%S")
+    would = "" if event.is_done else "would "
+    problem = f": FAILED: {event.problem}" if event.problem else ""
+    return escape_control_chars(f"{time_text}  {would}{event.action}: {event.target}: {event.text}{problem}")
+
+
+def format_rehearsal(found: "Rehearsal") -> list[str]:
+    """A row for an action, then how hot it became."""
+    rows = [[f"{each.time_s:.1f} s", str(each.action), each.target, each.text] for each in found.events]
+    saved = "" if found.saved_at_s is None else f"; the job had saved after {found.saved_at_s:.1f} s"
+    peak_c = max(found.peaks_c.values())
+    return [
+        *format_table(REHEARSAL_COLUMNS, rows),
+        "",
+        f"{found.rack}: {peak_c:.0f} °C at most, of {found.limit_c:g} °C{saved}",
+    ]
 
 
 def _device_to_json(device: DeviceHeat) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from phalanx.errors import ExitCode
 def request(
     nodes: Annotated[Path, typer.Argument(metavar="NODES", help="Nodes file with the list cdus.")],
     cdu: Annotated[str, typer.Argument(metavar="CDU", help="Id of the CDU.")],
-    supply: Annotated[float, typer.Option("--supply", metavar="CELSIUS", help="Supply temperature to ask for.")],
+    supply: Annotated[
+        float, typer.Option("--supply", min=5.0, max=60.0, metavar="CELSIUS", help="Supply temperature to ask for.")
+    ],
     yes: Annotated[bool, typer.Option("--yes", help="Send it. Without it the writes are printed only.")] = False,
     duration: Annotated[
         float | None, typer.Option("--for", min=1.0, max=1e9, metavar="SECONDS", help="Withdraw after this time.")

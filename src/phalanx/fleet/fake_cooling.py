@@ -1,5 +1,5 @@
-"""The fake fleet with liquid: nodes whose devices warm up by their draw and what coolant is left, jobs that save, and a
-building that reports. `phalanx thermal guard --rehearse` and the tests run the same guard on it.
+"""The fake fleet with liquid: devices warm up by their draw and what coolant is left, jobs that save, and a
+building that reports. `phalanx thermal rehearse` and the tests run the same guard on it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from phalanx.fleet.power.fake_fleet import FakeClock, FakeNode
 from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.fleet.thermal.flow_loss import HeatCapacity
-from phalanx.fleet.thermal.response import Problems, RunningJob
+from phalanx.fleet.thermal.response import NodeJob, Problems
 
 COOLANT_C = 32.0
 SLOW_C = 87.0
@@ -99,9 +99,9 @@ class FakeCooledFleet:
         """Ask for isolation; this building grants none."""
         return self._act("request_isolation", [place], self.isolated.append)
 
-    def list_jobs(self, node: str) -> Sequence[RunningJob]:
+    def list_jobs(self, node: str) -> Sequence[NodeJob]:
         """Return the jobs of a node."""
-        return [RunningJob(job.id, job.save_s) for job in self.jobs if node in job.nodes]
+        return [NodeJob(job.id, job.save_s) for job in self.jobs if node in job.nodes]
 
     def request_save(self, jobs: Sequence[str]) -> Problems:
         """Have jobs save."""

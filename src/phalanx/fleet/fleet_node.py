@@ -23,14 +23,23 @@ class FleetNode:
     backend: BackendNode | None
     """None for a node that only a file or a run names."""
     reading: LatestReading | None
+    rack: str | None = None
+    """Location id of its rack, where the nodes file has it."""
+    cooling: str | None = None
+    """What is wrong with its cooling now."""
 
 
 def make_fleet_node(
-    name: str, backend: BackendNode | None, change: NodeChange | None, reading: LatestReading | None
+    name: str,
+    backend: BackendNode | None,
+    change: NodeChange | None,
+    reading: LatestReading | None,
+    rack: str | None = None,
+    cooling: str | None = None,
 ) -> FleetNode:
     """Return a node of what is known about it. `change`: its newest one in the table of nodes."""
     state, reason = merge_state(backend, change)
-    return FleetNode(name, state, reason, backend, reading)
+    return FleetNode(name, state, reason, backend, reading, rack, cooling)
 
 
 def merge_state(backend: BackendNode | None, change: NodeChange | None) -> tuple[str, str | None]:

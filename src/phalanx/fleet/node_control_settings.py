@@ -1,9 +1,10 @@
 """What of a node is capped, and how its helper is reached: keys of the fleet file and of the helper's own file."""
 
+import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.fleet.nodes_file import RedfishEntry
@@ -40,12 +41,22 @@ class CapDeviceSettings(StrictModel):
     """For nvml-clocks."""
 
 
+def _check_command(command: str) -> str:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"expected a command, found an error in it: {error}") from None
+    if not any("{node}" in word for word in words):
+        raise ValueError("expected a command with {node} for the name of the node")
+    return command
+
+
 class HelperReach(StrictModel):
     """How a guard reaches the helper of a node (`phalanx power node`)."""
 
     socket: Path = DEFAULT_SOCKET
     """Socket of the helper on this machine. Where there is none, the guard's own process caps, as root."""
-    command: str | None = None
+    command: Annotated[str, AfterValidator(_check_command)] | None = None
     """Command that connects to the helper of another node, without a shell; {node} stands for its name. Such as
     ssh -o BatchMode=yes {node} phalanx power node --stdio"""
     timeout_s: float = Field(10.0, gt=0, le=120)

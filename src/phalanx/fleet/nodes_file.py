@@ -8,6 +8,7 @@ from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
 from phalanx.fleet.telemetry.modbus_map import ModbusEntry
 from phalanx.fleet.telemetry.rack_points import REPUBLISH_INTERVAL_S
+from phalanx.fleet.thermal.response_settings import CoolingResponseSettings
 from phalanx.recipe.load import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
@@ -101,6 +102,15 @@ class NodesFileEntry(StrictModel):
     """URL of a metrics endpoint with the accelerators of this node, such as http://n1:9400/metrics of dcgm-exporter."""
     redfish: RedfishEntry | None = None
     """The management controller of this node."""
+    allow_power_off: bool = False
+    """Whether `phalanx thermal guard --yes` may power it off through `redfish`."""
+
+    @model_validator(mode="after")
+    def check_power_off(self) -> "NodesFileEntry":
+        """Refuse a permission that nothing can use."""
+        if self.allow_power_off and self.redfish is None:
+            raise ValueError("allow_power_off: there is no redfish to power it off through")
+        return self
 
 
 class NodesFile(StrictModel):
@@ -112,6 +122,8 @@ class NodesFile(StrictModel):
     """The bus with the racks."""
     cdus: tuple[CduEntry, ...] = ()
     """Coolant distribution units."""
+    cooling_response: CoolingResponseSettings = CoolingResponseSettings()
+    """What `phalanx thermal guard` knows of the nodes."""
 
 
 def load_nodes_file(path: Path) -> NodesFile:

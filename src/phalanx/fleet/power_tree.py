@@ -215,6 +215,12 @@ class _TreeBuilder:
                 f"{idle_w or 0:g} to {most_w:g} W",
             )
             return None
+        if entry.device_min_cap is not None and entry.device_min_cap > device_max_w:
+            cap_w = entry.device_min_cap
+            self._report(
+                (*key, "device_min_cap"), f"{cap_w:g} W is above the device's most power of {device_max_w:g} W"
+            )
+            return None
         return NodePower(count, device_max_w, device_idle_w, rest_max_w, rest_idle_w, entry.device_min_cap)
 
 

@@ -1,13 +1,21 @@
 """The `simulate` section of a fleet file: jobs, failures, repairs, checkpoints and the site."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import Measure, StrictModel
 from phalanx.fleet.site_settings import SiteConditions
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
+FailureLevel = Literal["node", "rack", "row", "feed"]
+NODE_RATE_KEYS = (
+    "per_1000_node_days",
+    "per_1000_device_years",
+    "batch_factors",
+    "position_factors",
+    "age_factors",
+)
 PolicyName = Literal["fifo", "srtf", "srsf", "tiresias", "themis"]
 Share = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]
 Positive = Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL]
@@ -55,10 +63,13 @@ class JobClassEntry(StrictModel):
 
 
 class FailureEntry(StrictModel):
-    """Failures of one cause."""
+    """Failures of one cause: of a node, or of all nodes of a rack, row or feed at once."""
 
+    level: FailureLevel = "node"
     per_1000_node_days: Measure = 0.0
     per_1000_device_years: Measure = 0.0
+    per_1000_level_years: Measure = 0.0
+    """Failures of 1,000 racks, rows or feeds in a year. Only with such a `level`."""
     repair_share: Share = 1.0
     """Share of failures after which the node is repaired; after others it can be used again at once."""
     repair_h: Positive = 24.0
@@ -70,6 +81,14 @@ class FailureEntry(StrictModel):
     """Factors of the rate by position in the rack, from the first node to the last: one for each part of it."""
     age_factors: dict[float, Measure] = Field(default_factory=dict)
     """Factors of the rate from an age in years on."""
+
+    @model_validator(mode="after")
+    def _check_level(self) -> Self:
+        wrong = NODE_RATE_KEYS if self.level != "node" else ("per_1000_level_years",)
+        if given := sorted(self.model_fields_set.intersection(wrong)):
+            right = "per_1000_level_years" if self.level != "node" else "level: rack, row or feed"
+            raise ValueError(f"{given[0]} is not for level: {self.level}; expected {right}")
+        return self
 
 
 class BatchEntry(StrictModel):

@@ -9,7 +9,7 @@ from phalanx.cluster.spec import Measure, StrictModel
 from phalanx.fleet.thermal.plant_settings import CoolingPlant, Degrees
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 PLANT_KEYS = ("pue", "water_l_per_kwh", "conversion_efficiency")
 """Keys that a plant has the answer to."""
 
@@ -77,4 +77,4 @@ class SiteConditions(StrictModel):
             raise ValueError(
                 f"start: found {self.start}, expected a time such as 2023-07-01 or 2023-07-01T06"
             ) from None
-        return ((found if found.tzinfo else found.replace(tzinfo=UTC)) - EPOCH) // timedelta(hours=1)
+        return ((found if found.tzinfo else found.replace(tzinfo=UTC)) - UNIX_EPOCH) // timedelta(hours=1)

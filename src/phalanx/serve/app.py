@@ -89,6 +89,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.live_runs = LiveRuns(prices=self.prices)
+        self.fleet_routes = self._make_fleet_routes()
         self._css = (read_page_css() + (STATIC_DIR / "serve.css").read_text()).encode()
         self._script = (read_page_script() + (STATIC_DIR / "live.js").read_text()).encode()
         self._nodes_shown: tuple[tuple[str, str], int, tuple[str, dict[str, Any]]] | None = None
@@ -107,7 +108,7 @@ class Server:
             Route("/compare", self.show_comparison),
             Route("/jobs", self.show_jobs),
             *Actions(self.access, self.jobs, self.node_actions, self._find_run, self.wall_clock).make_routes(),
-            *self._make_fleet_routes().make_routes(),
+            *self.fleet_routes.make_routes(),
             Route("/stream/jobs", self.stream_jobs),
             Route("/nodes", self.show_nodes),
             Route("/stream/nodes", self.stream_nodes),

@@ -18,7 +18,7 @@ LOW_MARGIN_K = 5.0
 
 @dataclass(frozen=True)
 class DeviceMargin:
-    """A device, or the hottest one of a node whose devices are not read one by one."""
+    """A device, or the hottest one of a node where they are not read one by one."""
 
     node: str
     device: str
@@ -76,8 +76,8 @@ def render_cooling(racks: Sequence[RackSample], margins: Sequence[DeviceMargin])
     parts = []
     if leaks := [rack.name or rack.id for rack in racks if rack.has_leak]:
         parts.append(f'<p class="note problem">Leak: {escape(", ".join(leaks[:20]))}</p>')
-    note = "No rack is on a bus. Name one by `mqtt:` in the nodes file: `phalanx serve --nodes FILE`."
-    parts.append(render_racks(racks) if racks else f'<h2>Racks</h2><p class="note">{note}</p>')
+    note = "No rack is read. Name the building's bus or a CDU in the nodes file: phalanx serve --nodes FILE"
+    parts.append(render_racks(racks) if racks else f'<h2>Racks and CDUs</h2><p class="note">{note}</p>')
     parts.append("<h2>Devices</h2>")
     if not margins:
         parts.append('<p class="note">No device has a margin that is not late.</p>')

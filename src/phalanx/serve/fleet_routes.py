@@ -15,6 +15,7 @@ from phalanx.app.bounded_simulation import SimulationRequest, simulate_bounded
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.fleet_node import FleetNode
+from phalanx.fleet.power.load_targets import LoadTarget, load_targets_file
 from phalanx.fleet.power_tree import NodePower, PowerTree, build_power_tree
 from phalanx.fleet.telemetry.sample import NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
@@ -36,6 +37,7 @@ class ServedFleet:
     path: Path
     file: FleetFile
     tree: PowerTree
+    targets: Sequence[LoadTarget] = ()
 
     @property
     def plant(self) -> CoolingPlant | None:
@@ -43,10 +45,11 @@ class ServedFleet:
         return self.file.cooling or (None if self.file.simulate is None else self.file.simulate.site.plant)
 
 
-def load_served_fleet(path: Path) -> ServedFleet:
-    """Load a fleet file. Raises RecipeError for what is wrong in it."""
+def load_served_fleet(path: Path, targets: Path | None = None) -> ServedFleet:
+    """Load a fleet file, and one of load targets. Raises RecipeError for what is wrong in them."""
     file, locations = load_fleet_file(path)
-    return ServedFleet(path.absolute(), file, build_power_tree(file, locations))
+    tree = build_power_tree(file, locations)
+    return ServedFleet(path.absolute(), file, tree, () if targets is None else load_targets_file(targets, tree))
 
 
 class RenderPage(Protocol):
@@ -76,7 +79,7 @@ class FleetRoutes:
     wall_clock: Callable[[], float]
     simulate: Callable[[SimulationRequest], str] = simulate_bounded
     _shown: dict[str, tuple[int, str]] = field(default_factory=dict)
-    _is_simulating: threading.Lock = field(default_factory=threading.Lock)
+    simulation_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def make_routes(self) -> list[Route]:
         """The routes."""
@@ -125,7 +128,7 @@ class FleetRoutes:
             return self._answer({}, render_problem("Not simulated", refusal or NO_FLEET), 403, refusal or NO_FLEET)
         if (form := await read_form(request)) is None:
             return PlainTextResponse("The request is too long.", 413)
-        if not self._is_simulating.acquire(blocking=False):
+        if not self.simulation_lock.acquire(blocking=False):
             text = "Another simulation runs. Send the form again when it is done."
             return self._answer(form, render_problem("Not simulated", text), 429)
         try:
@@ -133,7 +136,7 @@ class FleetRoutes:
         except UsageError as error:
             return self._answer(form, render_problem("Not simulated", str(error)), 422)
         finally:
-            self._is_simulating.release()
+            self.simulation_lock.release()
         return self._answer(form, body)
 
     def _answer(self, form: Mapping[str, str], answer: str, status: int = 200, refusal: str | None = None) -> Response:
@@ -146,7 +149,8 @@ class FleetRoutes:
         if fleet is None:
             return f'<p class="note">{NO_FLEET}</p>'
         return self._share(
-            "power", lambda now: render_power(fleet.tree, self.read().nodes, fleet.file.power.margin, now)
+            "power",
+            lambda now: render_power(fleet.tree, self.read().nodes, fleet.file.power.margin, now, fleet.targets),
         )
 
     def _render_cooling(self) -> str:

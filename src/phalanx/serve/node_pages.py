@@ -23,7 +23,19 @@ HOTTEST_MARGIN_C = 40.0
 """Kelvins of margin at the cool end of the scale."""
 HISTORY_HOURS = 24.0
 MAX_TABLE_NODES = 100
-RACK_COLUMNS = ("rack", "power", "supply", "return", "flow", "pressure", "valve", "leak", "oldest value")
+RACK_COLUMNS = (
+    "rack",
+    "power",
+    "supply",
+    "return",
+    "flow",
+    "pressure",
+    "valve",
+    "leak",
+    "set point",
+    "failed pumps",
+    "oldest value",
+)
 NODE_COLUMNS = ("node", "state", "jobs", "draw", "cap", "margin", "slow because", "read", "reason")
 
 
@@ -94,7 +106,7 @@ def render_nodes(found: NodeList, nodes: Sequence[FleetNode], text: str, now: fl
 def render_racks(racks: Sequence[RackSample]) -> str:
     """The table of racks; those with a leak first."""
     ordered = sorted(racks, key=lambda rack: not rack.has_leak)
-    return "<h2>Racks</h2>" + render_rows(RACK_COLUMNS, map(_render_rack, ordered))
+    return "<h2>Racks and CDUs</h2>" + render_rows(RACK_COLUMNS, map(_render_rack, ordered))
 
 
 def _render_rack(rack: RackSample) -> Sequence[str]:
@@ -112,6 +124,8 @@ def _render_rack(rack: RackSample) -> Sequence[str]:
         show(rack.valve_position, "%", 100.0),
         (f'<span class="problem">{leak}</span>' if rack.has_leak else leak)
         + (" (sensor fault)" if rack.has_leak_sensor_fault else ""),
+        show(rack.set_point_c, "°C"),
+        f'<span class="problem">{rack.failed_pumps:.0f}</span>' if rack.failed_pumps else "",
         show(rack.age_s, "s"),
     )
 

@@ -8,12 +8,13 @@ from phalanx import formatting
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.power.claims import claim_node
+from phalanx.fleet.power.load_targets import LoadTarget, find_active_budgets
 from phalanx.fleet.power_tree import NO_PARENT, BudgetLevel, PoweredNode, PowerTree
 from phalanx.serve.tables import render_rows, render_time
 
 MAX_TABLE_LEVELS = 500
 LEVEL_COLUMNS = ("level", "budget", "claim", "draw", "headroom", "nodes read", "oldest reading")
-INDENT = "\u2003"
+LEVEL_INDENT = "\u2003"
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class LevelReading:
 
     level: BudgetLevel
     depth: int
+    budget_w: float | None
+    """Of the fleet file, or of the load target that holds now."""
     claim_w: float
     draw_w: float
     num_nodes: int
@@ -33,11 +36,14 @@ class LevelReading:
     @property
     def headroom_w(self) -> float | None:
         """What the claim leaves of the budget."""
-        return None if self.level.budget_w is None else self.level.budget_w - self.claim_w
+        return None if self.budget_w is None else self.budget_w - self.claim_w
 
 
-def read_levels(tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float) -> list[LevelReading]:
-    """Return all levels. A node without a reading, or with a late one, claims the most that it can draw."""
+def read_levels(
+    tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float, targets: Sequence[LoadTarget] = ()
+) -> list[LevelReading]:
+    """Return all levels, with the budgets that hold now. A node without a reading, or with a late one, claims the most
+    that it can draw."""
     found = {node.name: node.reading for node in nodes}
     readings = [
         None if (reading := found.get(node.name)) is None or reading.is_late(now) else reading for node in tree.nodes
@@ -60,8 +66,10 @@ def read_levels(tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now:
     for level in tree.levels:
         depths.append(0 if level.parent == NO_PARENT else depths[level.parent] + 1)
     return [
-        LevelReading(level, depth, claim_w, draw_w, int(count), int(num_read), time)
-        for level, depth, claim_w, draw_w, count, num_read, time in zip(tree.levels, depths, *sums, oldest, strict=True)
+        LevelReading(level, depth, budget_w, claim_w, draw_w, int(count), int(num_read), time)
+        for level, depth, budget_w, claim_w, draw_w, count, num_read, time in zip(
+            tree.levels, depths, find_active_budgets(tree, targets, now), *sums, oldest, strict=True
+        )
     ]
 
 
@@ -87,9 +95,11 @@ def order_by_parent(levels: Sequence[LevelReading]) -> list[int]:
     return ordered
 
 
-def render_power(tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float) -> str:
+def render_power(
+    tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float, targets: Sequence[LoadTarget] = ()
+) -> str:
     """The table of levels."""
-    levels = read_levels(tree, nodes, margin, now)
+    levels = read_levels(tree, nodes, margin, now, targets)
     ordered = [levels[index] for index in order_by_parent(levels)]
     over = [each for each in ordered if each.headroom_w is not None and each.headroom_w < 0]
     drawn = sum(each.draw_w for each in levels if each.level.parent == NO_PARENT)
@@ -113,8 +123,9 @@ def _render_level(each: LevelReading) -> Sequence[str]:
     headroom = each.headroom_w
     shown = "" if headroom is None else format_watts(headroom)
     return (
-        f"{INDENT * each.depth}{escape(each.level.label)}",
-        "" if each.level.budget_w is None else format_watts(each.level.budget_w),
+        f"{LEVEL_INDENT * each.depth}{escape(each.level.label)}",
+        ("" if each.budget_w is None else format_watts(each.budget_w))
+        + (" (load target)" if each.budget_w != each.level.budget_w else ""),
         format_watts(each.claim_w),
         format_watts(each.draw_w) if each.num_read else "",
         f'<span class="problem">{shown}</span>' if headroom is not None and headroom < 0 else shown,

@@ -58,6 +58,8 @@ class ServeOptions:
     token: str | None = None
     fleet: Path | None = None
     """Fleet file with budgets, plant and simulation."""
+    targets: Path | None = None
+    """Load targets of that fleet."""
 
 
 def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
@@ -68,7 +70,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")
     if options.nodes_file is not None:
         load_nodes_file(options.nodes_file)  # what is wrong with it is said before anything is served
-    fleet = None if options.fleet is None else load_served_fleet(options.fleet)
+    fleet = None if options.fleet is None else load_served_fleet(options.fleet, options.targets)
     prices = Prices() if options.cluster is None else load_cluster(options.cluster).prices
     open_backend(options.backend)  # a name that is none, or a package that is missing
     access = make_access(options.host, options.allow_actions, options.token)

@@ -59,7 +59,7 @@ def test_fair_shares_use_all_devices():
 def test_a_failure_wastes_the_work_since_the_last_save():
     costs = CheckpointCosts(interval_s=100, blocked_s=10, restart_s=5)
     job = SimulatedJob(0, 16, 250, costs)
-    outcome = run([job], failures=[NodeFailure(200, 0, 3, 0)])
+    outcome = run([job], failures=[NodeFailure(200, (0,), 3, 0)])
     assert outcome.stops_by_cause == {3: 1}
     assert outcome.time.wasted == 16 * 85  # 200 - 5 of starting - 110 of the first save's cycle
     assert job.finish_s == 200 + 5 + 150 + 10
@@ -74,8 +74,30 @@ def test_an_asynchronous_save_is_good_only_when_it_is_complete():
 def test_a_job_waits_for_a_repair_without_a_spare_and_not_with_one():
     for spares, finish_s in ((0, 20 + 1000 + 100), (1, 20 + 100)):
         job = SimulatedJob(0, 16, 100)
-        run([job], nodes=2 + spares, spares=spares, failures=[NodeFailure(20, 0, 0, 1000)])
+        run([job], nodes=2 + spares, spares=spares, failures=[NodeFailure(20, (0,), 0, 1000)])
         assert job.finish_s == finish_s
+
+
+def test_a_failure_of_a_rack_stops_a_job_on_its_nodes_once_and_repairs_all_of_them():
+    job, other = SimulatedJob(0, 16, 100), SimulatedJob(0, 8, 100)
+    outcome = run([job, other], nodes=3, failures=[NodeFailure(20, (0, 1), 5, 1000)])
+    assert outcome.stops_by_cause == {5: 1}
+    assert outcome.num_failures == 1
+    assert (job.finish_s, other.finish_s) == (20 + 1000 + 100, 100)
+    assert outcome.time.repair == 2 * 8 * 1000
+
+
+def test_a_node_in_repair_does_not_come_back_before_its_rack():
+    job = SimulatedJob(0, 8, 100)
+    failures = [NodeFailure(20, (0,), 0, 50), NodeFailure(30, (0, 1), 1, 1000)]
+    run([job], nodes=2, failures=failures)
+    assert job.finish_s == 30 + 1000 + 100  # it moves to node 1 at 20
+
+
+def test_a_repair_of_a_node_outlasts_that_of_its_rack():
+    job = SimulatedJob(0, 16, 100)
+    run([job], nodes=2, failures=[NodeFailure(20, (0,), 0, 5000), NodeFailure(30, (0, 1), 1, 10)])
+    assert job.finish_s == 20 + 5000 + 100
 
 
 @pytest.mark.parametrize("policy", ["fifo", "srtf", "srsf", "tiresias", "themis"])
@@ -86,7 +108,7 @@ def test_states_of_device_time_add_up(policy):
         SimulatedJob(float(at), int(rng.choice([1, 4, 8, 16, 24])), float(rng.exponential(3000)), costs)
         for at in np.sort(rng.uniform(0, 80_000, 150))
     ]
-    failures = [NodeFailure(float(at), int(rng.integers(6)), 0, 5000.0) for at in np.sort(rng.uniform(0, 9e4, 30))]
+    failures = [NodeFailure(float(at), (int(rng.integers(6)),), 0, 5000.0) for at in np.sort(rng.uniform(0, 9e4, 30))]
     outcome = run(jobs, policy, nodes=6, failures=failures, until_s=90_000, spares=1)
     assert outcome.time.total == pytest.approx(6 * 8 * 90_000, rel=1e-12)
     assert sum(outcome.stops_by_cause.values()) > 0

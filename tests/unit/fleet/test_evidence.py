@@ -32,7 +32,7 @@ def texts(minutes: list[NodeMinute], events: list[Event] | None = None) -> list[
 
 def test_the_table_has_a_row_for_each_kind_and_never_more_than_suspect() -> None:
     kinds = {f"xid-{action}" for action in XidAction} | {kind for kind, _ in COUNTER_EVIDENCE.values()}
-    assert set(TABLE) == kinds | {"straggler", "gpu-failed", "unfit-node"}
+    assert set(TABLE) == kinds | {"straggler", "gpu-failed", "unfit-node", "leak", "no-flow", "throttling"}
     assert {rule.state for rule in TABLE.values()} == {NodeState.HEALTHY, NodeState.SUSPECT}
 
 

@@ -80,6 +80,7 @@ def test_a_node_has_its_catalogues_power(tmp_path: Path) -> None:
         ("names: gpu7", "names: k01-1", r"racks: node k01-1 is in two places"),
         ("names: gpu7", "names: 'g[1-2]'", r"names: g\[1-2\] is 2 names, for 1 nodes"),
         ("node: dgx-h100", "node: dgx-h1000", r"node_types.h.node: .*dgx-h1000"),
+        ("device_min_cap: 200 W", "device_min_cap: 900 W", "900 W is above the device's most power of 700 W"),
         ("device_min_cap: 200 W", "device_power: 2 kW", r"8 accelerators of .* W do not fit into a node"),
         ("z: {row", "k02: {row", r"racks: k02 is there twice"),
     ],

@@ -11,7 +11,13 @@ from phalanx.cli.main import main
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.cluster_simulation import ClusterSimulation
-from phalanx.fleet.simulate.failures import SECONDS_PER_YEAR, NodeHistory, sample_failures
+from phalanx.fleet.simulate.failures import (
+    SECONDS_PER_YEAR,
+    NodeHistory,
+    find_rates,
+    sample_failures,
+    sample_level_failures,
+)
 from phalanx.fleet.simulate.job_source import read_job_trace
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool
@@ -89,10 +95,39 @@ def test_failures_follow_batch_position_and_age():
     )
     nodes = [NodeHistory(batch, 0, place) for batch in ("old", None) for place in (0.0, 0.5) for _ in range(500)]
     failures = sample_failures({"gpu": entry}, nodes, 8, 2 * SECONDS_PER_YEAR, np.random.default_rng(0))
-    counts = np.bincount([failure.node // 500 for failure in failures], minlength=4)
+    counts = np.bincount([failure.nodes[0] // 500 for failure in failures], minlength=4)
     young = sum(failure.time_s < SECONDS_PER_YEAR for failure in failures)
     assert counts / (500 * 0.8 * 3) == pytest.approx([4, 12, 1, 3], rel=0.1)
     assert young / len(failures) == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_a_feed_fails_for_nodes_of_all_kinds_at_once(tmp_path):
+    path = tmp_path / "fleet.yaml"
+    path.write_text("""
+sites: {s: {}}
+feeds: {f: {site: s}}
+rows: {w: {feed: f}}
+racks: {r1: {row: w, node_type: h100, nodes: 2}, r2: {row: w, node_type: h200, nodes: 1}}
+node_types: {h100: {node: dgx-h100}, h200: {node: dgx-h200}}
+simulate:
+  days: 365
+  jobs: {a: {count: 1, devices: {16: 1}, median_h: 1e5}, b: {node_type: h200, count: 1, devices: {8: 1}, median_h: 1e5}}
+  failures: {feed: {level: feed, per_1000_level_years: 20000, repair_h: 1}}
+""")
+    result = simulate_variants(path, [], None, 1)[0].results[0]
+    assert result.stops_by_cause["feed"] > 10
+    assert result.stops_by_cause["feed"] % 2 == 0  # a job of each kind of node, each time
+
+
+def test_racks_fail_at_their_rate_and_jobs_save_for_it():
+    entry = FailureEntry(level="rack", per_1000_level_years=10_000)
+    nodes = [NodeHistory(levels=(f"rack {index // 4}", "row w")) for index in range(400)]
+    levels = {name for node in nodes for name in node.levels}
+    failures = sample_level_failures({"pdu": entry}, levels, SECONDS_PER_YEAR, np.random.default_rng(0))
+    assert len(failures) == pytest.approx(1000, rel=0.1)
+    assert len({failure.level for failure in failures}) == 100
+    rates = find_rates({"pdu": entry}, nodes, 8)
+    assert [rates.of_job(n) * SECONDS_PER_YEAR for n in (1, 4, 400)] == pytest.approx([10, 10, 1000])
 
 
 def test_a_replay_ends_with_its_last_job(fleet, tmp_path):
@@ -127,6 +162,8 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path, text, message):
         ("failures.gpu.per_1000_node_days=1e12", UsageError, "simulate.failures: "),
         ("jobs.a.node_type=b200", UsageError, "no nodes of kind b200"),
         ("batches.old.racks=q1", UsageError, "no such rack"),
+        ("failures.gpu.level=rack", RecipeError, "per_1000_node_days is not for level: rack; expected per_1000_level"),
+        ("failures.gpu.per_1000_level_years=1", RecipeError, "expected level: rack, row or feed"),
         ("failures.gpu.per_1000_node_days=-1", RecipeError, "per_1000_node_days"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_minute_gives_means_the_least_margin_and_the_time_of_its_end(column: s
     host = Rollups({"cpu_power_w": ValueRollup(9.0, 10.0, 11.0, 60)})
     minute = NodeMinute(120.0, 60.0, 60, "n1", host, {"a": device(300.0, 30.0), "b": device(0.0, 5.0)}, True)
     assert reading_from_minute(minute) == LatestReading(
-        180.0, 60.0, 310.0, "CPU and accelerators", True, cap_w=1400.0, margin_k=4.0
+        180.0, 60.0, 310.0, "CPU and accelerators", True, cap_w=1400.0, num_devices=2, margin_k=4.0
     )
 
 

@@ -131,7 +131,7 @@ class FakeBus:
     def start(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
         self.topic_filters = topic_filters
 
-    def publish(self, message: OutgoingMessage) -> None:
+    def queue_message(self, message: OutgoingMessage) -> None:
         self.published.append(message)
 
     def stop(self) -> None:
@@ -208,7 +208,7 @@ def test_a_breach_has_one_id_from_active_to_resolved() -> None:
 
 def test_a_guard_reports_ramps_breaches_and_enforcement() -> None:
     bus = FakeBus()
-    reporter = FlexReporter("site-a", TREE, bus.publish, 0.02)
+    reporter = FlexReporter("site-a", TREE, bus.queue_message, 0.02)
     target = LoadTarget("feed main-a", 4000.0, TEN, id="11111111-1111-4111-8111-111111111111")
     levels = {"site s": 6000.0, "feed main-a": 6000.0}
     reporter.report([], FeedReport(levels, levels, False), TEN - 2)

@@ -89,7 +89,7 @@ def test_a_node_has_one_reading_of_all_its_services(found: NodeServices) -> None
     readings, problems = found.read_nodes()
     assert problems == []
     assert readings.keys() == {"n1", "n2"}
-    assert readings["n1"] == LatestReading(1096.0, 30.0, 1000.0, "node", cap_w=700.0)
+    assert readings["n1"] == LatestReading(1096.0, 30.0, 1000.0, "node", cap_w=700.0, num_devices=1)
     assert readings["n2"].draw_w == 500.0
 
 

@@ -312,6 +312,17 @@ def test_a_guard_that_cannot_be_safe_says_so() -> None:
     assert "site s: 5672 W of a budget of 4400 W at the lowest caps" in guard.step(clock.now).unsafe[0]
 
 
+def test_a_guard_that_has_lost_its_rights_says_so() -> None:
+    clock = FakeClock()
+    guard, nodes, _, _ = make_guard(clock)
+    for device in nodes[0].devices:
+        device.fails_writes = True
+    run_guard_for(guard, nodes, clock, 20)
+    status = guard.step(clock.now)
+    assert "caps are not lowered as asked" in status.unsafe[0]
+    assert "n0: a device was not lowered, so nothing is raised" in status.notices
+
+
 def test_a_guard_stops_when_another_one_takes_a_node() -> None:
     clock = FakeClock()
     guard, nodes, _, _ = make_guard(clock)
@@ -414,6 +425,9 @@ def test_the_latest_active_target_wins_and_never_raises(tmp_path: Path) -> None:
     assert [find_active_budgets(tree, targets, ten + s)[0] for s in (-1, 0, 1800, 4000)] == [3000, 2000, 3000, 3000]
 
 
+TWO_CAPS = "[{cap: 300 W, rate: 1, draw: 1 W}, {cap: 900 W, rate: 2, draw: 2 W}]"
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -421,6 +435,9 @@ def test_the_latest_active_target_wins_and_never_raises(tmp_path: Path) -> None:
         ("jobs: {a: {nodes: n0}, b: {nodes: n0}}", "n0 is of job a, too"),
         ("jobs: {a: {nodes: n0, sweep: {h: [{cap: 300, rate: 1, draw: 1 W}]}}}", "expected a power with its unit"),
         ("jobs: {a: {nodes: n0, sweep: {h: [{cap: 300 W, rate: 1, draw: 1 W}]}}}", "at least 2 different caps"),
+        (f"jobs: {{a: {{nodes: n0, sweep: {{x: {TWO_CAPS}}}}}}}", "x: no node type of its nodes; they are h"),
+        (f"jobs: {{a: {{nodes: n0, sweep: {{h: {TWO_CAPS}}}}}}}", "a device takes caps from 200 to 700 W, not 900 W"),
+        (f"jobs: {{a: {{nodes: n0, run: r, sweep: {{h: {TWO_CAPS}}}}}}}", "expected one of `sweep` and `run`"),
     ],
 )
 def test_a_wrong_jobs_file_is_refused(tmp_path: Path, text: str, problem: str) -> None:

@@ -78,12 +78,12 @@ def test_a_sweep_measures_the_speed_at_each_cap_and_returns_to_the_old_ones() ->
     assert bench.clock.now <= 5 * 61
 
 
-@pytest.mark.parametrize(("rate_k_per_s", "is_settled", "seconds"), [(0.5, False, 60), (0.01, True, 40)])
-def test_temperatures_that_change_are_waited_for_and_said(rate_k_per_s: float, is_settled: bool, seconds: int) -> None:
+@pytest.mark.parametrize(("rate_k_per_s", "is_steady", "seconds"), [(0.5, False, 60), (0.01, True, 40)])
+def test_temperatures_that_change_are_waited_for_and_said(rate_k_per_s: float, is_steady: bool, seconds: int) -> None:
     bench = Bench()
     bench.heat(rate_k_per_s)
     (measured,) = bench.run(CAPS[:1])
-    assert (measured.is_settled, round(bench.clock.now)) == (is_settled, seconds)
+    assert (measured.is_steady, round(bench.clock.now)) == (is_steady, seconds)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, GeneratorExit])

@@ -1,5 +1,6 @@
 """The site of a simulation: a plant with weather, prices and carbon by hour, aligned on UTC, in balance."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from phalanx.app.simulate import simulate_variants
 from phalanx.app.simulation_figures import compare_variants
 from phalanx.errors import DataError, PhalanxError, UsageError
-from phalanx.fleet.power_tree import NodePower
+from phalanx.fleet.fleet_file import FleetFile
+from phalanx.fleet.power_tree import NodePower, build_power_tree
 from phalanx.fleet.simulate.power_model import find_cap_speed, slow_down
 from phalanx.fleet.simulate.site_series import align_hours, read_hourly_column
 from phalanx.fleet.site_settings import HourlyFile
+from phalanx.recipe.yaml_loader import parse_yaml
 
 FLEET = """
 sites: {s: {budget: 60 kW}}
@@ -86,6 +89,14 @@ def test_a_power_cap_keeps_hot_devices_from_throttling(fleet: Path) -> None:
     assert capped.results[0].cap_speed < 1
 
 
+def test_more_power_than_the_plant_is_built_for_is_said(fleet: Path) -> None:
+    base, small = simulate_variants(fleet, ["site.plant.design_it='20 kW'"], None, 1)
+    assert base.results[0].site.hours_above_design == 0
+    assert small.results[0].site.hours_above_design > 60
+    (problem,) = compare_variants([base, small]).problems
+    assert "the plant is built for 20 kW" in problem
+
+
 def test_without_a_chiller_hours_above_the_supply_limit_are_counted(fleet: Path) -> None:
     what = "site.plant.trim_chiller=false site.plant.supply_c=24 site.supply_limit_c=26"
     _, variant = simulate_variants(fleet, [what], None, 1)
@@ -122,6 +133,20 @@ def test_racks_that_are_added_by_their_key_exceed_the_budget_until_capped(fleet:
     assert [each.level.label for each in over.exceeded] == ["site s"]
     assert capped.exceeded == []  # 6 x (8 x 630 + 4600) W
     assert compare_variants([base, over]).problems[0].startswith("racks.r[3-4]")
+
+
+def test_nodes_of_another_kind_stand_idle_while_a_trace_is_replayed(fleet: Path, tmp_path: Path) -> None:
+    fleet.write_text(
+        FLEET.replace("racks: {", "racks: {r9: {row: w, node_type: a100, nodes: 1}, ").replace(
+            "node_types: {", "node_types: {a100: {node: dgx-a100}, "
+        )
+    )
+    (tmp_path / "jobs.csv").write_text("submit_s,gpus,duration_s\n0,8,20000\n10,8,500\n")
+    (variant,) = simulate_variants(fleet, [], tmp_path / "jobs.csv", 1)
+    hours = variant.results[0].hours
+    assert hours is not None
+    assert hours.num_devices == 40
+    assert hours.duration_h.sum() * 3600 == pytest.approx(variant.results[0].makespan_s)
 
 
 def test_a_stated_speed_curve_replaces_the_law() -> None:
@@ -184,3 +209,17 @@ def test_an_unknown_column_of_a_price_names_what_is_expected(fleet: Path, tmp_pa
     (tmp_path / "p.csv").write_text("time,price\n2023-01-01,1\n")
     with pytest.raises(UsageError, match="no column price_per_kwh or price_per_mwh, found time, price"):
         simulate_variants(fleet, ["site.price_per_kwh=p.csv"], None, 1)
+
+
+def test_the_steps_of_the_guide_make_a_fleet_file() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/model-your-fleet.md").read_text()
+    value: dict[str, object] = {}
+    for number, block in enumerate(re.findall(r"```yml\n(.*?)```", page, re.DOTALL)):
+        step, _ = parse_yaml(block, f"step {number + 1}")
+        simulate = {**value.get("simulate", {}), **step.pop("simulate", {})}  # type: ignore[dict-item]
+        value |= {**step, **({"simulate": simulate} if simulate else {})}
+        fleet = FleetFile.model_validate(value)
+        build_power_tree(fleet, {})
+    assert number == 4
+    assert fleet.simulate is not None
+    assert fleet.simulate.site.plant is not None

@@ -9,12 +9,13 @@ from phalanx.app.bounded_simulation import SimulationRequest, answer_request, si
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import LatestReading, reading_from_sample
+from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.serve.access import COOKIE_NAME, Access, make_access
 from phalanx.serve.cooling_page import list_margins, render_cooling
-from phalanx.serve.fleet_routes import FleetRoutes, ServedFleet, load_served_fleet
+from phalanx.serve.fleet_routes import ServedFleet, load_served_fleet
 from phalanx.serve.pages import PAGE_TABS
 from phalanx.serve.power_page import read_levels, render_power
 from phalanx.serve.what_if_page import parse_request, render_what_if_page
@@ -68,6 +69,14 @@ def test_levels_stand_below_their_parent_and_an_exceeded_budget_is_said(fleet: S
     assert order == sorted(order)
     assert "feed f may draw 0.6 kW more than its budget" in page
     assert "0 of 3 nodes read" in page
+
+
+def test_the_budget_of_a_load_target_that_holds_now_is_shown(fleet: ServedFleet) -> None:
+    target = LoadTarget("row w", 15_000.0, NOW - 10, NOW + 10)
+    page = render_power(fleet.tree, [], 0.0, NOW, [target])
+    assert "15.0 kW (load target)" in page
+    assert "row w may draw 5.4 kW more than its budget" in page
+    assert "(load target)" not in render_power(fleet.tree, [], 0.0, NOW + 11, [target])
 
 
 def test_a_late_draw_is_not_shown(fleet: ServedFleet) -> None:
@@ -151,17 +160,16 @@ def test_what_if_is_refused_without_the_token_or_from_another_site(tmp_path: Pat
 def test_one_simulation_runs_at_a_time(tmp_path: Path, fleet: ServedFleet) -> None:
     access = Access(TOKEN, False, True)
     browser = Browser(tmp_path, access, fleet)
-    routes = next(route.endpoint.__self__ for route in browser.routes if route.path == "/what-if")
-    assert isinstance(routes, FleetRoutes)
-    routes._is_simulating.acquire()
-    answer = browser.post("/what-if", "what=", cookie=f"{COOKIE_NAME}={TOKEN}")
+    routes = browser.server.fleet_routes
+    with routes.simulation_lock:
+        answer = browser.post("/what-if", "what=", cookie=f"{COOKIE_NAME}={TOKEN}")
     assert answer.status == 429
 
 
 def test_the_pages_show_without_a_fleet_what_they_need(tmp_path: Path) -> None:
     browser = Browser(tmp_path, make_access("127.0.0.1", False, None))
     assert "phalanx serve --fleet FLEET.yaml" in browser.get("/power").text
-    assert "No rack is on a bus" in browser.get("/cooling").text
+    assert "No rack is read" in browser.get("/cooling").text
     assert browser.post("/what-if", "").status == 403
     assert all(browser.get(address).status == 200 for _, address in PAGE_TABS)
 

@@ -8,7 +8,7 @@ from phalanx.fleet.power.local_devices import MICROWATTS_PER_WATT
 from phalanx.fleet.telemetry.json_values import read_number
 from phalanx.fleet.telemetry.local_sources import import_amdsmi
 
-SENSOR = 0
+PACKAGE_SENSOR = 0
 """The package power limit, the one that GPUs of data centers have."""
 
 
@@ -42,7 +42,7 @@ class AmdsmiCapDevice:
 
     def set_cap_w(self, cap_w: float) -> None:
         """Set the cap. Only root may, and not in a virtual machine."""
-        self._call("amdsmi_set_power_cap", SENSOR, round(cap_w * MICROWATTS_PER_WATT))
+        self._call("amdsmi_set_power_cap", PACKAGE_SENSOR, round(cap_w * MICROWATTS_PER_WATT))
 
     def _read_info(self) -> dict[str, Any]:
         return dict(self._call("amdsmi_get_power_cap_info"))

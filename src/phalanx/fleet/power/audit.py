@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_audit(path: Path, entries: Sequence[Mapping[str, object]], user: str | None = None) -> None:
-    """Append entries; each says who and when."""
+    """Append entries; each with user and time."""
     if not entries:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -200,6 +200,7 @@ class FakeLinks:
         self._clock, self._network, self._random = clock, network, source
         self._queue: list[tuple[float, int, str, NodeRequest | NodeReport]] = []
         self._num_sent = 0
+        self.problems: dict[str, str] = {}
         self._reports: list[NodeReport] = []
 
     def send(self, node: str, request: NodeRequest) -> None:

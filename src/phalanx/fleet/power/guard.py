@@ -88,6 +88,7 @@ class PowerGuard:
         self._ramp_starts: dict[int, tuple[float, float]] = {}
         """Claim of a site with a ramp in the last step, and since when a raise has been waiting."""
         self._waits_for_ramp, self._last_step = False, float("inf")
+        self._over_since: dict[str, float] = {}
 
     @property
     def accounts(self) -> Sequence[NodeAccount]:
@@ -141,6 +142,7 @@ class PowerGuard:
         notices, self._problems = self._problems, []
         is_known = allocation.is_within or not self._has_asked  # before the first question every node is silent
         unsafe = [] if is_known else self._describe_unsafe(allocation, bounds, budgets_w)
+        unsafe += self._describe_disobedience(find_excesses(self._tree, claims_w, budgets_w), now) if not unsafe else []
         self._has_asked = True
         return GuardStatus(
             _sum_levels(self._tree, claims_w, budgets_w),
@@ -286,6 +288,16 @@ class PowerGuard:
             )
             account.add_request(request, now)
             self._links.send(node.name, request)
+
+    def _describe_disobedience(self, excesses: Sequence[LevelSum], now: float) -> list[str]:
+        """Levels that stay over their budget although their nodes were asked to lower: lost rights, or a device that
+        does not follow."""
+        self._over_since = {each.label: self._over_since.get(each.label, now) for each in excesses}
+        return [
+            f"{each} for {now - self._over_since[each.label]:.0f} s: caps are not lowered as asked"
+            for each in excesses
+            if now - self._over_since[each.label] > self._settings.fresh_s
+        ]
 
     def _describe_unsafe(
         self,

@@ -1,4 +1,4 @@
-"""The file of a node's helper: who may order, which devices within which caps, and where its state is."""
+"""The file of a node's helper: users that may order, which devices within which caps, and where its state is."""
 
 import grp
 import os

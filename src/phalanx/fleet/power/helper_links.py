@@ -175,7 +175,7 @@ class HelperLinks:
 
     def _report_problem(self, node: str, text: str) -> None:
         if self.problems.get(node) != text:
-            logger.warning("power: %s: %s", node, text)
+            logger.info("power: %s: %s", node, text)
         self.problems[node] = text
 
 

@@ -1,6 +1,6 @@
 """The jobs file of power control: which nodes a job has, and what a sweep of it measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +13,14 @@ from phalanx.fleet.power.allocation import PoweredJob
 from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint
 from phalanx.fleet.power.stagger import SavePattern
 from phalanx.fleet.power.sweep_file import load_sweep
-from phalanx.fleet.power_tree import PowerTree
+from phalanx.fleet.power_tree import NodePower, PowerTree
 from phalanx.fleet.power_units import Power
 from phalanx.recipe.load import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
+
+CAP_TOLERANCE_W = 1.0
+"""Devices round caps to a watt or less."""
 
 
 class SweepEntry(StrictModel):
@@ -84,11 +87,26 @@ def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
             if node in owners:
                 raise RecipeError(f"{where}: jobs.{name}: {node} is of job {owners[node]}, too")
             owners[node] = name
+        types = {tree.nodes[indices[node]].type_name: tree.nodes[indices[node]].power for node in names}
+        if problem := _find_curve_problem(curves, types):
+            raise RecipeError(f"{where}: jobs.{name}: {problem}")
         devices = {indices[node]: tuple(range(tree.nodes[indices[node]].power.num_devices)) for node in names}
         each = entry.saves
         saves = None if each is None else SavePattern(each.every_s, each.stall_s, each.swing)
         jobs.append(PoweredJob(name, devices, curves, entry.priority, entry.job, saves))
     return jobs
+
+
+def _find_curve_problem(curves: Mapping[str, SpeedCurve], types: Mapping[str, NodePower]) -> str:
+    """Return what is wrong with the node types and caps of a sweep; empty if nothing is."""
+    for name, curve in curves.items():
+        if name not in types:
+            return f"sweep: {name}: no node type of its nodes; they are {', '.join(types)}"
+        low_w, high_w = types[name].device_min_cap_w or 0.0, types[name].device_max_w
+        for cap_w in curve.caps_w:
+            if not low_w - CAP_TOLERANCE_W <= cap_w <= high_w + CAP_TOLERANCE_W:
+                return f"sweep: {name}: a device takes caps from {low_w:g} to {high_w:g} W, not {cap_w:g} W"
+    return ""
 
 
 def _fit_curves(entry: PoweredJobEntry, folder: Path) -> dict[str, SpeedCurve]:

@@ -8,7 +8,9 @@ from phalanx.fleet.power.node_keeper import NodeKeeper
 
 
 class NodeLinks(Protocol):
-    """Carries messages to and from nodes."""
+    """Carries messages to and from nodes. `problems`: why nodes are not reached."""
+
+    problems: dict[str, str]
 
     def send(self, node: str, request: NodeRequest) -> None:
         """Send a request, without waiting. A node that cannot be reached is silent."""
@@ -29,6 +31,7 @@ class LocalLinks:
     def __init__(self, keepers: Mapping[str, NodeKeeper]):
         self._keepers = keepers
         self._reports: list[NodeReport] = []
+        self.problems: dict[str, str] = {}
 
     def send(self, node: str, request: NodeRequest) -> None:
         """Have the node answer at once."""

@@ -31,7 +31,7 @@ PEER_FORMAT = "iII"
 
 @dataclass(eq=False)
 class Connection:
-    """A guard, or whoever asks. `refusal`: why it may not."""
+    """A guard, or another process. `refusal`: why it may not ask."""
 
     socket: socket.socket
     user: str
@@ -45,7 +45,7 @@ class NodeHelper:
     Args:
         keeper: Holds the devices.
         audit: File for orders.
-        peers: Who may order.
+        peers: Users that may order.
     """
 
     def __init__(self, node: str, keeper: NodeKeeper, audit: Path, peers: PeerList):
@@ -56,7 +56,7 @@ class NodeHelper:
         self._last_order: dict[str, object] = {}
 
     def listen(self, path: Path) -> None:
-        """Accept connections at `path`; anyone may connect, and the kernel says who it is."""
+        """Accept connections at `path`; anyone may connect, and the kernel names the user."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)

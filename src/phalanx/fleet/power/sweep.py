@@ -29,11 +29,11 @@ class SweepError(PhalanxError):
 
 @dataclass(frozen=True)
 class SweepTimes:
-    """Seconds at each cap: at least `settle_s`, until temperatures rise or fall by less than `max_slope_k_per_s` or
-    `max_settle_s` have passed; then `measure_s`, up to `max_measure_s` while there are too few steps."""
+    """Seconds at each cap: at least `wait_s`, until temperatures rise or fall by less than `max_slope_k_per_s` or
+    `max_wait_s` have passed; then `measure_s`, up to `max_measure_s` while there are too few steps."""
 
-    settle_s: float = 10.0
-    max_settle_s: float = 30.0
+    wait_s: float = 10.0
+    max_wait_s: float = 30.0
     measure_s: float = 30.0
     max_measure_s: float = 120.0
     max_slope_k_per_s: float = 0.05
@@ -138,8 +138,8 @@ def _measure_cap(
         temperatures.append((nodes.now(), _read_temperatures(reports)))
         slope = _find_slope(temperatures)
         waited_s = nodes.now() - began
-        is_settled = None if slope is None else slope <= times.max_slope_k_per_s
-        if waited_s >= times.max_settle_s or (waited_s >= times.settle_s and is_settled is not False):
+        is_steady = None if slope is None else slope <= times.max_slope_k_per_s
+        if waited_s >= times.max_wait_s or (waited_s >= times.wait_s and is_steady is not False):
             break
         nodes.sleep(INTERVAL_S)
     read_steps()
@@ -164,7 +164,7 @@ def _measure_cap(
             rate=len(durations) / sum(durations),
             draw_w=float(np.mean(draws[name])) if draws.get(name) else None,
             most_draw_w=max(draws[name]) if draws.get(name) else None,
-            is_settled=is_settled,
+            is_steady=is_steady,
             num_steps=len(durations),
         )
         for name, cap_w in cap_by_type.items()

@@ -16,14 +16,14 @@ FILE_NAME = "power_sweep.json"
 @dataclass(frozen=True)
 class SweptCap:
     """What a job did at a cap. `rate`: steps a second; `draw_w` and `most_draw_w`: mean and most of a device, None
-    without a sensor; `is_settled`: whether temperatures had settled, None without a sensor."""
+    without a sensor; `is_steady`: whether temperatures were steady, None without a sensor."""
 
     node_type: str
     cap_w: float
     rate: float
     draw_w: float | None
     most_draw_w: float | None
-    is_settled: bool | None
+    is_steady: bool | None
     num_steps: int
 
 

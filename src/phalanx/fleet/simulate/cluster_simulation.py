@@ -10,6 +10,7 @@ from phalanx.fleet.simulate.checkpointing import AttemptTime
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool, Placement
 from phalanx.fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
+from phalanx.fleet.simulate.running_jobs import RunningJobs
 
 BACKFILL_DEPTH = 100
 """Waiting jobs that are tried at an event, as Slurm's bf_max_job_test."""
@@ -20,13 +21,13 @@ Waiting = tuple[tuple[float, ...], int, SimulatedJob]
 
 @dataclass(frozen=True, slots=True)
 class NodeFailure:
-    """A failure of a node. All jobs on it stop."""
+    """A failure of a node, or of all nodes of a rack, row or feed at once. All jobs on them stop."""
 
     time_s: float
-    node: int
+    nodes: tuple[int, ...]
     cause: int
     repair_s: float
-    """0: the node can be used again at once."""
+    """0: the nodes can be used again at once."""
 
 
 @dataclass
@@ -108,6 +109,7 @@ class ClusterSimulation:
         self._events: list[tuple[float, int, str, SimulatedJob | int, int]] = []
         self._waiting: list[Waiting] = []
         self._running: dict[SimulatedJob, float] = {}
+        self._ranked = RunningJobs()
         self._ends: list[tuple[float, int, int]] = []
         self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
         self._count = 0
@@ -115,6 +117,7 @@ class ClusterSimulation:
         self._may_preempt = False
         self._time, self._log = ClusterTime(), AttemptLog()
         self._node_states = [(0.0, 0)]
+        self._repaired_s: dict[int, float] = {}
         self._stops: dict[int, int] = {}
         self._num_failures = 0
         self._requeue_wait = 0.0
@@ -177,6 +180,8 @@ class ClusterSimulation:
 
     def _handle(self, kind: str, subject: SimulatedJob | int, version: int) -> None:
         if isinstance(subject, int):
+            if self._now_s < self._repaired_s[subject]:
+                return
             self._pool.end_repair(subject)
             self._node_states.append((self._now_s, self._pool.num_down))
         elif subject.version != version:
@@ -189,6 +194,8 @@ class ClusterSimulation:
             self._count += 1
             subject.order = DEMOTED_ORDER + self._count
             self._may_preempt = True
+            if not self._repacks:
+                self._ranked.set_keys([subject], [self._policy.key(subject, self._now_s)])
             self._push_demotion(subject, subject.attained_s + self._now_s - (subject.attempt_start_s or 0.0))
 
     def _push(self, time_s: float, kind: str, subject: SimulatedJob | int, version: int) -> None:
@@ -212,18 +219,25 @@ class ClusterSimulation:
         insort(self._waiting, (self._policy.key(job, self._now_s), self._count, job))
 
     def _fail(self, failure: NodeFailure) -> None:
-        if self._pool.is_down(failure.node):
-            return
-        self._num_failures += 1
-        for job in sorted(self._on_node[failure.node], key=lambda each: self._ids[id(each)]):
+        nodes = [node for node in failure.nodes if not self._pool.is_down(node)]
+        if nodes:
+            self._num_failures += 1
+        stopped = {job for node in nodes for job in self._on_node[node]}
+        for job in sorted(stopped, key=lambda each: self._ids[id(each)]):
             job.num_stops += 1
             self._stops[failure.cause] = self._stops.get(failure.cause, 0) + 1
             self._stop(job, job.costs.split_failed(self._now_s - (job.attempt_start_s or 0.0)))
             self._enqueue(job)
-        if failure.repair_s > 0:
-            self._pool.start_repair(failure.node)
-            self._node_states.append((self._now_s, self._pool.num_down))
-            self._push(self._now_s + failure.repair_s, "repaired", failure.node, 0)
+        if failure.repair_s == 0 or not (nodes or len(failure.nodes) > 1):
+            return
+        for node in nodes:
+            self._pool.start_repair(node)
+        self._node_states.append((self._now_s, self._pool.num_down))
+        end_s = self._now_s + failure.repair_s
+        for node in failure.nodes:  # what is in repair already does not come back before the rack that it is in
+            if end_s > self._repaired_s.get(node, 0.0):
+                self._repaired_s[node] = end_s
+                self._push(end_s, "repaired", node, 0)
 
     def _start(self, job: SimulatedJob, placement: Placement) -> None:
         if job.first_start_s is None:
@@ -237,6 +251,8 @@ class ClusterSimulation:
         end_s = self._now_s + job.costs.wall_seconds(job.remaining_s)
         self._running[job] = end_s
         insort(self._ends, (end_s, self._ids[id(job)], job.devices))
+        if self._policy.is_preemptive and not self._repacks:
+            self._ranked.add(job, self._ids[id(job)], self._policy.key(job, self._now_s), self._policy.slope(job))
         self._push(end_s, "finish", job, job.version)
         self._push_demotion(job, job.attained_s)
 
@@ -247,6 +263,8 @@ class ClusterSimulation:
         job.version += 1
         ends = self._ends
         del ends[bisect_left(ends, (self._running.pop(job), self._ids[id(job)]))]
+        if self._policy.is_preemptive and not self._repacks:
+            self._ranked.remove(job)
         for node, _ in job.placement:
             self._on_node[node].discard(job)
         self._pool.release(job.placement)
@@ -282,6 +300,9 @@ class ClusterSimulation:
         if active := [*waiting, *self._running]:
             self._policy.update(active, self._now_s, self._pool.num_nodes * self._pool.devices_per_node)
         self._waiting = sorted(self._entries(waiting))
+        if not self._repacks and self._running:
+            running = list(self._running)
+            self._ranked.set_keys(running, [self._policy.key(job, self._now_s) for job in running])
         self._may_preempt = True
         self._next_round_s = math.inf if self._repacks else self._now_s + self._policy.round_s
 
@@ -291,9 +312,8 @@ class ClusterSimulation:
     def _start_waiting(self) -> None:
         """Start jobs that wait, in their order, as far as there are devices; for the first few stop worse ones."""
         pool, policy = self._pool, self._policy
-        started: set[int] = set()
+        started: list[int] = []
         preempted: list[SimulatedJob] = []
-        victims: list[Waiting] | None = None
         shadow_s, num_blocked, extra = math.inf, 0, 0
         for index, (key, _, job) in enumerate(self._waiting[:BACKFILL_DEPTH]):
             may_preempt = policy.is_preemptive and self._may_preempt and num_blocked < PREEMPTION_DEPTH
@@ -304,16 +324,16 @@ class ClusterSimulation:
                     continue
                 if job.devices > extra and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s:
                     continue
-            placement = pool.place(job.devices)
+            placement = pool.place(job.devices) if job.devices <= pool.free_devices else None
             if placement is None and may_preempt:
-                if victims is None:
-                    victims = sorted(self._entries(self._running), reverse=True)
-                worse = [each[2] for each in victims if each[0] > key and each[2].attempt_start_s is not None]
-                stopped = self._make_place(job.devices, worse)
-                preempted += stopped
-                placement = pool.place(job.devices) if stopped else None
+                worse = self._ranked.find_worse(key, self._now_s, job.devices - pool.free_devices)
+                if worse is None:  # nor is one worse than those that come later
+                    self._may_preempt = False
+                elif stopped := self._make_place(job.devices, worse):
+                    preempted += stopped
+                    placement = pool.place(job.devices)
             if placement is not None:
-                started.add(index)
+                started.append(index)
                 if num_blocked and not policy.is_preemptive and job.devices <= extra:
                     extra -= job.devices
                 self._start(job, placement)
@@ -321,8 +341,8 @@ class ClusterSimulation:
                 num_blocked += 1
                 if num_blocked == 1 and not policy.is_preemptive:
                     shadow_s, extra = self._find_reservation(job.devices)
-        if started:
-            self._waiting = [entry for index, entry in enumerate(self._waiting) if index not in started]
+        for index in reversed(started):
+            del self._waiting[index]
         for job in preempted:
             self._enqueue(job)
 
@@ -340,8 +360,6 @@ class ClusterSimulation:
     def _make_place(self, devices: int, worse: Sequence[SimulatedJob]) -> list[SimulatedJob]:
         """Stop as many of these jobs, the worst first, as give a job a place. Return them, or none if all do not."""
         pool = self._pool
-        if pool.free_devices + sum(job.devices for job in worse) < devices:
-            return []
         chosen: list[SimulatedJob] = []
         found: Placement | None = None
         for job in worse:

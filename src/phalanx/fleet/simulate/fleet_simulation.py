@@ -9,9 +9,16 @@ import numpy as np
 from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import FleetFile, expand_entries, expand_names
-from phalanx.fleet.power_tree import NodePower, PowerTree
+from phalanx.fleet.power_tree import NO_PARENT, NodePower, PowerTree
 from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
-from phalanx.fleet.simulate.failures import NodeHistory, mean_node_rate, sample_failures
+from phalanx.fleet.simulate.failures import (
+    LevelFailure,
+    NodeHistory,
+    find_rates,
+    merge_level_failures,
+    sample_failures,
+    sample_level_failures,
+)
 from phalanx.fleet.simulate.job_source import make_costs, sample_jobs
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool
@@ -28,6 +35,8 @@ from phalanx.fleet.simulate.site_hours import FleetHours, GroupOutcome, SiteFigu
 from phalanx.fleet.simulate.site_series import SiteHours
 from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry, SimulationSettings
 
+LEVEL_STREAM = (0, 3)
+"""Random numbers of racks, rows and feeds, which are those of all groups."""
 JobTrace = Sequence[tuple[float, int, float]]
 """Submission in seconds, devices, seconds of each job."""
 REPLAY_CLASS = "replay"
@@ -95,13 +104,25 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
         by_rack.setdefault(node.rack, []).append(index)
     groups: dict[str, NodeTypeGroup] = {}
     entries = list(by_rack.items())
-    for rack, members in [*entries, *entries[-1:] * settings.extra_racks]:
+    for number, (rack, members) in enumerate([*entries, *entries[-1:] * settings.extra_racks]):
         first = tree.nodes[members[0]]
         group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))
         batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
-        group.nodes.extend(NodeHistory(batch, age, place / len(members)) for place in range(len(members)))
+        above = _list_levels(tree, rack)
+        if number >= len(entries):
+            above[0] += f"+{number - len(entries) + 1}"
+        group.nodes.extend(NodeHistory(batch, age, place / len(members), tuple(above)) for place in range(len(members)))
         groups[first.type_name] = NodeTypeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
     return list(groups.values())
+
+
+def _list_levels(tree: PowerTree, index: int) -> list[str]:
+    """Return a level and all above it."""
+    found = []
+    while index != NO_PARENT:
+        found.append(tree.levels[index].label)
+        index = tree.levels[index].parent
+    return found
 
 
 def simulate_fleet(
@@ -125,14 +146,23 @@ def simulate_fleet(
     _check_size(groups, settings)
     outcomes: list[tuple[NodeTypeGroup, ClusterOutcome, dict[str, JobClassEntry]]] = []
     result = SimulationResult()
+    levels = {name for group in groups for node in group.nodes for name in node.levels}
+    until_s = settings.days * SECONDS_PER_DAY
+    level_failures = sample_level_failures(
+        settings.failures, levels, until_s, np.random.default_rng([seed, *LEVEL_STREAM])
+    )
     for index, group in enumerate(groups):
         classes = _select_classes(settings, groups, index, trace is not None)
-        outcome = _simulate_group(group, classes, settings, (seed, index), trace if index == 0 else None)
+        if trace is not None and index > 0:  # other kinds stand idle until the trace is done
+            until_s = outcomes[0][1].end_s
+        outcome = _simulate_group(
+            group, classes, settings, until_s, (seed, index), level_failures, trace if index == 0 else None
+        )
         outcomes.append((group, outcome, classes))
+        rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():
             nodes = math.ceil(max(entry.devices) / group.power.num_devices)
-            rate = mean_node_rate(settings.failures, group.nodes, group.power.num_devices)
-            result.intervals_s[name] = make_costs(entry.checkpoint, nodes, rate).interval_s
+            result.intervals_s[name] = make_costs(entry.checkpoint, nodes, rates).interval_s
     _count_time(result, [outcome for _, outcome, _ in outcomes], list(settings.failures))
     _count_energy(result, outcomes, settings, site_hours or SiteHours())
     return result
@@ -142,8 +172,7 @@ def _check_size(groups: Sequence[NodeTypeGroup], settings: SimulationSettings) -
     """Refuse more events than memory has place for."""
     num_jobs = sum(entry.count + entry.per_day * settings.days for entry in settings.jobs.values())
     num_failures = sum(
-        len(group.nodes)
-        * mean_node_rate(settings.failures, group.nodes, group.power.num_devices)
+        find_rates(settings.failures, group.nodes, group.power.num_devices).of_job(len(group.nodes))
         * settings.days
         * SECONDS_PER_DAY
         for group in groups
@@ -159,6 +188,8 @@ def _check_size(groups: Sequence[NodeTypeGroup], settings: SimulationSettings) -
 def _select_classes(
     settings: SimulationSettings, groups: Sequence[NodeTypeGroup], index: int, is_replay: bool
 ) -> dict[str, JobClassEntry]:
+    if is_replay and index > 0:
+        return {}
     if is_replay:
         return {REPLAY_CLASS: settings.jobs.get(REPLAY_CLASS, JobClassEntry(checkpoint=CheckpointEntry()))}
     names = [group.type_name for group in groups]
@@ -174,19 +205,20 @@ def _simulate_group(
     group: NodeTypeGroup,
     classes: Mapping[str, JobClassEntry],
     settings: SimulationSettings,
+    until_s: float,
     stream: tuple[int, int],
+    level_failures: Sequence[LevelFailure],
     trace: JobTrace | None,
 ) -> ClusterOutcome:
     per_node, power = group.power.num_devices, group.power
-    until_s = settings.days * SECONDS_PER_DAY
     pool = NodePool(len(group.nodes), per_node, math.ceil(settings.spares * len(group.nodes)))
-    node_rate = mean_node_rate(settings.failures, group.nodes, per_node)
+    rates = find_rates(settings.failures, group.nodes, per_node)
     if trace is not None:
         entry = classes[REPLAY_CLASS]
-        costs = {size: make_costs(entry.checkpoint, math.ceil(size / per_node), node_rate) for _, size, _ in trace}
+        costs = {size: make_costs(entry.checkpoint, math.ceil(size / per_node), rates) for _, size, _ in trace}
         jobs = [SimulatedJob(at_s, size, work_s, costs[size], 0, entry.activity) for at_s, size, work_s in trace]
     else:
-        jobs = sample_jobs(classes, settings.days, per_node, node_rate, np.random.default_rng([*stream, 1]))
+        jobs = sample_jobs(classes, settings.days, per_node, rates, np.random.default_rng([*stream, 1]))
     largest = max((job.devices for job in jobs), default=0)
     largest = max([largest, *(max(entry.devices) for entry in classes.values() if trace is None)])
     if largest > pool.most_devices:
@@ -199,6 +231,7 @@ def _simulate_group(
         speed = find_cap_speed(power, job.activity, settings.power_cap, curves[job.kind])
         job.work_s = job.remaining_s = job.work_s / speed
     failures = sample_failures(settings.failures, group.nodes, per_node, until_s, np.random.default_rng([*stream, 2]))
+    failures = merge_level_failures(failures, level_failures, group.nodes)
     policy = make_policy(settings.policy)
     return ClusterSimulation(pool, jobs, policy, failures, math.inf if trace is not None else until_s).run()
 

@@ -10,17 +10,18 @@ import numpy as np
 from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.errors import DataError
 from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
-from phalanx.fleet.simulate.failures import SECONDS_PER_HOUR
+from phalanx.fleet.simulate.failures import SECONDS_PER_HOUR, FailureRates
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry
 
 TRACE_COLUMNS = ("submit_s", "duration_s", "gpus")
 
 
-def make_costs(entry: CheckpointEntry, num_nodes: int, node_rate: float) -> CheckpointCosts:
-    """Return what saves cost a job on these nodes, each with `node_rate` failures per second."""
+def make_costs(entry: CheckpointEntry, num_nodes: int, rates: FailureRates) -> CheckpointCosts:
+    """Return what saves cost a job on this number of nodes."""
     blocked_s, lag_s = (entry.save_s, 0.0) if entry.mode == "sync" else (entry.stall_s, entry.save_s)
-    mtbf_s = math.inf if node_rate == 0 else 1.0 / (num_nodes * node_rate)
+    failures_per_s = rates.of_job(num_nodes)
+    mtbf_s = math.inf if failures_per_s == 0 else 1.0 / failures_per_s
     interval_s = choose_interval(blocked_s, lag_s, mtbf_s) if entry.interval_s == "daly" else entry.interval_s
     return CheckpointCosts(interval_s, blocked_s, lag_s, entry.restart_s)
 
@@ -29,7 +30,7 @@ def sample_jobs(
     classes: Mapping[str, JobClassEntry],
     days: float,
     devices_per_node: int,
-    node_rate: float,
+    rates: FailureRates,
     rng: np.random.Generator,
 ) -> list[SimulatedJob]:
     """Draw the jobs of all classes, in the order of submission."""
@@ -47,7 +48,7 @@ def sample_jobs(
             total = 1.0 / entry.activity_spread
             activities = rng.beta(entry.activity * total, (1.0 - entry.activity) * total, number)
         costs = {
-            size: make_costs(entry.checkpoint, math.ceil(size / devices_per_node), node_rate) for size in entry.devices
+            size: make_costs(entry.checkpoint, math.ceil(size / devices_per_node), rates) for size in entry.devices
         }
         jobs += [
             SimulatedJob(submit_s, size, work, costs[size], kind, activity)

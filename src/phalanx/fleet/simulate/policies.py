@@ -34,6 +34,10 @@ class SchedulingPolicy:
         """Return a key: the job with the least comes first. It does not change while a job waits, but in `update`."""
         return (job.submit_s,)
 
+    def slope(self, job: SimulatedJob) -> float:
+        """Return how fast the first part of the key of a running job falls, per second of its progress."""
+        return 0.0
+
     def demotion_s(self, job: SimulatedJob) -> float:
         """Return the seconds that a job may run before it moves to the next queue."""
         return math.inf
@@ -53,6 +57,9 @@ class ShortestRemainingPolicy(SchedulingPolicy):
     def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
         left_s = job.left_s(now_s)
         return (left_s * job.devices if self._weighs_devices else left_s, job.submit_s)
+
+    def slope(self, job: SimulatedJob) -> float:
+        return float(job.devices) if self._weighs_devices else 1.0
 
 
 class LeastServicePolicy(SchedulingPolicy):
@@ -88,14 +95,15 @@ class FinishTimeFairnessPolicy(SchedulingPolicy):
 def find_fair_shares(active: Sequence[SimulatedJob], now_s: float, num_devices: int) -> NDArray[np.float64]:
     """Return the share of time of each job for which the largest ratio of its finish time to that on an equal share of
     the cluster is least. What is left over is given to all in proportion to what they lack."""
-    devices = np.array([job.devices for job in active], dtype=float)
-    left_s = np.array([max(job.left_s(now_s), 1e-9) for job in active])
-    elapsed_s = np.array([now_s - job.submit_s for job in active])
+    columns = np.array(
+        [(j.devices, j.remaining_s, j.progress_s(now_s), j.submit_s, j.isolated_s, j.equal_share) for j in active]
+    )
+    devices, remaining_s, progress_s, submit_s, isolated_before_s, equal_before = columns.T.copy()
+    left_s, elapsed_s = np.maximum(remaining_s - progress_s, 1e-9), now_s - submit_s
     equal = np.minimum(1.0, math.ceil(num_devices / len(active)) / devices)
-    done_s = np.array([job.isolated_s + job.progress_s(now_s) / job.equal_share for job in active])
     for job, share in zip(active, equal.tolist(), strict=True):
         job.equal_share = share
-    isolated_s = done_s + left_s / equal
+    isolated_s = isolated_before_s + progress_s / equal_before + left_s / equal
 
     def find_shares(ratio: float) -> NDArray[np.float64]:
         """Share of the time with which each job finishes at this ratio: left / (ratio x isolated - elapsed)."""

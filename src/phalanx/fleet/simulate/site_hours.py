@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome
@@ -29,6 +29,13 @@ class GroupOutcome:
     power: NodePower
     num_nodes: int
     outcome: ClusterOutcome
+
+    @cached_property
+    def attempts(self) -> tuple[Values, Values, Values]:
+        """Start and end in seconds, and devices, of each attempt of a job."""
+        log, jobs = self.outcome.attempts, self.outcome.jobs
+        devices = np.array([jobs[job].devices for job in log.jobs], dtype=float)
+        return np.array(log.start_s), np.array(log.end_s), devices
 
 
 @dataclass(frozen=True)
@@ -193,18 +200,19 @@ def _count_throttling(
     is_throttled = np.zeros(len(allowed), dtype=bool)
     device_h = lost_h = used_h = highest = 0.0
     for group in groups:
-        power, outcome = group.power, group.outcome
-        shares = np.array([device_power(power, job.activity, cap) / power.device_max_w for job in outcome.jobs])
-        if not outcome.attempts.jobs:
+        power, (start_s, end_s, devices) = group.power, group.attempts
+        if not len(devices):
             continue
-        bins = np.ceil(shares[outcome.attempts.jobs] * POWER_STEPS - 1e-9).astype(int)
-        highest = max(highest, float(shares[outcome.attempts.jobs].max()))
+        shares = np.array([device_power(power, job.activity, cap) / power.device_max_w for job in group.outcome.jobs])
+        shares = shares[group.outcome.attempts.jobs]
+        used_h += float(((end_s - start_s) * devices).sum()) / SECONDS_PER_HOUR
+        highest = max(highest, float(shares.max()))
+        bins = np.ceil(shares * POWER_STEPS - 1e-9).astype(int)
         idle_share = power.device_idle_w / power.device_max_w
-        for number in np.unique(bins):
-            share = number / POWER_STEPS
-            times, steps = _busy_steps(group, bins == number)
+        for number in np.unique(bins[bins / POWER_STEPS > allowed.min()]):
+            share, chosen = number / POWER_STEPS, bins == number
+            times, steps = _find_busy_steps(start_s[chosen], end_s[chosen], devices[chosen])
             busy_h = integrate_steps(times, steps, until_s).hourly_w * duration_h
-            used_h += float(busy_h.sum())
             is_above = (share > allowed) & (busy_h > 1e-9)
             is_throttled |= is_above
             left = np.maximum(allowed - idle_share, 0.0) / max(share - idle_share, 1e-9)
@@ -222,12 +230,11 @@ def _sum_groups(groups: Sequence[GroupOutcome], until_s: float, find_steps: Find
     return np.asarray(sum(integrate_steps(*find_steps(group), until_s).hourly_w for group in groups))
 
 
-def _busy_steps(group: GroupOutcome, chosen: NDArray[np.bool_] | None = None) -> tuple[Values, Values]:
-    log, jobs = group.outcome.attempts, group.outcome.jobs
-    devices = np.array([jobs[job].devices for job in log.jobs], dtype=float)
-    start_s, end_s = np.array(log.start_s), np.array(log.end_s)
-    if chosen is not None:
-        devices, start_s, end_s = devices[chosen], start_s[chosen], end_s[chosen]
+def _busy_steps(group: GroupOutcome) -> tuple[Values, Values]:
+    return _find_busy_steps(*group.attempts)
+
+
+def _find_busy_steps(start_s: Values, end_s: Values, devices: Values) -> tuple[Values, Values]:
     return np.concatenate([[0.0], start_s, end_s]), np.concatenate([[0.0], devices, -devices])
 
 
@@ -239,10 +246,9 @@ def _down_steps(group: GroupOutcome) -> tuple[Values, Values]:
 
 def _waiting_steps(group: GroupOutcome) -> tuple[Values, Values]:
     """Jobs that were submitted, are not done and do not run."""
-    log, outcome = group.outcome.attempts, group.outcome
+    outcome, (start_s, end_s, _) = group.outcome, group.attempts
     submitted = np.array([job.submit_s for job in outcome.jobs])
     finished = np.array([job.finish_s for job in outcome.jobs if job.finish_s is not None])
-    start_s, end_s = np.array(log.start_s), np.array(log.end_s)
     times = np.concatenate([[0.0], submitted, finished, start_s, end_s])
     signs = [np.zeros(1), np.ones_like(submitted), -np.ones_like(finished), -np.ones_like(start_s), np.ones_like(end_s)]
     return times, np.concatenate(signs)

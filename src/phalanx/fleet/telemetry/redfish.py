@@ -169,7 +169,7 @@ def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.en
     return RedfishSource(options, open_redfish_client(options, environment))
 
 
-def open_redfish_client(options: RedfishOptions, environment: Mapping[str, str] = os.environ) -> RedfishClient:
+def open_redfish_client(options: RedfishOptions, environment: Mapping[str, str] = os.environ) -> "SushyClient":
     """Return a client of the controller that `options` names. UsageError where its address or credentials are wrong."""
     address = parse_service_url("REDFISH", options.url, ("https", "http"))
     check_ca_file("REDFISH", options.ca_file)
@@ -203,22 +203,15 @@ class SushyClient:
             self._auth = sushy.auth.SessionOrBasicAuth(credentials.user, credentials.password)
 
     def get(self, path: str) -> Resource:
-        """Read a resource, and log in before the first one."""
-        try:
-            if self._auth is not None and not self._is_logged_in:
-                self._log_in()
-            found = self._connector.get(path).json()
-        except self._errors.HTTPError as error:
-            if error.status_code == HTTPStatus.UNAUTHORIZED:
-                raise RedfishAccessError(self._describe_refusal()) from None
-            raise RedfishStatusError(f"answers with status {error.status_code} to {path}") from None
-        except self._errors.ConnectionError as error:
-            raise RedfishUnreachableError(_describe_connection_error(str(error))) from None
-        except (self._errors.SushyError, ValueError, TypeError, AttributeError):  # sushy trusts the form of errors
-            raise RedfishStatusError(f"{path} is no resource of Redfish") from None
+        """Read a resource."""
+        found = self._ask(lambda: self._connector.get(path).json(), path)
         if not isinstance(found, dict):
             raise RedfishStatusError(f"{path} is no resource of Redfish")
         return found
+
+    def post(self, path: str, body: Mapping[str, object]) -> None:
+        """Carry out an action; errors as of `get`."""
+        self._ask(lambda: self._connector.post(path, data=dict(body)), path)
 
     def close(self) -> None:
         """End the session, and the connection."""
@@ -228,6 +221,21 @@ class SushyClient:
         except self._errors.SushyError:
             logger.debug("telemetry: %s: the session was not ended", self._options.url)
         self._connector.close()
+
+    def _ask(self, call: Callable[[], object], path: str) -> object:
+        """Call, and log in before the first time."""
+        try:
+            if self._auth is not None and not self._is_logged_in:
+                self._log_in()
+            return call()
+        except self._errors.HTTPError as error:
+            if error.status_code == HTTPStatus.UNAUTHORIZED:
+                raise RedfishAccessError(self._describe_refusal()) from None
+            raise RedfishStatusError(f"answers with status {error.status_code} to {path}") from None
+        except self._errors.ConnectionError as error:
+            raise RedfishUnreachableError(_describe_connection_error(str(error))) from None
+        except (self._errors.SushyError, ValueError, TypeError, AttributeError):  # sushy trusts the form of errors
+            raise RedfishStatusError(f"{path} is no resource of Redfish") from None
 
     def _describe_refusal(self) -> str:
         if self._auth is not None:

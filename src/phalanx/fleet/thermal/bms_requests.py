@@ -1,7 +1,7 @@
 """Requests on a building's bus, in the form of NVIDIA's DSX Exchange: the building's metadata grant each of them.
 
-A point whose metadata name our integration is ours to write, on `BMS/v1/{integration}/Value/...` with the rest of its
-topic. Nothing else is published, and nothing is retained: a request ends with our heartbeat.
+A point with metadata that name our integration is ours to write, on `BMS/v1/{integration}/Value/...` with the rest of
+its topic. Nothing else is published, and nothing is retained: a request ends with our heartbeat.
 """
 
 import json
@@ -72,6 +72,8 @@ class BmsRequests:
     _echoed_at: float | None = None
     _bms_beat: tuple[float, float] | None = None
     """The newest time of the building, and when it came."""
+    _held: dict[str, float] = field(default_factory=dict)
+    """What is published again with each heartbeat, by topic."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _points: RackPoints = field(init=False)
 
@@ -115,13 +117,16 @@ class BmsRequests:
             return None if self._echoed_at is None else max(bms_s, now - self._echoed_at)
 
     def beat(self) -> None:
-        """Publish our heartbeat, and repeat the building's."""
+        """Publish our heartbeat and what is held, and repeat the building's heartbeat."""
         with self._lock:
             now_ms = float(round(1000 * self.wall_clock()))
             now = self.clock()
             self._sent_at = {**{beat: at for beat, at in self._sent_at.items() if now - at < 300}, now_ms: now}
             beats = [each for each in self._granted.values() if each.point_type in (TIMESTAMP_TYPE, ECHO_TYPE)]
             bms_beat = None if self._bms_beat is None else self._bms_beat[0]
+            held = dict(self._held)
+        for topic, asked in held.items():
+            self.publish(topic, asked)
         for point in beats:
             value = now_ms if point.point_type == TIMESTAMP_TYPE else bms_beat
             if value is not None:
@@ -131,6 +136,12 @@ class BmsRequests:
         """Whether the building takes our heartbeat: without it no request could lapse."""
         with self._lock:
             return any(each.point_type == TIMESTAMP_TYPE for each in self._granted.values())
+
+    def hold(self, topic: str, value: float) -> None:
+        """Publish a value now, and again with each heartbeat: a building may miss a message."""
+        with self._lock:
+            self._held[topic] = value
+        self.publish(topic, value)
 
     def publish(self, topic: str, value: float | None) -> None:
         """Publish a value; None withdraws it."""

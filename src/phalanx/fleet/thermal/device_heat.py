@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries
+from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries, Values
 from phalanx.fleet.thermal.model_file import KindConstants
 from phalanx.fleet.thermal.plateau import TemperaturePlateau, find_plateau
 from phalanx.fleet.thermal.steady_fit import fit_device
@@ -94,6 +94,14 @@ def measure_heat(series: DeviceSeries, kind: KindConstants, recent_s: float = RE
     )
 
 
+def find_t0(series: DeviceSeries, kind: KindConstants) -> Values:
+    """Return T0 at each sample: over its inlet where kind and sample have one, else that of the kind."""
+    fixed = np.full(len(series.time_s), kind.t0_c)
+    if kind.t0_over_inlet_k is None:
+        return fixed
+    return np.where(np.isnan(series.inlet_c), fixed, series.inlet_c + kind.t0_over_inlet_k)
+
+
 def _find_end_of_load(series: DeviceSeries, kind: KindConstants, recent_s: float) -> float:
     """The time up to which a device is judged: its newest sample, but the newest one at load where it has been at rest
     since. At rest neither throttling nor a resistance shows."""
@@ -106,7 +114,7 @@ def _excess(series: DeviceSeries, kind: KindConstants, at_load: bool) -> DeviceS
     """The samples at load or at rest, with the excess over the kind as temperature."""
     share = series.power_w / kind.max_power_w
     chosen = series.select(share >= LOADED_SHARE if at_load else share <= IDLE_SHARE)
-    excess = chosen.temperature_c - (kind.t0_c + kind.r_k_per_w * chosen.power_w)
+    excess = chosen.temperature_c - find_t0(chosen, kind) - kind.r_k_per_w * chosen.power_w
     return DeviceSeries(**{**chosen.__dict__, "temperature_c": excess})
 
 
@@ -135,6 +143,8 @@ def _find_resistance_ratio(series: DeviceSeries, kind: KindConstants) -> float |
     if high - low < MIN_POWER_SPAN_SHARE * kind.max_power_w:
         return None
     fit = fit_device(series)
+    if fit is not None and kind.t0_over_inlet_k is not None:
+        fit = fit.over_inlet or fit
     return None if fit is None else fit.r_k_per_w / kind.r_k_per_w
 
 

@@ -33,6 +33,7 @@ def _fit_kind(series: Sequence[DeviceSeries]) -> KindConstants:
     steps = fit_steps(series) if any(map(has_steps, series)) else None
     return KindConstants(
         t0_c=_round(steady.t0_c),
+        t0_over_inlet_k=None if steady.t0_over_inlet_k is None else _round(steady.t0_over_inlet_k),
         r_k_per_w=_round(steady.r_k_per_w),
         rmse_k=_round(steady.rmse_k),
         max_power_w=_round(steady.max_power_w),

@@ -116,6 +116,8 @@ def _find_cause(device: DeviceHeat, peers: Sequence[DeviceHeat]) -> HeatCause | 
         if peers and not any(map(_is_hot, peers)):
             return HeatCause.DRY_PLATE
         return HeatCause.LOST_COOLING if device.is_sudden else HeatCause.FOULING
+    if device.inlet_change_k is not None and device.inlet_change_k >= HOT_K:
+        return HeatCause.WARM_INLET  # by its sensor; with a T0 over the inlet there is no excess
     is_hot_at_rest = device.idle_excess_k is not None and device.idle_excess_k >= HOT_K
     return HeatCause.WARM_INLET if is_hot_at_rest and device.excess_k is None else None
 
@@ -143,5 +145,7 @@ def _describe(device: DeviceHeat) -> Iterable[str]:
         yield f"{device.change_k:+.0f} K against its own past"
     if device.excess_k is None and device.idle_excess_k is not None:
         yield f"is {device.idle_excess_k:+.0f} K against its kind at rest"
+    if device.inlet_change_k is not None and device.inlet_change_k >= HOT_K:
+        yield f"its inlet is {device.inlet_change_k:+.0f} K against its own past"
     if device.r_ratio is not None:
         yield f"resistance {device.r_ratio:.2f} of its kind's"

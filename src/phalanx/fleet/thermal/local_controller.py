@@ -74,6 +74,10 @@ class LocalController:
         """Take a request; the next step verifies it."""
         self._request = request
 
+    def drop(self) -> None:
+        """Leave the request: the adviser has withdrawn it."""
+        self._request = None
+
     def beat(self, now: float) -> None:
         """Take a heartbeat of the adviser."""
         self._heartbeat_at = now

@@ -35,7 +35,7 @@ class ModbusRequestChannel:
         self._echoed_at: float | None = None
 
     def read_state(self) -> ControllerState:
-        """Read set point, echo and who is in charge. A device that does not answer takes no requests."""
+        """Read set point, echo, and whether an operator is in charge. A device that does not answer takes none."""
         try:
             count = to_base_unit(self._held, self._client.read(self._held), find_units("set_point_c"))
             echo = int(self._client.read(self._entry.echo))
@@ -54,7 +54,7 @@ class ModbusRequestChannel:
         rows = [
             (entry.set_point, f"{self._find_count(supply_c):g}", f"set point {supply_c:g} °C"),
             (entry.enable, "1", "the request may be followed"),
-            (entry.heartbeat, "1, 2, 3, ...", "heartbeat, each 10 s; at the end 0 to the register before"),
+            (entry.heartbeat, "1, 2, 3, ...", "heartbeat, each 10 s; at the end the permission becomes 0"),
         ]
         return [f"{point.table} {point.address} = {count}  ({text})" for point, count, text in rows]
 

@@ -34,6 +34,8 @@ class KindConstants(StrictModel):
 
     t0_c: Celsius
     """Core temperature without power, as a mean: inlet and what other parts add."""
+    t0_over_inlet_k: Annotated[float, Field(ge=-50, le=100), NUMBER_NOT_BOOL] | None = None
+    """T0 over the measured inlet, which then replaces t0_c; None where the inlet was not measured."""
     r_k_per_w: Figure
     """Resistance from inlet to core."""
     rmse_k: Measure

@@ -25,7 +25,7 @@ Problems = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class RunningJob:
+class NodeJob:
     """A job on a node. `save_s`: what its last checkpoint took; None if it has saved none."""
 
     id: str
@@ -44,7 +44,7 @@ class ResponseActions(Protocol):
         """Ask the building to isolate a rack."""
         ...
 
-    def list_jobs(self, node: str) -> Sequence[RunningJob]:
+    def list_jobs(self, node: str) -> Sequence[NodeJob]:
         """Return the jobs that run on a node, as far as they are known."""
         ...
 
@@ -137,7 +137,7 @@ class CoolingResponder:
             self._pending += self._plan_off(node, plan, jobs[node])
         return events
 
-    def _plan_off(self, node: str, plan: Sequence[CoolingEvent], jobs: Sequence[RunningJob]) -> list[_PendingOff]:
+    def _plan_off(self, node: str, plan: Sequence[CoolingEvent], jobs: Sequence[NodeJob]) -> list[_PendingOff]:
         if node in self._is_off:
             return []
         has_time = any(each.action is CoolingAction.SAVE_CHECKPOINT for each in plan)
@@ -146,7 +146,7 @@ class CoolingResponder:
         waiting = tuple(job.id for job in jobs) if has_time else ()
         return [_PendingOff(node, self.clock() + off.time_s - plan[0].time_s, waiting, text)]
 
-    def _plan(self, fault: ObservedFault, node: str, jobs: Sequence[RunningJob]) -> list[CoolingEvent]:
+    def _plan(self, fault: ObservedFault, node: str, jobs: Sequence[NodeJob]) -> list[CoolingEvent]:
         """The plan of a node. A job that has saved none gets all the time that there is."""
         device = self.find_device(node)
         known = [job.save_s for job in jobs]

@@ -2,11 +2,12 @@
 
 R comes from differences within weeks of one device, so that neither a slow change of the inlet nor its place in the
 server or hall counts as resistance. T0 is the mean over these weeks and devices: an inlet that is not measured drifts
-with the season, so a device's T0 is followed from its own last days (`follow_inlet`), and is no constant of it.
+with the season, so a device's T0 is followed from its own last days (`follow_inlet`), and is no constant of it. Where
+the inlet of all devices of a kind is measured, T = T_inlet + dT0 + R P is fitted, too: dT0 does not drift.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class SteadyFit:
     r_k_per_w: float
     rmse_k: float
     """Around T0 of each window."""
+    t0_over_inlet_k: float | None
+    """T0 over the inlet; None where the inlet of a device is not measured."""
     max_power_w: float
     num_devices: int
     num_samples: int
@@ -45,16 +48,24 @@ def fit_steady(series: Sequence[DeviceSeries]) -> SteadyFit:
             f"{kind}: power varies by less than {MIN_POWER_SPREAD_W:g} W (or there are less than {MIN_FIT_SAMPLES} "
             "samples), so its resistance cannot be found; add samples at rest and under load"
         )
-    r_k_per_w = float(np.median([each.r_k_per_w for each in fits]))
-    errors = np.concatenate([each.errors_of(r_k_per_w) for each in fits])
+    over_inlet = [each.over_inlet for each in fits if each.over_inlet is not None]
+    has_inlet = len(over_inlet) == len(fits)
+    used = over_inlet if has_inlet else fits
+    r_k_per_w = float(np.median([each.r_k_per_w for each in used]))
+    errors = np.concatenate([each.errors_of(r_k_per_w) for each in used])
     return SteadyFit(
-        t0_c=float(np.median([np.mean(each.mean_temperature_c - r_k_per_w * each.mean_power_w) for each in fits])),
+        t0_c=_find_t0(fits, r_k_per_w),
         r_k_per_w=r_k_per_w,
         rmse_k=float(np.sqrt(np.mean(errors**2))),
+        t0_over_inlet_k=_find_t0(over_inlet, r_k_per_w) if has_inlet else None,
         max_power_w=max(each.max_power_w for each in fits),
         num_devices=len(fits),
         num_samples=len(errors),
     )
+
+
+def _find_t0(fits: "Sequence[DeviceFit]", r_k_per_w: float) -> float:
+    return float(np.median([np.mean(each.mean_temperature_c - r_k_per_w * each.mean_power_w) for each in fits]))
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class DeviceFit:
     """By window."""
     mean_temperature_c: Values
     max_power_w: float
+    over_inlet: "DeviceFit | None" = None
+    """The same of the temperature over the inlet, where that is measured."""
 
     def errors_of(self, r_k_per_w: float) -> Values:
         """Return the error of each sample in K for a resistance."""
@@ -80,7 +93,15 @@ def fit_device(series: DeviceSeries) -> DeviceFit | None:
     if first is None:
         return None
     plateau = find_plateau(series, first.r_k_per_w)
-    return first if plateau is None else _fit_within_windows(series.select(~plateau.is_throttled)) or first
+    free = series if plateau is None else series.select(~plateau.is_throttled)
+    found = first if plateau is None else _fit_within_windows(free) or first
+    return replace(found, over_inlet=_fit_within_windows(subtract_inlet(free)))
+
+
+def subtract_inlet(series: DeviceSeries) -> DeviceSeries:
+    """Return the samples of which the inlet is known, with the temperature over it."""
+    known = series.select(~np.isnan(series.inlet_c))
+    return replace(known, temperature_c=known.temperature_c - known.inlet_c)
 
 
 def _fit_within_windows(series: DeviceSeries) -> DeviceFit | None:

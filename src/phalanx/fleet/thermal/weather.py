@@ -60,8 +60,8 @@ def _check_columns(path: Path, header: list[str], names: Mapping[str, str], site
         missing = ["wet_bulb_c"]
     if missing:
         raise UsageError(
-            f"{path}: no column {names[missing[0]]}, found {', '.join(header) or 'an empty file'}; add "
-            f"--column {missing[0]}=COLUMN"
+            f"{path}: no column {names[missing[0]]}, found {', '.join(header) or 'an empty file'}; name it by "
+            f"--column {missing[0]}=COLUMN, or in a fleet file by `columns: {{{missing[0]}: COLUMN}}`"
         )
 
 

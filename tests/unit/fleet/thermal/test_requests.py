@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from phalanx.app.thermal_guard import FleetActions
 from phalanx.app.thermal_requests import find_withdrawal, hold_request, make_session, open_request, set_withdrawal
 from phalanx.errors import UsageError
+from phalanx.fleet.node_states import NodeStates
 from phalanx.fleet.telemetry.modbus import PymodbusClient
 from phalanx.fleet.telemetry.modbus_map import ModbusEntry
 from phalanx.fleet.telemetry.rack_points import HEARTBEAT_PREFIX, METADATA_ROOT, VALUE_ROOT
@@ -49,6 +51,8 @@ class SimulatedCdu:
             controller.beat(now)
         if registers[ENABLE]:
             controller.receive(SetPointRequest(registers[ASKED] / 10, 0.8))
+        else:
+            controller.drop()
         held, refusal = controller.step(now, 0.8e6)
         self.refusal = refusal or ""
         if refusal:
@@ -251,6 +255,8 @@ def test_a_held_request_is_withdrawn_at_its_end_and_logged(device: ModbusDevice,
     request.channel.close()
     assert statuses[-1].requested_c == 33.0
     assert device.registers[ENABLE] == 0
+    cdu.tick(clock.now)
+    assert cdu.controller.supply_c == 32.0
     lines = [json.loads(line) for line in (nodes.parent / "state/thermal/audit.jsonl").read_text().splitlines()]
     assert [(line["cdu"], line.get("request_supply_c"), line.get("withdraw")) for line in lines] == [
         ("cdu-1", 33.0, None),
@@ -364,3 +370,19 @@ def test_a_building_that_does_not_repeat_our_heartbeat_any_more_ends_the_request
         building.clock.now += 10.0
         building.beat()
     assert "no sign of life for 40 s" in str(session.step().ended)
+
+
+def test_a_rack_is_isolated_only_by_a_granted_request_that_is_repeated(tmp_path: Path) -> None:
+    building = FakeBuilding()
+    building.grant()
+    building.describe("Rack/RackLiquidIsolationRequest/x", rackLocationId="r1", integration="phalanx")
+    building.describe("Rack/RackElectricalIsolationRequest/y", rackLocationId="r1", integration="other")
+    with NodeStates(tmp_path / "nodes.db") as states:
+        actions = FleetActions(None, states, {}, building.requests)
+        assert actions.request_isolation("rack r1") == {}
+        assert actions.request_isolation("rack r2") == {"rack r2": "the building grants no request of isolation"}
+        actions.close()
+    topics = [topic for topic, _ in building.bus.messages]
+    assert topics == ["BMS/v1/phalanx/Value/Rack/RackLiquidIsolationRequest/x"]
+    building.requests.beat()
+    assert [(topic, message["value"]) for topic, message in building.bus.messages].count((topics[0], 1.0)) == 2

@@ -7,8 +7,10 @@ import pytest
 
 from fake_heat import MAX_POWER_W, R_K_PER_W, T0_C, make_hours
 from phalanx.errors import DataError
+from phalanx.fleet.thermal.device_heat import find_t0
 from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries, average_steady
 from phalanx.fleet.thermal.fit import fit_thermal_model
+from phalanx.fleet.thermal.heat_check import HeatCause, check_heat
 from phalanx.fleet.thermal.steady_fit import fit_steady, follow_inlet
 from phalanx.fleet.thermal.step_fit import fit_steps, predict_rise
 
@@ -96,3 +98,48 @@ def test_a_kind_that_cannot_be_fitted_is_named() -> None:
     model, problems = fit_thermal_model([series, idle])
     assert list(model.kinds) == ["GPU"]
     assert problems[0].startswith("idle GPU: power varies by less than")
+
+
+def make_seasonal(seed: int, has_inlet: bool, days: int = 168) -> DeviceSeries:
+    """A device whose inlet falls by 8 K over half a year, and is measured with an error of 0.5 K."""
+    fall = -8.0 * np.arange(days * 24) / (days * 24)
+    series = make_hours(days, seed=seed, device=str(seed), inlet_rise_k=fall)
+    inlet = series.temperature_c - R_K_PER_W * series.power_w - 4.0  # other parts of the node add 4 K
+    noise = np.random.default_rng(seed).normal(0, 0.5, len(inlet))
+    return replace(series, inlet_c=inlet + noise if has_inlet else series.inlet_c)
+
+
+def test_a_measured_inlet_gives_a_t0_that_holds_in_another_season() -> None:
+    early = [make_seasonal(seed, True) for seed in (1, 2)]
+    model, _ = fit_thermal_model([each.select(each.time_s < 84 * DAY_S) for each in early])
+    kind = model.kinds["GPU"]
+    assert kind.t0_over_inlet_k == pytest.approx(4.0, abs=0.1)
+    assert kind.r_k_per_w == pytest.approx(R_K_PER_W, rel=0.01)
+    late = early[0].select(early[0].time_s >= 140 * DAY_S)
+    errors = late.temperature_c - find_t0(late, kind) - kind.r_k_per_w * late.power_w
+    assert abs(float(np.mean(errors))) < 0.2
+    fixed = late.temperature_c - kind.t0_c - kind.r_k_per_w * late.power_w
+    assert float(np.mean(fixed)) < -4.0
+
+
+def test_without_the_inlet_of_every_device_t0_stays_absolute() -> None:
+    model, _ = fit_thermal_model([make_seasonal(1, True), make_seasonal(2, False)])
+    assert model.kinds["GPU"].t0_over_inlet_k is None
+
+
+def test_a_sample_without_an_inlet_has_the_t0_of_its_kind() -> None:
+    series = make_seasonal(1, True)
+    model, _ = fit_thermal_model([series])
+    kind = model.kinds["GPU"]
+    broken = replace(series, inlet_c=np.full(len(series.time_s), np.nan))
+    assert set(find_t0(broken, kind)) == {kind.t0_c}
+
+
+def test_a_check_by_the_inlet_finds_no_fault_in_a_season_and_names_a_warm_inlet() -> None:
+    series = make_seasonal(1, True)
+    model, _ = fit_thermal_model([series.select(series.time_s < 84 * DAY_S)])
+    assert check_heat([series], model).findings == []
+    warm = series.time_s >= series.time_s[-1] - 7 * DAY_S
+    rise = np.where(warm, 10.0, 0.0)
+    hot = replace(series, temperature_c=series.temperature_c + rise, inlet_c=series.inlet_c + rise)
+    assert [each.cause for each in check_heat([hot], model).findings] == [HeatCause.WARM_INLET]

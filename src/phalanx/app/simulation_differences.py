@@ -1,0 +1,80 @@
+"""Differences of simulated variants to the file as it is, over equal seeds."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx.app.simulate import SimulatedVariant
+from phalanx.app.simulation_figures import FigureRow, list_rows
+from phalanx.fleet.simulate.paired_difference import PairedDifference, compare_paired
+from phalanx.formatting import format_plural
+
+
+@dataclass(frozen=True)
+class FigureDifference:
+    """A figure, and for each variant its difference to the file as it is."""
+
+    row: FigureRow
+    differences: list[PairedDifference]
+
+
+@dataclass(frozen=True)
+class DifferenceTable:
+    """Differences as texts; the first cell of a row is its title."""
+
+    head: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def list_differences(variants: Sequence[SimulatedVariant]) -> list[FigureDifference]:
+    """Return the differences of all variants to the first, of figures that differ in one seed of one of them."""
+    base, others = variants[0], variants[1:]
+    found = []
+    for row in list_rows(base):
+        before = [row.read(result) for result in base.results]
+        differences = [compare_paired(before, [row.read(each) for each in other.results]) for other in others]
+        if any(each.low < each.high or abs(each.mean) > 0 for each in differences):
+            found.append(FigureDifference(row, differences))
+    return found
+
+
+def describe_differences(variants: Sequence[SimulatedVariant]) -> DifferenceTable | None:
+    """Return the table of differences to the first variant; None where there is only that."""
+    if len(variants) < 2:
+        return None
+    found = list_differences(variants)
+    number = len(variants[0].results)
+    head = f"Difference to the file, {format_plural(number, 'seed')}: mean (interval of 95 %)"
+    rows = [[each.row.title, *(format_difference(d, each.row.write) for d in each.differences)] for each in found]
+    if number < 2:
+        notes = ["One seed has no interval: add --seeds 5 to know which differences are more than noise."]
+    else:
+        notes = [
+            "noise: 0 is in the interval, so that these seeds show no difference; more --seeds narrow it. "
+            "Of 20 figures without a difference about 1 is outside."
+        ]
+    same = [
+        variant.label
+        for index, variant in enumerate(variants[1:])
+        if number > 1 and all(each.differences[index].is_noise for each in found)
+    ]
+    notes += [f"{label}: no figure differs from the file by more than noise." for label in same]
+    return DifferenceTable(head, [each.label for each in variants[1:]], rows, notes)
+
+
+def format_difference(difference: PairedDifference, write: Callable[[float], str]) -> str:
+    """Return the mean with its interval, or `noise` with the interval."""
+    if math.isnan(difference.mean):
+        return "-"
+
+    def signed(value: float) -> str:
+        return ("-" if value < 0 else "+") + write(abs(value))
+
+    if math.isnan(difference.low):
+        return signed(difference.mean)
+    if difference.low == difference.high:
+        return "0" if difference.mean == 0 else signed(difference.mean)
+    interval = f"({signed(difference.low)} to {signed(difference.high)})"
+    return f"noise {interval}" if difference.is_noise else f"{signed(difference.mean)} {interval}"

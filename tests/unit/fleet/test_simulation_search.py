@@ -1,0 +1,101 @@
+"""Differences over equal seeds with their interval, and the search for the best value of a setting."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.app.simulate import simulate_variants
+from phalanx.app.simulation_differences import describe_differences, list_differences
+from phalanx.app.simulation_search import search_setting
+from phalanx.cli.main import main
+from phalanx.errors import ExitCode, UsageError
+from phalanx.fleet.simulate.paired_difference import compare_paired
+
+FLEET = """
+sites: {s: {}}
+feeds: {f: {site: s}}
+rows: {w: {feed: f}}
+racks: {r1: {row: w, node_type: h100, nodes: 4}}
+node_types: {h100: {node: dgx-h100}}
+simulate:
+  days: 30
+  jobs: {a: {count: 1, devices: {32: 1}, median_h: 1e4}}
+  failures: {gpu: {per_1000_node_days: 200, repair_share: 0}}
+"""
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET)
+    return path
+
+
+def test_the_interval_is_that_of_student_over_paired_seeds():
+    difference = compare_paired([1, 2, 3, math.nan], [2, 4, 4, 9])
+    assert (difference.mean, difference.num_seeds) == (pytest.approx(4 / 3), 3)
+    assert difference.high - difference.mean == pytest.approx(4.303 * np.std([1, 2, 1], ddof=1) / math.sqrt(3))
+
+
+def test_paired_seeds_show_a_difference_that_is_less_than_the_spread_of_seeds():
+    base = np.random.default_rng(0).normal(100, 20, 5)
+    assert not compare_paired(base.tolist(), (base + np.array([1.0, 1.1, 0.9, 1.0, 1.05])).tolist()).is_noise
+
+
+@pytest.mark.parametrize(("seeds", "is_noise"), [([1, -1, 2, -2], True), ([1, 1.1, 0.9, 1], False), ([5], True)])
+def test_noise_is_an_interval_with_zero_or_a_single_seed(seeds, is_noise):
+    assert compare_paired([0.0] * len(seeds), seeds).is_noise is is_noise
+
+
+def test_rounding_is_no_difference():
+    assert compare_paired([0.1 + 0.2, 0.3], [0.3, 0.1 + 0.2]).high == 0
+
+
+def test_half_the_failures_differ_by_more_than_noise_and_another_price_in_nothing_else(fleet):
+    variants = simulate_variants(fleet, ["failures.gpu.per_1000_node_days=50", "site.price_per_kwh=1"], None, seeds=4)
+    found = {each.row.title: each.differences for each in list_differences(variants)}
+    assert found["ETTR"][0].low > 0
+    assert {title for title, (_, price) in found.items() if price.mean} == {"cost of energy"}
+    table = describe_differences(variants)
+    assert table is not None
+    assert next(row for row in table.rows if row[0] == "ETTR")[2] == "0"
+
+
+def test_the_same_variant_differs_in_nothing(fleet):
+    table = describe_differences(simulate_variants(fleet, ["simulate.days=30"], None, seeds=2))
+    assert table is not None
+    assert table.rows == []
+    assert "no figure differs" in table.notes[-1]
+
+
+def test_a_search_finds_dalys_interval_and_its_neighbour_in_the_noise(fleet):
+    search = search_setting(fleet, "jobs.a.checkpoint.interval_s=100,daly,3200,90000", None, seeds=3)
+    assert search.best.text in ("daly", "3200")
+    assert [each.to_best.is_noise for each in search.values if each.text in ("100", "90000")] == [False, False]
+
+
+def test_a_percentage_is_a_share(fleet):
+    search = search_setting(fleet, "jobs.a.activity=10%,0.1,50%", None, seeds=1)
+    assert [each.text for each in search.values] == ["0.1", "0.5"]
+
+
+def test_the_command_names_ties_of_the_best(fleet, capsys):
+    argv = ["simulate", str(fleet), "--seeds", "2", "--search", "site.price_per_kwh=1,2"]
+    assert main(argv) == ExitCode.DONE
+    assert "best: site.price_per_kwh=1; the difference to 2 is noise" in capsys.readouterr().out
+    assert main([*argv, "--json", "--goal", "ettr"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["ties"] == ["2"]
+
+
+@pytest.mark.parametrize("search", ["spares", "spares=1", "=1,2", "spares=1,1"])
+def test_a_search_needs_two_values(fleet, search):
+    with pytest.raises(UsageError, match="expected KEY=VALUE,VALUE"):
+        search_setting(fleet, search, None, 1)
+
+
+def test_a_goal_that_no_job_reaches_is_refused(fleet):
+    with pytest.raises(UsageError, match="no completion, mean with fifo; simulate more days"):
+        search_setting(fleet, "policy=fifo,srtf", None, 1, "completion")
