@@ -33,7 +33,7 @@ class CapPhase:
     duration_s: float
     units_per_s: float
     energy_j_per_unit: float | None
-    """Of accelerators; None where minutes of some nodes are missing."""
+    """Joules of accelerators; None where minutes of some nodes are missing."""
 
 
 @dataclass(frozen=True)
