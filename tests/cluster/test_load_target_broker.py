@@ -91,7 +91,7 @@ def test_targets_hold_while_the_broker_is_gone_and_reports_arrive_afterwards(
         wait_until(lambda: limits(source) == [4000.0])
     wait_until(lambda: not source._bus.is_connected)
     assert limits(source) == [4000.0]
-    source.publish(OutgoingMessage("grid/v1/dsx-flex-agent/site-a/powerbreach", b'{"late": true}', 2))
+    source.queue_message(OutgoingMessage("grid/v1/dsx-flex-agent/site-a/powerbreach", b'{"late": true}', 2))
     with run_broker(tmp_path, port):
         listener = threading.Thread(
             target=lambda: received.append(
@@ -102,7 +102,7 @@ def test_targets_hold_while_the_broker_is_gone_and_reports_arrive_afterwards(
         time.sleep(0)  # the listener may come after the message: it is sent again until it is seen
         deadline = time.monotonic() + 30
         while listener.is_alive() and time.monotonic() < deadline:
-            source.publish(OutgoingMessage("grid/v1/dsx-flex-agent/site-a/powerbreach", b'{"late": true}', 2))
+            source.queue_message(OutgoingMessage("grid/v1/dsx-flex-agent/site-a/powerbreach", b'{"late": true}', 2))
             listener.join(0.3)
         source.close()
     assert [json.loads(message.payload) for message in received] == [{"late": True}]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.app.power import load_power_fleet, open_links
+from phalanx.app.power import load_power_fleet
 from phalanx.app.power_guard import hold_budgets
+from phalanx.app.power_links import open_links
 from phalanx.fleet.power import job_shedder
 from phalanx.jobs.spec import JobState
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.app.power import AuditLog, PowerFleet, open_guard, power_state_dir, read_nodes, run_guard
-from phalanx.fleet.fleet_file import expand_entries
 from phalanx.fleet.power.flex_reports import FeedReport, FlexReporter
 from phalanx.fleet.power.flex_source import FlexSource, open_flex_source
 from phalanx.fleet.power.guard import GuardStatus, PowerGuard
@@ -73,10 +72,7 @@ def open_shedder(fleet: PowerFleet, notices: _Notices) -> JobShedder:
     handles = {job.name: job.handle for job in fleet.jobs if job.handle is not None}
     for handle in handles.values():
         control.check_handle(handle)
-    max_ramps = {
-        name: site.max_ramp for name, (_, site) in expand_entries(fleet.file.sites).items() if site.max_ramp is not None
-    }
-    return JobShedder(fleet.tree, fleet.settings, fleet.jobs, handles, max_ramps, control, notices.add)
+    return JobShedder(fleet.tree, fleet.settings, fleet.jobs, handles, control, notices.add)
 
 
 def hold_budgets(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.app.power import PowerFleet, PowerReading
-from phalanx.fleet.fleet_file import expand_entries
 from phalanx.fleet.power.allocation import Allocation
 from phalanx.fleet.power.claims import claim_node, find_excesses
 from phalanx.fleet.power.guard import GuardStatus
@@ -92,12 +91,7 @@ def format_plan(fleet: PowerFleet, reading: PowerReading, allocation: Allocation
     lines = format_table([Column("JOB"), Column("DEVICES", True), Column("CAP", True), Column("SLOW-DOWN")], rows)
     lines.append(f"one cap for all would be {format_percent(allocation.share_for_all)} of each device's most power")
     lines.append(f"claim: {_kilowatts(before)} now, {_kilowatts(after)} planned, {_kilowatts(before - after)} less")
-    max_swings_w = {
-        name: site.max_swing
-        for name, (_, site) in expand_entries(fleet.file.sites).items()
-        if site.max_swing is not None
-    }
-    lines += map(str, check_swings(fleet.tree, fleet.jobs, max_swings_w))
+    lines += map(str, check_swings(fleet.tree, fleet.jobs))
     writes = list_writes(fleet, reading, allocation)
     lines.append(f"{len(writes)} writes; `phalanx power apply` prints them")
     if not allocation.is_within:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from phalanx.cluster.catalog import find_node
@@ -43,12 +43,15 @@ class NodePower:
 
 @dataclass(frozen=True)
 class BudgetLevel:
-    """A part of the fleet with a budget. `parent` is an index into the tree's levels, and less than its own."""
+    """A part of the fleet with a budget. `parent` is an index into the tree's levels, and less than its own.
+    `max_ramp_w_per_s` and `max_swing_w`: of a site, None without a limit."""
 
     kind: LevelKind
     name: str
     budget_w: float | None
     parent: int = NO_PARENT
+    max_ramp_w_per_s: float | None = None
+    max_swing_w: float | None = None
 
     @property
     def label(self) -> str:
@@ -83,12 +86,12 @@ class PowerTree:
                 sums[parent] += sums[index]
         return sums
 
-    def find_site(self, node: int) -> str:
-        """Return the name of the site of a node, given by its index."""
+    def find_site(self, node: int) -> BudgetLevel:
+        """Return the site of a node, given by its index."""
         level = self.nodes[node].rack
         while self.levels[level].parent != NO_PARENT:
             level = self.levels[level].parent
-        return self.levels[level].name
+        return self.levels[level]
 
 
 def build_power_tree(fleet: FleetFile, locations: SourceLocations) -> PowerTree:
@@ -109,7 +112,10 @@ class _TreeBuilder:
     def build(self) -> PowerTree:
         fleet, nodes = self._fleet, []
         for name, (_, site) in self._expand("sites", fleet.sites).items():
-            self._add("site", name, site.budget, NO_PARENT)
+            index = self._add("site", name, site.budget, NO_PARENT)
+            self._levels[index] = replace(
+                self._levels[index], max_ramp_w_per_s=site.max_ramp, max_swing_w=site.max_swing
+            )
         self._add_feeds(self._expand("feeds", fleet.feeds))
         for name, (key, row) in self._expand("rows", fleet.rows).items():
             self._add("row", name, row.budget, self._find_level("feed", row.feed, ("rows", key, "feed")))

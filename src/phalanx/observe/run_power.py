@@ -33,7 +33,7 @@ class CapPhase:
     duration_s: float
     units_per_s: float
     energy_j_per_unit: float | None
-    """Of accelerators; None where minutes of some nodes are missing."""
+    """Joules of accelerators; None where minutes of some nodes are missing."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PowerSummary:
     saved_j: float | None
     """Joules of accelerators less than the same work without caps, by the sweep."""
     swing_w: float
-    """Greatest difference of power within a minute: of readings a second apart, summed over accelerators. At most this,
+    """Greatest difference of power within a minute: of readings of each second, summed over accelerators. At most this,
     since they need not fall together."""
     ramp_w_per_s: float
     """Greatest rise of the mean power from one minute to the next."""

@@ -1,5 +1,6 @@
 """Jobs that are paused for a load target, by priority, and resumed one after the other; saves that do not coincide."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -7,6 +8,9 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.fleet.power.allocation import NodeCaps, PoweredJob
+from phalanx.fleet.power.claims import list_budgets
+from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
+from phalanx.fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
 from phalanx.fleet.power.job_shedder import JobShedder, PausableState, ShedInput
 from phalanx.fleet.power.load_targets import LoadTarget, ShedStrategy
 from phalanx.fleet.power.shed import choose_paused_jobs
@@ -114,9 +118,9 @@ class Bench:
         self.notices: list[str] = []
         self.limits: list[NodeCaps | None] = [LIMITS] * 4
         self.now = 0.0
-        ramps = {} if ramp_w_per_s is None else {"s": ramp_w_per_s}
+        tree = PowerTree((replace(LEVELS[0], max_ramp_w_per_s=ramp_w_per_s), *LEVELS[1:]), TREE.nodes)
         handles = {job.name: f"local:{job.name}" for job in JOBS}
-        self.shedder = JobShedder(TREE, SETTINGS, JOBS, handles, ramps, self.control, self.notices.append)
+        self.shedder = JobShedder(tree, SETTINGS, JOBS, handles, self.control, self.notices.append)
         self.resumed: dict[str, float] = {}
 
     def run(self, seconds: float, limit_w: float | None) -> None:
@@ -186,6 +190,21 @@ def test_a_job_that_cannot_be_paused_is_named_and_asked_again() -> None:
     assert bench.control.calls == ["pause local:low"]
 
 
+def test_a_job_that_has_ended_is_named_once_and_another_one_makes_way() -> None:
+    bench = Bench()
+    bench.control.states["local:low"] = PausableState.ENDED
+    bench.run(20, 3 * FLOOR_W - 1)
+    assert bench.notices[0] == "low (local:low) has ended; remove it from the jobs file"
+    assert bench.control.calls == ["pause local:middle"]
+
+
+def test_a_job_that_was_started_just_when_it_was_asked_is_asked_again() -> None:
+    bench = Bench()
+    bench.control.saving_polls = 200
+    bench.run(310, 3 * FLOOR_W - 1)
+    assert bench.control.calls == ["pause local:low"] * 2
+
+
 def test_a_guard_that_restarts_resumes_what_was_paused_before() -> None:
     bench = Bench()
     bench.control.states["local:low"] = PausableState.PAUSED
@@ -205,8 +224,6 @@ def falls_together(jobs: Sequence[SavePattern], offsets: Sequence[float], time_s
 
 @pytest.mark.parametrize("seed", range(20))
 def test_saves_of_equal_intervals_never_fall_together_by_more_than_the_swing(seed: int) -> None:
-    import random
-
     source = random.Random(seed)
     jobs = [SavePattern(600.0, source.uniform(5, 30), source.uniform(1e5, 9e5)) for _ in range(12)]
     offsets = plan_save_offsets(jobs, 1e6)
@@ -229,7 +246,8 @@ def test_a_ramp_has_its_unit() -> None:
 def check_site(max_swing_w: float, stall_s: float = 20.0) -> SiteSwing:
     saves = SavePattern(100.0, stall_s, 2000.0)
     jobs = [replace(job, saves=saves) for job in JOBS[:3]]
-    (found,) = check_swings(TREE, [*jobs, JOBS[3]], {"s": max_swing_w})
+    tree = PowerTree((replace(LEVELS[0], max_swing_w=max_swing_w), *LEVELS[1:]), TREE.nodes)
+    (found,) = check_swings(tree, [*jobs, JOBS[3]])
     return found
 
 
@@ -244,3 +262,29 @@ def test_saves_that_swing_too_far_get_offsets() -> None:
 
 def test_saves_that_are_too_long_to_be_spread_are_named() -> None:
     assert "cannot be spread" in str(check_site(2000.0, stall_s=50.0))
+
+
+def test_a_guard_raises_caps_within_the_ramp_of_the_site() -> None:
+    clock, settings, limit_w = FakeClock(), PowerSettings(margin=0.0), [3000.0]
+    levels = (BudgetLevel("site", "s", 7600.0, max_ramp_w_per_s=50.0), BudgetLevel("rack", "k", None, 0))
+    tree = PowerTree(levels, tuple(PoweredNode(f"n{i}", "h", POWER, 1) for i in range(4)))
+    nodes = make_fake_nodes(tree.nodes, clock)
+    links = FakeLinks(nodes, clock, FakeNetwork(), random.Random(0))
+    fallbacks, _ = plan_fallbacks(tree, list_budgets(tree), settings)
+    jobs = [PoweredJob(f"j{i}", {i: (0, 1)}) for i in range(4)]
+    guard = PowerGuard(
+        tree, settings, GuardIdentity(1, "g"), links, lambda: jobs, lambda: [4000.0 + limit_w[0], None], fallbacks
+    )
+    claims = []
+    for second in range(200):
+        clock.now += 1.0
+        limit_w[0] = 500.0 if second < 60 else 3000.0
+        for node in nodes:
+            node.check()
+        if second % 2 == 0:
+            guard.step(clock.now)
+        claims.append(sum(node.claim_w(500.0, 0.0) for node in nodes))
+    assert claims[59] <= 4500.0
+    assert claims[-1] > 6800.0
+    assert all(later - earlier <= 50.0 * (10 + 2) for earlier, later in zip(claims[59:], claims[69:], strict=False))
+    assert claims[-1] - claims[59] > 2000.0

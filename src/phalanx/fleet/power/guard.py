@@ -86,6 +86,9 @@ class PowerGuard:
         self._fallbacks_w = fallbacks_w
         self._problems: list[str] = []
         self._has_asked = False
+        self._ramp_starts: dict[int, tuple[float, float]] = {}
+        """Claim of a site with a ramp in the last step, and since when a raise has been waiting."""
+        self._waits_for_ramp, self._last_step = False, float("inf")
         self._over_since: dict[str, float] = {}
 
     @property
@@ -135,7 +138,7 @@ class PowerGuard:
         reduced_w = self._correct(budgets_w, claims_w, measured_w)
         allocation = self._allocate(limits, reduced_w)
         targets = [_bound_raise(each, caps) for each, caps in zip(bounds, allocation.caps_w, strict=True)]
-        writes = self._choose_writes(bounds, targets, reduced_w)
+        writes = self._choose_writes(bounds, targets, reduced_w, self._limit_ramps(claims_w, reduced_w, now))
         self._send(bounds, limits, writes, now, renews=not find_excesses(self._tree, claims_w, budgets_w))
         notices, self._problems = self._problems, []
         is_known = allocation.is_within or not self._has_asked  # before the first question every node is silent
@@ -157,13 +160,38 @@ class PowerGuard:
         bounds: Sequence[Sequence[float | None]],
         targets: Sequence[Sequence[float]],
         budgets_w: Sequence[float | None],
+        ramped_w: Sequence[float | None],
     ) -> list[CapWrite]:
-        """All lowering; and raises only as far as they fit while no lowering has happened yet."""
+        """All lowering; and raises only as far as they fit while no lowering has happened yet, and within ramps."""
         margin = self._settings.margin
         lowering = [w for w in plan_writes(self._tree, bounds, targets, budgets_w, margin) if not w.is_raise]
         lowered = {write.node for write in lowering}
         raises = plan_raises(self._tree, bounds, targets, budgets_w, margin)
+        if raises and list(ramped_w) != list(budgets_w):
+            raises = plan_raises(self._tree, bounds, targets, ramped_w, margin)
+            self._waits_for_ramp = not raises
+        else:
+            self._waits_for_ramp = False
         return [*lowering, *(write for write in raises if write.node not in lowered)]
+
+    def _limit_ramps(
+        self, claims_w: Sequence[float], budgets_w: Sequence[float | None], now: float
+    ) -> list[float | None]:
+        """Return the budgets; of a site with a ramp, no more than it claims and what may rise in a period. A larger
+        raise waits until the ramp allows for all of it."""
+        limited = list(budgets_w)
+        for index, claim_w in enumerate(self._tree.sum_by_level(claims_w)):
+            ramp_w_per_s = self._tree.levels[index].max_ramp_w_per_s
+            if ramp_w_per_s is None:
+                continue
+            before_w, since = self._ramp_starts.get(index, (claim_w, now))
+            if claim_w != before_w or not self._waits_for_ramp:
+                since = self._last_step
+            self._ramp_starts[index] = claim_w, since
+            allowed_w, budget_w = claim_w + ramp_w_per_s * max(0.0, now - since), limited[index]
+            limited[index] = allowed_w if budget_w is None else min(budget_w, allowed_w)
+        self._last_step = now
+        return limited
 
     def bound_caps(self, now: float) -> list[list[float | None]]:
         """Return for each node the most that each device may be enforcing; None where it is silent."""

@@ -16,6 +16,8 @@ from phalanx.fleet.power_tree import PowerTree
 
 RESUME_AFTER_S = 10.0
 """Seconds for which there has to be power for a paused job: a target that is replaced by another one pauses once."""
+ASK_AGAIN_S = 300.0
+"""Seconds after which a job that still runs is asked again: it may have been started just when it was asked."""
 POLL_INTERVAL_S = 2.0
 """Seconds between two questions about a job."""
 
@@ -47,6 +49,7 @@ class JobControl(Protocol):
 class _Shed:
     """A job that is paused, or about to be. `fits_since`: since when there is power for it."""
 
+    asked_at: float = float("-inf")
     is_paused: bool = False
     fits_since: float | None = None
     resume_at: float | None = None
@@ -65,14 +68,12 @@ class ShedInput:
 
 @dataclass
 class JobShedder:
-    """Pauses and resumes jobs. `handles`: of the jobs that can be paused, by name. `max_ramps`: of each site by its
-    name, in W/s."""
+    """Pauses and resumes jobs. `handles`: of the jobs that can be paused, by name."""
 
     tree: PowerTree
     settings: PowerSettings
     jobs: Sequence[PoweredJob]
     handles: Mapping[str, str]
-    max_ramps: Mapping[str, float]
     control: JobControl
     tell: Callable[[str], None]
     """Takes a notice."""
@@ -81,7 +82,9 @@ class JobShedder:
     """When the next job of a site may start."""
     _key: object = None
     _wanted: frozenset[str] = frozenset()
+    _ended: set[str] = field(default_factory=set)
     _next_poll: float = float("-inf")
+    _now: float = 0.0
 
     def adopt_paused_jobs(self) -> None:
         """Take over the jobs that a guard before this one has paused, and jobs that wait behind a lost feed."""
@@ -105,6 +108,7 @@ class JobShedder:
 
     def update(self, found: ShedInput) -> None:
         """Pause and resume what a step needs. A job that is resumed counts as running before it is started."""
+        self._now = found.now
         self._choose(found)
         is_due = found.now >= self._next_poll
         if is_due:
@@ -127,7 +131,8 @@ class JobShedder:
 
     def _choose(self, found: ShedInput) -> None:
         """Choose again when budgets or nodes have changed."""
-        key = tuple(found.limits), tuple(found.budgets_w), tuple(sorted(found.targets.items(), key=lambda e: e[0]))
+        targets = tuple(sorted(found.targets.items(), key=lambda each: each[0]))
+        key = tuple(found.limits), tuple(found.budgets_w), targets, frozenset(self._ended)
         if key != self._key:
             self._key = key
             self._wanted = choose_paused_jobs(
@@ -137,7 +142,7 @@ class JobShedder:
                 found.budgets_w,
                 self.settings,
                 found.targets,
-                self.handles.keys() & {job.name for job in self.jobs},
+                self.handles.keys() - self._ended,
             )
 
     def _hold_lost_job(self, name: str, handle: str) -> None:
@@ -146,12 +151,16 @@ class JobShedder:
             self._pause(name, handle, "its nodes do not answer, and it waits for them")
 
     def _pause(self, name: str, handle: str, reason: str) -> None:
+        if self._read_state(name, handle) is PausableState.ENDED:
+            self._ended.add(name)
+            self.tell(f"{name} ({handle}) has ended; remove it from the jobs file")
+            return
         try:
             self.control.pause(handle)
         except PhalanxError as error:
             self.tell(f"{name} ({handle}): cannot be paused: {error}")
             return
-        self._shed[name] = _Shed()
+        self._shed[name] = _Shed(asked_at=self._now)
         self.tell(f"pausing {name} ({handle}): {reason}")
 
     def _follow_pause(self, name: str, handle: str, shed: _Shed) -> None:
@@ -159,6 +168,9 @@ class JobShedder:
         if state in (PausableState.PAUSED, PausableState.HELD, PausableState.ENDED):
             shed.is_paused = True
             self.tell(f"{name} ({handle}) is {state}")
+        elif self._now - shed.asked_at > ASK_AGAIN_S:
+            self.tell(f"{name} ({handle}) still runs; it is asked again")
+            del self._shed[name]
 
     def _consider_resume(self, job: PoweredJob, handle: str, shed: _Shed, needs_power: bool, now: float) -> None:
         if needs_power:
@@ -169,8 +181,8 @@ class JobShedder:
             return
         if shed.resume_at is None:
             site, step_w = self.tree.find_site(next(iter(job.devices))), self._estimate_step(job)
-            begin = max(now, self._free_at.get(site, now))
-            shed.resume_at, self._free_at[site] = plan_starts([step_w, 0.0], self.max_ramps.get(site), begin)
+            begin = max(now, self._free_at.get(site.name, now))
+            shed.resume_at, self._free_at[site.name] = plan_starts([step_w, 0.0], site.max_ramp_w_per_s, begin)
         if now >= shed.resume_at:
             try:
                 self.control.resume(handle)

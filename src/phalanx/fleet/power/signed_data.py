@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 COORDINATE_BYTES = 32
-"""Of an ES256 signature: r and s."""
+"""Bytes of r and of s in an ES256 signature."""
 PEM_END = b"-----END PUBLIC KEY-----"
 
 

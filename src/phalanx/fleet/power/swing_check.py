@@ -36,19 +36,19 @@ class SiteSwing:
         return f"{text}; start later: {later}"
 
 
-def check_swings(tree: PowerTree, jobs: Sequence[PoweredJob], max_swings_w: Mapping[str, float]) -> list[SiteSwing]:
-    """Return each site with a greatest swing and jobs with blocking saves. `max_swings_w`: by the site's name."""
+def check_swings(tree: PowerTree, jobs: Sequence[PoweredJob]) -> list[SiteSwing]:
+    """Return each site with a greatest swing and jobs with blocking saves."""
     found = []
-    for site, max_swing_w in max_swings_w.items():
+    for site in tree.levels:
         members = [
             (job.name, job.saves)
             for job in jobs
             if job.saves is not None and job.devices and tree.find_site(next(iter(job.devices))) == site
         ]
-        if not members:
+        if not members or site.max_swing_w is None:
             continue
-        offsets = plan_save_offsets([saves for _, saves in members], max_swing_w)
+        offsets = plan_save_offsets([saves for _, saves in members], site.max_swing_w)
         names = [name for name, _ in members]
         by_name = None if offsets is None else dict(zip(names, offsets, strict=True))
-        found.append(SiteSwing(site, sum(saves.swing_w for _, saves in members), max_swing_w, by_name))
+        found.append(SiteSwing(site.name, sum(saves.swing_w for _, saves in members), site.max_swing_w, by_name))
     return found
