@@ -120,7 +120,13 @@ def _measure_llama_saves(mode: str, save_s: float) -> list[Bar]:
             f"{ettr.mean():.3f} (least {ettr.min():.3f})",
             bool(ettr.min() > 0.9),
         ),
-        Bar(TWIN_PART, f"sum of the shares of device time, less 1, {mode} saves of {save_s:.1f} s", "1e-9", f"{sums:.1e}", sums <= 1e-9),
+        Bar(
+            TWIN_PART,
+            f"sum of the shares of device time, less 1, {mode} saves of {save_s:.1f} s",
+            "1e-9",
+            f"{sums:.1e}",
+            sums <= 1e-9,
+        ),
     ]
 
 
@@ -260,5 +266,11 @@ def _measure_policy_speed(policy: PolicyName) -> list[Bar]:
             f"{seconds:.0f} s",
             seconds < 60,
         ),
-        Bar(TWIN_PART, f"the same, {policy} and those before: highest memory", "< 1,000 MiB", f"{mib:.0f} MiB", mib < 1000),
+        Bar(
+            TWIN_PART,
+            f"the same, {policy} and those before: highest memory",
+            "< 1,000 MiB",
+            f"{mib:.0f} MiB",
+            mib < 1000,
+        ),
     ]
