@@ -1,4 +1,4 @@
-"""Find the best value of a setting of a fleet by simulation, and say which values cannot be told from it."""
+"""Find the best value of a setting of a fleet by simulation, and say which values differ from it by noise only."""
 
 import math
 import re
