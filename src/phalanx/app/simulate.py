@@ -146,7 +146,7 @@ def _simulate_variant(
 
 
 def claim_capped(power: NodePower, cap: float) -> float:
-    """Return the most that a node draws with this cap on its accelerators."""
+    """Return the most that a node with capped accelerators draws."""
     return power.max_w - (1 - cap) * power.num_devices * power.device_max_w
 
 

@@ -1,4 +1,4 @@
-"""Find the best value of a setting of a fleet by simulation, and say which values cannot be told from it."""
+"""Find the best value of a setting of a fleet by simulation, and say which values differ from it by noise only."""
 
 import math
 import re
@@ -28,7 +28,7 @@ class GoalFigure:
         return sum(map(self.read, variant.results)) / len(variant.results)
 
 
-GOALS: dict[str, GoalFigure] = {
+SEARCH_GOALS: dict[str, GoalFigure] = {
     "productive": GoalFigure("productive", lambda result: result.shares.get("productive", math.nan)),
     "ettr": GoalFigure("ETTR", lambda result: result.ettr),
     "wait": GoalFigure("wait, mean", lambda result: result.wait_mean_s, is_smallest_best=True),
@@ -68,11 +68,13 @@ def search_setting(
 ) -> SettingSearch:
     """Simulate a fleet file with each value of a setting, such as "spares=0,1%,2%,4%", with the same seeds.
 
-    Raises UsageError for a search without two values, and what `simulate_variants` raises. `goal_name`: of GOALS.
+    Raises UsageError for a search without two values, and what `simulate_variants` raises.
+
+    `goal_name` is a key of SEARCH_GOALS.
     """
     key, texts = _split_search(search)
     file, *variants = simulate_variants(path, [f"{key}={text}" for text in texts], replay, seeds)
-    goal = GOALS[goal_name]
+    goal = SEARCH_GOALS[goal_name]
     means = [goal.average(variant) for variant in variants]
     if missing := [text for text, mean in zip(texts, means, strict=True) if math.isnan(mean)]:
         raise UsageError(f"--search {search}: no {goal.title} with {missing[0]}; simulate more days")

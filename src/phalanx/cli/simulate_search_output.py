@@ -13,7 +13,7 @@ SHOWN_FIGURES = ("productive", "ETTR", "stops of jobs", "wait, mean", "completio
 
 
 def format_search(search: SettingSearch) -> list[str]:
-    """Return lines: a table of the values, the best, and those that cannot be told from it."""
+    """Return lines: a table of the values, the best, and those that differ from it by noise only."""
     number, figures = len(search.file.results), {row.title: row for row in list_rows(search.file)}
     rows = [figures[title] for title in SHOWN_FIGURES]
     write = figures[search.goal.title].write

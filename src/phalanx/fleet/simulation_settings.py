@@ -71,7 +71,7 @@ class JobClassEntry(StrictModel):
     def _check_hours(self) -> Self:
         given = self.model_fields_set
         if self.recipe is not None and (more := sorted(given.intersection({"median_h", "hours"}))):
-            raise ValueError(f"{more[0]} is not for jobs with `recipe`, whose hours are predicted; remove one")
+            raise ValueError(f"{more[0]} is not for jobs with `recipe`, which predicts the hours; remove one")
         if self.recipe is None and self.checkpoint.write_gbps is not None:
             raise ValueError("checkpoint.write_gbps is only for jobs with `recipe`; expected save_s or stall_s")
         if self.hours and (missing := sorted(set(self.devices).difference(self.hours))):

@@ -18,7 +18,7 @@ LOW_MARGIN_K = 5.0
 
 @dataclass(frozen=True)
 class DeviceMargin:
-    """A device, or the hottest one of a node where they are not read one by one."""
+    """A device, or the hottest one of a node without readings of each."""
 
     node: str
     device: str

@@ -128,7 +128,8 @@ def interpolate_monotone(at: Numbers, x: Numbers, y: Numbers) -> Numbers:
 
 
 def _end_tangent(steps: Numbers, slopes: Numbers) -> float:
-    """Of three points at an end, never against the slope there nor so steep that the function would turn."""
+    """Return the slope at an end from three points: never against the slope there, nor so steep that the function would
+    turn."""
     if len(slopes) == 1:
         return float(slopes[0])
     found = ((2 * steps[0] + steps[1]) * slopes[0] - steps[0] * slopes[1]) / (steps[0] + steps[1])

@@ -13,7 +13,7 @@ T_QUANTILES = (
 )
 """Quantile .975 of Student's t for 1 to 30 degrees of freedom."""
 NORMAL_QUANTILE = 1.96
-ROUNDING = 1e-9
+ROUNDING_SHARE = 1e-9
 """Relative difference below which two figures are equal."""
 
 
@@ -35,7 +35,7 @@ class PairedDifference:
 def compare_paired(base: Sequence[float], other: Sequence[float]) -> PairedDifference:
     """Return `other` less `base`, of equal seeds. Seeds without a figure in one of them are left out."""
     before, after = np.array(base, dtype=float), np.array(other, dtype=float)
-    differences = np.where(np.isclose(before, after, rtol=ROUNDING, atol=0.0), 0.0, after - before)
+    differences = np.where(np.isclose(before, after, rtol=ROUNDING_SHARE, atol=0.0), 0.0, after - before)
     differences = differences[np.isfinite(differences)]
     number = len(differences)
     if number == 0:

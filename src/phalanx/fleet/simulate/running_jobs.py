@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from phalanx.fleet.simulate.job_state import SimulatedJob
 
 KEY_LENGTH = 2
-DEVICES, FIRST_STEP_S, SLOPE, ID, FIRST, SECOND = range(6)
+JOB_DEVICES, FIRST_STEP_S, KEY_SLOPE, JOB_ID, KEY_FIRST, KEY_SECOND = range(6)
 """Rows of the table. Unused columns are NaN, which is not greater than anything."""
-NODE, COLUMN, NODE_DEVICES = range(3)
+PLACE_NODE, PLACE_COLUMN, PLACE_DEVICES = range(3)
 """Rows of the places: devices that a job has on a node. Those of unused places are 0."""
 
 
@@ -29,7 +29,7 @@ class RunningJobs:
         self._queues: dict[float, int] = {}
         self._jobs: list[SimulatedJob | None] = []
         self._unused: list[int] = []
-        self._table: NDArray[np.float64] = np.full((SECOND + 1, 64), np.nan)
+        self._table: NDArray[np.float64] = np.full((KEY_SECOND + 1, 64), np.nan)
         self._places_of: dict[SimulatedJob, list[int]] = {}
         self._unused_places: list[int] = []
         self._places: NDArray[np.int64] = np.zeros((3, 0), dtype=np.int64)
@@ -65,16 +65,16 @@ class RunningJobs:
         columns = [self._columns[job] for job in jobs]
         if self._has_queues:
             for job, column, key in zip(jobs, columns, keys, strict=True):
-                self._count(float(self._table[FIRST, column]), -job.devices)
+                self._count(float(self._table[KEY_FIRST, column]), -job.devices)
                 self._count(key[0], job.devices)
-        self._table[FIRST : FIRST + len(keys[0]), columns] = np.array(keys).T
+        self._table[KEY_FIRST : KEY_FIRST + len(keys[0]), columns] = np.array(keys).T
 
     def remove(self, job: SimulatedJob) -> None:
         """Remove a job."""
         column = self._columns.pop(job)
         self._jobs[column] = None
         self._unused.append(column)
-        self._count(float(self._table[FIRST, column]), -job.devices)
+        self._count(float(self._table[KEY_FIRST, column]), -job.devices)
         self._table[:, column] = np.nan
         places = self._places_of.pop(job)
         self._places[:, places] = 0
@@ -93,9 +93,9 @@ class RunningJobs:
     def find_worse(self, key: tuple[float, ...], now_s: float) -> NDArray[np.bool_]:
         """Return which columns have a job with a greater key."""
         table = self._table[:, : len(self._jobs)]
-        first = table[FIRST] - table[SLOPE] * np.maximum(0.0, now_s - table[FIRST_STEP_S])
+        first = table[KEY_FIRST] - table[KEY_SLOPE] * np.maximum(0.0, now_s - table[FIRST_STEP_S])
         limit = key[1] if len(key) > 1 else 0.0
-        return np.asarray((first > key[0]) | ((first == key[0]) & (table[SECOND] > limit)))
+        return np.asarray((first > key[0]) | ((first == key[0]) & (table[KEY_SECOND] > limit)))
 
     def fits_without(
         self, worse: NDArray[np.bool_], devices: int, in_service: NDArray[np.bool_], per_node: int
@@ -112,14 +112,14 @@ class RunningJobs:
 
     def count_devices(self, worse: NDArray[np.bool_]) -> float:
         """Return the devices of the jobs in these columns."""
-        return float(self._table[DEVICES, : len(worse)][worse].sum())
+        return float(self._table[JOB_DEVICES, : len(worse)][worse].sum())
 
     def sort_worst_first(self, worse: NDArray[np.bool_], now_s: float) -> Iterator[SimulatedJob]:
         """Return the jobs in these columns, that with the greatest key first."""
         columns = np.flatnonzero(worse)
         table = self._table[:, columns]
-        first = table[FIRST] - table[SLOPE] * np.maximum(0.0, now_s - table[FIRST_STEP_S])
-        for column in columns[np.lexsort((-table[ID], -table[SECOND], -first))].tolist():
+        first = table[KEY_FIRST] - table[KEY_SLOPE] * np.maximum(0.0, now_s - table[FIRST_STEP_S])
+        for column in columns[np.lexsort((-table[JOB_ID], -table[KEY_SECOND], -first))].tolist():
             job = self._jobs[column]
             assert job is not None
             yield job
