@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -260,9 +260,9 @@ def run_hour(num_nodes: int, minutes: float, folder: Path) -> tuple[Totals, floa
         began_unix, began = time.time(), seconds_since_boot()
         target = LoadTarget(
             level="site s",
-            limit=f"{TARGET_SHARE * SITE_SHARE * NODE_W * num_nodes:.0f} W",
-            start=datetime.fromtimestamp(began_unix + length_s * 2 / 3, UTC),
-            end=datetime.fromtimestamp(began_unix + length_s * 5 / 6, UTC),
+            limit_w=TARGET_SHARE * SITE_SHARE * NODE_W * num_nodes,
+            start_s=began_unix + length_s * 2 / 3,
+            end_s=began_unix + length_s * 5 / 6,
         )
         fleet = PowerFleet(fleet.file, fleet.tree, fleet.jobs, [target])
         guard = open_guard(fleet, hall.links, read_nodes(fleet, hall.links), takes_over=False)

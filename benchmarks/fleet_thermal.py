@@ -149,7 +149,7 @@ def _measure_findings(hourly: list[DeviceSeries]) -> list[Bar]:
             "A100: weekly checks that find throttling",
             "> 0",
             f"{throttled} of {num_checks[THROTTLING_KIND]}",
-            throttled,
+            throttled > 0,
         ),
         make_bar("others: false alarms in weekly checks", "0", f"{alarms} of {checks}", alarms == 0),
         *_measure_injected_faults(hourly, early),

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.fleet.simulate.checkpointing import AttemptTime
+from phalanx.fleet.simulate.cluster_time import ClusterTime
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool, Placement
 from phalanx.fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
@@ -41,29 +42,6 @@ class AttemptLog:
     end_s: list[float] = field(default_factory=list)
     jobs: list[int] = field(default_factory=list)
     times: list[AttemptTime] = field(default_factory=list)
-
-
-@dataclass
-class ClusterTime:
-    """Device-seconds of a cluster by state. All add up to its devices times the time simulated."""
-
-    productive: float = 0.0
-    blocked: float = 0.0
-    wasted: float = 0.0
-    unavailable: float = 0.0
-    idle: float = 0.0
-    spare: float = 0.0
-    repair: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of all states."""
-        return self.used + self.idle + self.spare + self.repair
-
-    @property
-    def used(self) -> float:
-        """Sum of the states in which a job has the device."""
-        return self.productive + self.blocked + self.wasted + self.unavailable
 
 
 @dataclass
