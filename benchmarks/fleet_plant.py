@@ -187,14 +187,15 @@ def _measure_closed_loops(sites: dict[str, Weather]) -> list[Bar]:
                 )
             )
     saved = [each.advice.saved_share for each in disturbed]
-    hours, fixed_hours = map(sum, zip(*map(_count_throttled, disturbed), strict=True))
+    counts = [_count_throttled(each) for each in disturbed]
+    advised_hours, fixed_hours = sum(each[0] for each in counts), sum(each[1] for each in counts)
     bars.append(
         _bar(
             "the same 8 site-years, adviser silent 6 h a week, operator in charge a day a month: energy; throttling",
             "less; not more hours",
-            f"{-max(saved):+.0%} to {-min(saved):+.0%}; {hours} against {fixed_hours} hours; own set point in "
+            f"{-max(saved):+.0%} to {-min(saved):+.0%}; {advised_hours} against {fixed_hours} hours; own set point in "
             f"{sum(each.num_local_hours for each in disturbed) / 8:.0f} hours a year",
-            min(saved) > 0 and hours <= fixed_hours,
+            min(saved) > 0 and advised_hours <= fixed_hours,
         )
     )
     return bars
