@@ -1,0 +1,44 @@
+"""`phalanx power apply` on a fake fleet."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from phalanx.app import power
+from phalanx.app.power import AuditLog, apply_caps, load_power_fleet, open_guard, read_nodes
+from phalanx.errors import UnfitNodeError
+from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
+
+FLEET = """
+name: t
+sites: {s: {budget: 15 kW}}
+feeds: {a: {site: s}}
+rows: {r: {feed: a}}
+racks: {k: {row: r, node_type: h100, nodes: 2}}
+node_types: {h100: {node: dgx-h100, device_min_cap: 200 W}}
+"""
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_apply_ends_with_an_error_where_a_device_does_not_follow(
+    follows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    fleet, clock = load_power_fleet(tmp_path / "fleet.yaml"), FakeClock(1000.0)
+    monkeypatch.setattr(power, "seconds_since_boot", clock)
+    nodes = make_fake_nodes(fleet.tree.nodes, clock)
+    nodes[0].devices[0].ignores_writes = not follows
+    links = FakeLinks(nodes, clock, FakeNetwork(), random.Random(0))
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    guard = open_guard(fleet, links, read_nodes(fleet, links, sleep), takes_over=False)
+    steps = apply_caps(fleet, guard, AuditLog(tmp_path / "audit.jsonl"), sleep)
+    if follows:
+        list(steps)
+        assert sum(node.claim_w(4600.0, fleet.settings.margin) for node in nodes) <= 15000.0
+    else:
+        with pytest.raises(UnfitNodeError, match="do not follow"):
+            list(steps)
