@@ -54,8 +54,9 @@ def group() -> None:
 def list_nodes(
     on: OnOption = None, nodes: NodesOption = None, runs: RunsOption = None, as_json: JsonOption = False
 ) -> None:
-    """List nodes: state, jobs, power, cap, temperature margin, age of the reading and reason.
+    """List nodes.
 
+    State, jobs, power, cap, temperature margin, age of the reading and reason.
     A reading older than 3 of its periods is shown as missing, with its age.
     """
     from phalanx.app.fleet_nodes import FleetReader, open_node_states
@@ -103,8 +104,9 @@ def show(
     runs: RunsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all readings as JSON.")] = False,
 ) -> None:
-    """Show a node and its history; of this machine, also power, heat, load and errors now and in the last 24 hours.
+    """Show a node and its history.
 
+    Of this machine, also power, heat, load and errors now and in the last 24 hours.
     A value that cannot be read is shown as `-`, and is null in JSON.
     """
     from phalanx.app.fleet import read_local_node
@@ -147,7 +149,10 @@ def undrain(
     ] = "taken back without a test",
     on: DrainOnOption = "local",
 ) -> None:
-    """Take back a node that is drained or suspect: jobs start there again."""
+    """Take back a node that is drained or suspect.
+
+    Jobs start there again.
+    """
     from phalanx.app.fleet_nodes import find_actor, open_node_states, undrain_node
     from phalanx.jobs.backends.nodes import open_node_backend
 
@@ -171,8 +176,9 @@ def check_fitness(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Skip the checks that measure: under 3 s.")] = False,
 ) -> int:
-    """Test a drained node with `phalanx doctor`, and undrain it if it is fit.
+    """Test a drained node, and undrain it if it is fit.
 
+    The checks are those of `phalanx doctor`.
     The checks run on the node itself: for another machine give its report. Exit code 0: fit. 77: a check failed, and
     the node stays drained.
     """

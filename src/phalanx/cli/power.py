@@ -63,7 +63,9 @@ def plan(
     fake: FakeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan caps that keep every level within its budget; predict the slow-down of each job. Nothing is changed.
+    """Plan caps that keep every level within its budget.
+
+    Predict the slow-down of each job. Nothing is changed.
 
     Exit code 77: a level cannot be brought within its budget.
     """
@@ -94,7 +96,9 @@ def apply(
     take_over: TakeOverOption = False,
     fake: FakeOption = False,
 ) -> None:
-    """Print the writes of a plan, in order; with --yes lower, read back, then raise.
+    """Print the writes of a plan, or write with --yes.
+
+    Lower, read back, then raise.
 
     Caps above the fallback are leases: they end with this command. `phalanx power guard` keeps them.
     """
@@ -131,7 +135,9 @@ def guard(
     take_over: TakeOverOption = False,
     fake: FakeOption = False,
 ) -> None:
-    """Hold the budgets until Ctrl-C: redistribute caps, answer load targets, renew leases.
+    """Hold the budgets until Ctrl-C.
+
+    Redistribute caps, answer load targets, renew leases.
 
     At the end every cap is lowered to the fallback, which fits all budgets.
     """
@@ -172,7 +178,9 @@ def release(
     take_over: TakeOverOption = False,
     fake: FakeOption = False,
 ) -> None:
-    """Restore the power caps of before the first order, and end the control of nodes.
+    """Restore the power caps of before the first order.
+
+    End the control of nodes.
 
     Also after a crash or a restart: nodes keep a record. A cap that another program has set stays. Exit code 77: a
     node was not released.
@@ -208,7 +216,7 @@ def release(
 def sweep(
     fleet: FleetArgument,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that trains.")],
-    caps: Annotated[int, typer.Option("--caps", metavar="N", help="Caps to measure, 3 to 7.")] = 5,
+    caps: Annotated[int, typer.Option("--caps", min=3, max=7, metavar="N", help="Caps to measure.")] = 5,
     measure: Annotated[
         float, typer.Option("--measure", min=1.0, max=600.0, metavar="SECONDS", help="Seconds to measure at each cap.")
     ] = 30.0,
@@ -219,7 +227,9 @@ def sweep(
     take_over: TakeOverOption = False,
     fake: FakeOption = False,
 ) -> None:
-    """Measure the speed of a running job at several power caps; store the curve with the run.
+    """Measure the speed of a running job at several caps.
+
+    Store the curve with the run.
 
     From the highest cap that the budgets bear down to the lowest settable one, 40 to 60 s at each. The old caps come
     back at the end, on Ctrl-C, and when this command is killed.
@@ -268,7 +278,9 @@ def node(
     ] = False,
     socket: Annotated[Path | None, typer.Option("--socket", metavar="PATH", help="Its socket, for --stdio.")] = None,
 ) -> None:
-    """Hold the devices of this node, as root, for guards that the file allows.
+    """Hold the devices of this node for guards, as root.
+
+    The file says which users may order.
 
     Without --yes print the users that may order, the devices with their caps, and the writes of the start.
     """

@@ -57,7 +57,9 @@ def fit(
     until: UntilOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit thermal constants of each kind of device: T0, resistance, and time constants where samples are frequent.
+    """Fit thermal constants of each kind of device.
+
+    T0, resistance, and time constants where samples are frequent.
 
     Steady heat is read from hours, or from minutes where there are less than 3 days. A step response needs samples
     every 10 seconds or less.
@@ -90,7 +92,9 @@ def check(
     until: UntilOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Find devices that throttle, and nodes with a dead fan, fouling, a dry plate or a warm inlet.
+    """Find devices that throttle or run hot, and why.
+
+    A dead fan, fouling, a dry plate or a warm inlet.
 
     The newest days are compared with the kind of the device, and with the 28 days before. Exit code 77: a finding.
     """
@@ -129,7 +133,9 @@ def advise(
     column: ColumnOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Advise supply temperature and flow of a cooling plant, with the saving, the limits and the reason.
+    """Advise supply temperature and flow of a cooling plant.
+
+    With the saving, the limits and the reason.
 
     Compared with a fixed set point and a flow that follows the load. Nothing is sent anywhere.
     """

@@ -21,9 +21,10 @@ def guard(
         float | None, typer.Option("--for", min=1.0, max=1e9, metavar="SECONDS", help="End after this time.")
     ] = None,
 ) -> None:
-    """Watch leaks, flow and temperature margins until Ctrl-C; respond when cooling is lost.
+    """Respond when cooling is lost, until Ctrl-C.
 
-    In this order: report, drain the nodes, request isolation, have jobs save if seconds allow, power off.
+    Watch leaks, flow and temperature margins. In this order: report, drain the nodes, request isolation,
+    have jobs save if seconds allow, power off.
     """
     from phalanx.app.fleet_nodes import open_node_states
     from phalanx.app.thermal_guard import guard_cooling
@@ -51,7 +52,9 @@ def rehearse(
         ),
     ] = None,
 ) -> int:
-    """Simulate a fault at the first rack, and print what a guard does and when. Nothing is opened.
+    """Simulate a fault at the first rack.
+
+    Print what a guard does and when. Nothing is opened.
 
     Exit code 77: a device gets as hot as its limit before its power is off.
     """

@@ -19,9 +19,10 @@ def request(
         float | None, typer.Option("--for", min=1.0, max=1e9, metavar="SECONDS", help="Withdraw after this time.")
     ] = None,
 ) -> int:
-    """Ask a CDU's controller for a supply temperature until Ctrl-C; it decides.
+    """Ask a CDU's controller for a supply temperature.
 
-    The request lapses when the heartbeat of this command stops. Exit code 77: it is refused, or was withdrawn.
+    Until Ctrl-C; the controller decides. The request lapses when the heartbeat of this command stops. Exit code 77: it is
+    refused, or was withdrawn.
     """
     from phalanx.app.thermal_requests import hold_request, make_session, open_request
 
@@ -57,7 +58,10 @@ def withdraw(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")] = "by an operator",
     end: Annotated[bool, typer.Option("--end", help="Allow requests again.")] = False,
 ) -> None:
-    """Withdraw all requests within 10 s, and refuse new ones until `--end`."""
+    """Withdraw all requests within 10 s.
+
+    New ones are refused until `--end`.
+    """
     from phalanx.app.thermal_requests import set_withdrawal
 
     path = set_withdrawal(None if end else reason)

@@ -49,7 +49,7 @@ def test_no_arguments_at_all_print_the_help(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("Usage: phalanx")
 
 
-@pytest.mark.parametrize("group", ["jobs", "data", "checkpoint", "recipe"])
+@pytest.mark.parametrize("group", ["jobs", "data", "checkpoint", "recipe", "fleet", "power", "thermal"])
 def test_a_group_without_a_command_lists_its_commands_in_whole_sentences(
     group: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
