@@ -21,8 +21,8 @@ def request(
 ) -> int:
     """Ask a CDU's controller for a supply temperature.
 
-    Until Ctrl-C; the controller decides. The request lapses when the heartbeat of this command stops. Exit code 77: it is
-    refused, or was withdrawn.
+    Until Ctrl-C; the controller decides. The request lapses when the heartbeat of this command stops. Exit code 77: it
+    is refused, or was withdrawn.
     """
     from phalanx.app.thermal_requests import hold_request, make_session, open_request
 
