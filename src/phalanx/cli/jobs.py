@@ -303,10 +303,7 @@ def release(job: JobIdArgument, on: BackendOption = "local") -> None:
 
 @app.command()
 def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
-    """Pause a job until `jobs resume`.
-
-    It saves, stops, and keeps its place in the queue.
-    """
+    """Save, stop and hold a job until `jobs resume`."""
     from phalanx.jobs.backends.base import open_pausing_backend
 
     open_pausing_backend(on).pause(job, "by `phalanx jobs pause`")
