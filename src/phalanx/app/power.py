@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import UnfitNodeError, UsageError
+from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
-from phalanx.fleet.power.audit import write_audit
 from phalanx.fleet.power.capped_tree import count_capped_devices
 from phalanx.fleet.power.claims import list_budgets
 from phalanx.fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.app.power import POLL_INTERVAL_S, PowerFleet, PowerReading, make_writer_name, power_state_dir
 from phalanx.errors import UsageError
-from phalanx.fleet.power.audit import write_audit
+from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.power.claims import LevelSum
 from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.load_targets import find_active_budgets

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from phalanx.app.power import PowerFleet, PowerReading, make_writer_name, power_state_dir
 from phalanx.app.power_release import check_lease
 from phalanx.errors import UsageError
-from phalanx.fleet.power.audit import write_audit
+from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.power.claims import LevelSum, claim_node, find_excesses
 from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.load_targets import find_active_budgets

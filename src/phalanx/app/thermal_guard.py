@@ -1,7 +1,6 @@
 """Watch racks, CDUs and margins, and respond when cooling is lost: `phalanx thermal guard`."""
 
 import contextlib
-import getpass
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from phalanx.app.fleet_nodes import find_actor
 from phalanx.app.thermal_requests import open_bus_requests, thermal_state_dir
 from phalanx.errors import DataError, UsageError
-from phalanx.fleet.audit_log import append_audit_line
+from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_services import NodeServices
 from phalanx.fleet.node_states import NodeState, NodeStates
@@ -215,7 +214,7 @@ def guard_cooling(
 
     def record(event: ResponseEvent) -> None:
         if event.is_done:
-            append_audit_line(audit, time.time(), getpass.getuser(), asdict(event))
+            write_audit(audit, [asdict(event)])
 
     with contextlib.ExitStack() as stack:
         services = stack.enter_context(contextlib.closing(NodeServices(file)))

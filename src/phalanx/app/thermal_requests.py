@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.fleet.audit_log import append_audit_line
+from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.nodes_file import CduEntry, NodesFile, load_nodes_file
 from phalanx.fleet.telemetry.modbus import ModbusError, PymodbusClient
 from phalanx.fleet.telemetry.mqtt import AiomqttSubscriber, MqttOptions, open_subscriber
@@ -78,7 +78,7 @@ def make_session(request: CduRequest, clock: Callable[[], float] = time.monotoni
 
     def record(fields: dict[str, object]) -> None:
         line = {"cdu": request.cdu_id, **fields}
-        append_audit_line(folder / "audit.jsonl", time.time(), getpass.getuser(), line)
+        write_audit(folder / "audit.jsonl", [line])
 
     return RequestSession(request.target_c, request.limits, request.channel, clock, find_withdrawal, record)
 
@@ -118,7 +118,7 @@ def set_withdrawal(reason: str | None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"reason": reason, "user": getpass.getuser(), "time": time.time()}))
     fields = {"withdrawal": reason} if reason is not None else {"withdrawal_ended": True}
-    append_audit_line(path.parent / "audit.jsonl", time.time(), getpass.getuser(), fields)
+    write_audit(path.parent / "audit.jsonl", [fields])
     return path
 
 

@@ -1,12 +1,17 @@
-"""Append to an audit log: a line of JSON for each thing that was written, or refused, with time and user."""
+"""The audit logs of power control and cooling: a line of JSON for each order, with time and user."""
 
+import getpass
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def append_audit_line(path: Path, time_s: float, user: str, fields: Mapping[str, object]) -> None:
-    """Append a line. The file only grows."""
+def write_audit(path: Path, entries: Sequence[Mapping[str, object]], user: str | None = None) -> None:
+    """Append entries; each with user and time."""
+    if not entries:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time_s, "user": user, **fields}) + "\n")
+        for entry in entries:
+            file.write(json.dumps({"time": time.time(), "user": user or getpass.getuser(), **entry}) + "\n")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.fleet.power.audit import write_audit
+from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.power.helper_file import PeerList
 from phalanx.fleet.power.messages import MAX_LINE_BYTES, NodeReport, NodeRequest, WireError, format_line, parse_request
 from phalanx.fleet.power.node_keeper import NodeKeeper
