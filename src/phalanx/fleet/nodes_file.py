@@ -14,28 +14,27 @@ from phalanx.recipe.validation_errors import describe_validation_error, describe
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
 
-class RedfishEntry(StrictModel):
+class ControllerEntry(StrictModel):
+    """How a management controller is read."""
+
+    url: str
+    interval_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(20.0, gt=0)
+    verify_tls: bool = True
+    ca_file: Path | None = None
+    credentials_file: Path | None = None
+
+
+class RedfishEntry(ControllerEntry):
     """A node's management controller: RedfishOptions."""
 
-    url: str
     chassis: str = ""
-    interval_s: float = Field(10.0, gt=0)
-    timeout_s: float = Field(20.0, gt=0)
-    verify_tls: bool = True
-    ca_file: Path | None = None
-    credentials_file: Path | None = None
 
 
-class CduRedfishEntry(StrictModel):
+class CduRedfishEntry(ControllerEntry):
     """A CDU's management controller: RedfishCduOptions."""
 
-    url: str
     cdu: str = ""
-    interval_s: float = Field(10.0, gt=0)
-    timeout_s: float = Field(20.0, gt=0)
-    verify_tls: bool = True
-    ca_file: Path | None = None
-    credentials_file: Path | None = None
 
 
 class MqttEntry(StrictModel):

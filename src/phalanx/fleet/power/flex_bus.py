@@ -6,14 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
 from phalanx.fleet.telemetry.credentials import Credentials
 from phalanx.fleet.telemetry.mqtt import (
-    CONNECT_TIMEOUT_S,
-    DEFAULT_PORTS,
-    FIRST_REFUSAL_CODE,
     RETRY_INTERVAL_S,
     AiomqttSubscriber,
     MqttOptions,
@@ -65,24 +61,9 @@ class FlexBus(AiomqttSubscriber):
         self._waiting.append(message)
 
     async def _receive_until_lost(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
-        import aiomqtt
-
-        address, user = urlsplit(self._options.url), self._credentials
         try:
-            async with aiomqtt.Client(
-                address.hostname or "",
-                address.port or DEFAULT_PORTS[address.scheme],
-                username=None if user is None else user.user,
-                password=None if user is None else user.password,
-                tls_context=self._make_tls_context() if address.scheme == "mqtts" else None,
-                timeout=CONNECT_TIMEOUT_S,
-                identifier=self._client_id,
-                clean_session=False,
-            ) as client:
-                for topic_filter in topic_filters:
-                    granted = await client.subscribe(topic_filter, qos=2)
-                    if any(isinstance(code, int) and code >= FIRST_REFUSAL_CODE for code in granted):
-                        raise aiomqtt.MqttError(f"refuses the topics {topic_filter} to this user")
+            async with self._make_client(identifier=self._client_id, clean_session=False) as client:
+                await self._subscribe(client, topic_filters, qos=2)
                 self.is_connected = True
                 sender = asyncio.create_task(self._send_waiting(client))
                 try:

@@ -198,22 +198,33 @@ class AiomqttSubscriber:
                 logger.info("telemetry: %s: %s", self._options.url, _describe_error(error))
             await asyncio.sleep(self._retry_interval_s)
 
-    async def _receive_until_lost(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
+    def _make_client(self, identifier: str | None = None, clean_session: bool | None = None) -> "aiomqtt.Client":
+        """A client of this broker, to be entered. A session that is not clean is kept under its identifier."""
         import aiomqtt
 
         address, user = urlsplit(self._options.url), self._credentials
-        async with aiomqtt.Client(
+        return aiomqtt.Client(
             address.hostname or "",
             address.port or DEFAULT_PORTS[address.scheme],
             username=None if user is None else user.user,
             password=None if user is None else user.password,
             tls_context=self._make_tls_context() if address.scheme == "mqtts" else None,
             timeout=CONNECT_TIMEOUT_S,
-        ) as client:
-            for topic_filter in topic_filters:
-                granted = await client.subscribe(topic_filter, qos=1)
-                if any(isinstance(code, int) and code >= FIRST_REFUSAL_CODE for code in granted):
-                    raise aiomqtt.MqttError(f"refuses the topics {topic_filter} to this user")
+            identifier=identifier,
+            clean_session=clean_session,
+        )
+
+    async def _subscribe(self, client: "aiomqtt.Client", topic_filters: Sequence[str], qos: int) -> None:
+        import aiomqtt
+
+        for topic_filter in topic_filters:
+            granted = await client.subscribe(topic_filter, qos=qos)
+            if any(isinstance(code, int) and code >= FIRST_REFUSAL_CODE for code in granted):
+                raise aiomqtt.MqttError(f"refuses the topics {topic_filter} to this user")
+
+    async def _receive_until_lost(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
+        async with self._make_client() as client:
+            await self._subscribe(client, topic_filters, qos=1)
             self._client = client
             self._is_decided.set()
             try:
