@@ -17,7 +17,6 @@ The 10 s after a budget has fallen are counted on their own. On the page, a node
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -38,11 +37,10 @@ from phalanx.fleet.power.claims import find_excesses
 from phalanx.fleet.power.fake_fleet import FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx.fleet.power.load_targets import LoadTarget, find_active_budgets
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample
-from phalanx.fleet.telemetry.sample_json import to_json
 from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.run.boot_clock import seconds_since_boot
-from serve import Stream, free_port, measure_process, started, wait_for
+from serve import Stream, free_port, measure_process, node_address, run_fake_agents, started, wait_for
 
 DEVICES = 8
 NODES_PER_ROW, NODES_PER_RACK = 250, 5
@@ -76,10 +74,6 @@ class Totals:
     steps: int = 0
     longest_step_s: float = 0.0
     unsafe: int = 0
-
-
-def node_address(number: int) -> str:
-    return f"127.1.{number // NODES_PER_ROW}.{number % NODES_PER_ROW + 1}"
 
 
 def write_fleet_file(path: Path, num_nodes: int) -> None:
@@ -180,12 +174,15 @@ class Hall:
         return claims, draws
 
 
-def run_fake_agents(port: int, path: Path, num_nodes: int) -> None:
-    """Answer on every address of the loopback network as the agent of that node."""
+def run_hall_agents(port: int, path: Path, num_nodes: int) -> None:
+    """Send what the devices of the hall draw, as the agents of its nodes."""
     shared = np.memmap(path, np.float32, "r", shape=(num_nodes, DEVICES, 3))
     numbers = {node_address(number): number for number in range(num_nodes)}
 
-    def make_line(node: str) -> bytes:
+    def read_sample(node: str) -> NodeSample | None:
+        values = shared[numbers[node]]
+        if values[0, 0] < 0:
+            return None
         devices = tuple(
             DeviceSample(
                 id=f"GPU-{node}-{index}",
@@ -195,29 +192,11 @@ def run_fake_agents(port: int, path: Path, num_nodes: int) -> None:
                 core_temperature_c=round(float(core), 1),
                 thermal_margin_c=round(87.0 - float(core), 1),
             )
-            for index, (draw, core, cap) in enumerate(shared[numbers[node]])
+            for index, (draw, core, cap) in enumerate(values)
         )
-        sample = NodeSample(time.time(), HostSample(cpu_utilization=0.2), devices)
-        return json.dumps({"node": node, **to_json(sample)}, separators=(",", ":")).encode() + b"\n"
+        return NodeSample(time.time(), HostSample(cpu_utilization=0.2), devices)
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while (await reader.readline()).strip():
-                pass
-            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-            node = writer.get_extra_info("sockname")[0]
-            await asyncio.sleep(hash(node) % 1000 / 1000)
-            while True:
-                if shared[numbers[node], 0, 0] >= 0:
-                    writer.write(make_line(node))
-                    await writer.drain()
-                await asyncio.sleep(1.0)
-
-    async def serve() -> None:
-        async with await asyncio.start_server(answer, "0.0.0.0", port, backlog=4096) as server:
-            await server.serve_forever()
-
-    asyncio.run(serve())
+    run_fake_agents(port, read_sample)
 
 
 @contextlib.contextmanager
@@ -363,7 +342,7 @@ def main() -> None:
     parser.add_argument("--fake-agents", nargs=2, metavar=("PORT", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fake_agents:
-        run_fake_agents(int(options.fake_agents[0]), Path(options.fake_agents[1]), options.nodes)
+        run_hall_agents(int(options.fake_agents[0]), Path(options.fake_agents[1]), options.nodes)
         return
     with tempfile.TemporaryDirectory() as folder:
         totals, cpu, memory = run_hour(options.nodes, options.minutes, Path(folder))

@@ -131,38 +131,42 @@ def node_address(number: int) -> str:
     return f"127.1.{number // 250}.{number % 250 + 1}"
 
 
-def run_fake_agents(port: int) -> None:
-    """Answer on every address of the loopback network as the agent of that node."""
-
-    def make_line(node: str) -> bytes:
-        devices = tuple(
-            DeviceSample(
-                id=f"GPU-{node}-{index}",
-                name="NVIDIA H100 80GB HBM3",
-                power_instant_w=612.3,
-                power_mean_w=598.7,
-                power_cap_w=700.0,
-                energy_joules=1234567.8,
-                core_temperature_c=61.0,
-                memory_temperature_c=72.0,
-                thermal_margin_c=26.0,
-                core_clock_hz=1.98e9,
-                memory_clock_hz=2.6e9,
-                slow_reasons=SlowReason(0),
-                utilization=0.99,
-                memory_used_bytes=6.1e10,
-                memory_size_bytes=8.5e10,
-                ecc_corrected_total=0.0,
-                ecc_uncorrected_total=0.0,
-                xid=0.0,
-                xids_total=0.0,
-                pcie_replays_total=0.0,
-                nvlink_sent_bytes_total=9.9e12,
-                nvlink_received_bytes_total=9.9e12,
-            )
-            for index in range(DEVICES_PER_NODE)
+def make_sample(node: str) -> NodeSample:
+    devices = tuple(
+        DeviceSample(
+            id=f"GPU-{node}-{index}",
+            name="NVIDIA H100 80GB HBM3",
+            power_instant_w=612.3,
+            power_mean_w=598.7,
+            power_cap_w=700.0,
+            energy_joules=1234567.8,
+            core_temperature_c=61.0,
+            memory_temperature_c=72.0,
+            thermal_margin_c=26.0,
+            core_clock_hz=1.98e9,
+            memory_clock_hz=2.6e9,
+            slow_reasons=SlowReason(0),
+            utilization=0.99,
+            memory_used_bytes=6.1e10,
+            memory_size_bytes=8.5e10,
+            ecc_corrected_total=0.0,
+            ecc_uncorrected_total=0.0,
+            xid=0.0,
+            xids_total=0.0,
+            pcie_replays_total=0.0,
+            nvlink_sent_bytes_total=9.9e12,
+            nvlink_received_bytes_total=9.9e12,
         )
-        sample = NodeSample(time.time(), HostSample(cpu_power_w=300.0, cpu_utilization=0.2), devices)
+        for index in range(DEVICES_PER_NODE)
+    )
+    return NodeSample(time.time(), HostSample(cpu_power_w=300.0, cpu_utilization=0.2), devices)
+
+
+def run_fake_agents(port: int, read_sample: Callable[[str], NodeSample | None] = make_sample) -> None:
+    """Answer on every address of the loopback network as the agent of that node, which sends nothing without a
+    sample."""
+
+    def make_line(node: str, sample: NodeSample) -> bytes:
         return json.dumps({"node": node, **to_json(sample)}, separators=(",", ":")).encode() + b"\n"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -173,8 +177,9 @@ def run_fake_agents(port: int) -> None:
             node = writer.get_extra_info("sockname")[0]
             await asyncio.sleep(hash(node) % 1000 / 1000)
             while True:
-                writer.write(make_line(node))
-                await writer.drain()
+                if (sample := read_sample(node)) is not None:
+                    writer.write(make_line(node, sample))
+                    await writer.drain()
                 await asyncio.sleep(1.0)
 
     async def serve() -> None:
