@@ -1,4 +1,7 @@
-"""Simulate a fleet for the live page, within limits of days, seeds, variants, time and memory, in its own process."""
+"""Simulate a fleet for the live page, within limits of days, seeds, variants, time and memory, in its own process.
+
+Only that process imports the simulation, so that the server starts without it.
+"""
 
 import json
 import os
@@ -9,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.app.simulate import simulate_variants
-from phalanx.app.simulation_page import render_simulation_body
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
 
@@ -67,6 +68,9 @@ def simulate_bounded(request: SimulationRequest, time_limit_s: float = TIME_LIMI
 
 def answer_request(request: SimulationRequest) -> dict[str, str]:
     """Simulate in this process. Variants may not name files that the fleet file does not."""
+    from phalanx.app.simulate import simulate_variants
+    from phalanx.app.simulation_page import render_simulation_body
+
     try:
         days = min(request.days, MAX_DAYS)
         variants = simulate_variants(

@@ -10,7 +10,7 @@ from phalanx.fleet.power.allocation import NodeCaps, allocate_caps
 from phalanx.fleet.power.claims import list_budgets
 from phalanx.fleet.power.guard import group_by_rack
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
-from phalanx.recipe.load import read_user_text
+from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.yaml_loader import parse_yaml
 
 CLUSTER_VARIABLE = "PHALANX_CLUSTER"

@@ -1,6 +1,7 @@
 """`phalanx serve`: the live page."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -53,14 +54,12 @@ def serve(
     The page is read-only, and for browsers on this machine, unless you say otherwise. PHALANX_SERVE_TOKEN gives the
     token; without it one is made and printed.
     """
-    try:
-        from phalanx.serve.server import ServeOptions
-        from phalanx.serve.server import serve as run_server
-    except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "prometheus_client"):
-            raise
-        package = error.name.replace("_", "-")
-        raise UsageError(f"{package} is not installed; pip install 'phalanx[serve]'") from None
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise UsageError(f"{package.replace('_', '-')} is not installed; pip install 'phalanx[serve]'")
+    from phalanx.serve.server import ServeOptions
+    from phalanx.serve.server import serve as run_server
+
     if targets is not None and fleet is None:
         raise UsageError("--targets needs --fleet FILE, the levels that the targets are for")
     options = ServeOptions(

@@ -4,12 +4,17 @@
 torch is imported only where something is measured; the catalog's files are read on first use.
 """
 
-from phalanx.cluster.data_sheet import DataSheet, find_data_sheet
-from phalanx.cluster.discovery import Cpu, DetectedGpu, Machine, detect_gpus, discover_machine
-from phalanx.cluster.environment import collect_environment
-from phalanx.cluster.load import load_cluster, save_cluster
-from phalanx.cluster.matmul_benchmark import measure_matmul
-from phalanx.cluster.spec import Cluster
+from typing import TYPE_CHECKING
+
+from phalanx.lazy_exports import make_getattr
+
+if TYPE_CHECKING:
+    from phalanx.cluster.data_sheet import DataSheet, find_data_sheet
+    from phalanx.cluster.discovery import Cpu, DetectedGpu, Machine, detect_gpus, discover_machine
+    from phalanx.cluster.environment import collect_environment
+    from phalanx.cluster.load import load_cluster, save_cluster
+    from phalanx.cluster.matmul_benchmark import measure_matmul
+    from phalanx.cluster.spec import Cluster
 
 __all__ = [
     "Cluster",
@@ -25,3 +30,16 @@ __all__ = [
     "measure_matmul",
     "save_cluster",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = make_getattr(
+        __name__,
+        {
+            "data_sheet": ("DataSheet", "find_data_sheet"),
+            "discovery": ("Cpu", "DetectedGpu", "Machine", "detect_gpus", "discover_machine"),
+            "environment": ("collect_environment",),
+            "load": ("load_cluster", "save_cluster"),
+            "matmul_benchmark": ("measure_matmul",),
+            "spec": ("Cluster",),
+        },
+    )

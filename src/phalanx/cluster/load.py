@@ -17,7 +17,7 @@ from phalanx.cluster.plausibility import find_implausible_values
 from phalanx.cluster.spec import MOST_NODES, Cluster
 from phalanx.errors import RecipeError
 from phalanx.recipe.dump import to_plain_values
-from phalanx.recipe.load import read_user_text
+from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
 from phalanx.recipe.yaml_loader import SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
 from phalanx.run.directory import write_atomic

@@ -16,8 +16,8 @@ from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_units import Power, PowerRate
 from phalanx.fleet.simulation_settings import SimulationSettings
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
-from phalanx.recipe.load import read_user_text
 from phalanx.recipe.overrides import apply_overrides
+from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 

@@ -9,7 +9,7 @@ from phalanx.errors import RecipeError
 from phalanx.fleet.telemetry.modbus_map import ModbusEntry
 from phalanx.fleet.telemetry.rack_points import REPUBLISH_INTERVAL_S
 from phalanx.fleet.thermal.response_settings import CoolingResponseSettings
-from phalanx.recipe.load import read_user_text
+from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.observe.history import RunHistory
-from phalanx.recipe.load import MAX_FILE_BYTES
 from phalanx.recipe.schema import Recipe
+from phalanx.recipe.user_text import MAX_FILE_BYTES
 from phalanx.recipe.yaml_loader import parse_yaml
 from phalanx.run import Run
 from phalanx.safe_files import read_text

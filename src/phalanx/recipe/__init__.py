@@ -4,18 +4,23 @@ A recipe is a value. This package loads one from a file, reports what is wrong w
 or machines. Only import paths in a recipe execute the user's code, in `import_object`.
 """
 
-from phalanx.recipe.batch_scaling import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers
-from phalanx.recipe.checks import check_recipe, num_workers_for
-from phalanx.recipe.device_checks import check_device
-from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
-from phalanx.recipe.dump import dump_recipe
-from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object
-from phalanx.recipe.json_schema import can_be_auto, json_schema
-from phalanx.recipe.load import LoadedRecipe, load_recipe, load_resolved_recipe
-from phalanx.recipe.reference import render_recipe_reference
-from phalanx.recipe.resolved import ResolvedRecipe
-from phalanx.recipe.schema import Recipe
-from phalanx.recipe.variables import expand_recipe
+from typing import TYPE_CHECKING
+
+from phalanx.lazy_exports import make_getattr
+
+if TYPE_CHECKING:
+    from phalanx.recipe.batch_scaling import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers
+    from phalanx.recipe.checks import check_recipe, num_workers_for
+    from phalanx.recipe.device_checks import check_device
+    from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
+    from phalanx.recipe.dump import dump_recipe
+    from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object
+    from phalanx.recipe.load import LoadedRecipe, load_recipe, load_resolved_recipe
+    from phalanx.recipe.reference import render_recipe_reference
+    from phalanx.recipe.resolved import ResolvedRecipe
+    from phalanx.recipe.schema import Recipe
+    from phalanx.recipe.schema_keys import can_be_auto, json_schema
+    from phalanx.recipe.variables import expand_recipe
 
 __all__ = [
     "LoadedRecipe",
@@ -42,3 +47,22 @@ __all__ = [
     "render_recipe_reference",
     "scale_batch_with_workers",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = make_getattr(
+        __name__,
+        {
+            "batch_scaling": ("describe_batch_scaling", "describe_kept_batch", "scale_batch_with_workers"),
+            "checks": ("check_recipe", "num_workers_for"),
+            "device_checks": ("check_device",),
+            "diff": ("RecipeDifference", "diff_recipes", "incompatible_changes", "is_free_on_resume"),
+            "dump": ("dump_recipe",),
+            "imports": ("describe_exception", "huggingface_directory", "import_object"),
+            "schema_keys": ("can_be_auto", "json_schema"),
+            "load": ("LoadedRecipe", "load_recipe", "load_resolved_recipe"),
+            "reference": ("render_recipe_reference",),
+            "resolved": ("ResolvedRecipe",),
+            "schema": ("Recipe",),
+            "variables": ("expand_recipe",),
+        },
+    )

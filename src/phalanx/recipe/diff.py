@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.recipe.json_schema import can_be_auto
 from phalanx.recipe.schema import Recipe
+from phalanx.recipe.schema_keys import can_be_auto
 from phalanx.recipe.validation_errors import describe_value
 
 KEYS_FREE_ON_RESUME = (

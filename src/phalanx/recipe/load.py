@@ -9,26 +9,22 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, is_storage_error
-from phalanx.recipe.json_schema import child_keys
+from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.resolved import ResolvedRecipe
 from phalanx.recipe.schema import Recipe
+from phalanx.recipe.schema_keys import child_keys
 from phalanx.recipe.snapshot_paths import resolve_data_dir
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
+from phalanx.recipe.user_text import read_user_text
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value
 from phalanx.recipe.variables import collect_variables, expand_recipe, expand_variables
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, location_of_key, parse_yaml
-from phalanx.safe_files import read_bytes
 
 logger = logging.getLogger(__name__)
 
 _MISSING_KEY_HELP = (
     "a recipe must name its model and its data: `model: {build: my:Net}`, `data: {source: {text: '*.txt'}}`"
 )
-
-
-MAX_FILE_BYTES = 1 << 20
-"""Bytes of a text written by hand."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class LoadedRecipe:
             yield
         except PhalanxError as error:
             name, colon, rest = str(error).partition(":")
-            if error.code is not ExitCode.RECIPE or not colon or name.split(".")[0] not in child_keys(()):
+            if error.code is not ExitCode.RECIPE or not colon or name.split(".")[0] not in child_keys((), Recipe):
                 raise
             raise RecipeError(f"{self.location_of(name)}:{rest}") from error
 
@@ -97,7 +93,7 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     try:
         recipe = Recipe.model_validate(given)
     except ValidationError as error:
-        raise describe_validation_error(error, given, locations) from None
+        raise describe_validation_error(error, given, locations, Recipe) from None
     if logger.isEnabledFor(logging.DEBUG):
         sections = sorted(Recipe.model_fields)
         logger.debug("keys left at their defaults: %s", ", ".join(key for key in sections if key not in given))
@@ -118,21 +114,3 @@ def load_resolved_recipe(path: Path) -> ResolvedRecipe:
         raise RecipeError(
             f"{path}: is empty or cut short: it leaves {key} open; restore the file, or train in another --run"
         ) from None
-
-
-def read_user_text(path: Path) -> str:
-    """Read the text of a file that the user wrote. Raises RecipeError when it is missing or is not text."""
-    try:
-        return read_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
-    except DataError as error:
-        raise RecipeError(f"{path}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
-    except FileNotFoundError:
-        siblings = sorted(other.name for other in path.absolute().parent.glob("*.y*ml"))
-        raise RecipeError(f"{path}: there is no such file{suggest_nearest(path.name, siblings)}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise RecipeError(f"{path}:{line}: not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
-    except OSError as error:
-        if is_storage_error(error):
-            raise
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None

@@ -6,7 +6,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from phalanx.recipe.field_types import ConfigModel
-from phalanx.recipe.json_schema import (
+from phalanx.recipe.schema import Recipe
+from phalanx.recipe.schema_keys import (
     JsonSchema,
     child_keys,
     describe_variant,
@@ -42,10 +43,10 @@ def render_recipe_reference() -> str:
     sections = [_INTRODUCTION_TEXT]
     shown_titles: dict[str, str] = {}
     repeated_keys: list[KeyPath] = []
-    for key in [(), *(key for key in iterate_keys() if child_keys(key))]:
+    for key in [(), *(key for key in iterate_keys(Recipe) if child_keys(key, Recipe))]:
         if any(key[: len(above)] == above for above in repeated_keys):
             continue
-        variants = [variant for variant in iterate_variants(find_schema(key) or {}) if "properties" in variant]
+        variants = [variant for variant in iterate_variants(find_schema(key, Recipe) or {}) if "properties" in variant]
         title = format_key(key) if key else "Top level"
         if (config_name := variants[0]["title"]) in shown_titles:
             sections.append(f"## {title}\n\nThe same keys as below `{shown_titles[config_name]}`.\n")
@@ -59,7 +60,7 @@ def render_recipe_reference() -> str:
 
 
 def _render_row(key: KeyPath, parent_schema: JsonSchema) -> str:
-    schema = find_schema(key) or {}
+    schema = find_schema(key, Recipe) or {}
     variants = list(iterate_variants(schema))
     values = ["a mapping, see below" if "properties" in variant else describe_variant(variant) for variant in variants]
     meaning = _description_of(schema) or next((text for variant in variants if (text := _description_of(variant))), "")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.json_schema import (
+from phalanx.recipe.schema_keys import (
     ModelClass,
     child_keys,
     describe_expected,
@@ -21,7 +21,6 @@ from phalanx.recipe.json_schema import (
     iterate_keys,
     iterate_variants,
 )
-from phalanx.recipe.schema import Recipe
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key
 
 MAX_SHOWN_PROBLEMS = 5
@@ -29,7 +28,7 @@ MAX_SHOWN_PROBLEMS = 5
 
 
 def describe_validation_error(
-    error: ValidationError, value: Any, locations: SourceLocations, model: ModelClass = Recipe
+    error: ValidationError, value: Any, locations: SourceLocations, model: ModelClass
 ) -> RecipeError:
     """Return the RecipeError with all problems of `value`, which is not a valid `model`, in the order of the file."""
     key_errors = [(_key_of_error(details, value), details) for details in error.errors(include_url=False)]
@@ -100,7 +99,7 @@ def _suggest_key(key: KeyPath, model: ModelClass) -> str:
     """Suggest the key that was meant: the highest with its name elsewhere, else one with nearly its name here, else all
     keys that are allowed here."""
     name, here = str(key[-1]), child_keys(key[:-1], model)
-    same_name = [other for other in iterate_keys(model=model) if other[-1] == name]
+    same_name = [other for other in iterate_keys(model) if other[-1] == name]
     min_depth = min(map(len, same_name), default=0)  # a key without its path is rarely a deeply nested one
     other_keys = [format_key(other) for other in same_name if len(other) == min_depth]
     if other_keys:

@@ -12,9 +12,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from phalanx.fleet.telemetry.agent_endpoint import SAMPLES_PATH
 from phalanx.fleet.telemetry.sample import NodeSample
-from phalanx.fleet.telemetry.sample_json import from_json
+from phalanx.fleet.telemetry.sample_json import SAMPLES_PATH, from_json
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,13 @@
 """The routes of the pages of a fleet file: power tree, cooling, what-if."""
 
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from phalanx.app.bounded_simulation import SimulationRequest, simulate_bounded
 from phalanx.errors import UsageError
@@ -19,9 +17,10 @@ from phalanx.fleet.power.load_targets import LoadTarget, load_targets_file
 from phalanx.fleet.power_tree import NodePower, PowerTree, build_power_tree
 from phalanx.fleet.telemetry.sample import NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
-from phalanx.serve.access import Access, describe_refusal
+from phalanx.serve.access import describe_refusal
 from phalanx.serve.actions import read_form
 from phalanx.serve.cooling_page import list_margins, render_cooling, render_cooling_page
+from phalanx.serve.page_context import PageContext
 from phalanx.serve.page_stream import Message
 from phalanx.serve.pages import render_problem
 from phalanx.serve.power_page import render_power, render_power_page
@@ -52,12 +51,6 @@ def load_served_fleet(path: Path, targets: Path | None = None) -> ServedFleet:
     return ServedFleet(path.absolute(), file, tree, () if targets is None else load_targets_file(targets, tree))
 
 
-class RenderPage(Protocol):
-    """Renders a page in the frame of all pages."""
-
-    def __call__(self, title: str, tab: str, body: str, events: str | None = None, status: int = 200) -> Response: ...
-
-
 @dataclass(frozen=True)
 class FleetReadings:
     """What is known of the nodes and racks now."""
@@ -72,29 +65,15 @@ class FleetRoutes:
     """The routes. `simulate` runs what-if studies, one at a time."""
 
     fleet: ServedFleet | None
-    access: Access
+    context: PageContext
     read: Callable[[], FleetReadings]
-    render_page: RenderPage
-    stream: Callable[[Callable[[], Awaitable[Message]]], Response]
-    wall_clock: Callable[[], float]
     simulate: Callable[[SimulationRequest], str] = simulate_bounded
     _shown: dict[str, tuple[int, str]] = field(default_factory=dict)
     simulation_lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def make_routes(self) -> list[Route]:
-        """The routes."""
-        return [
-            Route("/power", self.show_power),
-            Route("/stream/power", self.stream_power),
-            Route("/cooling", self.show_cooling),
-            Route("/stream/cooling", self.stream_cooling),
-            Route("/what-if", self.show_what_if),
-            Route("/what-if", self.answer_what_if, methods=["POST"]),
-        ]
-
     async def show_power(self, request: Request) -> Response:
         """The power tree."""
-        return self.render_page("Power", "Power", render_power_page(self._render_power()), "/stream/power")
+        return self.context.render("Power", "Power", render_power_page(self._render_power()), "/stream/power")
 
     async def stream_power(self, request: Request) -> Response:
         """The power tree again."""
@@ -102,11 +81,11 @@ class FleetRoutes:
         async def read() -> Message:
             return {"sections": {"power": self._render_power()}}
 
-        return self.stream(read)
+        return self.context.stream(read)
 
     async def show_cooling(self, request: Request) -> Response:
         """Racks and margins."""
-        return self.render_page("Cooling", "Cooling", render_cooling_page(self._render_cooling()), "/stream/cooling")
+        return self.context.render("Cooling", "Cooling", render_cooling_page(self._render_cooling()), "/stream/cooling")
 
     async def stream_cooling(self, request: Request) -> Response:
         """Racks and margins again."""
@@ -114,16 +93,16 @@ class FleetRoutes:
         async def read() -> Message:
             return {"sections": {"cooling": self._render_cooling()}}
 
-        return self.stream(read)
+        return self.context.stream(read)
 
     async def show_what_if(self, request: Request) -> Response:
         """The form."""
-        refusal = NO_FLEET if self.fleet is None else describe_refusal(self.access, request)
-        return self.render_page("What-if", "What-if", render_what_if_page({}, "", refusal))
+        refusal = NO_FLEET if self.fleet is None else describe_refusal(self.context.access, request)
+        return self.context.render("What-if", "What-if", render_what_if_page({}, "", refusal))
 
     async def answer_what_if(self, request: Request) -> Response:
         """The form, and the comparison that it asks for. It costs CPU time: only for browsers that may act."""
-        refusal = describe_refusal(self.access, request)
+        refusal = describe_refusal(self.context.access, request)
         if self.fleet is None or refusal is not None:
             return self._answer({}, render_problem("Not simulated", refusal or NO_FLEET), 403, refusal or NO_FLEET)
         if (form := await read_form(request)) is None:
@@ -142,7 +121,7 @@ class FleetRoutes:
     def _answer(self, form: Mapping[str, str], answer: str, status: int = 200, refusal: str | None = None) -> Response:
         answer = answer.replace("<h1>", "<h2>").replace("</h1>", "</h2>")  # the page has one title
         body = render_what_if_page(form, answer, refusal)
-        return self.render_page("What-if", "What-if", body, status=status)
+        return self.context.render("What-if", "What-if", body, status=status)
 
     def _render_power(self) -> str:
         fleet = self.fleet
@@ -167,7 +146,7 @@ class FleetRoutes:
 
     def _share(self, name: str, render: Callable[[float], str]) -> str:
         """A section; browsers that look at it share it for a second."""
-        now = self.wall_clock()
+        now = self.context.wall_clock()
         shown = self._shown.get(name)
         if shown is None or shown[0] != int(now):
             shown = self._shown[name] = (int(now), render(now))

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
+from phalanx import formatting
 from phalanx.cluster.spec import Prices
 from phalanx.observe.history import HistoryBuilder, RunHistory
 from phalanx.observe.html_report.chart import Chart
-from phalanx.observe.html_report.report import render_sections
+from phalanx.observe.html_report.report import render_report_body, render_sections
 from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.run_cost import read_run_prices
@@ -147,6 +148,23 @@ class LiveRun:
         """What changes when another file of the page does."""
         files = (self.run.resolved, self.run.plan, self.run.result, self.run.notes)
         return " ".join((str(self._is_written()), *map(_change_of, files)))
+
+
+def render_run(page: RunPage, address: str, may_act: bool) -> str:
+    """The page of a run: the report, its logs, and a form for notes where the browser may add them."""
+    note = f'<div id="reading">{render_reading_note(page)}</div>'
+    logs = f'<h2>Logs</h2><p><a href="{escape(address)}/logs">Output of the workers</a></p>'
+    form = f"""<form class="bar-form"><label>Note <input name="text" required></label>
+<button data-action="{escape(address)}/note">Add</button></form><p id="answer" role="status"></p>"""
+    return note + render_report_body(page.sections, page.charts) + (form if may_act else "") + logs
+
+
+def render_reading_note(page: RunPage) -> str:
+    """How much of a long run is read."""
+    if page.share_read >= 1:
+        return ""
+    share = formatting.format_percent(page.share_read)
+    return f'<p class="note">Reading the events: {share}. What follows is the run up to about there.</p>'
 
 
 def render_notes(notes: Sequence[RunNote]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
-from phalanx.serve.metrics import list_metrics
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricsData
@@ -93,6 +92,8 @@ def build_otlp_metrics(metrics: Iterable["Metric"], now: float) -> "MetricsData"
     from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    from phalanx.serve.metrics import list_metrics
 
     own_names = {definition.name.removesuffix("_total") for definition in list_metrics()}
     found = []

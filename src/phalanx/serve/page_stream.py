@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
-
-from phalanx.observe.html_report.chart import Chart, render_chart_rows
-from phalanx.observe.html_report.report import render_charts
 
 STREAM_INTERVAL_S = 1.0
 """Between two messages of a stream, which also say that the connection lives."""
@@ -29,15 +26,3 @@ async def stream_messages(
         message["now"] = wall_clock()
         yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
         await asyncio.sleep(STREAM_INTERVAL_S)
-
-
-def make_chart_message(charts: Sequence[Chart], is_same: bool) -> Message:
-    """The charts: new figures, or new values for those that the page has."""
-    if not is_same:
-        return {"html": render_charts(charts)}
-    return {
-        "charts": [
-            {"json": chart.to_json(), "description": chart.describe(), "rows": render_chart_rows(chart)}
-            for chart in charts
-        ]
-    }

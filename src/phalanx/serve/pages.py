@@ -7,8 +7,6 @@ from typing import NamedTuple
 from urllib.parse import urlencode
 
 from phalanx import formatting
-from phalanx.observe.html_report.report import render_report_body
-from phalanx.serve.live_run import RunPage
 from phalanx.serve.run_row import Losses, RunRow
 from phalanx.serve.tables import render_time
 
@@ -83,23 +81,6 @@ def render_frame(frame: PageFrame, body: str) -> str:
 </body>
 </html>
 """
-
-
-def render_run(page: RunPage, address: str, may_act: bool) -> str:
-    """The page of a run: the report, its logs, and a form for notes where the browser may add them."""
-    note = f'<div id="reading">{render_reading_note(page)}</div>'
-    logs = f'<h2>Logs</h2><p><a href="{escape(address)}/logs">Output of the workers</a></p>'
-    form = f"""<form class="bar-form"><label>Note <input name="text" required></label>
-<button data-action="{escape(address)}/note">Add</button></form><p id="answer" role="status"></p>"""
-    return note + render_report_body(page.sections, page.charts) + (form if may_act else "") + logs
-
-
-def render_reading_note(page: RunPage) -> str:
-    """How much of a long run is read."""
-    if page.share_read >= 1:
-        return ""
-    share = formatting.format_percent(page.share_read)
-    return f'<p class="note">Reading the events: {share}. What follows is the run up to about there.</p>'
 
 
 def select_rows(rows: Mapping[str, RunRow], query: RunQuery, now: float) -> list[ListedRun]:

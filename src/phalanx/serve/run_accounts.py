@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import DataError
-from phalanx.observe.goodput import compute_device_time
-from phalanx.observe.history import read_history
-from phalanx.observe.run_energy import read_run_energy
 from phalanx.run import Run
 from phalanx.run.directory import write_atomic
 from phalanx.safe_files import read_json
@@ -130,6 +127,10 @@ class AccountReader:
 
 def _read_account(row: RunRow) -> RunAccount:
     """Read a run whole. One that is too long, or of another version, counts as nothing."""
+    from phalanx.observe.goodput import compute_device_time
+    from phalanx.observe.history import read_history
+    from phalanx.observe.run_energy import read_run_energy
+
     assert row.state is not None
     run, device_s, productive_s = Run(row.path), 0.0, 0.0
     if row.state.size <= MAX_EVENTS_BYTES:

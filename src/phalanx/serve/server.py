@@ -9,17 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from phalanx.app.fleet_nodes import FleetReader, FleetSources, open_node_states
-from phalanx.cluster.load import load_cluster
-from phalanx.cluster.spec import Prices
 from phalanx.errors import UsageError
-from phalanx.fleet.fleet_node import FleetNode
-from phalanx.fleet.node_states import NodeChange
-from phalanx.fleet.nodes_file import load_nodes_file
-from phalanx.fleet.telemetry.sample import RackSample
 from phalanx.jobs.backends.base import open_backend
 from phalanx.jobs.backends.nodes import open_node_backend
 from phalanx.jobs.spec import JobStatus
@@ -27,15 +21,21 @@ from phalanx.run.cache import cache_root
 from phalanx.serve.access import make_access
 from phalanx.serve.agent_streams import AgentStreams
 from phalanx.serve.app import Server
-from phalanx.serve.fleet_routes import load_served_fleet
 from phalanx.serve.job_pages import JobReader
-from phalanx.serve.metrics import build_metrics
 from phalanx.serve.node_actions import NodeActions
 from phalanx.serve.node_reader import NodeReader, ReadFleet
 from phalanx.serve.otlp import OtlpExport, open_otlp_export
 from phalanx.serve.run_accounts import AccountReader
 from phalanx.serve.run_index import RunIndex, run_id
 
+if TYPE_CHECKING:
+    from phalanx.cluster.spec import Prices
+    from phalanx.fleet.fleet_node import FleetNode
+    from phalanx.fleet.node_states import NodeChange
+    from phalanx.fleet.telemetry.sample import RackSample
+    from phalanx.serve.fleet_routes import ServedFleet
+
+ServerThread = RunIndex | JobReader | NodeReader | AccountReader | OtlpExport
 SHUTDOWN_TIMEOUT_S = 2
 """For streams to end: they look once a second."""
 
@@ -69,9 +69,11 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")
     if options.nodes_file is not None:
+        from phalanx.fleet.nodes_file import load_nodes_file
+
         load_nodes_file(options.nodes_file)  # what is wrong with it is said before anything is served
-    fleet = None if options.fleet is None else load_served_fleet(options.fleet, options.targets)
-    prices = Prices() if options.cluster is None else load_cluster(options.cluster).prices
+    fleet = None if options.fleet is None else _load_fleet(options.fleet, options.targets)
+    prices = None if options.cluster is None else _load_prices(options.cluster)
     open_backend(options.backend)  # a name that is none, or a package that is missing
     access = make_access(options.host, options.allow_actions, options.token)
     _raise_file_limit()
@@ -91,18 +93,23 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             NodeActions(options.backend),
             fleet,
         )
-        export = open_otlp_export(os.environ, lambda: build_metrics(server.take_snapshot()))
-        threads: list[RunIndex | JobReader | NodeReader | AccountReader | OtlpExport]
-        threads = [server.index, server.jobs, server.nodes, server.accounts]
+        export = open_otlp_export(os.environ, lambda: server.metrics_routes.build_metrics())
+        index.start()
+        readers: list[ServerThread] = [server.jobs, server.nodes, server.accounts]
         if export is not None:
-            threads.append(export)
-        for thread in threads:
-            thread.start()
+            readers.append(export)
+        threads: list[ServerThread] = [index]
+
+        def start_readers() -> None:
+            for reader in readers:
+                reader.start()
+                threads.append(reader)
+
         host = f"[{options.host}]" if ":" in options.host else options.host
         secret = f"/?token={access.token}" if access.token else "/"
         report(f"http://{host}:{listener.getsockname()[1]}{secret}")
         config = uvicorn.Config(
-            server.make_app(),
+            server.make_app(start_readers),
             log_level="warning",
             access_log=False,
             lifespan="on",
@@ -119,6 +126,18 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
                 thread.stop()
 
 
+def _load_fleet(path: Path, targets: Path | None) -> "ServedFleet":
+    from phalanx.serve.fleet_routes import load_served_fleet
+
+    return load_served_fleet(path, targets)
+
+
+def _load_prices(cluster: str) -> "Prices":
+    from phalanx.cluster.load import load_cluster
+
+    return load_cluster(cluster).prices
+
+
 def _predict_end(index: RunIndex, job: JobStatus, now: float) -> float | None:
     """When the run of a job will be done, at the pace of its last steps; None for another kind of job."""
     row = None if job.run_dir is None else index.find(run_id(Path(job.run_dir)))
@@ -129,6 +148,7 @@ def _predict_end(index: RunIndex, job: JobStatus, now: float) -> float | None:
 
 def open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
     """Reads the nodes of the backend, or of the nodes file, with what running runs have recorded."""
+    from phalanx.app.fleet_nodes import FleetReader, FleetSources, open_node_states
 
     def list_running() -> list[Path]:
         now = time.time()
@@ -138,19 +158,21 @@ def open_fleet(options: ServeOptions, index: RunIndex) -> ReadFleet:
     sources = FleetSources(backend, options.nodes_file)
     reader = FleetReader(sources, open_node_states(), list_more_runs=list_running, finds_evidence=options.allow_actions)
 
-    def read() -> tuple[Sequence[FleetNode], Sequence[str], Sequence[RackSample]]:
+    def read() -> "tuple[Sequence[FleetNode], Sequence[str], Sequence[RackSample]]":
         view = reader.read()
         return view.nodes, view.problems, view.racks
 
     return read
 
 
-def _find_agents(nodes: Sequence[FleetNode], port: int) -> dict[str, tuple[str, int]]:
+def _find_agents(nodes: "Sequence[FleetNode]", port: int) -> dict[str, tuple[str, int]]:
     """Addresses of the agents of nodes; none for port 0."""
     return {node.name: (node.name, port) for node in nodes} if port else {}
 
 
-def _read_history(name: str) -> list[NodeChange]:
+def _read_history(name: str) -> "list[NodeChange]":
+    from phalanx.app.fleet_nodes import open_node_states
+
     with open_node_states() as states:
         return states.history(name)
 

@@ -7,13 +7,13 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, load_recipe
-from phalanx.recipe.json_schema import find_schema, iterate_keys, iterate_variants
+from phalanx.recipe.schema_keys import find_schema, iterate_keys, iterate_variants
 from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 
 def numbers_below(key: KeyPath) -> list[KeyPath]:
     """A key that holds a number, or the first place of a list of numbers."""
-    forms = list(iterate_variants(find_schema(key) or {}))
+    forms = list(iterate_variants(find_schema(key, Recipe) or {}))
     if any(form.get("type") in ("integer", "number") for form in forms):
         return [key]
     if any("items" in form or "prefixItems" in form for form in forms):
@@ -21,7 +21,7 @@ def numbers_below(key: KeyPath) -> list[KeyPath]:
     return []
 
 
-NUMBERS = sorted({each for key in iterate_keys() for each in numbers_below(key)}, key=format_key)
+NUMBERS = sorted({each for key in iterate_keys(Recipe) for each in numbers_below(key)}, key=format_key)
 """The keys of all numbers."""
 NAMES = [format_key(key) for key in NUMBERS]
 
@@ -52,7 +52,7 @@ def test_there_are_numbers_in_all_parts_of_a_recipe() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_number_has_a_bound_on_either_side(name: str) -> None:
     key = NUMBERS[NAMES.index(name)]
-    for form in iterate_variants(find_schema(key) or {}):
+    for form in iterate_variants(find_schema(key, Recipe) or {}):
         if form.get("type") in ("integer", "number"):
             assert form.keys() & {"minimum", "exclusiveMinimum"}, form
             assert form.keys() & {"maximum", "exclusiveMaximum"}, form

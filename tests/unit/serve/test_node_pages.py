@@ -24,7 +24,8 @@ from phalanx.serve.node_pages import (
     render_nodes,
     render_nodes_page,
 )
-from phalanx.serve.node_reader import NodeList, NodeReader, add_samples, read_node_minutes
+from phalanx.serve.node_reader import NodeList, NodeReader
+from phalanx.serve.node_samples import add_samples, read_node_minutes
 
 NOW = 1000.0
 HOT = DeviceSample(id="a", power_mean_w=350.0, power_cap_w=700.0, thermal_margin_c=10.0, utilization=1.0)

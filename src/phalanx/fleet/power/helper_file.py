@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError, UsageError
 from phalanx.fleet.node_control_settings import DEFAULT_SOCKET, CapDeviceSettings
-from phalanx.recipe.load import read_user_text
+from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 from phalanx.run.private_files import check_owner

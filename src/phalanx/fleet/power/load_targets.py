@@ -13,7 +13,7 @@ from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
 from phalanx.fleet.power_tree import PowerTree
 from phalanx.fleet.power_units import Power
-from phalanx.recipe.load import read_user_text
+from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 

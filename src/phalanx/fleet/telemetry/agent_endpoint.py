@@ -8,11 +8,10 @@ import threading
 
 from phalanx.fleet.telemetry.exposition import build_node_metrics, render_families
 from phalanx.fleet.telemetry.sample import NodeSample
-from phalanx.fleet.telemetry.sample_json import to_json
+from phalanx.fleet.telemetry.sample_json import SAMPLES_PATH, to_json
 
 logger = logging.getLogger(__name__)
 
-SAMPLES_PATH = "/samples"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_STREAMS = 8
 SEND_TIMEOUT_S = 10.0

@@ -6,6 +6,8 @@ from typing import Any
 
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
 
+SAMPLES_PATH = "/samples"
+"""Where an agent sends them."""
 TEXT_FIELDS = {"id", "name"}
 FIELD_NAMES = {kind: frozenset(each.name for each in fields(kind)) for kind in (HostSample, DeviceSample)}
 

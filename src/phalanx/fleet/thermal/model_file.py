@@ -9,7 +9,7 @@ from phalanx.cluster.spec import Count, Figure, Measure, StrictModel
 from phalanx.errors import RecipeError
 from phalanx.recipe.dump import to_plain_values
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
-from phalanx.recipe.load import read_user_text
+from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_validation_error, describe_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml, to_yaml
 from phalanx.run.directory import write_atomic

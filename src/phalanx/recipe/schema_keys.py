@@ -1,6 +1,6 @@
 """The schema as values: JSON Schema for editors, which keys there are, what each expects in words.
 
-Functions with a `model` argument work on any file that users write by hand; the default is the recipe.
+Functions with a `model` argument work on any file that users write by hand, and do not load the recipe's schema.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from phalanx.recipe.field_types import PERCENT_REGEX, STEPS_REGEX
-from phalanx.recipe.schema import Recipe
 from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 JsonSchema = dict[str, Any]
@@ -41,6 +40,8 @@ def _inline_refs(schema: Any, definitions: dict[str, JsonSchema]) -> Any:
 
 def json_schema() -> JsonSchema:
     """JSON Schema (2020-12) of a recipe file; editors complete and check from it."""
+    from phalanx.recipe.schema import Recipe
+
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **Recipe.model_json_schema(mode="validation"),
@@ -64,7 +65,7 @@ def iterate_variants(schema: JsonSchema) -> Iterator[JsonSchema]:
         yield schema
 
 
-def find_schema(key: KeyPath, model: ModelClass = Recipe) -> JsonSchema | None:
+def find_schema(key: KeyPath, model: ModelClass) -> JsonSchema | None:
     """The schema of one key; None when there is no such key, or it may hold anything."""
     schema: JsonSchema = _inlined_schema(model)
     for part in key:
@@ -82,7 +83,7 @@ def find_schema(key: KeyPath, model: ModelClass = Recipe) -> JsonSchema | None:
     return schema
 
 
-def child_keys(key: KeyPath, model: ModelClass = Recipe) -> list[str]:
+def child_keys(key: KeyPath, model: ModelClass) -> list[str]:
     """Names of the keys that may stand below `key`."""
     variants = iterate_variants(find_schema(key, model) or {})
     return [
@@ -92,20 +93,22 @@ def child_keys(key: KeyPath, model: ModelClass = Recipe) -> list[str]:
     ]
 
 
-def iterate_keys(key: KeyPath = (), model: ModelClass = Recipe) -> Iterator[KeyPath]:
+def iterate_keys(model: ModelClass, key: KeyPath = ()) -> Iterator[KeyPath]:
     """Every key of a file, parts before what is in them."""
     for name in child_keys(key, model):
         child = (*key, name)
         yield child
-        yield from iterate_keys(child, model)
+        yield from iterate_keys(model, child)
 
 
 @cache
 def _auto_keys() -> frozenset[str]:
+    from phalanx.recipe.schema import Recipe
+
     return frozenset(
         format_key(key)
-        for key in iterate_keys()
-        for variant in iterate_variants(find_schema(key) or {})
+        for key in iterate_keys(Recipe)
+        for variant in iterate_variants(find_schema(key, Recipe) or {})
         if "auto" in (variant.get("const"), *variant.get("enum", ()))
     )
 

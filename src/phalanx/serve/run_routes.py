@@ -1,0 +1,114 @@
+"""The routes of a run: its page, logs, and the comparison with others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from phalanx.cluster.spec import Prices
+from phalanx.errors import DataError, UsageError
+from phalanx.observe.compare import compare_runs, render_comparison_body
+from phalanx.observe.html_report.chart import Chart, render_chart_rows
+from phalanx.observe.html_report.report import render_charts
+from phalanx.run import Run
+from phalanx.serve.live_run import LiveRuns, render_reading_note, render_run
+from phalanx.serve.log_pages import render_logs
+from phalanx.serve.page_context import PageContext
+from phalanx.serve.page_stream import Message
+from phalanx.serve.pages import render_problem
+from phalanx.serve.run_index import RunIndex
+
+MAX_COMPARED_RUNS = 6
+
+
+@dataclass
+class RunRoutes:
+    """The handlers."""
+
+    index: RunIndex
+    context: PageContext
+    prices: Prices | None
+    live_runs: LiveRuns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.live_runs = LiveRuns(prices=self.prices)
+
+    async def show_run(self, request: Request) -> Response:
+        """The page of a run."""
+        if (live := self._find_run(request)) is None:
+            return self._missing_run()
+        try:
+            page = await run_in_threadpool(self.live_runs.find(live).read_page)
+        except DataError as error:
+            return self.context.render("Run", "Runs", render_problem(str(live.path), str(error)), status=422)
+        id = request.path_params["id"]
+        return self.context.render(
+            page.title, "Runs", render_run(page, f"/run/{id}", self.context.may_act(request)), f"/run/{id}/stream"
+        )
+
+    async def stream_run(self, request: Request) -> Response:
+        """The parts of a run's page that change, and its charts."""
+        if (run := self._find_run(request)) is None:
+            return self._missing_run()
+        live, shown_titles, shown_version = self.live_runs.find(run), [""], [0]
+
+        async def read() -> Message:
+            try:
+                page = await run_in_threadpool(live.read_page)
+            except DataError as error:
+                return {"sections": {"reading": render_problem(str(run.path), str(error))}}
+            if not run.path.is_dir():
+                gone = "The directory of this run is no longer there. What follows is the last that was read."
+                return {"sections": {"reading": f'<p class="note problem">{gone}</p>'}}
+            message: Message = {"sections": {"reading": render_reading_note(page), **page.sections}}
+            titles = " ".join(chart.full_title for chart in page.charts)
+            if page.version != shown_version[0]:
+                message["charts"] = make_chart_message(page.charts, is_same=titles == shown_titles[0])
+            shown_titles[0], shown_version[0] = titles, page.version
+            return message
+
+        return self.context.stream(read)
+
+    async def show_logs(self, request: Request) -> Response:
+        """Output of the workers of a run."""
+        if (run := self._find_run(request)) is None:
+            return self._missing_run()
+        values = request.query_params
+        end = int(values["end"]) if values.get("end", "").isdecimal() else None
+        wanted, id = values.get("q", ""), request.path_params["id"]
+        body = await run_in_threadpool(render_logs, run, id, values.get("log"), wanted, end)
+        return self.context.render("Logs", "Runs", body)
+
+    async def show_comparison(self, request: Request) -> Response:
+        """The runs that were ticked, side by side."""
+        rows = [row for id in request.query_params.getlist("run") if (row := self.index.find(id)) is not None]
+        if not 2 <= len(rows) <= MAX_COMPARED_RUNS:
+            text = f"Tick 2 to {MAX_COMPARED_RUNS} runs in the list, then compare them."
+            return self.context.render("Compare", "Runs", render_problem("Compare runs", text), status=400)
+        try:
+            comparison = await run_in_threadpool(compare_runs, [Run(row.path) for row in rows])
+        except (DataError, UsageError) as error:
+            return self.context.render("Compare", "Runs", render_problem("Compare runs", str(error)), status=422)
+        return self.context.render("Compare", "Runs", render_comparison_body(comparison))
+
+    def _find_run(self, request: Request) -> Run | None:
+        row = self.index.find(request.path_params["id"])
+        return None if row is None else Run(row.path)
+
+    def _missing_run(self) -> Response:
+        text = "No run with this address. It was moved or removed, or the server has not found it yet."
+        return self.context.render("Run", "Runs", render_problem("No such run", text), status=404)
+
+
+def make_chart_message(charts: Sequence[Chart], is_same: bool) -> Message:
+    """The charts: new figures, or new values for those that the page has."""
+    if not is_same:
+        return {"html": render_charts(charts)}
+    return {
+        "charts": [
+            {"json": chart.to_json(), "description": chart.describe(), "rows": render_chart_rows(chart)}
+            for chart in charts
+        ]
+    }
