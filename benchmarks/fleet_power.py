@@ -20,7 +20,7 @@ from fleet_power_histories import run_many
 from phalanx.fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
 from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx.fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
-from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint
+from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint, choose_sweep_caps
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 
@@ -29,7 +29,7 @@ QUICK_HISTORIES = 1000
 """Without `--histories`: all of them take more than an hour on 2 cores."""
 DEAD_TIMES_S = (0.1, 0.3, 1.0, 2.0, 3.0)
 STEP_SHARE, STEP_LIMIT_S, MAX_REVERSALS = 0.3, 10.0, 2
-MAX_SWEPT_CAPS, NUM_MIXES, JOBS_PER_MIX = 7, 60, 16
+NUM_SWEPT_CAPS, NUM_MIXES, JOBS_PER_MIX = 5, 60, 16
 BUDGET_SHARES = (0.6, 0.7)
 GPU_NAMES = {"v100": "V100", "a40": "A40", "rtx6000": "RTX 6000"}
 MARGIN = 0.02
@@ -43,10 +43,11 @@ class MeasuredJob:
     points: tuple[SweepPoint, ...]
 
     def choose_points(self) -> list[SweepPoint]:
-        """Return the points of some caps, with the lowest and the highest."""
-        last = len(self.points) - 1
-        num = min(MAX_SWEPT_CAPS, last - 1)  # so that 2 caps are left to predict
-        return [self.points[index] for index in sorted({round(index * last / (num - 1)) for index in range(num)})]
+        """Return the measured points next to the caps that a sweep chooses."""
+        left = list(self.points)
+        for wanted_w in choose_sweep_caps(self.points[0].cap_w, self.points[-1].cap_w, NUM_SWEPT_CAPS):
+            left.remove(min(left, key=lambda point: abs(point.cap_w - wanted_w)))
+        return [point for point in self.points if point not in left]
 
     def sweep(self) -> SpeedCurve:
         """Fit a sweep of these caps."""

@@ -69,7 +69,7 @@ def test_a_sweep_measures_the_speed_at_each_cap_and_returns_to_the_old_ones() ->
     bench = Bench()
     measured = bench.run()
     full = bench.fakes[0].devices[0].speed_at(0.0)
-    assert [each.cap_w for each in measured] == [700.0, 575.0, 450.0, 325.0, 200.0]
+    assert [each.cap_w for each in measured] == [700.0, 525.0, 377.0, 262.0, 200.0]
     assert measured[0].rate == pytest.approx(2.0 * full, rel=0.03)
     assert measured[-1].rate == pytest.approx(2.0 * ((200 - 70) / (650 - 70)) ** 0.5, rel=0.03)
     assert measured[-1].draw_w == pytest.approx(200.0, rel=0.02)
@@ -92,7 +92,7 @@ def test_an_interrupted_sweep_returns_to_the_old_caps(stop: type[BaseException])
     bench.nodes.take_over()
     steps = sweep_caps(bench.nodes, {"h": CAPS[3:]}, SweepTimes(), bench.read_steps)
     next(steps)
-    assert bench.caps() == [325.0] * 4
+    assert bench.caps() == [262.0] * 4
     with pytest.raises(stop):
         steps.throw(stop)
     bench.sleep(2.0)
@@ -145,8 +145,8 @@ def test_a_stored_sweep_is_the_curve_of_a_job(tmp_path: Path) -> None:
     save_sweep(run, make_sweep(2.0, 2.1, 1.0))
     (tmp_path / "jobs.yaml").write_text("jobs: {a: {nodes: n0, run: runs/a}}")
     (job,) = load_jobs_file(tmp_path / "jobs.yaml", TREE)
-    assert {200.0, 450.0, 700.0} <= {*job.curves["h"].caps_w}
-    assert [job.curves["h"].speed_at(cap) for cap in (200, 450, 700)] == pytest.approx([1.0 / 2.05, 1.0, 1.0])
+    assert {200.0, 377.0, 700.0} <= {*job.curves["h"].caps_w}
+    assert [job.curves["h"].speed_at(cap) for cap in (200, 377, 700)] == pytest.approx([1.0 / 2.05, 1.0, 1.0])
 
 
 def test_a_run_without_a_sweep_is_refused(tmp_path: Path) -> None:

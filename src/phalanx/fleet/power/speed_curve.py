@@ -17,6 +17,8 @@ from phalanx.errors import DataError
 Numbers = npt.NDArray[np.float64]
 POINTS_BETWEEN = 7
 """Between two measured caps."""
+SWEEP_SPACING = 1.5
+"""Exponent of the spacing of caps; 1 would space them equally."""
 
 
 @dataclass(frozen=True)
@@ -140,5 +142,9 @@ def _end_tangent(steps: Numbers, slopes: Numbers) -> float:
 
 def choose_sweep_caps(min_w: float, max_w: float, num_caps: int = 5) -> list[float]:
     """Return the caps to measure, from the highest down: a device that cools on the way draws less than one that heats.
-    The lowest settable one is among them: without it the curve lacks the part where watts buy most."""
-    return [float(cap) for cap in np.linspace(max_w, min_w, num_caps)]
+
+    They lie closer at low caps, where speed bends most: dynamic power grows with about the cube of the clock. The
+    lowest settable one is among them: without it the curve lacks the part where watts buy most.
+    """
+    shares = np.linspace(1.0, 0.0, num_caps)[1:-1] ** SWEEP_SPACING
+    return [max_w, *(float(round(min_w + (max_w - min_w) * share)) for share in shares), min_w]
