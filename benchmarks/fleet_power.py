@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet_bars import Bar, to_table
+from fleet_bars import Bar, Comparison, to_table
 from fleet_power_histories import run_many
 from phalanx.fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
 from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
@@ -79,15 +79,15 @@ def read_zeus_jobs(data: Path) -> dict[str, list[MeasuredJob]]:
     return {gpu: [job for job in each if len(job.points) == most[gpu]] for gpu, each in jobs.items()}
 
 
-def find_speed_error(jobs: Sequence[MeasuredJob]) -> float:
-    """Return the mean error of the predicted speed at caps that were not swept."""
-    errors = []
+def predict_speeds(jobs: Sequence[MeasuredJob]) -> list[tuple[float, float]]:
+    """Return measured and predicted speed at each cap that was not swept."""
+    found = []
     for job in jobs:
         curve, raw, swept = job.sweep(), job.raw_curve(), {point.cap_w for point in job.choose_points()}
         for cap, speed in zip(raw.caps_w, raw.speeds, strict=True):
             if cap not in swept:
-                errors.append(abs(curve.speed_at(cap) / speed - 1))
-    return statistics.fmean(errors)
+                found.append((speed, curve.speed_at(cap)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,12 @@ def measure_sweeps(data: Path) -> list[Bar]:
     bars, found = [], read_zeus_jobs(data)
     for gpu, name in GPU_NAMES.items():
         jobs = found[gpu]
-        error = find_speed_error(jobs)
+        speeds = predict_speeds(jobs)
+        error = statistics.fmean(abs(predicted / measured - 1) for measured, predicted in speeds)
         swept = f"{len(jobs[0].choose_points())} of {len(jobs[0].points)}"
         goal = f"speed at unswept caps, {name}, mean error ({swept} caps swept, Zeus)"
-        bars.append(Bar("power", goal, "<= 3%", f"{error:.2%}", error <= 0.03))
+        comparison = Comparison("capped-speed", name, speeds)
+        bars.append(Bar("power", goal, "<= 3%", f"{error:.2%}", error <= 0.03, comparison))
         source = random.Random(0)
         shares, least, results = [], 1.0, []
         for left_out in sorted({job.workload for job in jobs}):

@@ -4,11 +4,12 @@ Constants are fitted by kind, to the first half of the time of a server. T0 is f
 since the inlet is not measured; bars with a fixed T0 stand next to them.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from fleet_bars import Bar
+from fleet_bars import Bar, Comparison
 from fleet_plant import measure_plant_bars
 from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries
 from phalanx.fleet.thermal.fit import fit_thermal_model
@@ -32,6 +33,9 @@ PUBLISHED_R_K_PER_W = {"A40": 0.138, "H100-PCIe-80GB": 0.103, "RTX 6000 Ada": 0.
 MI300X_R_K_PER_W = 0.042
 THROTTLING_KIND = "A100-PCIe-80GB"
 CHECK_EVERY_S = 7 * DAY_S
+FIXED_T0 = "fixed T0"
+DRAWN_EVERY = 25
+"""Hours from one point of the picture to the next."""
 
 
 def measure_bars(data: Path) -> list[Bar]:
@@ -68,18 +72,19 @@ def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
         rest = series.temperature_c - kind.r_k_per_w * series.power_w
         for label, t0 in (
             ("T0 from its last 7 days", follow_inlet(series, kind.t0_c, kind.r_k_per_w)),
-            ("fixed T0", np.full(len(rest), kind.t0_c)),
+            (FIXED_T0, np.full(len(rest), kind.t0_c)),
         ):
             errors = (rest - t0)[later]
+            points = list(zip(series.temperature_c[later], (series.temperature_c - rest + t0)[later], strict=True))
             rmse, bias = float(np.sqrt(np.mean(errors**2))), float(errors.mean())
-            bars.append(
-                make_bar(
-                    f"{series.kind}, steady, later months, {label}: rmse, bias (K)",
-                    "<= 3, <= 2",
-                    f"{rmse:.2f}, {bias:+.2f}",
-                    rmse <= 3 and abs(bias) <= 2,
-                )
+            bar = make_bar(
+                f"{series.kind}, steady, later months, {label}: rmse, bias (K)",
+                "<= 3, <= 2",
+                f"{rmse:.2f}, {bias:+.2f}",
+                rmse <= 3 and abs(bias) <= 2,
             )
+            drawn = Comparison("steady-heat", series.kind, points[::DRAWN_EVERY]) if label != FIXED_T0 else None
+            bars.append(replace(bar, comparison=drawn))
     for series in hourly:
         early, late = map(fit_device, _split(series))
         assert early is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fleet_bars import Bar
+from fleet_bars import Bar, Comparison
 from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
@@ -206,7 +206,9 @@ def _measure_seren(data: Path) -> list[Bar]:
     worst = max(errors, key=lambda each: abs(each[1]) / each[2])
     reached = f"{len(errors) - len(missed)} of {len(errors)}; largest {worst[1]:+.0f} W at {worst[0]:g}"
     measure = "GPU power of Seren, quantiles .05 to .95 (shares and activities fitted to them)"
-    return [Bar(TWIN_PART, measure, "all within 10 % or 15 W", reached, not missed)]
+    points = [(wanted, wanted + error) for (_, wanted), (_, error, _) in zip(rows, errors, strict=True)]
+    comparison = Comparison("device-power", "quantiles .05 to .95", points)
+    return [Bar(TWIN_PART, measure, "all within 10 % or 15 W", reached, not missed, comparison)]
 
 
 def _measure_frontier() -> list[Bar]:

@@ -1,6 +1,6 @@
 """All bars of the fleet's models, with goal and figure: the twin, power and heat.
 
-    python benchmarks/fleet_validation.py DATA [--only twin power thermal] [--out docs/benchmarks/fleet.md]
+    python benchmarks/fleet_validation.py DATA [--only twin power thermal] [--out FILE] [--pictures docs/images]
 
 DATA is the directory with the validation data (its README says where each file comes from); the repository has none of
 it. Each part is a module of its own here: `fleet_NAME.measure_bars(DATA)`.
@@ -11,19 +11,35 @@ import importlib
 import os
 import platform
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from fleet_bars import to_table
+from fleet_bars import PICTURES, Bar, to_table
+from pictures import scatter
 
 PARTS = ("twin", "power", "thermal")
+
+
+def draw(bars: Sequence[Bar], folder: Path) -> None:
+    """Draw what the models have against what was measured or published."""
+    for name, title in PICTURES.items():
+        groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for bar in bars:
+            if bar.comparison is not None and bar.comparison.picture == name:
+                groups[bar.comparison.label].extend(bar.comparison.points)
+        if groups:
+            text = scatter(groups, title, "measured or published", "model", band=0.05)
+            (folder / f"fleet-{name}.svg").write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="directory with the validation data")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="only these parts")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file for the table")
+    parser.add_argument("--pictures", type=Path, help="directory for the pictures; needs matplotlib")
     options = parser.parse_args()
     bars, times = [], []
     for part in options.only:
@@ -40,6 +56,8 @@ def main() -> None:
     print(text)
     if options.out:
         options.out.write_text(text)
+    if options.pictures:
+        draw(bars, options.pictures)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Draw curves and scatter plots as SVG files for the pages of docs. Values in, text out; needs matplotlib (`bench`)."""
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,34 @@ def chart(curves: Sequence[Curve], title: str, across: str, up: str, *, log_y: b
     else:
         axes.set_ylim(bottom=0)
     axes.legend()
+    return render_svg(figure)
+
+
+def scatter(
+    groups: Mapping[str, Sequence[tuple[float, float]]],
+    title: str,
+    across: str,
+    up: str,
+    *,
+    log: bool = False,
+    band: float = 0.15,
+) -> str:
+    """Draw points (x, y) by label, with the line of equality and those of a share `band` either way."""
+    figure, axes = new_axes((5.6, 5.6), title, across, up)
+    for label, points in groups.items():
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=8, alpha=0.5, linewidths=0, label=label)
+    values = [value for points in groups.values() for point in points for value in point]
+    low, high = min(values), max(values)
+    if log:
+        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
+        axes.set(xscale="log", yscale="log")
+    for factor, colour in ((1.0, "#111"), (1 + band, "#999"), (1 / (1 + band), "#999")):
+        axes.axline((low, low * factor), (high, high * factor), color=colour, linewidth=0.8)
+    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(markerscale=3)
     return render_svg(figure)
 
 

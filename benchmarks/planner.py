@@ -10,7 +10,6 @@ about five minutes on two cores and needs no GPU.
 
 import argparse
 import csv
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -27,7 +26,7 @@ from phalanx.errors import UsageError
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.stacks import stack_by_name
 from phalanx.recipe.schema import Parallelism
-from pictures import new_axes, render_svg
+from pictures import scatter
 from planner_validation import convnet_predictions
 from planner_validation.cells import CannotPredict
 from planner_validation.fit_constants import MeasuredRun, fit_stack_constants, scale_stack
@@ -55,8 +54,8 @@ def main() -> None:
     zero, two = zero_shot(runs), two_rows(runs)
     sweep = vtrain(given.validation / "vtrain_single.csv")
     convnets = convnet_errors(given.validation / "published_cnn_runs.csv")
-    (pictures / "planner-zero-shot.svg").write_text(scatter(zero, "zero-shot, step time in seconds"))
-    (pictures / "planner-vtrain.svg").write_text(scatter(sweep["points"], "one 8-GPU node, cross-validated, seconds"))
+    (pictures / "planner-zero-shot.svg").write_text(draw(zero, "zero-shot, step time in seconds"))
+    (pictures / "planner-vtrain.svg").write_text(draw(sweep["points"], "one 8-GPU node, cross-validated, seconds"))
     text = page(zero, two, sweep, convnets)
     target = given.out / "planner.md"
     target.write_text(spliced(target.read_text() if target.is_file() else "", text))
@@ -305,25 +304,10 @@ def spliced(page_before: str, text: str) -> str:
     return f"{head}{BEGIN}\n{text}{END}{rest.partition(END)[2]}"
 
 
-COLOURS = {"dense": "#2563eb", "experts": "#d97706", "fp4": "#059669"}
-
-
-def scatter(points: Sequence[Point], title: str) -> str:
-    """Predicted against measured on logarithmic scales, with the lines of equality and of 15 % either way."""
-    figure, axes = new_axes((5.6, 5.6), title, "measured", "predicted")
-    for kind, colour in COLOURS.items():
-        mine = [point[3:] for point in points if point[2] == kind]
-        if mine:
-            axes.scatter(*zip(*mine, strict=True), s=6, color=colour, alpha=0.5, linewidths=0, label=kind)
-    for factor, colour in ((1.0, "#111"), (1.15, "#999"), (1 / 1.15, "#999")):
-        axes.axline((1, factor), (10, 10 * factor), color=colour, linewidth=0.8)
-    values = [value for point in points for value in point[3:]]
-    ends = 10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values)))
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(markerscale=3)
-    return render_svg(figure)
+def draw(points: Sequence[Point], title: str) -> str:
+    """Predicted against measured, by kind."""
+    kinds = {kind: [point[3:] for point in points if point[2] == kind] for kind in KINDS}
+    return scatter(kinds, title, "measured", "predicted", log=True)
 
 
 if __name__ == "__main__":
