@@ -315,7 +315,7 @@ def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
     from phalanx.jobs.backends.base import open_pausing_backend
 
     if not open_pausing_backend(on).resume(job):
-        raise UsageError(f"job {job} is not paused; `phalanx jobs status {job}` shows its state")
+        raise UsageError(f"job {job} is not paused; `phalanx jobs status {job} --on {on}` shows its state")
 
 
 @app.command("cancel")

@@ -28,8 +28,8 @@ from phalanx.jobs.local_queue.database import JobDatabase
 from phalanx.jobs.local_queue.drain import is_drained
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
-from phalanx.jobs.local_queue.pause import is_paused
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
+from phalanx.jobs.pause_file import is_paused
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MAX_TIME_LIMIT_S, MIN_PROGRESS_S, JobState, state_from_exit_code
 from phalanx.logging_config import configure_logging
 from phalanx.run import Run
