@@ -66,8 +66,7 @@ class _Notices:
 
 
 def open_shedder(fleet: PowerFleet, notices: _Notices) -> JobShedder:
-    """Return what pauses the jobs that have a handle in the jobs file. Raises UsageError for a handle of no job, or of
-    a backend that cannot pause."""
+    """Return what pauses the jobs that have a handle in the jobs file. Raises UsageError for a handle of no job."""
     control = BackendJobControl(f"for power, by the guard of {fleet.file.name}")
     handles = {job.name: job.handle for job in fleet.jobs if job.handle is not None}
     for handle in handles.values():
