@@ -56,8 +56,8 @@ def plan(
             machine, if calibrated.
         num_gpus: devices to plan for; default: all of the cluster.
         overrides: `key=value` of a recipe in a file.
-        run: of a fleet file, a run whose power sweep says what a cap costs; default: the recipe's run directory, where
-            it has a sweep, else an estimate.
+        run: a run with a power sweep, which says what the cap of a fleet file costs; default: the recipe's run
+            directory, where it has a sweep, else an estimate.
 
     Raises:
         DataError: `run` has no sweep.

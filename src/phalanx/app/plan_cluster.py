@@ -37,15 +37,19 @@ def find_fleet_cluster(text: str, folder: Path | None = None) -> FleetCluster | 
     It has all nodes of the type, the one power cap that all devices may have within the budgets while all are busy, and
     what the section `simulate.site` states of PUE, price and carbon.
     """
-    name, _, node_type = text.strip().rpartition(":")
-    is_typed = name.lower().endswith((".yaml", ".yml"))
-    path = (folder or Path()) / Path(name if is_typed else text.strip()).expanduser()
-    if path.suffix.lower() not in (".yaml", ".yml") or not _is_fleet_file(path):
+    path, node_type = _split_type(text, folder or Path())
+    if not _is_fleet_file(path):
         return None
     fleet, locations = load_fleet_file(path)
     tree = build_power_tree(fleet, locations)
-    chosen = _choose_type(tree, path, node_type if is_typed else None)
+    chosen = _choose_type(tree, path, node_type)
     return FleetCluster(_describe_cluster(fleet, tree, path, chosen), chosen)
+
+
+def load_fleet_tree(text: str) -> PowerTree | None:
+    """Return the power tree of a fleet file, given as for `find_fleet_cluster`; None where `text` names none."""
+    path, _ = _split_type(text, Path())
+    return build_power_tree(*load_fleet_file(path)) if _is_fleet_file(path) else None
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,15 @@ def compute_common_cap(tree: PowerTree, type_name: str, margin: float) -> float 
     return None if cap_w >= tree.nodes[of_type[0]].power.device_max_w * (1 - 1e-6) else cap_w
 
 
+def _split_type(text: str, folder: Path) -> tuple[Path, str | None]:
+    """Return file and node type of FLEET.yaml or FLEET.yaml:TYPE."""
+    name, _, node_type = text.strip().rpartition(":")
+    is_typed = name.lower().endswith((".yaml", ".yml"))
+    return folder / Path(name if is_typed else text.strip()).expanduser(), node_type if is_typed else None
+
+
 def _is_fleet_file(path: Path) -> bool:
-    if not path.is_file():
+    if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
         return False
     value, _ = parse_yaml(read_user_text(path), str(path))
     return isinstance(value, dict) and FLEET_KEY in value

@@ -34,7 +34,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Run whose power sweep says what the cap of a fleet file costs.",
+            help="Run with a power sweep, which says what the cap of a fleet file costs.",
             show_default="runs/NAME, where it has a sweep",
         ),
     ] = None,
