@@ -262,6 +262,51 @@ def test_a_cancelled_job_may_save_for_longer_than_ray_waits_of_itself(engine: Ra
         engine.send_signal(name, signal.SIGUSR1)
 
 
+COUNT = """
+import os, pathlib, signal, sys, time
+state = pathlib.Path(f"steps-{os.environ['PHALANX_NODE_RANK']}")
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+step = int(state.read_text()) if state.exists() else 0
+while step < 100:
+    step += 1
+    time.sleep(0.1)
+    if asked:
+        state.write_text(str(step))
+        print("saved", step)
+        sys.exit(75)
+print("done", step)
+"""
+
+
+def test_a_paused_job_saves_waits_without_machines_and_resumes(engine: RayBackend, tmp_path: Path) -> None:
+    ident = submit(engine, tmp_path, COUNT, name="paused", num_nodes=2, backend_options={"max-restarts": "0"})
+    until(lambda: engine.poll(ident).state is JobState.RUNNING, "it did not start")
+    assert not engine.resume(ident)
+    engine.pause(ident, "for power")
+    until(lambda: engine.poll(ident).state is JobState.QUEUED, "it did not stop")
+    assert engine.poll(ident).reason == "paused: for power"
+    assert all(0 < int((tmp_path / f"steps-{node}").read_text()) < 100 for node in range(2))
+    time.sleep(3)
+    assert engine.poll(ident).state is JobState.QUEUED
+    assert engine.resume(ident)
+    status = ended(engine, ident)
+    assert (status.state, status.num_attempts) == (JobState.DONE, 2)
+    assert sum("done 100" in line for line in engine.read_logs(ident)) == 2
+    with pytest.raises(UsageError, match="it has ended: there is nothing to pause"):
+        engine.pause(ident, "again")
+    assert not engine.resume(ident)
+
+
+def test_a_paused_job_can_be_cancelled(engine: RayBackend, tmp_path: Path) -> None:
+    ident = submit(engine, tmp_path, COUNT, name="paused-and-cancelled")
+    until(lambda: engine.poll(ident).state is JobState.RUNNING, "it did not start")
+    engine.pause(ident, "for power")
+    until(lambda: engine.poll(ident).state is JobState.QUEUED, "it did not stop")
+    engine.cancel(ident)
+    assert ended(engine, ident).state is JobState.CANCELLED
+
+
 def test_machines_are_listed_and_a_drain_is_refused(engine: RayBackend) -> None:
     nodes = engine.list_nodes()
     assert [(node.state, node.service) for node in nodes] == [("alive", NodeService.OPEN)] * 2

@@ -138,6 +138,26 @@ class BackendContract:
         engine.cancel(ident)
         assert engine.poll(ident).state is JobState.CANCELLED
 
+    def test_a_paused_job_saves_and_waits_until_it_is_resumed(self, engine: Backend, folder: Path) -> None:
+        code = (
+            "import os, pathlib, signal, sys, time\n"
+            "def save(*_): pathlib.Path('saved').touch(); os._exit(75)\n"
+            "if os.path.exists('saved'): sys.exit(0)\n"
+            "signal.signal(signal.SIGTERM, save), signal.signal(signal.SIGUSR1, save)\n"
+            "print('up', flush=True)\ntime.sleep(300)"
+        )
+        ident = engine.submit(engine.render(self.job(folder, code)))
+        self.wait_for_output(engine, ident, "up")
+        assert not engine.resume(ident)
+        engine.pause(ident, "for a test")
+        wait_until(lambda: engine.poll(ident).reason == "paused: for a test", self.timeout_s, "the job to be paused")
+        assert (engine.poll(ident).state, (folder / "saved").exists()) == (JobState.QUEUED, True)
+        assert engine.resume(ident)
+        assert self.wait_for_end(engine, ident).num_attempts == 2
+        assert engine.poll(ident).state is JobState.DONE
+        with pytest.raises(UsageError, match="there is nothing to pause"):
+            engine.pause(ident, "again")
+
     def test_jobs_are_listed_and_one_that_is_not_there_is_told(self, engine: Backend, folder: Path) -> None:
         ident, _ = self.run_job(engine, self.job(folder, "pass", name="listed.job"))
         assert (ident, "listed.job") in [(status.id, status.name) for status in engine.list_jobs()]

@@ -24,6 +24,7 @@ from ruamel.yaml import YAML
 
 SCHEMAS = Path(__file__).parents[3] / "shared" / "schemas"
 FILES = {"JobSet": "jobset.x-k8s.io_jobsets.yaml", "TrainJob": "trainer.kubeflow.org_trainjobs.yaml"}
+CUSTOM_KINDS = {"jobsets", "trainjobs"}
 CORE = "1.35"
 METADATA = {"name", "namespace", "labels", "annotations", "ownerReferences", "uid", "creationTimestamp"}
 
@@ -107,7 +108,7 @@ class FakeApiServer:
         self.breaks: list[int] = []
         self.stopping = threading.Event()
         self.refuse: dict[tuple[str, str], tuple[int, str]] = {}
-        self.kinds = {"jobsets", "trainjobs", "secrets", "pods", "jobs", "nodes"}
+        self.kinds = {*CUSTOM_KINDS, "secrets", "pods", "jobs", "nodes"}
         self.commands: list[tuple[str, list[str]]] = []
         self.kill_fails = False
         self.lists, self.page = 0, 500
@@ -128,6 +129,8 @@ class FakeApiServer:
                     if url.path.endswith("/exec"):
                         self.exec(url.path.split("/")[-2], query)
                         return
+                    if "/apis/" in url.path and "strategic" in (self.headers["Content-Type"] or ""):
+                        raise ApiRefusal(415, "the body of the request was in an unknown format")
                     found = double.handle(self.command, url.path, {key: one[0] for key, one in query.items()}, body)
                     status = 201 if self.command == "POST" else 200
                 except ApiRefusal as refusal:
@@ -242,6 +245,8 @@ class FakeApiServer:
             raise ApiRefusal(404, f'{plural} "{name}" not found')
         if method == "PATCH":
             merge(self.objects[plural, namespace, name], body)
+            if wrong := faults(self.objects[plural, namespace, name]) if plural in CUSTOM_KINDS else []:
+                raise ApiRefusal(422, f"{plural} {name} is invalid", wrong, plural)
         return self.delete(plural, namespace, name) if method == "DELETE" else self.objects[plural, namespace, name]
 
     def create(self, namespace: str, plural: str, query: Mapping[str, str], body: Any) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from phalanx.app.plan_cluster import CLUSTER_VARIABLE, find_fleet_cluster
+from phalanx.app.plan_cluster import CLUSTER_VARIABLE, find_fleet_cluster, find_plan_target
 from phalanx.autoconfig.plan import plan_run
 from phalanx.cluster.load import load_cluster
 from phalanx.cluster.spec import Prices
@@ -56,8 +56,10 @@ class RunUsage:
 def load_prices(environment: Mapping[str, str] = os.environ) -> Prices | None:
     """Return the prices of PHALANX_CLUSTER; None where it is not set. Raises RecipeError for a cluster that cannot be
     loaded."""
-    text = environment.get(CLUSTER_VARIABLE)
-    return (find_fleet_cluster(text) or load_cluster(text)).prices if text else None
+    if not (text := environment.get(CLUSTER_VARIABLE)):
+        return None
+    fleet = find_fleet_cluster(text)
+    return (load_cluster(text) if fleet is None else fleet.cluster).prices
 
 
 def check_budget(loaded: LoadedRecipe, prices: Prices | None) -> None:
@@ -80,7 +82,8 @@ def check_planned_budget(loaded: LoadedRecipe, num_gpus: int | None, environment
     check_budget(loaded, load_prices(environment))
     if cluster:
         try:
-            plan = plan_run(loaded, find_fleet_cluster(cluster) or cluster, num_gpus)
+            target = find_plan_target(cluster, loaded.recipe.name)
+            plan = plan_run(loaded, target.cluster, num_gpus, swept=target.swept)
         except PhalanxError as error:  # data may be on the cluster only; the run itself checks its budget again
             logger.warning("the budget is not checked before the job starts: %s", error)
             return

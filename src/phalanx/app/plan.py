@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.app.plan_cluster import CLUSTER_VARIABLE, find_fleet_cluster
+from phalanx.app.plan_cluster import CLUSTER_VARIABLE, PlanTarget, find_plan_target
 from phalanx.autoconfig.plan import RunPlan, describe_slowdown, list_chosen_keys, plan_run, render_recipe
-from phalanx.cluster.spec import Cluster
 from phalanx.planner.search import Candidate
 from phalanx.planner.timeline import chrome_trace, draw_timeline, format_breakdown
 from phalanx.planner.timeline import format_seconds as format_seconds
@@ -47,6 +46,7 @@ def plan(
     cluster: str | None = None,
     num_gpus: int | None = None,
     overrides: Sequence[str] = (),
+    run: "str | os.PathLike[str] | None" = None,
 ) -> RunPlan:
     """Predict memory, step time, energy and cost as `phalanx plan` does. Nothing is written.
 
@@ -56,8 +56,11 @@ def plan(
             machine, if calibrated.
         num_gpus: devices to plan for; default: all of the cluster.
         overrides: `key=value` of a recipe in a file.
+        run: a run with a power sweep, which says what the cap of a fleet file costs; default: the recipe's run
+            directory, where it has a sweep, else an estimate.
 
     Raises:
+        DataError: `run` has no sweep.
         RecipeError: the recipe or the cluster is wrong, or nothing fits.
         UsageError: the cluster has fewer devices.
     """
@@ -65,13 +68,13 @@ def plan(
         loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
     else:
         loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
-    return plan_run(loaded, _load_cluster(cluster), num_gpus, Path.cwd())
+    target = _find_target(cluster, loaded, None if run is None else Path(run))
+    return plan_run(loaded, target.cluster, num_gpus, Path.cwd(), target.swept)
 
 
-def _load_cluster(name: str | None) -> str | Cluster | None:
-    """The cluster of that name, else of PHALANX_CLUSTER; None for this machine."""
-    name = name or os.environ.get(CLUSTER_VARIABLE) or None
-    return None if name is None else find_fleet_cluster(name, Path.cwd()) or name
+def _find_target(name: str | None, loaded: LoadedRecipe, run: Path | None) -> PlanTarget:
+    """The cluster of that name, else of PHALANX_CLUSTER, else this machine."""
+    return find_plan_target(name or os.environ.get(CLUSTER_VARIABLE) or None, loaded.recipe.name, run)
 
 
 def plan_recipe_file(
@@ -80,11 +83,13 @@ def plan_recipe_file(
     cluster: str | None,
     num_gpus: int | None,
     outputs: PlanOutputs,
+    run: Path | None = None,
 ) -> RunPlan:
-    """Plan a recipe file, and write `outputs`."""
+    """Plan a recipe file, and write `outputs`. `run`: as of `plan`."""
     outputs.check_paths()
     loaded = load_recipe(path, overrides)
-    run_plan = plan_run(loaded, _load_cluster(cluster), num_gpus, Path.cwd())
+    target = _find_target(cluster, loaded, run)
+    run_plan = plan_run(loaded, target.cluster, num_gpus, Path.cwd(), target.swept)
     write_atomic(outputs.recipe, render_recipe(loaded, overrides, run_plan))
     if outputs.trace is not None:
         write_atomic(outputs.trace, chrome_trace(run_plan.step_events()))

@@ -1,15 +1,18 @@
 """The cluster that a fleet file describes to the planner: its nodes, the power cap that its budgets leave, its site."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cluster import load_cluster
 from phalanx.cluster.spec import Cluster, Prices
-from phalanx.errors import UsageError
+from phalanx.errors import DataError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import NodeCaps, allocate_caps
 from phalanx.fleet.power.claims import list_budgets
 from phalanx.fleet.power.guard import group_by_rack
+from phalanx.fleet.power.sweep_file import FILE_NAME, load_sweep
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
+from phalanx.planner.energy import SweptSpeeds
 from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.yaml_loader import parse_yaml
 
@@ -19,21 +22,67 @@ FLEET_KEY = "racks"
 """Key that each fleet file has, and no cluster file."""
 
 
-def find_fleet_cluster(text: str, folder: Path | None = None) -> Cluster | None:
+@dataclass(frozen=True)
+class FleetCluster:
+    """The nodes of one type of a fleet file, as a cluster."""
+
+    cluster: Cluster
+    node_type: str
+
+
+def find_fleet_cluster(text: str, folder: Path | None = None) -> FleetCluster | None:
     """Return the cluster of a fleet file, FLEET.yaml, or FLEET.yaml:TYPE for the nodes of one type; None where `text`
     names no fleet file.
 
     It has all nodes of the type, the one power cap that all devices may have within the budgets while all are busy, and
     what the section `simulate.site` states of PUE, price and carbon.
     """
-    name, _, node_type = text.strip().rpartition(":")
-    is_typed = name.lower().endswith((".yaml", ".yml"))
-    path = (folder or Path()) / Path(name if is_typed else text.strip()).expanduser()
-    if path.suffix.lower() not in (".yaml", ".yml") or not _is_fleet_file(path):
+    path, node_type = _split_type(text, folder or Path())
+    if not _is_fleet_file(path):
         return None
     fleet, locations = load_fleet_file(path)
     tree = build_power_tree(fleet, locations)
-    return _describe_cluster(fleet, tree, path, _choose_type(tree, path, node_type if is_typed else None))
+    chosen = _choose_type(tree, path, node_type)
+    return FleetCluster(_describe_cluster(fleet, tree, path, chosen), chosen)
+
+
+def load_fleet_tree(text: str) -> PowerTree | None:
+    """Return the power tree of a fleet file, given as for `find_fleet_cluster`; None where `text` names none."""
+    path, _ = _split_type(text, Path())
+    return build_power_tree(*load_fleet_file(path)) if _is_fleet_file(path) else None
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """What a run is planned for. `cluster`: a value or a name, None for this machine; `swept`: what a sweep of the run
+    has measured under power caps."""
+
+    cluster: str | Cluster | None
+    swept: SweptSpeeds | None = None
+
+
+def find_plan_target(name: str | None, recipe_name: str, run: Path | None = None) -> PlanTarget:
+    """Return the cluster of a name or file, and for a fleet file what the sweep of `run` has measured on its nodes; by
+    default that of the recipe's run directory, if it has one.
+
+    Raises:
+        UsageError: `run` is given, and the cluster is of no fleet file.
+        DataError: `run` has no sweep, or a damaged one, or none of this type of nodes.
+    """
+    fleet = None if name is None else find_fleet_cluster(name, Path.cwd())
+    if fleet is None:
+        if run is not None:
+            raise UsageError(f"--run {run}: its sweep is for the node types of a fleet file; give one by --cluster")
+        return PlanTarget(name)
+    default = Path("runs") / recipe_name
+    if run is None and not (default / FILE_NAME).exists():
+        return PlanTarget(fleet.cluster)
+    curves = load_sweep(run or default).fit_curves()
+    if (curve := curves.get(fleet.node_type)) is not None:
+        return PlanTarget(fleet.cluster, SweptSpeeds(str(run or default), curve.caps_w, curve.speeds))
+    if run is not None:
+        raise DataError(f"{run}: its sweep is of nodes of type {', '.join(curves)}, not {fleet.node_type}")
+    return PlanTarget(fleet.cluster)
 
 
 def compute_common_cap(tree: PowerTree, type_name: str, margin: float) -> float | None:
@@ -49,8 +98,15 @@ def compute_common_cap(tree: PowerTree, type_name: str, margin: float) -> float 
     return None if cap_w >= tree.nodes[of_type[0]].power.device_max_w * (1 - 1e-6) else cap_w
 
 
+def _split_type(text: str, folder: Path) -> tuple[Path, str | None]:
+    """Return file and node type of FLEET.yaml or FLEET.yaml:TYPE."""
+    name, _, node_type = text.strip().rpartition(":")
+    is_typed = name.lower().endswith((".yaml", ".yml"))
+    return folder / Path(name if is_typed else text.strip()).expanduser(), node_type if is_typed else None
+
+
 def _is_fleet_file(path: Path) -> bool:
-    if not path.is_file():
+    if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
         return False
     value, _ = parse_yaml(read_user_text(path), str(path))
     return isinstance(value, dict) and FLEET_KEY in value

@@ -17,7 +17,7 @@ from phalanx.fleet.power.claims import list_budgets
 from phalanx.fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.links import NodeLinks
-from phalanx.fleet.power.load_targets import LoadTarget, find_active_budgets, load_targets_file
+from phalanx.fleet.power.load_targets import LiveTargets, TargetsFileSource, find_active_budgets
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
 from phalanx.fleet.power.plan_writes import CapWrite
 from phalanx.fleet.power_settings import PowerSettings
@@ -36,7 +36,7 @@ class PowerFleet:
     file: FleetFile
     tree: PowerTree
     jobs: Sequence[PoweredJob] = ()
-    targets: Sequence[LoadTarget] = ()
+    targets: LiveTargets = field(default_factory=LiveTargets)
     path: Path = Path()
 
     @property
@@ -62,7 +62,7 @@ def load_power_fleet(fleet: Path, jobs: Path | None = None, targets: Path | None
         file,
         tree,
         group_by_rack(tree) if jobs is None else load_jobs_file(jobs, tree),
-        () if targets is None else load_targets_file(targets, tree),
+        LiveTargets([] if targets is None else [TargetsFileSource(targets, tree)]),
         fleet,
     )
 

@@ -66,8 +66,7 @@ class _Notices:
 
 
 def open_shedder(fleet: PowerFleet, notices: _Notices) -> JobShedder:
-    """Return what pauses the jobs that have a handle in the jobs file. Raises UsageError for a handle of no job, or of
-    a backend that cannot pause."""
+    """Return what pauses the jobs that have a handle in the jobs file. Raises UsageError for a handle of no job."""
     control = BackendJobControl(f"for power, by the guard of {fleet.file.name}")
     handles = {job.name: job.handle for job in fleet.jobs if job.handle is not None}
     for handle in handles.values():
@@ -85,14 +84,14 @@ def hold_budgets(
     shedder = open_shedder(fleet, notices)
     sources = open_target_sources(fleet)
     try:
-        live = replace(fleet, targets=LiveTargets(fleet.targets, sources.sources))
+        live = replace(fleet, targets=LiveTargets([*fleet.targets.sources, *sources.sources]))
         guard = open_guard(live, links, read_nodes(live, links), takes_over, shedder.list_running)
         shedder.adopt_paused_jobs()
         audit = AuditLog(power_state_dir(fleet) / "audit.jsonl")
         for status in run_guard(live, guard, audit, duration_s):
             targets, unix_time_s = list(live.targets), time.time()
             shedder.update(_describe_step(live, guard, targets, unix_time_s))
-            for problem in (problem for source in sources.sources for problem in source.list_problems()):
+            for problem in live.targets.list_problems():
                 notices.add(problem)
             if sources.reporter is not None:
                 found = FeedReport(

@@ -1,8 +1,9 @@
 """Sweep the power caps of a running job: choose nodes and caps, measure, and store the curve with the run."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from phalanx.app.power import PowerFleet, PowerReading, make_writer_name, power_state_dir
 from phalanx.app.power_release import check_lease
@@ -14,6 +15,8 @@ from phalanx.fleet.power.load_targets import find_active_budgets
 from phalanx.fleet.power.speed_curve import choose_sweep_caps
 from phalanx.fleet.power.sweep import SweepTimes, SweptNodes, sweep_caps
 from phalanx.fleet.power.sweep_file import SweptCap
+from phalanx.jobs.backends.base import BACKEND_CLASSES, Backend, open_backend
+from phalanx.jobs.spec import JobState
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.directory import Run
 from phalanx.run.event_types import StepDone, WorkerStarted
@@ -48,6 +51,24 @@ class RunSteps:
             for each in events
             if isinstance(each, StepDone) and each.duration_s > each.breakdown_s.checkpoint_stall
         ]
+
+
+def find_swept_run(text: str, open_backend: Callable[[str], Backend] = open_backend) -> Run:
+    """Return the run in a directory, or the one that a job trains: an id such as slurm:12; without a backend one of the
+    local queue.
+
+    Raises:
+        UsageError: There is no such run or job, or the job trains none, or does not run.
+    """
+    backend_name, _, job_id = f"local:{text}".partition(":") if text.isdecimal() else text.partition(":")
+    if Path(text).exists() or backend_name not in BACKEND_CLASSES:
+        return Run.open_existing(text)
+    status = open_backend(backend_name).poll(job_id)
+    if status.run_dir is None:
+        raise UsageError(f"job {text} ({status.name}) trains no run; a sweep counts the steps of a run")
+    if status.state is not JobState.RUNNING:
+        raise UsageError(f"job {text} ({status.name}) is {status.state}; sweep a job that runs")
+    return Run.open_existing(status.run_dir)
 
 
 def find_run_nodes(run: Run) -> list[str]:

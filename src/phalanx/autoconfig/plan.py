@@ -22,7 +22,14 @@ from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
 from phalanx.planner.bucket_size import best_bucket_mib
 from phalanx.planner.cost import RunCost, estimate_run_cost
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts
-from phalanx.planner.energy import PowerCapSlowdown, RunEnergy, device_power, predict_cap_slowdown, predict_run_energy
+from phalanx.planner.energy import (
+    PowerCapSlowdown,
+    RunEnergy,
+    SweptSpeeds,
+    device_power,
+    predict_run_energy,
+    predict_swept_slowdown,
+)
 from phalanx.planner.memory import MemoryEstimate
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario
@@ -83,10 +90,11 @@ def plan_run(
     cluster: str | Cluster | None,
     num_gpus: int | None = None,
     folder: Path | None = None,
+    swept: SweptSpeeds | None = None,
 ) -> RunPlan:
     """Predict a run of a recipe on a cluster (a value, a name of the catalog or a file), on `num_gpus` of its devices
     (default all), and choose the parallelism, micro-batch, activation checkpointing, precision and schedule that the
-    recipe leaves open.
+    recipe leaves open. `swept`: what a sweep has measured of it under power caps.
 
     Raises RecipeError when the name is unknown, the model cannot be traced, or nothing fits; the message says by how
     much, and which change would make it fit. Raises UsageError when the cluster has fewer devices.
@@ -113,7 +121,7 @@ def plan_run(
     found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
         raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
-    slowdown = _power_cap_slowdown(target_cluster, found.candidates[0])
+    slowdown = _power_cap_slowdown(target_cluster, found.candidates[0], swept)
     if slowdown is not None and slowdown.expected > 1:
         found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices, slowdown.expected)
     return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, slowdown, _sample_bytes(facts))
@@ -164,14 +172,14 @@ def load_sized_cluster(named: str | Cluster, num_gpus: int | None, folder: Path 
     )
 
 
-def _power_cap_slowdown(cluster: Cluster, option: Candidate) -> PowerCapSlowdown | None:
+def _power_cap_slowdown(cluster: Cluster, option: Candidate, swept: SweptSpeeds | None) -> PowerCapSlowdown | None:
     """What the cluster's power cap makes of computing, for the load that an option is without it."""
     device, power_cap_w = cluster.node.accelerator, cluster.prices.power_cap_w
     watts = device_power(device, _device_load(option.breakdown))
     if power_cap_w is None or watts is None:
         return None
     try:
-        return predict_cap_slowdown(device, power_cap_w, watts)
+        return predict_swept_slowdown(device, power_cap_w, watts, swept)
     except ValueError as why:
         raise RecipeError(f"{cluster.name}: prices.power_cap_w: {power_cap_w:g} W: {why}") from None
 

@@ -304,18 +304,18 @@ def release(job: JobIdArgument, on: BackendOption = "local") -> None:
 @app.command()
 def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
     """Save, stop and hold a job until `jobs resume`."""
-    from phalanx.jobs.backends.base import open_pausing_backend
+    from phalanx.jobs.backends.base import open_backend
 
-    open_pausing_backend(on).pause(job, "by `phalanx jobs pause`")
+    open_backend(on).pause(job, "by `phalanx jobs pause`")
 
 
 @app.command()
 def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
     """Resume a paused job from its checkpoint."""
-    from phalanx.jobs.backends.base import open_pausing_backend
+    from phalanx.jobs.backends.base import open_backend
 
-    if not open_pausing_backend(on).resume(job):
-        raise UsageError(f"job {job} is not paused; `phalanx jobs status {job}` shows its state")
+    if not open_backend(on).resume(job):
+        raise UsageError(f"job {job} is not paused; `phalanx jobs status {job} --on {on}` shows its state")
 
 
 @app.command("cancel")

@@ -30,6 +30,14 @@ def plan(
             "--num-gpus", min=1, max=10**8, metavar="N", help="Devices to plan for, of all nodes.", show_default="all"
         ),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Run with a power sweep, which says what the cap of a fleet file costs.",
+            show_default="runs/NAME, where it has a sweep",
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of candidates to show.")] = 5,
     out: Annotated[
         Path | None,
@@ -56,7 +64,7 @@ def plan(
             raise UsageError(f"--in-place, --out {out}: give one of the two")
         out = recipe if in_place else out or recipe.with_name(f"{recipe.stem}.planned.yaml")
         outputs = PlanOutputs(out, trace, in_place)
-        result = plan_recipe_file(recipe, overrides or [], cluster, num_gpus, outputs)
+        result = plan_recipe_file(recipe, overrides or [], cluster, num_gpus, outputs, run)
     if as_json:
         typer.echo(json_.dumps(to_json(result, top, out), indent=2))
         return

@@ -101,10 +101,9 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
     if (carbon_kg := _predict_carbon_kg(run_plan)) is not None:
         lines.append(f"carbon     {carbon_kg:,.0f} kg CO2e, {prices.carbon_g_per_kwh:g} g/kWh")
     if (slowdown := run_plan.power_cap_slowdown) is not None:
-        source = "measured on this family" if slowdown.is_measured else "estimate from other families"
         lines.append(
             f"power cap  {prices.power_cap_w:,.0f} W a device: computing takes {slowdown.expected:.2f} times as long "
-            f"({slowdown.low:.2f} to {slowdown.high:.2f}; {source})"
+            f"({slowdown.low:.2f} to {slowdown.high:.2f}; {slowdown.source})"
         )
     costs = [f"{name} {value:,.2f} {prices.currency}" for name, value in _cost_items(run_plan) if value is not None]
     if costs:

@@ -215,7 +215,10 @@ def release(
 @app.command()
 def sweep(
     fleet: FleetArgument,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that trains.")],
+    job: Annotated[
+        str,
+        typer.Argument(metavar="JOB|RUN", help="Job that trains a run, such as 7 or slurm:12, or the run's directory."),
+    ],
     caps: Annotated[int, typer.Option("--caps", min=3, max=7, metavar="N", help="Caps to measure.")] = 5,
     measure: Annotated[
         float, typer.Option("--measure", min=1.0, max=600.0, metavar="SECONDS", help="Seconds to measure at each cap.")
@@ -237,13 +240,12 @@ def sweep(
     import contextlib
     import signal
 
-    from phalanx.app.power_sweep import plan_sweep, run_sweep
+    from phalanx.app.power_sweep import find_swept_run, plan_sweep, run_sweep
     from phalanx.cli.power_output import format_swept_cap
     from phalanx.fleet.power.sweep import SweepTimes
     from phalanx.fleet.power.sweep_file import PowerSweep, save_sweep
-    from phalanx.run import Run
 
-    training = Run.open_existing(run)
+    training = find_swept_run(job)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # old caps come back like at Ctrl-C
     found, reading, links = _read(fleet, None, None, fake, is_read_only=not yes)
     try:

@@ -6,7 +6,9 @@ loads and caps as shares of 1 where it says so.
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from phalanx.cluster.spec import AcceleratorSpec, Cluster, NodeSpec
 
@@ -51,6 +53,12 @@ _FALLBACK_CAP_MODELS = CAP_MODELS[:3]
 down, so that its constants say little."""
 
 
+SWEEP_MEAN_ABS_ERROR = 0.03
+"""Mean absolute error of a sweep's curve at caps between the measured ones, as docs/benchmarks/fleet.md has it."""
+CAP_TOLERANCE_W = 1.0
+"""Devices round caps to a watt or less."""
+
+
 @dataclass(frozen=True)
 class PowerCapSlowdown:
     """Time under a cap over time without, with the range it is expected in."""
@@ -58,8 +66,21 @@ class PowerCapSlowdown:
     expected: float
     low: float
     high: float
-    is_measured: bool
-    """Whether the family itself was measured; if not, others stood in."""
+    source: str
+    """What it is from: a sweep of a run, measurements of the family of devices, or of others."""
+
+
+@dataclass(frozen=True)
+class SweptSpeeds:
+    """Speeds of a run at power caps in ascending order, as a sweep measured them: shares of that at the highest cap."""
+
+    run: str
+    caps_w: tuple[float, ...]
+    speeds: tuple[float, ...]
+
+    def holds(self, cap_w: float) -> bool:
+        """Whether a cap is within those that were measured."""
+        return self.caps_w[0] - CAP_TOLERANCE_W <= cap_w <= self.caps_w[-1] + CAP_TOLERANCE_W
 
 
 @dataclass(frozen=True)
@@ -131,7 +152,7 @@ def predict_cap_slowdown(accelerator: AcceleratorSpec, cap_w: float, draw_w: flo
         limit = max_power_w or fitted_model.limit_w
         value = _evaluate_cap_model(fitted_model, cap_w / limit, draw_w / limit)
         spread = 2.0 * fitted_model.mean_abs_error
-        return PowerCapSlowdown(value, value * (1.0 - spread), value * (1.0 + spread), True)
+        return PowerCapSlowdown(value, value * (1.0 - spread), value * (1.0 + spread), "measured on this family")
     if max_power_w is None:
         raise ValueError(f"{accelerator.name}: needs power_w, its highest draw, to say what a cap of {cap_w:g} W does")
     slowdowns = [
@@ -140,7 +161,31 @@ def predict_cap_slowdown(accelerator: AcceleratorSpec, cap_w: float, draw_w: flo
     idle = IDLE_POWER_SHARE * max_power_w if accelerator.idle_w is None else accelerator.idle_w
     worst = (draw_w - idle) / (cap_w - idle)
     return PowerCapSlowdown(
-        math.prod(slowdowns) ** (1.0 / len(slowdowns)), min(slowdowns), max(*slowdowns, worst), False
+        math.prod(slowdowns) ** (1.0 / len(slowdowns)),
+        min(slowdowns),
+        max(*slowdowns, worst),
+        "estimate from other families",
+    )
+
+
+def predict_swept_slowdown(
+    accelerator: AcceleratorSpec, cap_w: float, draw_w: float, swept: SweptSpeeds | None
+) -> PowerCapSlowdown:
+    """The same by what a sweep of the run has measured, with twice the mean error as range. Above its highest cap, and
+    for caps outside of it, `predict_cap_slowdown` stands in."""
+    if swept is None:
+        return predict_cap_slowdown(accelerator, cap_w, draw_w)
+    if not swept.holds(cap_w):
+        found = predict_cap_slowdown(accelerator, cap_w, draw_w)
+        measured = f"the sweep of {swept.run} has {swept.caps_w[0]:.0f} to {swept.caps_w[-1]:.0f} W"
+        return replace(found, source=f"{found.source}; {measured}")
+    top_w, value = swept.caps_w[-1], 1.0 / float(np.interp(cap_w, swept.caps_w, swept.speeds))
+    is_whole = accelerator.power_w is not None and top_w >= accelerator.power_w - CAP_TOLERANCE_W
+    top = PowerCapSlowdown(1.0, 1.0, 1.0, "") if is_whole else predict_cap_slowdown(accelerator, top_w, draw_w)
+    spread = 2.0 * SWEEP_MEAN_ABS_ERROR
+    source = f"sweep of {swept.run}" + ("" if is_whole else f" below {top_w:.0f} W, {top.source} above")
+    return PowerCapSlowdown(
+        top.expected * value, top.low * value * (1.0 - spread), top.high * value * (1.0 + spread), source
     )
 
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
@@ -13,7 +14,7 @@ from phalanx.app.bounded_simulation import SimulationRequest, simulate_bounded
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.fleet_node import FleetNode
-from phalanx.fleet.power.load_targets import LoadTarget, load_targets_file
+from phalanx.fleet.power.load_targets import TargetsFileSource
 from phalanx.fleet.power_tree import NodePower, PowerTree, build_power_tree
 from phalanx.fleet.telemetry.sample import NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
@@ -31,12 +32,12 @@ NO_FLEET = "This page needs a fleet file: phalanx serve --fleet FLEET.yaml"
 
 @dataclass(frozen=True)
 class ServedFleet:
-    """A fleet file, as it was when the server started."""
+    """A fleet file, as it was when the server started, and the file of its load targets, as it is now."""
 
     path: Path
     file: FleetFile
     tree: PowerTree
-    targets: Sequence[LoadTarget] = ()
+    targets: TargetsFileSource | None = None
 
     @property
     def plant(self) -> CoolingPlant | None:
@@ -48,7 +49,7 @@ def load_served_fleet(path: Path, targets: Path | None = None) -> ServedFleet:
     """Load a fleet file, and one of load targets. Raises RecipeError for what is wrong in them."""
     file, locations = load_fleet_file(path)
     tree = build_power_tree(file, locations)
-    return ServedFleet(path.absolute(), file, tree, () if targets is None else load_targets_file(targets, tree))
+    return ServedFleet(path.absolute(), file, tree, None if targets is None else TargetsFileSource(targets, tree))
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,14 @@ class FleetRoutes:
         fleet = self.fleet
         if fleet is None:
             return f'<p class="note">{NO_FLEET}</p>'
-        return self._share(
-            "power",
-            lambda now: render_power(fleet.tree, self.read().nodes, fleet.file.power.margin, now, fleet.targets),
-        )
+
+        def render(now: float) -> str:
+            targets = () if fleet.targets is None else fleet.targets.read_targets()
+            problem = None if fleet.targets is None else fleet.targets.problem
+            shown = render_power(fleet.tree, self.read().nodes, fleet.file.power.margin, now, targets)
+            return shown if problem is None else f'<p class="note problem">{escape(problem)}</p>{shown}'
+
+        return self._share("power", render)
 
     def _render_cooling(self) -> str:
         powers: dict[str, NodePower] = {}

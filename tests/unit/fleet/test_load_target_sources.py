@@ -18,7 +18,7 @@ from phalanx.fleet.power.flex_bus import OutgoingMessage
 from phalanx.fleet.power.flex_messages import FlexMessageError, parse_load_targets
 from phalanx.fleet.power.flex_reports import FeedReport, FlexReporter
 from phalanx.fleet.power.flex_source import FlexSource, drop_replaced_targets, open_flex_source
-from phalanx.fleet.power.load_targets import LiveTargets, LoadTarget, find_active_budgets
+from phalanx.fleet.power.load_targets import LiveTargets, LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx.fleet.power.openadr_source import OpenAdrSource, make_events_reader, open_openadr_source
 from phalanx.fleet.power.signed_data import SignatureError, load_public_keys, verify_jws
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
@@ -387,7 +387,38 @@ def test_a_vtn_for_a_level_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_targets_of_a_later_source_win(tmp_path: Path) -> None:
     source = open_source(tmp_path)
-    live = LiveTargets([LoadTarget("feed main-a", 3000.0, TEN)], [source])
+    (tmp_path / "targets.yaml").write_text(
+        "targets: [{level: feed main-a, limit: 3 kW, start: '2026-11-28T10:00:00Z'}]"
+    )
+    live = LiveTargets([TargetsFileSource(tmp_path / "targets.yaml", TREE), source])
     assert budgets_at(live, 1)["a"] == 3000.0
     source.receive(TOPIC, make_message(make_target(4.0)))
     assert (len(live), budgets_at(live, 1)["a"]) == (3, 4000.0)
+
+
+def test_a_file_of_targets_is_read_again_and_those_of_before_hold_while_it_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "targets.yaml"
+
+    def write(limit: str) -> None:
+        (tmp_path / "new").write_text(
+            f"targets: [{{level: feed main-a, limit: {limit}, start: '2026-11-28T10:00:00Z'}}]"
+        )
+        (tmp_path / "new").replace(file)
+
+    write("3 kW")
+    live = LiveTargets([TargetsFileSource(file, TREE)])
+    assert budgets_at(live, 1)["a"] == 3000.0
+    write("4 kW")
+    assert budgets_at(live, 1)["a"] == 4000.0
+    assert live.list_problems() == []
+    write("4 kWh")
+    assert (budgets_at(live, 1)["a"], budgets_at(live, 2)["a"]) == (4000.0, 4000.0)
+    (problem,) = live.list_problems()
+    assert "targets.0.limit: expected a power" in problem
+    assert problem.endswith("; the load targets of before hold")
+    file.unlink()
+    assert budgets_at(live, 1)["a"] == 4000.0
+    assert ["there is no such file" in text for text in live.list_problems()] == [True]
+    write("5 kW")
+    assert budgets_at(live, 1)["a"] == 5000.0
+    assert live.list_problems() == []

@@ -2,17 +2,21 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phalanx.errors import DataError, RecipeError
+from phalanx.app.power_sweep import find_swept_run
+from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.fleet.power.fake_fleet import FakeCapDevice, FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.speed_curve import choose_sweep_caps
 from phalanx.fleet.power.sweep import SweepError, SweepTimes, SweptNodes, sweep_caps
 from phalanx.fleet.power.sweep_file import PowerSweep, SweptCap, load_sweep, save_sweep
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
+from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Run
 
 POWER = NodePower(2, 700.0, 70.0, 500.0, 250.0, 200.0)
@@ -156,3 +160,41 @@ def test_a_run_without_a_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "power_sweep.json").write_text('{"kind": "power_sweep", "caps": 3}')
     with pytest.raises(DataError, match="no sweep"):
         load_sweep(tmp_path)
+
+
+class QueueOfOne:
+    """A backend with one job."""
+
+    def __init__(self, status: JobStatus):
+        self.status, self.asked = status, list[str]()
+
+    def __call__(self, name: str) -> Any:
+        self.asked.append(name)
+        return self
+
+    def poll(self, job_id: str) -> JobStatus:
+        self.asked.append(job_id)
+        return self.status
+
+
+@pytest.mark.parametrize(("job", "asked"), [("7", ["local", "7"]), ("slurm:12_1", ["slurm", "12_1"])])
+def test_a_job_is_swept_by_the_steps_of_its_run(
+    job: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "resolved.yaml").touch()
+    queue = QueueOfOne(JobStatus("7", "gpt", JobState.RUNNING, run_dir=str(tmp_path / "run")))
+    assert find_swept_run(job, queue).path == tmp_path / "run"
+    assert queue.asked == asked
+    assert find_swept_run("run", queue).path == Path("run")
+    assert queue.asked == asked
+    queue.status = replace(queue.status, state=JobState.QUEUED)
+    with pytest.raises(UsageError, match=f"job {job} .gpt. is queued; sweep a job that runs"):
+        find_swept_run(job, queue)
+    queue.status = replace(queue.status, run_dir=None)
+    with pytest.raises(UsageError, match="trains no run"):
+        find_swept_run(job, queue)
+    (tmp_path / "7").mkdir()
+    with pytest.raises(UsageError, match="7: no run here"):
+        find_swept_run("7", queue)

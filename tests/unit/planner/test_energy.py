@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.cluster.spec import AcceleratorSpec, Cluster, NodeSpec, Prices
-from phalanx.planner.energy import device_power, node_power, predict_cap_slowdown, predict_run_energy
+from phalanx.planner.energy import (
+    SweptSpeeds,
+    device_power,
+    node_power,
+    predict_cap_slowdown,
+    predict_run_energy,
+    predict_swept_slowdown,
+)
 
 ZEUS = Path(__file__).parents[4] / "shared" / "validation" / "zeus_powerlimit.csv"
 NAMES = {"v100": "NVIDIA V100 PCIe", "rtx6000": "Quadro RTX 6000", "a40": "NVIDIA A40", "p100": "NVIDIA P100 PCIe"}
@@ -92,8 +99,35 @@ def test_a_program_that_draws_far_less_than_the_cap_is_not_slowed() -> None:
 
 def test_a_family_that_nobody_measured_gets_a_wide_range_that_holds_what_a_vendor_says() -> None:
     slow = predict_cap_slowdown(accelerator("NVIDIA H100 SXM", 700.0, 93.0), 600.0, 700.0)
-    assert not slow.is_measured
+    assert slow.source == "estimate from other families"
     assert slow.low < slow.expected < 1.10 < 1.15 < slow.high  # 10 to 15 % by a vendor's blog
+
+
+SWEPT = SweptSpeeds("runs/a", (300.0, 500.0, 700.0), (0.5, 0.9, 1.0))
+
+
+def test_what_a_sweep_has_measured_stands_instead_of_the_estimate() -> None:
+    device = accelerator("NVIDIA H100 SXM", 700.0, 93.0)
+    slow = predict_swept_slowdown(device, 400.0, 650.0, SWEPT)
+    assert slow.expected == pytest.approx(1 / 0.7)
+    assert slow.low < slow.expected < slow.high < 1.1 * slow.expected
+    assert slow.source == "sweep of runs/a"
+
+
+def test_a_sweep_that_began_below_the_highest_cap_adds_to_the_estimate_above_it() -> None:
+    device = accelerator("NVIDIA H100 SXM", 800.0, 93.0)
+    slow, above = predict_swept_slowdown(device, 400.0, 790.0, SWEPT), predict_cap_slowdown(device, 700.0, 790.0)
+    assert above.expected > 1
+    assert slow.expected == pytest.approx(above.expected / 0.7)
+    assert slow.source == "sweep of runs/a below 700 W, estimate from other families above"
+
+
+def test_a_cap_that_was_not_swept_is_estimated_and_it_is_said() -> None:
+    device = accelerator("NVIDIA H100 SXM", 700.0, 93.0)
+    slow, estimate = predict_swept_slowdown(device, 290.0, 650.0, SWEPT), predict_cap_slowdown(device, 290.0, 650.0)
+    assert (slow.expected, slow.low, slow.high) == (estimate.expected, estimate.low, estimate.high)
+    assert slow.source == "estimate from other families; the sweep of runs/a has 300 to 700 W"
+    assert predict_swept_slowdown(device, 290.0, 650.0, None) == estimate
 
 
 def test_a_cap_below_the_lowest_clocks_is_refused() -> None:

@@ -79,6 +79,25 @@ def test_the_budget_of_a_load_target_that_holds_now_is_shown(fleet: ServedFleet)
     assert "(load target)" not in render_power(fleet.tree, [], 0.0, NOW + 11, [target])
 
 
+def test_load_targets_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    targets = tmp_path / "targets.yaml"
+    targets.write_text("targets: []")
+    served = load_served_fleet(tmp_path / "fleet.yaml", targets)
+    browser = Browser(tmp_path, make_access("127.0.0.1", False, None), served)
+    routes = browser.server.fleet_routes
+    assert "(load target)" not in browser.get("/power").text
+    targets.write_text("targets: [{level: row w, limit: 15 kW, start: '1970-01-01T00:00:00Z'}]")
+    routes.wall_clock = lambda: NOW
+    assert "15.0 kW (load target)" in browser.get("/power").text
+    targets.write_text("targets: [{level: row <x>, limit: 15 kW}]")
+    routes.wall_clock = lambda: NOW + 1
+    page = browser.get("/power").text
+    assert "15.0 kW (load target)" in page
+    assert "the load targets of before hold" in page
+    assert "<x>" not in page
+
+
 def test_a_late_draw_is_not_shown(fleet: ServedFleet) -> None:
     assert "5.0 kW" in render_power(fleet.tree, [capped("r1-1")], 0.0, NOW)
     assert "5.0 kW" not in render_power(fleet.tree, [capped("r1-1", age_s=10)], 0.0, NOW)

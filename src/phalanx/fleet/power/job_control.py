@@ -2,14 +2,13 @@
 
 from functools import cache
 
-from phalanx.errors import UsageError
 from phalanx.fleet.power.job_shedder import PausableState
-from phalanx.jobs.backends.base import PAUSED_PREFIX, Backend, PausingBackend, open_backend, restart_dead_daemon
+from phalanx.jobs.backends.base import PAUSED_PREFIX, Backend, open_backend, restart_dead_daemon
 from phalanx.jobs.spec import JobState
 
 
 class BackendJobControl:
-    """A `JobControl` of backends that can pause jobs. `reason`: why, as `phalanx jobs status` shows it; jobs that are
+    """A `JobControl` of all backends. `reason`: why, as `phalanx jobs status` shows it; jobs that are
     paused for another reason stay paused."""
 
     def __init__(self, reason: str):
@@ -17,10 +16,8 @@ class BackendJobControl:
         self._open = cache(open_backend)
 
     def check_handle(self, handle: str) -> None:
-        """Raise UsageError for a handle of a backend that cannot pause jobs, or of no job."""
+        """Raise UsageError for a handle of no backend or no job."""
         backend, job_id = self._find(handle)
-        if not isinstance(backend, PausingBackend):
-            raise UsageError(f"{handle}: {backend.name} cannot pause jobs; remove `job` of this job from the jobs file")
         backend.poll(job_id)
 
     def read_state(self, handle: str) -> PausableState:
@@ -41,7 +38,6 @@ class BackendJobControl:
         backend, job_id = self._find(handle)
         if self.read_state(handle) is PausableState.HELD:
             return
-        assert isinstance(backend, PausingBackend)
         backend.pause(job_id, self._reason)
 
     def resume(self, handle: str) -> None:
@@ -49,7 +45,6 @@ class BackendJobControl:
         backend, job_id = self._find(handle)
         if self.read_state(handle) is not PausableState.PAUSED:
             return
-        assert isinstance(backend, PausingBackend)
         backend.resume(job_id)
 
     def _find(self, handle: str) -> tuple[Backend, str]:

@@ -10,7 +10,7 @@ from phalanx.errors import PhalanxError
 from phalanx.fleet.power.allocation import NodeCaps, PoweredJob
 from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power.shed import choose_paused_jobs
-from phalanx.fleet.power.stagger import plan_starts
+from phalanx.fleet.power.stagger import estimate_start_step, plan_starts
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import PowerTree
 
@@ -180,7 +180,9 @@ class JobShedder:
         if now - shed.fits_since < RESUME_AFTER_S:
             return
         if shed.resume_at is None:
-            site, step_w = self.tree.find_site(next(iter(job.devices))), self._estimate_step(job)
+            site = self.tree.find_site(next(iter(job.devices)))
+            nodes = job.devices.items()
+            step_w = sum(estimate_start_step(self.tree.nodes[node].power, len(devices)) for node, devices in nodes)
             begin = max(now, self._free_at.get(site.name, now))
             shed.resume_at, self._free_at[site.name] = plan_starts([step_w, 0.0], site.max_ramp_w_per_s, begin)
         if now >= shed.resume_at:
@@ -199,11 +201,3 @@ class JobShedder:
         except PhalanxError as error:
             self.tell(f"{name} ({handle}): {error}")
             return PausableState.RUNNING  # the worst case
-
-    def _estimate_step(self, job: PoweredJob) -> float:
-        """Watts by which a job's start raises the power at most."""
-        nodes = [(self.tree.nodes[node].power, len(devices)) for node, devices in job.devices.items()]
-        return sum(
-            power.rest_max_w - power.rest_idle_w + count * (power.device_max_w - power.device_idle_w)
-            for power, count in nodes
-        )

@@ -2,7 +2,7 @@
 wins; without an end it holds until it is replaced."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Literal, Protocol, overload
@@ -10,7 +10,7 @@ from typing import Literal, Protocol, overload
 from pydantic import ValidationError
 
 from phalanx.cluster.spec import StrictModel
-from phalanx.errors import RecipeError
+from phalanx.errors import PhalanxError, RecipeError
 from phalanx.fleet.power_tree import PowerTree
 from phalanx.fleet.power_units import Power
 from phalanx.recipe.user_text import read_user_text
@@ -59,11 +59,13 @@ class TargetSource(Protocol):
 class LiveTargets(Sequence[LoadTarget]):
     """The targets of several sources now: those of a later source win."""
 
-    fixed: Sequence[LoadTarget] = ()
-    sources: Sequence[TargetSource] = field(default_factory=list)
+    sources: Sequence[TargetSource] = ()
+
+    def list_problems(self) -> list[str]:
+        """Return what went wrong since the last call, in all sources."""
+        return [problem for source in self.sources for problem in source.list_problems()]
 
     def __iter__(self) -> Iterator[LoadTarget]:
-        yield from self.fixed
         for source in self.sources:
             yield from source.read_targets()
 
@@ -114,6 +116,48 @@ def load_targets_file(path: Path, tree: PowerTree) -> Sequence[LoadTarget]:
         end_s = None if entry.end is None else entry.end.timestamp()
         targets.append(LoadTarget(entry.level, entry.limit, entry.start.timestamp(), end_s, entry.strategy))
     return targets
+
+
+class TargetsFileSource:
+    """The targets of a file, which is read again when it changes. While it is wrong or gone, those of before hold.
+
+    `problem`: what is wrong with it now. Raises RecipeError for what is wrong in it at first.
+    """
+
+    def __init__(self, path: Path, tree: PowerTree):
+        self._path, self._tree = path, tree
+        self._stamp = _read_stamp(path)
+        self._targets = load_targets_file(path, tree)
+        self.problem: str | None = None
+        self._problems: list[str] = []
+
+    def read_targets(self) -> Sequence[LoadTarget]:
+        """Return the targets in the order of the file."""
+        if (stamp := _read_stamp(self._path)) != self._stamp:
+            self._stamp, self.problem = stamp, None
+            try:
+                self._targets = load_targets_file(self._path, self._tree)
+            except (PhalanxError, OSError) as error:
+                self.problem = f"{error}; the load targets of before hold"
+                self._problems.append(self.problem)
+        return self._targets
+
+    def list_problems(self) -> list[str]:
+        """Return what was wrong with the file since the last call."""
+        problems, self._problems = self._problems, []
+        return problems
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+
+def _read_stamp(path: Path) -> tuple[int, ...] | None:
+    """Return what changes with the content of a file; None where there is none that can be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def find_active_targets(targets: Sequence[LoadTarget], unix_time_s: float) -> dict[str, LoadTarget]:

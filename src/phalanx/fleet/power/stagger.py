@@ -3,6 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.fleet.power_tree import NodePower
+
+
+def estimate_start_step(power: NodePower, num_devices: int) -> float:
+    """Return the watts by which the start of a job on `num_devices` of a node raises its power at most."""
+    return power.rest_max_w - power.rest_idle_w + num_devices * (power.device_max_w - power.device_idle_w)
+
 
 def plan_starts(steps_w: Sequence[float], max_ramp_w_per_s: float | None, begin_s: float = 0.0) -> list[float]:
     """Return when each job starts, in seconds, in order: so late that power rises no faster than the ramp.

@@ -67,6 +67,14 @@ class Backend(Protocol):
     def cancel(self, job_id: str) -> None:
         """Cancel a job. Does nothing if the job has ended."""
 
+    def pause(self, job_id: str, reason: str) -> None:
+        """Pause a job that waits or runs. A running one is asked to save and to end with exit code 75; it is over only
+        when `poll` says queued, with PAUSED_PREFIX and the reason. Raises UsageError when the job has ended, or starts
+        or ends just now."""
+
+    def resume(self, job_id: str) -> bool:
+        """Let a paused job start again. Returns whether it was paused."""
+
 
 @runtime_checkable
 class ArrayBackend(Protocol):
@@ -107,18 +115,6 @@ class ReleasingBackend(Protocol):
     def release(self, job_id: str) -> bool:
         """Release a job that is held because of unfit nodes, and exclude these. Returns whether it was held. Raises
         UsageError on failure."""
-
-
-@runtime_checkable
-class PausingBackend(Protocol):
-    """A backend that can pause a job: it saves, stops with exit code 75, and waits until it is resumed."""
-
-    def pause(self, job_id: str, reason: str) -> None:
-        """Pause a job that waits or runs. A running one is asked to save, and is over only when `poll` says queued.
-        Raises UsageError when it has ended, or is about to start."""
-
-    def resume(self, job_id: str) -> bool:
-        """Let a paused job start again. Returns whether it was paused."""
 
 
 @runtime_checkable
@@ -167,14 +163,6 @@ def open_backend(name: str) -> Backend:
         raise UsageError(f"--on {name}: expected one of {', '.join(BACKEND_CLASSES)}")
     module, _, class_name = BACKEND_CLASSES[name].partition(":")
     backend: Backend = getattr(import_module(module), class_name)()
-    return backend
-
-
-def open_pausing_backend(name: str) -> PausingBackend:
-    """Return the backend of this name. Raises UsageError also where it cannot pause jobs."""
-    backend = open_backend(name)
-    if not isinstance(backend, PausingBackend):
-        raise UsageError(f"{name} cannot pause jobs; `phalanx jobs cancel` saves and ends one")
     return backend
 
 

@@ -23,9 +23,9 @@ from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
 from phalanx.jobs.local_queue.drain import QueueDrain, read_drain, remove_drain, write_drain
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
-from phalanx.jobs.local_queue.pause import read_pause, remove_pause, write_pause
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, predict_starts
 from phalanx.jobs.log_stream import printed_lines
+from phalanx.jobs.pause_file import read_pause, remove_pause, write_pause
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE, SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run.private_files import state_root

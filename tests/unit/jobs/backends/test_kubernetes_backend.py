@@ -98,6 +98,43 @@ def test_a_job_goes_to_the_namespace_it_names(engine: KubernetesBackend, server:
     assert ("jobsets", "team-b", "gpt") in server.objects
 
 
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_a_job_is_suspended_and_resumed(engine: KubernetesBackend, server: FakeApiServer, kind: str) -> None:
+    ident = submitted(engine, backend_options={"kind": kind})
+    made = server.objects[f"{kind}s", "team-a", "gpt"]
+    assert not engine.resume(ident)
+    engine.pause(ident, "for power")
+    assert made["spec"]["suspend"] is True
+    assert (engine.poll(ident).state, engine.poll(ident).reason) == (JobState.QUEUED, "paused: for power")
+    assert engine.resume(ident)
+    assert made["spec"]["suspend"] is False
+    assert "phalanx-paused" not in made["metadata"]["annotations"]
+    assert not engine.resume(ident)
+
+
+def test_pods_of_a_paused_job_have_the_time_of_a_warning_to_save(
+    engine: KubernetesBackend, server: FakeApiServer
+) -> None:
+    submitted(engine, warning_s=300.0)
+    (group,) = server.objects["jobsets", "team-a", "gpt"]["spec"]["replicatedJobs"]
+    assert group["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 300
+
+
+def test_a_job_that_kueue_would_start_again_or_that_is_over_cannot_be_paused(
+    engine: KubernetesBackend, server: FakeApiServer
+) -> None:
+    ident = submitted(engine, backend_options={"queue": "gpus"})
+    with pytest.raises(UsageError, match="Kueue decides when jobs of its queue gpus run"):
+        engine.pause(ident, "for power")
+    server.objects["jobsets", "team-a", "gpt"]["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    with pytest.raises(UsageError, match="it is done: there is nothing to pause"):
+        engine.pause(ident, "for power")
+    server.refuse["PATCH", "jobsets"] = (403, "jobsets is forbidden")
+    other = submitted(engine, name="other")
+    with pytest.raises(UsageError, match="needs the verb patch on jobsets: you may not do this"):
+        engine.pause(other, "for power")
+
+
 def test_every_job_has_a_token_of_its_own(server: FakeApiServer, tmp_path: Path) -> None:
     with server.serving() as address:
         engine = KubernetesBackend(kubeconfig(tmp_path, address))

@@ -72,6 +72,14 @@ def test_an_image_that_cannot_be_had_is_named() -> None:
     assert status.reason == "1 of 2 nodes run; node 1 waits: ImagePullBackOff: no such image x"
 
 
+def test_a_paused_job_runs_until_its_pods_have_saved_and_ended() -> None:
+    thing = workload(suspend=True)
+    thing["metadata"]["annotations"]["phalanx-paused"] = "for power"
+    assert read(thing, pods=[pod(0), pod(1, "Failed")]).state is JobState.RUNNING
+    found = read(thing, pods=[pod(0, "Failed"), pod(1, "Failed")])
+    assert (found.state, found.reason) == (JobState.QUEUED, "paused: for power")
+
+
 def test_a_job_in_a_queue_names_it() -> None:
     thing = workload(suspend=True)
     thing["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "gpus"

@@ -238,7 +238,7 @@ class Unanswering:
 
 
 def test_nodes_that_ray_never_starts_are_not_waited_for_without_end() -> None:
-    driver = RayDriver(Unanswering(), task(placement_timeout_s=0.0), "raysubmit_1", {})
+    driver = RayDriver(Unanswering(), task(placement_timeout_s=0.0), "raysubmit_1", {}, lambda: None)
     with pytest.raises(PlacementError, match="Ray did not start its nodes within 0 s"):
         driver._get_results([object()])
     driver.request_stop()
@@ -254,11 +254,11 @@ def ends_of(monkeypatch: pytest.MonkeyPatch, *attempts: list[tuple[int, int]]) -
         made.append(number)
         return RayAttempt([], ["m0", "m1"], next(ends))
 
-    monkeypatch.setattr(RayDriver, "_reserve_nodes", lambda self: None)
+    monkeypatch.setattr(RayDriver, "_reserve_nodes", lambda self: "group")
     monkeypatch.setattr(RayDriver, "_start_attempt", start)
     monkeypatch.setattr(RayDriver, "_run_attempt", lambda self, attempt: decide_exit_code(attempt.ended))
     ray = SimpleNamespace(util=SimpleNamespace(remove_placement_group=lambda group: None))
-    return RayDriver(ray, task(max_restarts=9), "raysubmit_1", {}).run(), len(made)
+    return RayDriver(ray, task(max_restarts=9), "raysubmit_1", {}, lambda: None).run(), len(made)
 
 
 @pytest.mark.parametrize("death", [[(1, -9), (0, 75)], [(0, 137), (1, -15)]])
@@ -281,6 +281,47 @@ def test_deaths_in_a_row_end_with_a_word_of_the_job_or_the_loss_of_a_machine(
 def test_deaths_after_progress_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.jobs.backends.ray.driver.MIN_PROGRESS_S", 0.0)
     assert ends_of(monkeypatch, *[[(0, -9), (1, -15)]] * 5, [(0, 0), (1, 0)]) == (0, 6)
+
+
+def test_a_paused_job_waits_without_machines_and_a_pause_is_no_restart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses, slept = [None, "for power", "for power", "for power", None], list[float]()
+    monkeypatch.setattr("phalanx.jobs.backends.ray.driver.time.sleep", slept.append)
+    monkeypatch.setattr(RayDriver, "_reserve_nodes", lambda self: "group")
+    ends = iter([[(0, 75)], [(0, 0)]])
+    monkeypatch.setattr(RayDriver, "_start_attempt", lambda self, group, number: RayAttempt([], ["m0"], next(ends)))
+    monkeypatch.setattr(RayDriver, "_run_attempt", lambda self, attempt: decide_exit_code(attempt.ended))
+    ray = SimpleNamespace(util=SimpleNamespace(remove_placement_group=lambda group: None))
+    driver = RayDriver(ray, task(max_restarts=0), "raysubmit_1", {}, lambda: pauses.pop(0))
+    assert driver.run() == 0
+    lines = capsys.readouterr().out.splitlines()
+    paused = lines.index("phalanx driver: paused: for power")
+    assert parse_driver_state(lines[: paused + 1]) == DriverState(is_waiting=True, reason="paused: for power")
+    assert len(slept) == 2
+
+
+def test_a_job_that_waits_for_machines_leaves_its_place_when_it_is_paused() -> None:
+    removed = list[str]()
+    ray = SimpleNamespace(
+        util=SimpleNamespace(
+            placement_group=lambda *_, **__: SimpleNamespace(ready=lambda: 1),
+            remove_placement_group=lambda _: removed.append("group"),
+        ),
+        wait=lambda asked, timeout: ([], asked),
+        nodes=list,
+    )
+    assert RayDriver(ray, task(), "raysubmit_1", {}, lambda: "for power")._reserve_nodes() is None
+    assert removed == ["group"]
+
+
+def test_nodes_of_a_job_that_is_paused_are_asked_to_save_once() -> None:
+    driver, attempt = RayDriver(None, task(), "raysubmit_1", {}, lambda: "for power"), RayAttempt([], ["m0"])
+    asked = list[tuple[object, ...]]()
+    attempt.call_all = lambda *words: asked.append(words)  # type: ignore[method-assign]
+    driver._enforce_deadlines(attempt)
+    driver._enforce_deadlines(attempt)
+    assert asked == [("signal", 15)]
 
 
 class Ended:
@@ -329,7 +370,7 @@ def test_a_signal_that_finds_no_node_is_not_sent_again(monkeypatch: pytest.Monke
 
 def test_a_signal_that_cannot_be_sent_says_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.jobs.backends.ray.backend.SIGNAL_TIMEOUT_S", 0.0)
-    with pytest.raises(UsageError, match="the signal was not sent: it ended so: died"):
+    with pytest.raises(UsageError, match="SIGUSR1 was not sent: it ended so: died"):
         signalled(monkeypatch, Ended("died"))
 
 

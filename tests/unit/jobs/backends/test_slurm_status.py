@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.slurm.backend import QUEUE_MAX_AGE_S, SlurmBackend, run_program
+from phalanx.jobs.backends.slurm.backend import QUEUE_MAX_AGE_S, SlurmBackend
+from phalanx.jobs.backends.slurm.programs import run_program
 from phalanx.jobs.backends.slurm.status import (
     QUEUE_COLUMNS,
     expand_hostlist,
@@ -199,7 +200,7 @@ def test_another_command_that_submits_is_not_waited_for_without_end(
 
 
 def test_a_program_of_slurms_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.jobs.backends.slurm.backend.COMMAND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("phalanx.jobs.backends.slurm.programs.COMMAND_TIMEOUT_S", 0.2)
     assert run_program(["sleep", "20"]) == (1, "", "sleep did not answer within 0 s")
 
 
@@ -305,6 +306,53 @@ def test_releasing_that_fails_is_told_and_can_be_tried_again(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="job 6: slurm_update error: Access/permission denied"):
         slurm.release("6")
     assert (folder / "unfit").exists()
+
+
+def test_pausing_holds_a_job_first_and_has_its_script_pass_the_signal_on(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(tmp_path, mine(tmp_path, "RUNNING"))
+    with pytest.raises(UsageError, match="starts just now; pause it again"):
+        slurm.pause("6", "for power")  # its script does not handle signals yet
+    assert not [line for line in recorded.asked if not line.startswith("squeue")]
+    (folder / "token.0").touch()
+    slurm.pause("6", "for power")
+    assert recorded.asked[-2:] == ["scontrol hold 6", "scancel --batch --signal=USR1 6"]
+    assert slurm.poll("6").state is JobState.RUNNING  # until it has saved
+    recorded.answers |= mine(tmp_path, "PENDING", reason="JobHeldUser", nodes="")
+    slurm = SlurmBackend(recorded, tmp_path / "state")
+    assert (slurm.poll("6").state, slurm.poll("6").reason) == (JobState.QUEUED, "paused: for power")
+    assert slurm.resume("6")
+    assert recorded.asked[-1] == "scontrol release 6"
+    assert slurm.poll("6").reason == "is held; `scontrol release` continues it"
+    assert not slurm.resume("6")
+
+
+def test_a_job_that_waits_is_held_and_one_that_ended_cannot_be_paused(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(tmp_path, mine(tmp_path, "PENDING", nodes=""))
+    slurm.pause("6", "for power")
+    assert recorded.asked[-1] == "scontrol hold 6"
+    recorded.answers["squeue"] = (0, "", "")
+    (folder / "result").write_text(RESULT.format(code=0, attempt=0))
+    with pytest.raises(UsageError, match="is done: there is nothing to pause"):
+        slurm.pause("6", "again")
+    assert not slurm.resume("6")
+
+
+def test_a_pause_that_slurm_refuses_leaves_no_trace(tmp_path: Path) -> None:
+    refusal = (1, "", "slurm_suspend error: Access/permission denied\n")
+    slurm, _, _ = submitted(tmp_path, {**mine(tmp_path, "PENDING", nodes=""), "scontrol hold": refusal})
+    with pytest.raises(UsageError, match="job 6: slurm_suspend error: Access"):
+        slurm.pause("6", "for power")
+    assert not slurm.resume("6")
+
+
+def test_a_paused_job_with_an_unfit_node_is_not_released_before_it_is_resumed(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(tmp_path, mine(tmp_path, "PENDING", reason="JobHeldUser", nodes=""))
+    (folder / "unfit").write_text("n2\n")
+    slurm.pause("6", "for power")
+    assert not slurm.release("6")
+    assert slurm.poll("6").reason == "paused: for power"
+    assert slurm.resume("6")
+    assert recorded.asked[-2:] == ["scontrol update JobId=6 ExcNodeList=n4,n2", "scontrol release 6"]
 
 
 def test_a_number_that_another_job_has_now_is_not_taken_for_ours(tmp_path: Path) -> None:

@@ -212,6 +212,25 @@ class KubernetesBackend:
                 _request_timeout=REQUEST_TIMEOUTS_S,
             )
 
+    def pause(self, job_id: str, reason: str) -> None:
+        """Suspend the job: Kubernetes ends its pods, which get the job's warning time to save."""
+        status, workload = self.poll(job_id), self._get_workload(job_id)
+        if status.state.is_final:
+            raise UsageError(f"{job_id}: it is {status.state}: there is nothing to pause")
+        if (queue := workload["metadata"].get("labels", {}).get(manifest.QUEUE_LABEL)) is not None:
+            raise UsageError(
+                f"{job_id}: Kueue decides when jobs of its queue {queue} run, and would start it again; set `active: "
+                "false` in the spec of its Workload"
+            )
+        self._patch_workload(job_id, manifest.make_pause(reason))
+
+    def resume(self, job_id: str) -> bool:
+        """Let Kubernetes create the pods of a paused job again."""
+        if manifest.PAUSE_ANNOTATION not in self._get_workload(job_id)["metadata"].get("annotations", {}):
+            return False
+        self._patch_workload(job_id, manifest.make_pause(None))
+        return True
+
     def list_nodes(self) -> list[BackendNode]:
         """Return the nodes of the cluster, with the jobs that Phalanx runs in the namespace of the context."""
         client, namespace = self._connect()
@@ -234,6 +253,18 @@ class KubernetesBackend:
         client, _ = self._connect()
         with translate_api_errors(f"changing node {node}, which needs the verb patch on nodes"):
             client.core.patch_node(node, change, _request_timeout=REQUEST_TIMEOUTS_S)
+
+    def _patch_workload(self, job_id: str, change: dict[str, Any]) -> None:
+        namespace, kind, name = _parse_job_id(job_id)
+        client, _ = self._connect()
+        with translate_api_errors(f"changing {job_id}, which needs the verb patch on {API_GROUPS[kind]['plural']}"):
+            client.custom.patch_namespaced_custom_object(
+                **API_GROUPS[kind],
+                namespace=namespace,
+                name=name,
+                body=change,
+                _request_timeout=REQUEST_TIMEOUTS_S,
+            )
 
     def _get_workload(self, job_id: str) -> dict[str, Any]:
         found = self._find_workload(job_id)

@@ -23,6 +23,9 @@ NAME_ANNOTATION = "phalanx-job"
 """Annotation with the name of the job."""
 RUN_ANNOTATION = "phalanx-run"
 """Annotation with the run directory of the job."""
+PAUSE_ANNOTATION = "phalanx-paused"
+"""Annotation with the reason for which the job is paused."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 TTL_AFTER_FINISHED_S = 7 * 24 * 3600
 """Seconds after which a finished job, its logs and its name are deleted."""
@@ -79,6 +82,11 @@ def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
         spec["suspend"] = True
     metadata = _metadata(job, options, _queue_labels(options))
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def make_pause(reason: str | None) -> Manifest:
+    """Return the change of a JobSet or TrainJob that suspends it, or without a reason resumes it."""
+    return {"metadata": {"annotations": {PAUSE_ANNOTATION: reason}}, "spec": {"suspend": reason is not None}}
 
 
 def make_pod_failure_policy() -> Manifest:
@@ -262,7 +270,7 @@ def _metadata(job: Job, options: KubernetesOptions, labels: Mapping[str, str]) -
 def _queue_labels(options: KubernetesOptions) -> dict[str, str]:
     if options.queue is None:
         return {}
-    chosen = {"kueue.x-k8s.io/queue-name": options.queue}
+    chosen = {QUEUE_LABEL: options.queue}
     if options.priority_class is not None:
         chosen["kueue.x-k8s.io/priority-class"] = options.priority_class
     return chosen

@@ -6,7 +6,15 @@ from datetime import datetime
 from typing import Any
 
 from phalanx.errors import ExitCode
-from phalanx.jobs.backends.kubernetes.manifest import CONTAINER_NAME, INDEX_ANNOTATION, NAME_ANNOTATION, RUN_ANNOTATION
+from phalanx.jobs.backends.base import PAUSED_PREFIX
+from phalanx.jobs.backends.kubernetes.manifest import (
+    CONTAINER_NAME,
+    INDEX_ANNOTATION,
+    NAME_ANNOTATION,
+    PAUSE_ANNOTATION,
+    QUEUE_LABEL,
+    RUN_ANNOTATION,
+)
 from phalanx.jobs.spec import JobState, JobStatus, state_from_exit_code
 
 KubernetesObject = Mapping[str, Any]
@@ -40,8 +48,7 @@ def parse_status(
     elif metadata.get("deletionTimestamp"):
         state, reason = JobState.CANCELLED, "it is being ended"
     elif workload.get("spec", {}).get("suspend") or find_condition(status, "Suspended"):
-        queue = metadata.get("labels", {}).get("kueue.x-k8s.io/queue-name")
-        reason = "it is suspended" if queue is None else f"waits for the queue {queue} to admit it"
+        state, reason = _parse_suspended(metadata, pods)
     else:
         state, reason = _parse_running(pods)
     restarts = status.get("restarts", 0)
@@ -105,6 +112,16 @@ def _parse_failure(
         message = f"started again as often as allowed; {message}"
     state = JobState.FAILED if code in (None, 0) else state_from_exit_code(code)
     return state, code, message
+
+
+def _parse_suspended(metadata: KubernetesObject, pods: Sequence[KubernetesObject]) -> tuple[JobState, str]:
+    """Return state and reason of a suspended job: it runs until its pods have saved and ended."""
+    if any(pod.get("status", {}).get("phase") == "Running" for pod in pods):
+        return JobState.RUNNING, "saves, since it is suspended"
+    if (pause_reason := metadata.get("annotations", {}).get(PAUSE_ANNOTATION)) is not None:
+        return JobState.QUEUED, f"{PAUSED_PREFIX}{pause_reason}"
+    queue = metadata.get("labels", {}).get(QUEUE_LABEL)
+    return JobState.QUEUED, "it is suspended" if queue is None else f"waits for the queue {queue} to admit it"
 
 
 def _parse_running(pods: Sequence[KubernetesObject]) -> tuple[JobState, str | None]:

@@ -25,6 +25,7 @@ from phalanx.jobs.backends.nodes import BackendNode, group_running_jobs
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
+    NOT_PAUSED,
     SNAPSHOT_FILE,
     DriverSpec,
     parse_driver_state,
@@ -153,32 +154,42 @@ class RayBackend:
     def send_signal(self, job_id: str, number: int) -> None:
         """A second, small job on the cluster reaches the nodes of the first."""
         info = self._info(job_id)
-        submission, client = self._find(job_id)
         if str(info.status) != "RUNNING":
             raise UsageError(f"{job_id}: it does not run, so that nothing can be signalled")
-        python = shlex.split(info.entrypoint)[0]
-        words = (
-            python,
-            "-P",
-            "-m",
-            DRIVER_MODULE,
-            "signal",
-            submission,
-            info.metadata[NUM_NODES_KEY],
-            str(int(number)),
-        )
+        name = signal.Signals(number).name
+        if self._order(job_id, info, name, "signal", info.metadata[NUM_NODES_KEY], str(int(number))) == NO_NODE:
+            raise UsageError(f"{job_id}: none of its nodes runs, so that nothing can be signalled")
+
+    def pause(self, job_id: str, reason: str) -> None:
+        """Have the job's driver end its nodes, which get the job's warning time to save, and wait."""
+        info = self._info(job_id)
+        if info.status.is_terminal():
+            raise UsageError(f"{job_id}: it has ended: there is nothing to pause")
+        if self._order(job_id, info, "the pause", "pause", reason) == NO_NODE:
+            raise UsageError(f"{job_id}: its driver starts or ends just now; pause it again")
+
+    def resume(self, job_id: str) -> bool:
+        """Have the driver of a paused job start its nodes again."""
+        info = self._info(job_id)
+        return not info.status.is_terminal() and self._order(job_id, info, "the resume", "resume") == 0
+
+    def _order(self, job_id: str, info: Any, what: str, *order: str) -> int:
+        """Run a verb of the driver as a second, small job; return its exit code: 0, NO_NODE or NOT_PAUSED."""
+        submission, client = self._find(job_id)
+        verb, *rest = order
+        words = (shlex.split(info.entrypoint)[0], "-P", "-m", DRIVER_MODULE, verb, submission, *rest)
         deadline = time.monotonic() + SIGNAL_TIMEOUT_S
         while True:
-            with _translate_ray_errors(f"sending {signal.Signals(number).name} to {job_id}"):
+            with _translate_ray_errors(f"sending {what} to {job_id}"):
                 ended = _run(client, shlex.join(words), deadline)
             if ended is None:
-                raise UsageError(f"{job_id}: the signal did not arrive within {SIGNAL_TIMEOUT_S:g} s")
+                raise UsageError(f"{job_id}: {what} did not arrive within {SIGNAL_TIMEOUT_S:g} s")
             if str(ended.status) == "SUCCEEDED":
-                return
-            if ended.driver_exit_code == NO_NODE:
-                raise UsageError(f"{job_id}: none of its nodes runs, so that nothing can be signalled")
+                return 0
+            if ended.driver_exit_code in (NO_NODE, NOT_PAUSED):
+                return int(ended.driver_exit_code)
             if time.monotonic() > deadline:  # a busy cluster may fail to start it, or to let it in
-                raise UsageError(f"{job_id}: the signal was not sent: {ended.message}")
+                raise UsageError(f"{job_id}: {what} was not sent: {ended.message}")
 
     def read_logs(self, job_id: str) -> Iterator[str]:
         self._info(job_id)

@@ -1,7 +1,8 @@
 """The program that Ray runs for a job: it reserves resources on machines, starts one node on each, monitors the nodes,
 and restarts them depending on their exit code. It ends with the job's exit code.
 
-`python -m phalanx.jobs.backends.ray.driver run TASK`, or `... signal JOB NODES NUMBER` to reach one that runs.
+`python -m phalanx.jobs.backends.ray.driver run TASK`, or `... signal JOB NODES NUMBER`, `... pause JOB REASON` and `...
+resume JOB` to reach one that runs. The driver of a paused job waits without machines.
 """
 
 import json
@@ -11,12 +12,13 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.deadline import Deadline
 from phalanx.errors import ExitCode
+from phalanx.jobs.backends.base import PAUSED_PREFIX
 from phalanx.jobs.backends.ray.driver_spec import (
     DRIVER_LINE_PREFIX,
     JOB_ID_VARIABLE,
@@ -31,10 +33,10 @@ from phalanx.jobs.backends.ray.driver_spec import (
     secrets_path,
 )
 from phalanx.jobs.backends.ray.node_actor import NodeActor
+from phalanx.jobs.backends.ray.pause_switch import RAY_NAMESPACE, open_pause_switch, set_pause
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S
 from phalanx.logging_config import configure_logging
 
-RAY_NAMESPACE = "phalanx"
 POLL_INTERVAL_S = 0.5
 """Seconds between two looks at clocks and signals."""
 NODE_ID_LABEL = "ray.io/node-id"
@@ -63,10 +65,18 @@ class RayAttempt:
 
 
 class RayDriver:
-    """Keeps one job going."""
+    """Keeps one job going. `find_pause`: returns why the job is paused, None if it is not."""
 
-    def __init__(self, ray: Any, spec: DriverSpec, job_id: str, secret_values: Mapping[str, str]):
+    def __init__(
+        self,
+        ray: Any,
+        spec: DriverSpec,
+        job_id: str,
+        secret_values: Mapping[str, str],
+        find_pause: Callable[[], str | None],
+    ):
         self._ray, self._spec, self._job_id, self._secret_values = ray, spec, job_id, secret_values
+        self._find_pause = find_pause
         self._is_stopping = False
         self._excluded_nodes: set[str] = set()
         self._time_limit_at: float | None = None
@@ -77,13 +87,21 @@ class RayDriver:
 
     def run(self) -> int:
         """Run all attempts and return the job's exit code."""
-        deaths = 0
-        for number in range(1, self._spec.max_restarts + 2):
+        deaths = number = num_pauses = 0
+        code = int(ExitCode.UNFINISHED)
+        while True:
+            num_pauses += self._wait_while_paused()
+            if number > self._spec.max_restarts + num_pauses:
+                print_driver_line(f"started {number} times, as often as allowed")
+                return code
             try:
                 group = self._reserve_nodes()
             except PlacementError as reason:
                 print_driver_line(f"there is no place for the job: {reason}")
                 return int(ExitCode.UNFIT_NODE if self._excluded_nodes else ExitCode.UNFINISHED)
+            if group is None:
+                continue
+            number += 1
             try:
                 attempt, begun = self._start_attempt(group, number), time.monotonic()
                 code = self._run_attempt(attempt)
@@ -107,11 +125,23 @@ class RayDriver:
                 print_driver_line(f"killed {deaths} times in a row (exit code {_shell_exit_code(death)}): {why}")
                 return _shell_exit_code(death)
             print_driver_line(f"attempt {number} ended with exit code {code}, to be started again")
-        print_driver_line(f"started {self._spec.max_restarts + 1} times, as often as allowed")
-        return code
+
+    def _wait_while_paused(self) -> bool:
+        """Wait until the job is resumed, or is to end. Returns whether it was paused."""
+        if (reason := self._find_pause()) is None:
+            return False
+        print_driver_line(f"{PAUSED_PREFIX}{reason}")
+        begun = time.monotonic()
+        while not self._is_stopping and self._find_pause() is not None:
+            time.sleep(POLL_INTERVAL_S)
+        if self._time_limit_at is not None:
+            self._time_limit_at += time.monotonic() - begun
+        print_driver_line("waits: it was resumed")
+        return True
 
     def _reserve_nodes(self) -> Any:
-        """Create a placement group with a bundle for each node. Raises PlacementError."""
+        """Create a placement group with a bundle for each node; None if the job is paused meanwhile. Raises
+        PlacementError."""
         task = self._spec
         label_selector = (
             {NODE_ID_LABEL: f"!in({','.join(sorted(self._excluded_nodes))})"} if self._excluded_nodes else None
@@ -127,6 +157,9 @@ class RayDriver:
             shortage = describe_shortage(task, [one["Resources"] for one in alive])
             reason = shortage or "other jobs hold what it needs"
             hopeless = bool(self._excluded_nodes) and shortage is not None
+            if not self._is_stopping and self._find_pause() is not None:
+                self._ray.util.remove_placement_group(group)
+                return None
             if self._is_stopping or hopeless or time.monotonic() > deadline:
                 self._ray.util.remove_placement_group(group)
                 raise PlacementError("it was asked to end" if self._is_stopping else reason)
@@ -215,7 +248,8 @@ class RayDriver:
         """Ask nodes to save and end when there is a reason, and kill those that did not within the warning."""
         now = time.monotonic()
         any_failed = any(code != 0 for _, code in attempt.ended)
-        if attempt.kill_at is None and (any_failed or self._is_stopping or self._is_time_to_save()):
+        must_end = self._is_stopping or self._is_time_to_save() or self._find_pause() is not None
+        if attempt.kill_at is None and (any_failed or must_end):
             attempt.kill_at = now + self._spec.warning_s
             attempt.call_all("signal", int(signal.SIGTERM))
         elif attempt.kill_at is not None and now > attempt.kill_at:
@@ -272,9 +306,11 @@ def main(arguments: Sequence[str]) -> int:
     ray.init(address="auto", namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     if verb == "signal":
         return send_signal(ray, rest[0], int(rest[1]), int(rest[2]))
+    if verb in ("pause", "resume"):
+        return set_pause(ray, rest[0], rest[1] if verb == "pause" else None)
     spec, job_id = DriverSpec.from_json(rest[0]), os.environ[JOB_ID_VARIABLE]
     try:
-        driver = RayDriver(ray, spec, job_id, read_secrets(spec, job_id))
+        driver = RayDriver(ray, spec, job_id, read_secrets(spec, job_id), open_pause_switch(ray, job_id))
     except OSError as error:
         print_driver_line(
             f"its secrets could not be read: {error}; its folder has to be shared with this cluster, and its owner"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.errors import ExitCode
+from phalanx.jobs.backends.base import PAUSED_PREFIX
 
 FINAL_EXIT_CODES = frozenset({ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP})
 MEANINGFUL_EXIT_CODES = FINAL_EXIT_CODES | {ExitCode.UNFINISHED, ExitCode.UNFIT_NODE}
@@ -18,6 +19,8 @@ KILLED_EXIT_CODES = frozenset({137, 143, -9, -15, LOST_NODE_EXIT_CODE})
 """Exit codes of a killed command, with or without a shell around it."""
 NO_NODE = 3
 """Exit code of the signal command when no node runs; any other code means that it failed."""
+NOT_PAUSED = 4
+"""Exit code of the resume command for a job that is not paused."""
 SNAPSHOT_FILE = "code.tar"
 """Name of the snapshot in the directory that Ray copies to each machine."""
 JOB_ID_VARIABLE = "PHALANX_RAY_JOB_ID"
@@ -147,7 +150,7 @@ def parse_driver_state(lines: Sequence[str]) -> DriverState:
             if started := re.fullmatch(r"attempt (\d+) on (.*)", text):
                 found = DriverState(int(started[1]), tuple(started[2].split(", ")), False)
             else:
-                found = DriverState(found.num_attempts, found.nodes, text.startswith("waits"), text)
+                found = DriverState(found.num_attempts, found.nodes, text.startswith(("waits", PAUSED_PREFIX)), text)
     return found
 
 

@@ -9,16 +9,14 @@ unfinished job. They cannot exclude unfit nodes; the process that polls the job 
 import logging
 import os
 import re
-import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.base import PAUSED_PREFIX, LogReader, NoSuchJobError, SubmitRequest, read_secrets
 from phalanx.jobs.backends.nodes import BackendNode
 from phalanx.jobs.backends.slurm.batch_script import (
     BATCH_FILE,
@@ -26,6 +24,7 @@ from phalanx.jobs.backends.slurm.batch_script import (
     LOG_FILE,
     RUN_FILE,
     SECRETS_FILE,
+    TOKEN_FILE,
     UNFIT_FILE,
     render_array_scripts,
     render_scripts,
@@ -45,10 +44,13 @@ from phalanx.jobs.backends.slurm.nodes import (
     make_undrain_command,
     parse_nodes,
 )
+from phalanx.jobs.backends.slurm.programs import RunProgram, clean_error, run_program
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
+    COMPLETING_REASON,
     QUEUE_FORMAT,
     is_command,
+    is_held,
     parse_expected_starts,
     parse_fields,
     parse_live_status,
@@ -56,37 +58,18 @@ from phalanx.jobs.backends.slurm.status import (
     parse_queue,
 )
 from phalanx.jobs.log_stream import printed_lines
+from phalanx.jobs.pause_file import is_paused, read_pause, remove_pause, write_pause
 from phalanx.jobs.spec import Job, JobState, JobStatus, is_array_member
 from phalanx.run.private_files import state_root
 
 logger = logging.getLogger(__name__)
 
-RunProgram = Callable[[Sequence[str]], tuple[int, str, str]]
-"""Runs a program; its exit code (127: there is none), what it printed, and its errors."""
-
 QUEUE_MAX_AGE_S = 5.0
 """Seconds for which an answer of squeue is reused while jobs are polled: one controller serves all users."""
-COMMAND_TIMEOUT_S = 600.0
-"""Time limit of one of Slurm's programs, which retry for a while to reach a controller."""
 NO_JOBS_TEXT = "Invalid job id"
 """The answer of scontrol for an unknown job, and of squeue for a user without jobs."""
 NODES_UNAVAILABLE_TEXT = "Requested node configuration is not available"
 """Slurm's answer when more nodes are requested than exist or are in service."""
-
-
-def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
-    """Run a program on this machine."""
-    begun = time.perf_counter()
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
-        )
-    except FileNotFoundError:
-        return 127, "", f"{argv[0]}: not found"
-    except subprocess.TimeoutExpired:
-        return 1, "", f"{argv[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
-    logger.debug("%s: exit code %d in %.2f s", shlex.join(argv), done.returncode, time.perf_counter() - begun)
-    return done.returncode, done.stdout, done.stderr
 
 
 @dataclass(frozen=True)
@@ -167,7 +150,7 @@ class SlurmBackend:
         job."""
         folder = self._find_job_dir(job_id)
         marker = folder / UNFIT_FILE
-        if not marker.exists():
+        if not marker.exists() or is_paused(folder):
             return False
         found = self._query_job(job_id, folder)
         if found is None or found.get("JobState") != "PENDING":
@@ -178,6 +161,35 @@ class SlurmBackend:
         self._queue = None
         marker.unlink(missing_ok=True)
         logger.info("released job %s without nodes %s", job_id, ", ".join(unfit))
+        return True
+
+    def pause(self, job_id: str, reason: str) -> None:
+        """Hold a job, which outlasts a requeue, and ask one that runs to save: its script passes the signal on as at
+        the time limit, and requeues it."""
+        folder = self._find_job_dir(job_id)
+        status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
+        if status.state.is_final:
+            raise UsageError(f"job {job_id} ({status.name}) is {status.state}: there is nothing to pause")
+        is_running = status.state is JobState.RUNNING and status.reason != COMPLETING_REASON
+        if is_running and not (folder / TOKEN_FILE.format(attempt=status.num_attempts - 1)).exists():
+            raise UsageError(f"job {job_id} ({status.name}) starts just now; pause it again")  # it would be killed
+        self._run_checked(["scontrol", "hold", job_id], f"job {job_id}")
+        self._queue = None
+        write_pause(folder, reason)
+        if is_running:
+            self._run_checked(["scancel", "--batch", "--signal=USR1", job_id], f"job {job_id}")
+
+    def resume(self, job_id: str) -> bool:
+        """Release a job that `pause` has held; without its unfit nodes, if it has any."""
+        folder = self._find_job_dir(job_id)
+        status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
+        if not is_paused(folder) or status.state.is_final:
+            return False
+        if not (folder / UNFIT_FILE).exists():
+            self._run_checked(["scontrol", "release", job_id], f"job {job_id}")
+        self._queue = None
+        remove_pause(folder)
+        self.release(job_id)
         return True
 
     def send_signal(self, job_id: str, number: int) -> None:
@@ -227,7 +239,7 @@ class SlurmBackend:
     def _change_node(self, node: str, command: Sequence[str]) -> None:
         code, _, err = self._run_program(command)
         if code:
-            raise UsageError(f"{node}: {explain_refusal(err) or _clean_error(err)}")
+            raise UsageError(f"{node}: {explain_refusal(err) or clean_error(err)}")
 
     @property
     def jobs_dir(self) -> Path:
@@ -239,12 +251,10 @@ class SlurmBackend:
         if self._version is None:
             code, out, err = self._run_program(["sbatch", "--version"])
             if code == 127:
-                raise UsageError(
-                    "slurm: sbatch is not installed here, or not in PATH; submit from one of its login nodes"
-                )
+                raise UsageError("slurm: sbatch is not installed here, or not in PATH; submit from a login node of it")
             found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", out)
             if code:
-                raise UsageError(f"slurm: sbatch --version: {_clean_error(err)}")
+                raise UsageError(f"slurm: sbatch --version: {clean_error(err)}")
             if not found:
                 raise UsageError(f"slurm: sbatch --version says {out.strip()!r}; expected a version")
             self._version = tuple(int(number) for number in found.groups() if number is not None)
@@ -305,7 +315,7 @@ class SlurmBackend:
             )
             if code and NO_JOBS_TEXT in err:
                 code, out = 0, ""
-            error = UsageError(f"slurm does not answer: {_clean_error(err)}") if code else None
+            error = UsageError(f"slurm does not answer: {clean_error(err)}") if code else None
             last = self._queue = _Queue(self._clock(), folders, {} if code else parse_queue(out), error)
         if last.error is not None:
             raise last.error
@@ -322,13 +332,14 @@ class SlurmBackend:
                 parse_past_status(id, name, (folder / CANCELLED_FILE).exists(), submitted, result), run_dir=run
             )
         status = parse_live_status(id, name, found, submitted, result)
-        if status.state is JobState.QUEUED and (folder / UNFIT_FILE).exists():
+        if status.state is not JobState.QUEUED:
+            return replace(status, run_dir=run)
+        if is_held(found) and (pause_reason := read_pause(folder)) is not None:
+            status = replace(status, reason=f"{PAUSED_PREFIX}{pause_reason}")
+        elif (folder / UNFIT_FILE).exists():
             unfit = ", ".join((folder / UNFIT_FILE).read_text().split())
-            hold_reason = (
-                f"is held because of unfit nodes ({unfit}): `phalanx jobs release {id} --on slurm` continues it on "
-                "other nodes"
-            )
-            status = replace(status, reason=hold_reason)
+            remedy = f"`phalanx jobs release {id} --on slurm` continues it on other nodes"
+            status = replace(status, reason=f"is held because of unfit nodes ({unfit}): {remedy}")
         return replace(status, run_dir=run)
 
     def _query_job(self, id: str, folder: Path) -> dict[str, str] | None:
@@ -337,7 +348,7 @@ class SlurmBackend:
         if code and NO_JOBS_TEXT in err:
             return None
         if code:
-            raise UsageError(f"slurm does not answer: {_clean_error(err)}")
+            raise UsageError(f"slurm does not answer: {clean_error(err)}")
         found = parse_fields(out)
         return found if is_command(found, self._dirs.script_suffix(folder)) else None
 
@@ -352,11 +363,10 @@ class SlurmBackend:
             size_text = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
             raise UsageError(
                 f"job {job.name}: it needs {job.num_nodes} nodes, and {partition or 'the default partition'} has "
-                f"{size_text}: "
-                f"{_clean_error(err)}"
+                f"{size_text}: {clean_error(err)}"
             )
         if not any(state.startswith(("down", "drain", "fail", "maint", "unk")) for state in nodes.values()):
-            raise UsageError(f"job {job.name}: {_clean_error(err)}")
+            raise UsageError(f"job {job.name}: {clean_error(err)}")
 
     def _query_nodes(self, partition: str | None) -> dict[str, str]:
         """The states of a partition's nodes; without one, of the default's."""
@@ -367,7 +377,7 @@ class SlurmBackend:
     def _run_checked(self, argv: Sequence[str], what: str = "slurm") -> str:
         code, out, err = self._run_program(argv)
         if code:
-            raise UsageError(f"{what}: {_clean_error(err)}")
+            raise UsageError(f"{what}: {clean_error(err)}")
         return out
 
     def _check_name(self, name: str) -> None:
@@ -387,14 +397,3 @@ class SlurmBackend:
         if found is None:
             raise NoSuchJobError(self.name, job_id)
         return found
-
-
-def _clean_error(err: str) -> str:
-    """Slurm's words, in one line, without what it puts before them."""
-    if "Could not establish a configuration source" in err:
-        return (
-            "Slurm's programs find no slurm.conf on this machine; submit from a login node of the cluster, or set "
-            "SLURM_CONF to the path of the cluster's slurm.conf"
-        )
-    lines = [re.sub(r"^(\w+: )?(error: )?", "", line).strip() for line in err.splitlines()]
-    return "; ".join(dict.fromkeys(line for line in lines if line)) or "it failed without a word"

@@ -16,6 +16,8 @@ from phalanx.jobs.backends.slurm.sbatch_options import SbatchOptions, Version, p
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, with_unpacked_snapshot
 
 BATCH_FILE, NODE_FILE, SECRETS_FILE, SNAPSHOT_DIR = "batch.sh", "node.sh", "secrets.sh", "code"
+TOKEN_FILE = "token.{attempt}"
+"""Exists when the script of an attempt handles signals."""
 LOG_FILE, RESULT_FILE, UNFIT_FILE, CANCELLED_FILE, RUN_FILE = "log", "result", "unfit", "cancelled", "run"
 
 

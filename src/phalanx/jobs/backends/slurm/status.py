@@ -59,6 +59,9 @@ REASON_TEXTS = {
 }
 
 
+HELD_REASONS = ("job_requeued_in_held_state", "launch_failed_requeued_held", "JobHeldUser", "JobHeldAdmin")
+COMPLETING_REASON = "completing"
+"""Reason of a job that has ended, while Slurm frees its nodes."""
 SIGNAL_EXIT_BASE = 128
 """Shells report a program that was ended by a signal with this plus the signal's number."""
 
@@ -118,6 +121,11 @@ def parse_queue(text: str) -> dict[str, dict[str, str]]:
             found["ExitCode"] = f"{status >> 8}:{status & 0x7F}"
         jobs[found["JobId"]] = {name: value for name, value in found.items() if value not in UNSET_VALUES}
     return jobs
+
+
+def is_held(found: Mapping[str, str]) -> bool:
+    """Whether a pending job waits to be released."""
+    return found.get("Reason", "").strip("()") in HELD_REASONS
 
 
 def is_command(found: Mapping[str, str], script: str) -> bool:

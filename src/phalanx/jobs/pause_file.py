@@ -1,4 +1,5 @@
-"""Whether a job is paused: a file in its folder says so. The daemon does not start it while the file is there."""
+"""Why a job is paused: a file in its folder says so. The daemon of the local queue starts no job that has one; Slurm
+holds the job as well."""
 
 from pathlib import Path
 
