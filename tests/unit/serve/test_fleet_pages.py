@@ -1,5 +1,6 @@
 """The pages of a fleet file: budgets with what is late at its most, margins of devices, and bounded simulations."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,10 +89,10 @@ def test_load_targets_are_read_again_when_their_file_changes(tmp_path: Path) -> 
     routes = browser.server.fleet_routes
     assert "(load target)" not in browser.get("/power").text
     targets.write_text("targets: [{level: row w, limit: 15 kW, start: '1970-01-01T00:00:00Z'}]")
-    routes.wall_clock = lambda: NOW
+    routes.context = replace(routes.context, wall_clock=lambda: NOW)
     assert "15.0 kW (load target)" in browser.get("/power").text
     targets.write_text("targets: [{level: row <x>, limit: 15 kW}]")
-    routes.wall_clock = lambda: NOW + 1
+    routes.context = replace(routes.context, wall_clock=lambda: NOW + 1)
     page = browser.get("/power").text
     assert "15.0 kW (load target)" in page
     assert "the load targets of before hold" in page
