@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ExitCode
+from phalanx.fleet.power.job_control import BackendJobControl
+from phalanx.fleet.power.job_shedder import PausableState
 from phalanx.jobs.backends.slurm.backend import SlurmBackend
-from phalanx.jobs.spec import JobState
 from phalanx.run import Run
 from phalanx.run.event_types import RunEnded, StepDone, WorkerStarted
 from slurm_cluster import SlurmCluster
@@ -191,7 +192,7 @@ def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_sa
     )  # it saved: none was done again
 
 
-def test_a_paused_run_is_held_and_ends_in_the_same_digest_after_it_is_resumed(
+def test_a_run_that_the_guard_pauses_is_held_and_ends_in_the_same_digest_after_it_is_resumed(
     rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
     write_faults(run, [plan_fault(1, "slow", delay=0.2)])
@@ -201,13 +202,16 @@ def test_a_paused_run_is_held_and_ends_in_the_same_digest_after_it_is_resumed(
         rig.run, Path(variables["PHALANX_STATE_DIR"]) / "slurm", clock=itertools.count(step=10).__next__
     )
     job = job_of(rig)
-    slurm.pause(job, "for power")
-    wait_until(lambda: slurm.poll(job).state is JobState.QUEUED, 60, "the run to save and leave")
+    control, handle = BackendJobControl("for power"), f"slurm:{job}"
+    control._open = lambda name: slurm  # type: ignore[assignment, method-assign]
+    control.check_handle(handle)
+    control.pause(handle)
+    wait_until(lambda: control.read_state(handle) is PausableState.PAUSED, 60, "the run to save and leave")
     (stopped,) = HarnessRun(run, 0, None).events_of_kind(RunEnded)
     time.sleep(15)  # a requeued job of this Slurm starts after 6 s
     assert slurm.poll(job).reason == "paused: for power"
     assert count_steps(run) == stopped.step < 12
-    assert slurm.resume(job)
+    control.resume(handle)
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.train_reference({}, 2).digest

@@ -315,7 +315,7 @@ def test_pausing_holds_a_job_first_and_has_its_script_pass_the_signal_on(tmp_pat
     assert not [line for line in recorded.asked if not line.startswith("squeue")]
     (folder / "token.0").touch()
     slurm.pause("6", "for power")
-    assert recorded.asked[-2:] == ["scontrol hold 6", "scancel --batch --signal=USR1 6"]
+    assert recorded.asked[-2:] == ["scontrol uhold 6", "scancel --batch --signal=USR1 6"]
     assert slurm.poll("6").state is JobState.RUNNING  # until it has saved
     recorded.answers |= mine(tmp_path, "PENDING", reason="JobHeldUser", nodes="")
     slurm = SlurmBackend(recorded, tmp_path / "state")
@@ -329,7 +329,7 @@ def test_pausing_holds_a_job_first_and_has_its_script_pass_the_signal_on(tmp_pat
 def test_a_job_that_waits_is_held_and_one_that_ended_cannot_be_paused(tmp_path: Path) -> None:
     slurm, recorded, folder = submitted(tmp_path, mine(tmp_path, "PENDING", nodes=""))
     slurm.pause("6", "for power")
-    assert recorded.asked[-1] == "scontrol hold 6"
+    assert recorded.asked[-1] == "scontrol uhold 6"
     recorded.answers["squeue"] = (0, "", "")
     (folder / "result").write_text(RESULT.format(code=0, attempt=0))
     with pytest.raises(UsageError, match="is done: there is nothing to pause"):
@@ -339,7 +339,7 @@ def test_a_job_that_waits_is_held_and_one_that_ended_cannot_be_paused(tmp_path: 
 
 def test_a_pause_that_slurm_refuses_leaves_no_trace(tmp_path: Path) -> None:
     refusal = (1, "", "slurm_suspend error: Access/permission denied\n")
-    slurm, _, _ = submitted(tmp_path, {**mine(tmp_path, "PENDING", nodes=""), "scontrol hold": refusal})
+    slurm, _, _ = submitted(tmp_path, {**mine(tmp_path, "PENDING", nodes=""), "scontrol uhold": refusal})
     with pytest.raises(UsageError, match="job 6: slurm_suspend error: Access"):
         slurm.pause("6", "for power")
     assert not slurm.resume("6")

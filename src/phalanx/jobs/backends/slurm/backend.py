@@ -173,7 +173,7 @@ class SlurmBackend:
         is_running = status.state is JobState.RUNNING and status.reason != COMPLETING_REASON
         if is_running and not (folder / TOKEN_FILE.format(attempt=status.num_attempts - 1)).exists():
             raise UsageError(f"job {job_id} ({status.name}) starts just now; pause it again")  # it would be killed
-        self._run_checked(["scontrol", "hold", job_id], f"job {job_id}")
+        self._run_checked(["scontrol", "uhold", job_id], f"job {job_id}")
         self._queue = None
         write_pause(folder, reason)
         if is_running:
