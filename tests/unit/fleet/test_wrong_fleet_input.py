@@ -33,5 +33,5 @@ def test_a_level_without_any_power_is_the_tightest_one() -> None:
 @pytest.mark.parametrize("name", ["../../out", "/tmp/out", "..", ".", '"a\\nb"', '"\\e[31m"', '""'])
 def test_a_fleet_is_not_called_like_a_path(tmp_path: Path, name: str) -> None:
     """Its state is in a folder of this name."""
-    with pytest.raises(RecipeError, match="name: found .*, expected text matching"):
+    with pytest.raises(RecipeError, match=r"name: found .*, expected text matching"):
         load_text(tmp_path, FLEET.replace("hall", name))
