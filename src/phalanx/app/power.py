@@ -5,11 +5,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.errors import UnfitNodeError, UsageError
-from phalanx.fleet.audit_log import write_audit
+from phalanx.fleet.audit_log import find_audit_problem
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
 from phalanx.fleet.power.capped_tree import count_capped_devices
@@ -176,9 +176,7 @@ def run_guard(
         now, active_w = seconds_since_boot(), find_active_budgets(fleet.tree, fleet.targets, time.time())
         if now >= next_step or active_w != budgets_w:
             budgets_w, next_step = active_w, now + fleet.settings.period_s
-            status = guard.step(now)
-            audit.write(fleet.tree, status)
-            yield status
+            yield audit.write(fleet.tree, guard.step(now))
         sleep(POLL_INTERVAL_S)
         guard.receive()
 
@@ -196,8 +194,7 @@ def apply_caps(
         status = guard.step(seconds_since_boot())
         num_equal = num_equal + 1 if status.writes == last_writes else 0
         last_writes = status.writes
-        audit.write(fleet.tree, status)
-        yield status
+        yield audit.write(fleet.tree, status)
         if not status.writes and not status.silent_nodes:
             return
         if num_equal == MAX_EQUAL_STEPS:
@@ -212,17 +209,25 @@ class AuditLog:
     """Appends each order to a file of lines of JSON, with time and user."""
 
     def __init__(self, path: Path):
+        """Raises UsageError for a file that cannot be written now: nothing is ordered without a log."""
         self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise UsageError(f"{path}: the audit log cannot be written there: {error.strerror}") from None
 
-    def write(self, tree: PowerTree, status: GuardStatus) -> None:
-        """Append the orders of a step, and what was unsafe."""
+    def write(self, tree: PowerTree, status: GuardStatus) -> GuardStatus:
+        """Append the orders of a step, and what was unsafe. Return the step, with a notice where the log cannot be
+        written any more."""
         lines: list[dict[str, object]] = [
             {"node": tree.nodes[write.node].name, "caps_w": write.caps_w, "is_raise": write.is_raise}
             for write in status.writes
         ]
         lines += [{"unsafe": text} for text in status.unsafe]
         lines += [{"notice": text} for text in status.notices]
-        write_audit(self._path, lines)
+        problem = find_audit_problem(self._path, lines)
+        return replace(status, notices=[*status.notices, problem]) if problem else status
 
 
 def make_writer_name() -> str:

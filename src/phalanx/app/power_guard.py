@@ -85,9 +85,9 @@ def hold_budgets(
     sources = open_target_sources(fleet)
     try:
         live = replace(fleet, targets=LiveTargets([*fleet.targets.sources, *sources.sources]))
+        audit = AuditLog(power_state_dir(fleet) / "audit.jsonl")
         guard = open_guard(live, links, read_nodes(live, links), takes_over, shedder.list_running)
         shedder.adopt_paused_jobs()
-        audit = AuditLog(power_state_dir(fleet) / "audit.jsonl")
         for status in run_guard(live, guard, audit, duration_s):
             targets, unix_time_s = list(live.targets), time.time()
             shedder.update(_describe_step(live, guard, targets, unix_time_s))
@@ -103,7 +103,7 @@ def hold_budgets(
                 for breach in sources.reporter.report(targets, found, unix_time_s):
                     notices.add(str(breach))
             if texts := notices.take():
-                audit.write(fleet.tree, replace(status, writes=[], unsafe=[], notices=texts))
+                texts = audit.write(fleet.tree, replace(status, writes=[], unsafe=[], notices=texts)).notices
             yield replace(status, notices=[*status.notices, *texts])
     finally:
         sources.close()

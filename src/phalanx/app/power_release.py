@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.app.power import POLL_INTERVAL_S, PowerFleet, PowerReading, make_writer_name, power_state_dir
 from phalanx.errors import UsageError
-from phalanx.fleet.audit_log import write_audit
+from phalanx.fleet.audit_log import find_audit_problem
 from phalanx.fleet.power.claims import LevelSum
 from phalanx.fleet.power.links import NodeLinks
 from phalanx.fleet.power.load_targets import find_active_budgets
@@ -76,8 +76,8 @@ def release_nodes(
             failure = "does not answer" if done is None else done.refusal
         notes = () if done is None else done.problems
         entry = {"node": name, "releases": True, "failure": failure, "notes": notes}
-        write_audit(power_state_dir(fleet) / "audit.jsonl", [entry])
-        yield NodeRelease(name, failure, notes)
+        problem = find_audit_problem(power_state_dir(fleet) / "audit.jsonl", [entry])
+        yield NodeRelease(name, failure, (*notes, problem) if problem else notes)
 
 
 def check_lease(report: NodeReport, takes_over: bool) -> None:

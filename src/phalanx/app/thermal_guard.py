@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.app.fleet_nodes import find_actor
 from phalanx.app.thermal_requests import open_bus_requests, thermal_state_dir
 from phalanx.errors import DataError, UsageError
-from phalanx.fleet.audit_log import write_audit
+from phalanx.fleet.audit_log import find_audit_problem
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_services import NodeServices
 from phalanx.fleet.node_states import NodeState, NodeStates
@@ -211,10 +211,11 @@ def guard_cooling(
     cooled = CooledNodes(racks, {cdu.id: cdu.racks for cdu in file.cdus})
     detector = FaultDetector(cooled, settings.min_flow_share)
     audit = thermal_state_dir() / "audit.jsonl"
+    audit_problems: dict[str, None] = {}
 
     def record(event: ResponseEvent) -> None:
-        if event.is_done:
-            write_audit(audit, [asdict(event)])
+        if event.is_done and (problem := find_audit_problem(audit, [asdict(event)])):
+            audit_problems[problem] = None
 
     with contextlib.ExitStack() as stack:
         services = stack.enter_context(contextlib.closing(NodeServices(file)))
@@ -241,7 +242,7 @@ def guard_cooling(
             events += responder.power_off_due()
             if events or (problems is not None and problems != last_problems):
                 last_problems = last_problems if problems is None else problems
-                yield GuardReport(events, problems or ())
+                yield GuardReport(events, [*(problems or ()), *audit_problems])
             sleep(DUE_INTERVAL_S)
 
 

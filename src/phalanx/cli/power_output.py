@@ -133,7 +133,7 @@ def format_writes(fleet: PowerFleet, writes: Sequence[CapWrite]) -> list[str]:
 
 def format_status(status: GuardStatus) -> str:
     """Return a step of a guard as a line: the level with the least headroom."""
-    tightest = max(status.claims, key=lambda each: each.watts / each.budget_w, default=None)
+    tightest = max(status.claims, key=lambda each: each.used_share, default=None)
     text = "no level has a budget" if tightest is None else str(tightest)
     lowered = sum(not write.is_raise for write in status.writes)
     return f"{text}; {lowered} lowered, {len(status.writes) - lowered} raised, {len(status.silent_nodes)} silent"

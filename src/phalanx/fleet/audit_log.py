@@ -15,3 +15,13 @@ def write_audit(path: Path, entries: Sequence[Mapping[str, object]], user: str |
     with open(path, "a", encoding="utf-8") as file:
         for entry in entries:
             file.write(json.dumps({"time": time.time(), "user": user or getpass.getuser(), **entry}) + "\n")
+
+
+def find_audit_problem(path: Path, entries: Sequence[Mapping[str, object]]) -> str:
+    """Append entries; return why they cannot be written, or nothing. For what must not end by a full disk: a guard that
+    ends gives up its load targets, or leaves a rack without flow."""
+    try:
+        write_audit(path, entries)
+    except OSError as error:
+        return f"the audit log {path} cannot be written: {error.strerror}"
+    return ""

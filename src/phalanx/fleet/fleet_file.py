@@ -6,7 +6,7 @@ A name with a range, such as `r[01-10]`, is an entry for each of these names. Po
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -22,6 +22,7 @@ from phalanx.recipe.validation_errors import describe_validation_error, describe
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 
 NAME_PATTERN = re.compile(r"([\w.-]*)\[([\d,-]+)\]([\w.-]*)|[\w.-]+")
+FLEET_NAME_REGEX = r"^\w[\w .-]{0,99}$"
 MAX_NAMES = 100_000
 """Names of one range."""
 EntryT = TypeVar("EntryT")
@@ -83,7 +84,8 @@ class RackEntry(StrictModel):
 class FleetFile(StrictModel):
     """A fleet. A level without a budget may draw what its parts need."""
 
-    name: str = "fleet"
+    name: Annotated[str, Field(pattern=FLEET_NAME_REGEX)] = "fleet"
+    """Also the name of the folder of its state."""
     sites: dict[str, SiteEntry]
     feeds: dict[str, FeedEntry]
     rows: dict[str, RowEntry]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from phalanx.errors import UsageError
-from phalanx.run.private_files import state_root
+from phalanx.run.private_files import is_storage_failure, state_root
 
 FORMAT_VERSION = 1
 LOCK_TIMEOUT_S = 30.0
@@ -188,6 +188,8 @@ class NodeStates:
                     f"{self._path}: the table of nodes cannot be opened ({error}); name a folder that you may write by "
                     "PHALANX_STATE_DIR"
                 ) from error
+            if is_storage_failure(error):
+                raise UsageError(f"{self._path}: the table of nodes cannot be used ({error})") from error
             raise UsageError(
                 f"{self._path}: not a table of nodes ({error}); move it away to begin with healthy nodes"
             ) from error

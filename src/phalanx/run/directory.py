@@ -256,7 +256,7 @@ def write_atomic(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of a write; a full disk says no more
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # a full disk names no file
             error.filename = str(path)
         raise
 

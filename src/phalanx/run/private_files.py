@@ -9,6 +9,11 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 
+SQLITE_STORAGE_CODES = frozenset({8, 10, 13})
+"""SQLITE_READONLY, SQLITE_IOERR, SQLITE_FULL."""
+PRIMARY_CODE_MASK = 0xFF
+"""Extended result codes have more bits."""
+
 
 def state_root(environment: Mapping[str, str] = os.environ) -> Path:
     """$PHALANX_STATE_DIR, else $XDG_STATE_HOME/phalanx, else ~/.local/state/phalanx: what must not be lost."""
@@ -17,6 +22,12 @@ def state_root(environment: Mapping[str, str] = os.environ) -> Path:
     if shared := environment.get("XDG_STATE_HOME"):
         return Path(shared) / "phalanx"
     return Path.home() / ".local" / "state" / "phalanx"
+
+
+def is_storage_failure(error: BaseException) -> bool:
+    """Whether an error of SQLite is of the storage (full, read-only, broken) and says nothing about the file."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return isinstance(code, int) and code & PRIMARY_CODE_MASK in SQLITE_STORAGE_CODES
 
 
 def check_owner(path: Path, what: str) -> None:

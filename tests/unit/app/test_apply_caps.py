@@ -7,7 +7,8 @@ import pytest
 
 from phalanx.app import power
 from phalanx.app.power import AuditLog, apply_caps, load_power_fleet, open_guard, read_nodes
-from phalanx.errors import UnfitNodeError
+from phalanx.errors import UnfitNodeError, UsageError
+from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 
 FLEET = """
@@ -42,3 +43,30 @@ def test_apply_ends_with_an_error_where_a_device_does_not_follow(
     else:
         with pytest.raises(UnfitNodeError, match="do not follow"):
             list(steps)
+
+
+def test_caps_are_still_lowered_when_the_audit_log_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    fleet, clock = load_power_fleet(tmp_path / "fleet.yaml"), FakeClock(1000.0)
+    monkeypatch.setattr(power, "seconds_since_boot", clock)
+    nodes = make_fake_nodes(fleet.tree.nodes, clock)
+    links = FakeLinks(nodes, clock, FakeNetwork(), random.Random(0))
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    audit = AuditLog(tmp_path / "audit.jsonl")
+    (tmp_path / "audit.jsonl").unlink()
+    (tmp_path / "audit.jsonl").mkdir()
+    guard = open_guard(fleet, links, read_nodes(fleet, links, sleep), takes_over=False)
+    notices = [text for status in apply_caps(fleet, guard, audit, sleep) for text in status.notices]
+    assert notices[0] == f"the audit log {tmp_path}/audit.jsonl cannot be written: Is a directory"
+    assert sum(node.claim_w(4600.0, fleet.settings.margin) for node in nodes) <= 15000.0
+
+
+def test_nothing_is_ordered_without_an_audit_log(tmp_path: Path) -> None:
+    write_audit(tmp_path / "state", [{"node": "n1"}])
+    with pytest.raises(UsageError, match="the audit log cannot be written there: "):
+        AuditLog(tmp_path / "state" / "audit.jsonl")

@@ -2,10 +2,12 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from phalanx.cli.report import write_page
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.run import directory as directory_module
@@ -106,6 +108,26 @@ def test_a_write_that_fails_leaves_the_old_and_no_other_file(tmp_path: Path, mon
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_into_no_folder_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        write_atomic(tmp_path / "none" / "a.txt", "new")
+    assert raised.value.filename == str(tmp_path / "none" / "a.txt")
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    write_page(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(UsageError, match="cannot write the page there"):
+            write_page(path, "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

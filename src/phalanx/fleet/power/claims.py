@@ -4,6 +4,7 @@ The claim of a device is its enforced cap and a margin; of a device that is sile
 margin. The claim of a node is that of its devices and the most that all else in it draws.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,11 @@ class LevelSum:
     def excess_w(self) -> float:
         """Watts over the budget; negative where there is headroom."""
         return self.watts - self.budget_w
+
+    @property
+    def used_share(self) -> float:
+        """Watts over the budget, as a share; a budget of 0, as of a feed without power, is exceeded by any watt."""
+        return self.watts / self.budget_w if self.budget_w else math.inf if self.watts else 0.0
 
     def __str__(self) -> str:
         return f"{self.label}: {self.watts:.0f} W of a budget of {self.budget_w:.0f} W"

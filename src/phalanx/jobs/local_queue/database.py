@@ -18,7 +18,7 @@ from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members, with_unpacked_snapshot
 from phalanx.run.boot_clock import BootClock
-from phalanx.run.private_files import check_owner
+from phalanx.run.private_files import check_owner, is_storage_failure
 
 FORMAT_VERSION = 4
 """Of the file."""
@@ -108,6 +108,8 @@ class JobDatabase:
             if version <= FORMAT_VERSION and (missing := COLUMN_NAMES - columns):
                 raise _DatabaseDamagedError(f"its table has no {', '.join(sorted(missing))}")
         except (sqlite3.Error, _DatabaseDamagedError) as error:
+            if is_storage_failure(error):
+                raise UsageError(f"{self.path}: the queue cannot be opened ({error})") from None
             raise UsageError(
                 f"{self.path}: not a queue of Phalanx ({error}); move it away to start with an empty queue"
             ) from None

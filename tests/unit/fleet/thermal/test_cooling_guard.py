@@ -150,6 +150,14 @@ def test_lost_flow_at_a_cdu_drains_saves_and_powers_off_the_nodes_of_its_racks(
     assert [json.loads(line)["action"] for line in lines] == [str(action) for action, _ in list_events(reports)]
 
 
+def test_an_audit_log_that_cannot_be_written_ends_no_response(nodes: Path, device: ModbusDevice) -> None:
+    (nodes.parent / "state/thermal/audit.jsonl").mkdir(parents=True)
+    reports = run_guard(nodes, SignalBackend(), True, device, [0, 0])
+    assert ("power off", "n1") in list_events(reports)
+    problems = [text for report in reports for text in report.problems if "audit log" in text]
+    assert problems[0].endswith("state/thermal/audit.jsonl cannot be written: Is a directory")
+
+
 def test_without_permission_nothing_is_done(nodes: Path, device: ModbusDevice, tmp_path: Path) -> None:
     backend = SignalBackend()
     add_job(backend, tmp_path, 2.0)
