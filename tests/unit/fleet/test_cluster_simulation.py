@@ -25,6 +25,34 @@ def test_a_job_above_a_node_gets_whole_nodes_and_a_small_one_the_fullest_node():
     assert pool.place(8) is None
 
 
+def test_the_releases_that_a_place_needs_are_those_after_which_it_is_found():
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        pool = NodePool(6, 8)
+        tried = [(size, pool.place(size)) for size in rng.choice([1, 2, 3, 5, 8, 12, 13, 16, 20], 30).tolist()]
+        placements = [placed for _, placed in tried if placed is not None]
+        devices = next(size for size, placed in reversed(tried) if placed is None)
+        order = [placements[index] for index in rng.permutation(len(placements))[: rng.integers(1, 8)].tolist()]
+        needed = pool.count_needed(devices, order)
+        for number, placement in enumerate(order, 1):
+            assert pool.place(devices) is None
+            pool.release(placement)
+            if number == needed:
+                assert pool.place(devices) is not None
+                break
+        else:
+            assert needed is None
+            assert pool.place(devices) is None
+
+
+def test_there_is_a_place_again_after_a_repair():
+    pool = NodePool(2, 8)
+    pool.start_repair(1)
+    assert pool.place(16) is None
+    pool.end_repair(1)
+    assert pool.place(16) is not None
+
+
 def test_fifo_backfills_only_what_does_not_delay_the_first_that_waits():
     first, head = SimulatedJob(0, 8, 100), SimulatedJob(1, 16, 50)
     short, long = SimulatedJob(2, 8, 90), SimulatedJob(3, 8, 200)
@@ -118,6 +146,12 @@ def test_repacking_charges_a_restart_at_each_event():
     job, other = SimulatedJob(0, 8, 100, CheckpointCosts(math.inf, restart_s=10)), SimulatedJob(50, 8, 1)
     run([job, other], "srtf", repacks=True)
     assert job.finish_s == 100 + 3 * 10 - 9  # the start, the submission at 50, and 1 of 10 s before the end at 51
+
+
+def test_repacking_orders_jobs_with_equal_keys():
+    jobs = [SimulatedJob(0, devices, work_s) for devices, work_s in ((1, 10), (8, 10), (8, 10), (8, 100), (1, 20))]
+    run(jobs, nodes=1, repacks=True)
+    assert all(job.finish_s is not None for job in jobs)
 
 
 def test_the_interval_is_dalys():
