@@ -10,6 +10,7 @@ from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSim
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool
 from phalanx.fleet.simulate.policies import find_fair_shares, make_policy
+from phalanx.fleet.simulate.progress_clock import ProgressClock
 
 
 def run(jobs, policy="fifo", nodes=2, failures=(), until_s=math.inf, spares=0, repacks=False) -> ClusterOutcome:
@@ -140,6 +141,39 @@ def test_states_of_device_time_add_up(policy):
     outcome = run(jobs, policy, nodes=6, failures=failures, until_s=90_000, spares=1)
     assert outcome.time.total == pytest.approx(6 * 8 * 90_000, rel=1e-12)
     assert sum(outcome.stops_by_cause.values()) > 0
+
+
+def test_progress_and_time_of_a_clock_are_inverse_and_continue_at_the_mean_speed():
+    clock = ProgressClock(np.array([1.0, 0.5, 0.75]))
+    assert [clock.progress_s(at_s) for at_s in (0, 1800, 7200, 10_800, 14_400)] == [0, 1800, 5400, 8100, 10_800]
+    for at_s in (0, 1234.5, 3600, 9999, 50_000):
+        assert clock.time_s(clock.progress_s(at_s)) == pytest.approx(at_s)
+
+
+def test_throttling_delays_the_end_of_a_job_and_of_those_that_wait_for_it():
+    clock = ProgressClock(np.array([1.0, 0.5, 1.0, 1.0]))
+    first, second = SimulatedJob(0, 16, 6000, clock=clock), SimulatedJob(10, 16, 1000)
+    outcome = run([first, second])
+    assert (first.finish_s, second.first_start_s) == (7200 + 600, 7800)
+    assert outcome.time.throttled == 16 * 1800
+    assert outcome.time.productive == 16 * 7000
+
+
+def test_a_failure_of_a_throttled_job_wastes_the_progress_since_the_last_save():
+    costs = CheckpointCosts(interval_s=100, blocked_s=10, restart_s=5)
+    job = SimulatedJob(0, 16, 250, costs, clock=ProgressClock(np.array([0.5])))
+    outcome = run([job], failures=[NodeFailure(405, (0,), 3, 0)])
+    # 200 s of progress in 400 s: a cycle of 110 s and 90 s that are lost; then 150 s, a save and twice as long
+    assert outcome.time.wasted == pytest.approx(16 * 90)
+    assert job.finish_s == pytest.approx(405 + 5 + 2 * (150 + 10))
+    assert outcome.time.throttled == pytest.approx(16 * (200 + 160))
+
+
+def test_a_job_that_throttles_is_not_backfilled_where_it_would_delay_the_first_that_waits():
+    clock = ProgressClock(np.full(9, 0.5))
+    first, head, late = SimulatedJob(0, 8, 100), SimulatedJob(1, 16, 50), SimulatedJob(2, 8, 90, clock=clock)
+    run([first, head, late])
+    assert (head.first_start_s, late.first_start_s) == (100, 150)
 
 
 def test_repacking_charges_a_restart_at_each_event():

@@ -4,7 +4,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx.fleet.simulate.checkpointing import AttemptTime
 from phalanx.fleet.simulate.cluster_time import ClusterTime
@@ -155,7 +155,7 @@ class ClusterSimulation:
         if math.isfinite(self._until_s):
             self._advance(self._until_s)
         for job in list(self._running):
-            self._stop(job, job.costs.split_preempted(self._now_s - (job.attempt_start_s or 0.0)))
+            self._stop(job, job.costs.split_preempted(job.elapsed_s(self._now_s)))
 
     def _handle(self, kind: str, subject: SimulatedJob | int, version: int) -> None:
         if isinstance(subject, int):
@@ -205,7 +205,7 @@ class ClusterSimulation:
         for job in sorted(stopped, key=lambda each: self._ids[id(each)]):
             job.num_stops += 1
             self._stops[failure.cause] = self._stops.get(failure.cause, 0) + 1
-            self._stop(job, job.costs.split_failed(self._now_s - (job.attempt_start_s or 0.0)))
+            self._stop(job, job.costs.split_failed(job.elapsed_s(self._now_s)))
             self._enqueue(job)
         if failure.repair_s == 0 or not (nodes or len(failure.nodes) > 1):
             return
@@ -227,7 +227,7 @@ class ClusterSimulation:
         job.version += 1
         for node, _ in placement:
             self._on_node[node].add(job)
-        end_s = self._now_s + job.costs.wall_seconds(job.remaining_s)
+        end_s = job.find_end_s(self._now_s)
         self._running[job] = end_s
         if not self._policy.is_preemptive:
             insort(self._ends, (end_s, self._ids[id(job)], job.devices))
@@ -239,6 +239,8 @@ class ClusterSimulation:
     def _stop(self, job: SimulatedJob, time: AttemptTime) -> None:
         """Take a job off its nodes, and count how its time was spent."""
         start_s = job.attempt_start_s or 0.0
+        if job.clock is not None:
+            time = replace(time, throttled_s=max(0.0, self._now_s - start_s - time.total_s))
         job.attempt_start_s = None
         job.version += 1
         end_s = self._running.pop(job)
@@ -257,6 +259,7 @@ class ClusterSimulation:
         total.blocked += time.blocked_s * devices
         total.wasted += time.wasted_s * devices
         total.unavailable += time.unavailable_s * devices
+        total.throttled += time.throttled_s * devices
         if not self._repacks:
             self._log.start_s.append(start_s)
             self._log.end_s.append(self._now_s)
@@ -264,7 +267,7 @@ class ClusterSimulation:
             self._log.times.append(time)
 
     def _preempt(self, job: SimulatedJob) -> None:
-        self._stop(job, job.costs.split_preempted(self._now_s - (job.attempt_start_s or 0.0)))
+        self._stop(job, job.costs.split_preempted(job.elapsed_s(self._now_s)))
 
     def _schedule(self) -> None:
         if not self._waiting and not self._repacks:
@@ -303,7 +306,7 @@ class ClusterSimulation:
             if num_blocked and not policy.is_preemptive:  # what fits must not delay the first job that waits
                 if job.devices > pool.free_devices:
                     continue
-                if job.devices > extra and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s:
+                if job.devices > extra and job.find_end_s(self._now_s) > shadow_s:
                     continue
             placement = pool.place(job.devices) if job.devices < pool.least_refused else None
             if placement is None and may_preempt:
