@@ -130,17 +130,26 @@ def test_a_repair_of_a_node_outlasts_that_of_its_rack():
 
 
 @pytest.mark.parametrize("policy", ["fifo", "srtf", "srsf", "tiresias", "themis"])
-def test_states_of_device_time_add_up(policy):
+@pytest.mark.parametrize("clock", [None, ProgressClock(np.array([1.0, 0.5, 0.9]))])
+def test_states_of_device_time_add_up(policy, clock):
     rng = np.random.default_rng(1)
     costs = CheckpointCosts(600, 20, 0, 60)
     jobs = [
-        SimulatedJob(float(at), int(rng.choice([1, 4, 8, 16, 24])), float(rng.exponential(3000)), costs)
+        SimulatedJob(float(at), int(rng.choice([1, 4, 8, 16, 24])), float(rng.exponential(3000)), costs, clock=clock)
         for at in np.sort(rng.uniform(0, 80_000, 150))
     ]
     failures = [NodeFailure(float(at), (int(rng.integers(6)),), 0, 5000.0) for at in np.sort(rng.uniform(0, 9e4, 30))]
     outcome = run(jobs, policy, nodes=6, failures=failures, until_s=90_000, spares=1)
     assert outcome.time.total == pytest.approx(6 * 8 * 90_000, rel=1e-12)
     assert sum(outcome.stops_by_cause.values()) > 0
+    assert (outcome.time.throttled > 0) == (clock is not None)
+    done = [job for job in jobs if job.finish_s is not None]
+    productive_s = dict.fromkeys(range(len(jobs)), 0.0)
+    for number, time in zip(outcome.attempts.jobs, outcome.attempts.times, strict=True):
+        productive_s[number] += time.productive_s
+    assert done
+    for job in done:
+        assert productive_s[jobs.index(job)] == pytest.approx(job.work_s)
 
 
 def test_progress_and_time_of_a_clock_are_inverse_and_continue_at_the_mean_speed():
