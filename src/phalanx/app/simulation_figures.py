@@ -13,6 +13,7 @@ STATE_TITLES = {
     "blocked": "blocked by saves",
     "wasted": "wasted progress",
     "unavailable": "unavailable (starting)",
+    "throttled": "lost to throttling",
     "idle": "idle",
     "spare": "spare",
     "repair": "in repair",
@@ -93,7 +94,6 @@ def _list_site_rows(currency: str) -> list[FigureRow]:
         FigureRow("hottest core", lambda result: result.site.core_max_c, _write_celsius),
         FigureRow("  hours with throttling", lambda result: result.site.throttled_hours, _write_count),
         FigureRow("  device-hours throttled", lambda result: result.site.throttled_device_hours, _write_count),
-        FigureRow("  work lost to it", lambda result: result.site.throttling_loss, _write_percent),
         FigureRow("carbon", lambda result: result.site.carbon_kg, _write_scaled("t", 1e3)),
         FigureRow("cost of energy", lambda result: result.site.energy_cost, _write_scaled(f"k{currency}", 1e3)),
     ]
@@ -159,7 +159,7 @@ def _list_notes(variants: Sequence[SimulatedVariant]) -> list[str]:
             "30134-2, for the time simulated). WUE: make-up water of the site per kWh of IT (ISO/IEC 30134-9). "
             f"Energy is in balance to {error:.0e} in every hour.",
             f"Supply limit: {', '.join(f'{limit:g} °C' for limit in limits)}. Throttling: accelerators of jobs that "
-            "would be above the plant's `core_limit_c`; the work lost is not taken off goodput, and delays no job.",
+            "would be above the plant's `core_limit_c`; they draw less power, and their jobs end later.",
         ]
     for series in (with_plant or variants)[0].site_hours.list_series():
         if series.num_filled:

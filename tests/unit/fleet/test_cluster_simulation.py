@@ -10,6 +10,7 @@ from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSim
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool
 from phalanx.fleet.simulate.policies import find_fair_shares, make_policy
+from phalanx.fleet.simulate.progress_clock import ProgressClock
 
 
 def run(jobs, policy="fifo", nodes=2, failures=(), until_s=math.inf, spares=0, repacks=False) -> ClusterOutcome:
@@ -23,6 +24,34 @@ def test_a_job_above_a_node_gets_whole_nodes_and_a_small_one_the_fullest_node():
     assert pool.place(2) == ((0, 2),)
     assert pool.place(12) == ((1, 8), (2, 4))
     assert pool.place(8) is None
+
+
+def test_the_releases_that_a_place_needs_are_those_after_which_it_is_found():
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        pool = NodePool(6, 8)
+        tried = [(size, pool.place(size)) for size in rng.choice([1, 2, 3, 5, 8, 12, 13, 16, 20], 30).tolist()]
+        placements = [placed for _, placed in tried if placed is not None]
+        devices = next(size for size, placed in reversed(tried) if placed is None)
+        order = [placements[index] for index in rng.permutation(len(placements))[: rng.integers(1, 8)].tolist()]
+        needed = pool.count_needed(devices, order)
+        for number, placement in enumerate(order, 1):
+            assert pool.place(devices) is None
+            pool.release(placement)
+            if number == needed:
+                assert pool.place(devices) is not None
+                break
+        else:
+            assert needed is None
+            assert pool.place(devices) is None
+
+
+def test_there_is_a_place_again_after_a_repair():
+    pool = NodePool(2, 8)
+    pool.start_repair(1)
+    assert pool.place(16) is None
+    pool.end_repair(1)
+    assert pool.place(16) is not None
 
 
 def test_fifo_backfills_only_what_does_not_delay_the_first_that_waits():
@@ -101,23 +130,71 @@ def test_a_repair_of_a_node_outlasts_that_of_its_rack():
 
 
 @pytest.mark.parametrize("policy", ["fifo", "srtf", "srsf", "tiresias", "themis"])
-def test_states_of_device_time_add_up(policy):
+@pytest.mark.parametrize("clock", [None, ProgressClock(np.array([1.0, 0.5, 0.9]))])
+def test_states_of_device_time_add_up(policy, clock):
     rng = np.random.default_rng(1)
     costs = CheckpointCosts(600, 20, 0, 60)
     jobs = [
-        SimulatedJob(float(at), int(rng.choice([1, 4, 8, 16, 24])), float(rng.exponential(3000)), costs)
+        SimulatedJob(float(at), int(rng.choice([1, 4, 8, 16, 24])), float(rng.exponential(3000)), costs, clock=clock)
         for at in np.sort(rng.uniform(0, 80_000, 150))
     ]
     failures = [NodeFailure(float(at), (int(rng.integers(6)),), 0, 5000.0) for at in np.sort(rng.uniform(0, 9e4, 30))]
     outcome = run(jobs, policy, nodes=6, failures=failures, until_s=90_000, spares=1)
     assert outcome.time.total == pytest.approx(6 * 8 * 90_000, rel=1e-12)
     assert sum(outcome.stops_by_cause.values()) > 0
+    assert (outcome.time.throttled > 0) == (clock is not None)
+    done = [job for job in jobs if job.finish_s is not None]
+    productive_s = dict.fromkeys(range(len(jobs)), 0.0)
+    for number, time in zip(outcome.attempts.jobs, outcome.attempts.times, strict=True):
+        productive_s[number] += time.productive_s
+    assert done
+    for job in done:
+        assert productive_s[jobs.index(job)] == pytest.approx(job.work_s)
+
+
+def test_progress_and_time_of_a_clock_are_inverse_and_continue_at_the_mean_speed():
+    clock = ProgressClock(np.array([1.0, 0.5, 0.75]))
+    assert [clock.progress_s(at_s) for at_s in (0, 1800, 7200, 10_800, 14_400)] == [0, 1800, 5400, 8100, 10_800]
+    for at_s in (0, 1234.5, 3600, 9999, 50_000):
+        assert clock.time_s(clock.progress_s(at_s)) == pytest.approx(at_s)
+
+
+def test_throttling_delays_the_end_of_a_job_and_of_those_that_wait_for_it():
+    clock = ProgressClock(np.array([1.0, 0.5, 1.0, 1.0]))
+    first, second = SimulatedJob(0, 16, 6000, clock=clock), SimulatedJob(10, 16, 1000)
+    outcome = run([first, second])
+    assert (first.finish_s, second.first_start_s) == (7200 + 600, 7800)
+    assert outcome.time.throttled == 16 * 1800
+    assert outcome.time.productive == 16 * 7000
+
+
+def test_a_failure_of_a_throttled_job_wastes_the_progress_since_the_last_save():
+    costs = CheckpointCosts(interval_s=100, blocked_s=10, restart_s=5)
+    job = SimulatedJob(0, 16, 250, costs, clock=ProgressClock(np.array([0.5])))
+    outcome = run([job], failures=[NodeFailure(405, (0,), 3, 0)])
+    # 200 s of progress in 400 s: a cycle of 110 s and 90 s that are lost; then 150 s, a save and twice as long
+    assert outcome.time.wasted == pytest.approx(16 * 90)
+    assert job.finish_s == pytest.approx(405 + 5 + 2 * (150 + 10))
+    assert outcome.time.throttled == pytest.approx(16 * (200 + 160))
+
+
+def test_a_job_that_throttles_is_not_backfilled_where_it_would_delay_the_first_that_waits():
+    clock = ProgressClock(np.full(9, 0.5))
+    first, head, late = SimulatedJob(0, 8, 100), SimulatedJob(1, 16, 50), SimulatedJob(2, 8, 90, clock=clock)
+    run([first, head, late])
+    assert (head.first_start_s, late.first_start_s) == (100, 150)
 
 
 def test_repacking_charges_a_restart_at_each_event():
     job, other = SimulatedJob(0, 8, 100, CheckpointCosts(math.inf, restart_s=10)), SimulatedJob(50, 8, 1)
     run([job, other], "srtf", repacks=True)
     assert job.finish_s == 100 + 3 * 10 - 9  # the start, the submission at 50, and 1 of 10 s before the end at 51
+
+
+def test_repacking_orders_jobs_with_equal_keys():
+    jobs = [SimulatedJob(0, devices, work_s) for devices, work_s in ((1, 10), (8, 10), (8, 10), (8, 100), (1, 20))]
+    run(jobs, nodes=1, repacks=True)
+    assert all(job.finish_s is not None for job in jobs)
 
 
 def test_the_interval_is_dalys():

@@ -78,7 +78,44 @@ def test_warmer_water_needs_less_cooling_and_brings_cores_nearer_to_their_limit(
     assert warm.results[0].site.core_max_c == pytest.approx(base.results[0].site.core_max_c + 3, abs=0.2)
     assert base.results[0].site.throttled_hours == 0
     assert hot.results[0].site.throttled_hours > 0
-    assert 0 < hot.results[0].site.throttling_loss < 0.2
+
+
+def test_throttling_delays_jobs_and_lowers_power_in_its_hours(fleet: Path) -> None:
+    base, hot = simulate_variants(fleet, ["site.plant.supply_c=48 jobs.b.activity=1"], None, 3)
+    for cool, warm in zip(base.results, hot.results, strict=True):
+        assert warm.completion_mean_s > 1.05 * cool.completion_mean_s
+        assert warm.shares["productive"] < cool.shares["productive"]
+        assert warm.ettr < cool.ettr
+        assert sum(warm.shares.values()) == pytest.approx(1, abs=1e-9)
+        assert warm.shares["throttled"] > 0.05
+        assert cool.shares["throttled"] == 0
+        assert warm.it_mean_w < 0.95 * cool.it_mean_w
+
+
+def test_jobs_are_slower_only_in_hours_with_throttling(fleet: Path) -> None:
+    what = "site.plant.trim_chiller=false site.plant.heat_rejection=dry_cooler site.plant.supply_c=30"
+    _, variant = simulate_variants(
+        fleet, [f"{what} site.plant.dry_approach_k=14 days=2 failures={{}} jobs.b.activity=1"], None, 1
+    )
+    result = variant.results[0]
+    assert result.hours is not None
+    is_hot = result.hours.allowed_power < 1
+    assert 4 < np.count_nonzero(is_hot) < 44
+    allowed_w = result.hours.allowed_power * POWER.device_max_w
+    speeds = np.minimum((allowed_w - POWER.device_idle_w) / (POWER.device_max_w - POWER.device_idle_w), 1) ** 0.4
+    lost = float(((1 - speeds) * result.hours.busy_devices).sum()) / (48 * result.hours.num_devices)
+    assert result.shares["throttled"] == pytest.approx(lost, rel=0.2)
+    assert result.site.throttled_hours == np.count_nonzero(is_hot)
+
+
+def test_accelerators_draw_what_their_coolant_allows(fleet: Path) -> None:
+    """One job on all nodes: the energy of each hour follows from the power that is allowed."""
+    what = "site.plant.supply_c=48 site.plant.leakage_per_k=0 failures={} jobs.b.per_day=0 jobs.a.devices='{32: 1}'"
+    _, variant = simulate_variants(fleet, [f"{what} jobs.a.checkpoint.restart_s=0"], None, 1)
+    hours = variant.results[0].hours
+    assert hours is not None
+    node_w = 8 * hours.allowed_power * POWER.device_max_w + POWER.rest_max_w
+    assert hours.it_w[5:70] == pytest.approx(4 * node_w[5:70], rel=2e-3)
 
 
 def test_a_power_cap_keeps_hot_devices_from_throttling(fleet: Path) -> None:

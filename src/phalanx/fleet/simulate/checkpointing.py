@@ -18,11 +18,23 @@ class AttemptTime:
     """Steps and saves that a stop undid."""
     unavailable_s: float = 0.0
     """Starting, before the first step."""
+    throttled_s: float = 0.0
+    """Longer than without throttling."""
+
+    @property
+    def training_s(self) -> float:
+        """Seconds in steps, undone ones too."""
+        return self.productive_s + self.wasted_s + self.throttled_s
 
     @property
     def total_s(self) -> float:
         """Length of the attempt."""
-        return self.productive_s + self.blocked_s + self.wasted_s + self.unavailable_s
+        return self.productive_s + self.blocked_s + self.wasted_s + self.unavailable_s + self.throttled_s
+
+    @property
+    def training_share(self) -> float:
+        """Share of the attempt in steps."""
+        return self.training_s / self.total_s if self.total_s > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,20 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, field, replace
 
 from phalanx.fleet.simulate.checkpointing import AttemptTime
 from phalanx.fleet.simulate.cluster_time import ClusterTime
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool, Placement
 from phalanx.fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
-from phalanx.fleet.simulate.running_jobs import RunningJobs
+from phalanx.fleet.simulate.running_jobs import JobKey, ProgressingJobs, RunningJobs
 
 BACKFILL_DEPTH = 100
 """Waiting jobs that are tried at an event, as Slurm's bf_max_job_test."""
 PREEMPTION_DEPTH = 4
 """Waiting jobs, the best first, for which others may be stopped at an event."""
-Waiting = tuple[tuple[float, ...], int, SimulatedJob]
+Waiting = tuple[JobKey, float, SimulatedJob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,8 @@ class ClusterSimulation:
         self._events: list[tuple[float, int, str, SimulatedJob | int, int]] = []
         self._waiting: list[Waiting] = []
         self._running: dict[SimulatedJob, float] = {}
-        self._ranked = RunningJobs(pool.num_nodes, policy.has_queues)
+        self._ranked = ProgressingJobs() if policy.keys_fall else RunningJobs()
+        self._is_ranked = policy.is_preemptive and not repacks
         self._ends: list[tuple[float, int, int]] = []
         self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
         self._count = 0
@@ -157,7 +155,7 @@ class ClusterSimulation:
         if math.isfinite(self._until_s):
             self._advance(self._until_s)
         for job in list(self._running):
-            self._stop(job, job.costs.split_preempted(self._now_s - (job.attempt_start_s or 0.0)))
+            self._stop(job, job.costs.split_preempted(job.elapsed_s(self._now_s)))
 
     def _handle(self, kind: str, subject: SimulatedJob | int, version: int) -> None:
         if isinstance(subject, int):
@@ -176,7 +174,7 @@ class ClusterSimulation:
             subject.order = DEMOTED_ORDER + self._count
             self._may_preempt = True
             if not self._repacks:
-                self._ranked.set_keys([subject], [self._policy.key(subject, self._now_s)])
+                self._ranked.set_key(subject, self._policy.key(subject, self._now_s))
             self._push_demotion(subject, subject.attained_s + self._now_s - (subject.attempt_start_s or 0.0))
 
     def _push(self, time_s: float, kind: str, subject: SimulatedJob | int, version: int) -> None:
@@ -207,7 +205,7 @@ class ClusterSimulation:
         for job in sorted(stopped, key=lambda each: self._ids[id(each)]):
             job.num_stops += 1
             self._stops[failure.cause] = self._stops.get(failure.cause, 0) + 1
-            self._stop(job, job.costs.split_failed(self._now_s - (job.attempt_start_s or 0.0)))
+            self._stop(job, job.costs.split_failed(job.elapsed_s(self._now_s)))
             self._enqueue(job)
         if failure.repair_s == 0 or not (nodes or len(failure.nodes) > 1):
             return
@@ -229,10 +227,11 @@ class ClusterSimulation:
         job.version += 1
         for node, _ in placement:
             self._on_node[node].add(job)
-        end_s = self._now_s + job.costs.wall_seconds(job.remaining_s)
+        end_s = job.find_end_s(self._now_s)
         self._running[job] = end_s
-        insort(self._ends, (end_s, self._ids[id(job)], job.devices))
-        if self._policy.is_preemptive and not self._repacks:
+        if not self._policy.is_preemptive:
+            insort(self._ends, (end_s, self._ids[id(job)], job.devices))
+        if self._is_ranked:
             self._ranked.add(job, self._ids[id(job)], self._policy.key(job, self._now_s), self._policy.slope(job))
         self._push(end_s, "finish", job, job.version)
         self._push_demotion(job, job.attained_s)
@@ -240,11 +239,14 @@ class ClusterSimulation:
     def _stop(self, job: SimulatedJob, time: AttemptTime) -> None:
         """Take a job off its nodes, and count how its time was spent."""
         start_s = job.attempt_start_s or 0.0
+        if job.clock is not None:
+            time = replace(time, throttled_s=max(0.0, self._now_s - start_s - time.total_s))
         job.attempt_start_s = None
         job.version += 1
-        ends = self._ends
-        del ends[bisect_left(ends, (self._running.pop(job), self._ids[id(job)]))]
-        if self._policy.is_preemptive and not self._repacks:
+        end_s = self._running.pop(job)
+        if not self._policy.is_preemptive:
+            del self._ends[bisect_left(self._ends, (end_s, self._ids[id(job)]))]
+        if self._is_ranked:
             self._ranked.remove(job)
         for node, _ in job.placement:
             self._on_node[node].discard(job)
@@ -257,6 +259,7 @@ class ClusterSimulation:
         total.blocked += time.blocked_s * devices
         total.wasted += time.wasted_s * devices
         total.unavailable += time.unavailable_s * devices
+        total.throttled += time.throttled_s * devices
         if not self._repacks:
             self._log.start_s.append(start_s)
             self._log.end_s.append(self._now_s)
@@ -264,7 +267,7 @@ class ClusterSimulation:
             self._log.times.append(time)
 
     def _preempt(self, job: SimulatedJob) -> None:
-        self._stop(job, job.costs.split_preempted(self._now_s - (job.attempt_start_s or 0.0)))
+        self._stop(job, job.costs.split_preempted(job.elapsed_s(self._now_s)))
 
     def _schedule(self) -> None:
         if not self._waiting and not self._repacks:
@@ -282,13 +285,13 @@ class ClusterSimulation:
             self._policy.update(active, self._now_s, self._pool.num_nodes * self._pool.devices_per_node)
         self._waiting = sorted(self._entries(waiting))
         if not self._repacks and self._running:
-            running = list(self._running)
-            self._ranked.set_keys(running, [self._policy.key(job, self._now_s) for job in running])
+            self._ranked.set_all_keys(lambda job: self._policy.key(job, self._now_s))
         self._may_preempt = True
         self._next_round_s = math.inf if self._repacks else self._now_s + self._policy.round_s
 
     def _entries(self, jobs: Iterable[SimulatedJob]) -> list[Waiting]:
-        return [(self._policy.key(job, self._now_s), self._ids[id(job)], job) for job in jobs]
+        # between two numbers of `_enqueue`, so that equal keys never compare jobs
+        return [(self._policy.key(job, self._now_s), self._ids[id(job)] - 0.5, job) for job in jobs]
 
     def _start_waiting(self) -> None:
         """Start jobs that wait, in their order, as far as there are devices; for the first few stop worse ones."""
@@ -303,12 +306,12 @@ class ClusterSimulation:
             if num_blocked and not policy.is_preemptive:  # what fits must not delay the first job that waits
                 if job.devices > pool.free_devices:
                     continue
-                if job.devices > extra and self._now_s + job.costs.wall_seconds(job.remaining_s) > shadow_s:
+                if job.devices > extra and job.find_end_s(self._now_s) > shadow_s:
                     continue
-            placement = pool.place(job.devices) if job.devices <= pool.free_devices else None
-            if placement is None and may_preempt and pool.free_devices + self._ranked.count_at_most(key) >= job.devices:
+            placement = pool.place(job.devices) if job.devices < pool.least_refused else None
+            if placement is None and may_preempt:
                 worse = self._ranked.find_worse(key, self._now_s)
-                if not worse.any():  # nor is one worse than those that come later
+                if not worse:  # nor is one worse than those that come later
                     self._may_preempt = False
                 elif stopped := self._make_place(job.devices, worse):
                     preempted += stopped
@@ -338,28 +341,21 @@ class ClusterSimulation:
             shadow_s = end_s
         return (shadow_s, free - devices) if free >= devices else (math.inf, free)
 
-    def _make_place(self, devices: int, worse: NDArray[np.bool_]) -> list[SimulatedJob]:
-        """Stop as many of these jobs, the worst first, as give a job a place. Return them, or none if all do not."""
-        pool, ranked = self._pool, self._ranked
-        if pool.free_devices + ranked.count_devices(worse) < devices:
+    def _make_place(self, devices: int, worse: Sequence[SimulatedJob]) -> list[SimulatedJob]:
+        """Stop as many of these jobs, the first first, as give a job a place. Return them, or none if all do not."""
+        pool = self._pool
+        if pool.free_devices + sum(job.devices for job in worse) < devices:
             return []
-        if devices > pool.devices_per_node and not ranked.fits_without(
-            worse, devices, pool.in_service, pool.devices_per_node
-        ):
+        number = pool.count_needed(devices, (job.placement for job in worse))
+        if number is None:
+            if devices <= pool.devices_per_node:
+                pool.renew(job.placement for job in reversed(worse))
             return []
-        chosen: list[SimulatedJob] = []
-        found: Placement | None = None
-        for job in ranked.sort_worst_first(worse, self._now_s):
+        for job in worse[:number]:
             pool.release(job.placement)
-            chosen.append(job)
-            if pool.free_devices >= devices and (found := pool.place(devices)) is not None:
-                break
-        needed = []
-        for job in reversed(chosen):
-            if not pool.take(job.placement):
-                needed.append(job)
-        if found is None:
-            return []
+        found = pool.place(devices)
+        assert found is not None
+        needed = [job for job in reversed(worse[:number]) if not pool.take(job.placement)]
         pool.release(found)
         for job in needed:
             pool.take(job.placement)

@@ -11,6 +11,7 @@ class ClusterTime:
     blocked: float = 0.0
     wasted: float = 0.0
     unavailable: float = 0.0
+    throttled: float = 0.0
     idle: float = 0.0
     spare: float = 0.0
     repair: float = 0.0
@@ -23,4 +24,4 @@ class ClusterTime:
     @property
     def used(self) -> float:
         """Sum of the states in which a job has the device."""
-        return self.productive + self.blocked + self.wasted + self.unavailable
+        return self.productive + self.blocked + self.wasted + self.unavailable + self.throttled

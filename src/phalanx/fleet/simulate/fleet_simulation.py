@@ -12,7 +12,6 @@ from phalanx.fleet.fleet_file import FleetFile, expand_entries, expand_names
 from phalanx.fleet.power_tree import NO_PARENT, NodePower, PowerTree
 from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
 from phalanx.fleet.simulate.failures import (
-    LevelFailure,
     NodeHistory,
     find_rates,
     merge_level_failures,
@@ -31,12 +30,16 @@ from phalanx.fleet.simulate.power_model import (
     measure_power,
     supply_power,
 )
-from phalanx.fleet.simulate.site_hours import FleetHours, GroupOutcome, SiteFigures, measure_site
+from phalanx.fleet.simulate.site_hours import FleetHours, SiteFigures, measure_site
 from phalanx.fleet.simulate.site_series import SiteHours
+from phalanx.fleet.simulate.throttling import GroupOutcome, set_clocks
 from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry, SimulationSettings
+from phalanx.fleet.thermal.device_series import Values
 
 LEVEL_STREAM = (0, 3)
 """Random numbers of racks, rows and feeds, which are those of all groups."""
+DEVICE_STATES = ("productive", "blocked", "wasted", "unavailable", "throttled", "idle", "spare", "repair")
+"""Of device time. Without a plant nothing throttles."""
 JobTrace = Sequence[tuple[float, int, float]]
 """Submission in seconds, devices, seconds of each job."""
 REPLAY_CLASS = "replay"
@@ -134,6 +137,9 @@ def simulate_fleet(
 ) -> SimulationResult:
     """Simulate a fleet with the random numbers of a seed.
 
+    Where accelerators throttle, it is simulated a second time with jobs that are slower in those hours. Each hour's
+    coolant is that of the first time, with the jobs that ran then: their heat, less what throttling takes off.
+
     Args:
         groups: Its nodes.
         settings: All else.
@@ -144,6 +150,22 @@ def simulate_fleet(
     Raises UsageError for jobs that can never run or are too many, DataError for hours that a file does not have.
     """
     _check_size(groups, settings)
+    hours = site_hours or SiteHours()
+    result = _simulate_once(groups, settings, seed, trace, hours, None)
+    if result.hours is not None and result.site.throttled_device_hours > 0:
+        result = _simulate_once(groups, settings, seed, trace, hours, result.hours.allowed_power)
+    return result
+
+
+def _simulate_once(
+    groups: Sequence[NodeTypeGroup],
+    settings: SimulationSettings,
+    seed: int,
+    trace: JobTrace | None,
+    site_hours: SiteHours,
+    allowed_power: Values | None,
+) -> SimulationResult:
+    """Simulate a fleet once, with accelerators that may draw this power by hour, over their highest."""
     outcomes: list[tuple[NodeTypeGroup, ClusterOutcome, dict[str, JobClassEntry]]] = []
     result = SimulationResult()
     levels = {name for group in groups for node in group.nodes for name in node.levels}
@@ -155,16 +177,26 @@ def simulate_fleet(
         classes = _select_classes(settings, groups, index, trace is not None)
         if trace is not None and index > 0:  # other kinds stand idle until the trace is done
             until_s = outcomes[0][1].end_s
-        outcome = _simulate_group(
-            group, classes, settings, until_s, (seed, index), level_failures, trace if index == 0 else None
+        pool, jobs = _prepare_group(group, classes, settings, (seed, index), trace if index == 0 else None)
+        if allowed_power is not None:
+            set_clocks(jobs, group.power, settings.power_cap, allowed_power)
+        failures = sample_failures(
+            settings.failures,
+            group.nodes,
+            group.power.num_devices,
+            until_s,
+            np.random.default_rng([seed, index, 2]),
         )
+        failures = merge_level_failures(failures, level_failures, group.nodes)
+        last_s = math.inf if trace is not None and index == 0 else until_s
+        outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s).run()
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():
             nodes = math.ceil(max(entry.devices) / group.power.num_devices)
             result.intervals_s[name] = make_costs(entry.checkpoint, nodes, rates).interval_s
-    _count_time(result, [outcome for _, outcome, _ in outcomes], list(settings.failures))
-    _count_energy(result, outcomes, settings, site_hours or SiteHours())
+    _count_time(result, [outcome for _, outcome, _ in outcomes], list(settings.failures), site_hours.plant is not None)
+    _count_energy(result, outcomes, settings, site_hours)
     return result
 
 
@@ -201,15 +233,13 @@ def _select_classes(
     return {n: entry for n, entry in settings.jobs.items() if (entry.node_type or names[0]) == names[index]}
 
 
-def _simulate_group(
+def _prepare_group(
     group: NodeTypeGroup,
     classes: Mapping[str, JobClassEntry],
     settings: SimulationSettings,
-    until_s: float,
     stream: tuple[int, int],
-    level_failures: Sequence[LevelFailure],
     trace: JobTrace | None,
-) -> ClusterOutcome:
+) -> tuple[NodePool, list[SimulatedJob]]:
     per_node, power = group.power.num_devices, group.power
     pool = NodePool(len(group.nodes), per_node, math.ceil(settings.spares * len(group.nodes)))
     rates = find_rates(settings.failures, group.nodes, per_node)
@@ -230,14 +260,13 @@ def _simulate_group(
     for job in jobs:
         speed = find_cap_speed(power, job.activity, settings.power_cap, curves[job.kind])
         job.work_s = job.remaining_s = job.work_s / speed
-    failures = sample_failures(settings.failures, group.nodes, per_node, until_s, np.random.default_rng([*stream, 2]))
-    failures = merge_level_failures(failures, level_failures, group.nodes)
-    policy = make_policy(settings.policy)
-    return ClusterSimulation(pool, jobs, policy, failures, math.inf if trace is not None else until_s).run()
+    return pool, jobs
 
 
-def _count_time(result: SimulationResult, outcomes: Sequence[ClusterOutcome], causes: Sequence[str]) -> None:
-    states = ("productive", "blocked", "wasted", "unavailable", "idle", "spare", "repair")
+def _count_time(
+    result: SimulationResult, outcomes: Sequence[ClusterOutcome], causes: Sequence[str], has_plant: bool
+) -> None:
+    states = DEVICE_STATES if has_plant else [state for state in DEVICE_STATES if state != "throttled"]
     total = sum(outcome.time.total for outcome in outcomes)
     if total > 0:
         result.shares = {state: sum(getattr(each.time, state) for each in outcomes) / total for state in states}
@@ -279,9 +308,9 @@ def _count_energy(
     seconds = max(outcome.end_s for _, outcome, _ in outcomes)
     if seconds <= 0:
         return
-    groups = [GroupOutcome(group.power, len(group.nodes), outcome) for group, outcome, _ in outcomes]
+    groups = [GroupOutcome(group.power, len(group.nodes), outcome, cap) for group, outcome, _ in outcomes]
     racks_w = num_racks * site.rack_overhead_w
-    result.site, result.hours = measure_site(groups, site, site_hours, racks_w, cap, nodes.hourly_w, nodes.energy_j)
+    result.site, result.hours = measure_site(groups, site, site_hours, racks_w, nodes.hourly_w, nodes.energy_j)
     hours = result.hours
     result.it_mean_w = float((hours.it_w * hours.duration_h).sum() / hours.duration_h.sum())
     result.it_peak_w = supply_power(nodes.peak_w, num_racks, site.conversion_efficiency, site.rack_overhead_w)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from phalanx.fleet.simulate.checkpointing import CheckpointCosts
 from phalanx.fleet.simulate.node_pool import Placement
+from phalanx.fleet.simulate.progress_clock import ProgressClock
 
 NO_CHECKPOINTS = CheckpointCosts(float("inf"))
 
@@ -21,6 +22,8 @@ class SimulatedJob:
     """Index of its kind of job."""
     activity: float = 1.0
     """Power above idle while it trains, over the highest."""
+    clock: ProgressClock | None = None
+    """How fast it progresses in hours with throttling; None: none of its accelerators throttles."""
 
     remaining_s: float = field(init=False)
     """Work that is not done, as of the start of the attempt."""
@@ -50,11 +53,27 @@ class SimulatedJob:
     def __post_init__(self) -> None:
         self.remaining_s = self.work_s
 
+    def elapsed_s(self, now_s: float) -> float:
+        """Return how long the running attempt would have taken without throttling until now."""
+        start_s = self.attempt_start_s or 0.0
+        first_step_s = start_s + self.costs.restart_s
+        if self.clock is None or now_s <= first_step_s:
+            return now_s - start_s
+        return self.costs.restart_s + self.clock.progress_s(now_s) - self.clock.progress_s(first_step_s)
+
+    def find_end_s(self, now_s: float) -> float:
+        """Return when an attempt that starts now ends with all work done."""
+        wall_s = self.costs.wall_seconds(self.remaining_s)
+        if self.clock is None:
+            return now_s + wall_s
+        restart_s = self.costs.restart_s
+        return self.clock.time_s(self.clock.progress_s(now_s + restart_s) + wall_s - restart_s)
+
     def progress_s(self, now_s: float) -> float:
         """Return the work done in the running attempt, without what saves block."""
         if self.attempt_start_s is None:
             return 0.0
-        return max(0.0, now_s - self.attempt_start_s - self.costs.restart_s)
+        return max(0.0, self.elapsed_s(now_s) - self.costs.restart_s)
 
     def left_s(self, now_s: float) -> float:
         """Return the work that is not done."""

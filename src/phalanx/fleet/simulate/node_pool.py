@@ -1,5 +1,8 @@
 """Equal nodes of a cluster: which of their devices are free, which nodes are spare and which are in repair."""
 
+import math
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 
 Placement = tuple[tuple[int, int], ...]
@@ -26,6 +29,8 @@ class NodePool:
         self.in_service = np.arange(num_nodes) < num_nodes - num_spares
         """By node: false for spare nodes and those in repair."""
         self.free_devices = (num_nodes - num_spares) * devices_per_node
+        self.least_refused = math.inf
+        """Least devices for which there was no place since some became free: nor is there one for more."""
 
     @property
     def num_down(self) -> int:
@@ -48,12 +53,13 @@ class NodePool:
 
     def place(self, devices: int) -> Placement | None:
         """Take devices for a job; None if they are not free."""
-        if devices > self.free_devices:
+        if devices >= self.least_refused:
             return None
         per_node = self.devices_per_node
         full, rest = divmod(devices, per_node)
         whole = self._by_free[per_node]
         if len(whole) < full:
+            self.least_refused = devices
             return None
         chosen: list[tuple[int, int]] = []
         if full:
@@ -68,11 +74,42 @@ class NodePool:
             if found is None:
                 for node, _ in chosen:
                     self._set_free(node, per_node)
+                self.least_refused = devices
                 return None
             node = next(iter(found))
             self._set_free(node, self._free[node] - rest)
             chosen.append((node, rest))
         return tuple(chosen)
+
+    def count_needed(self, devices: int, placements: Iterable[Placement]) -> int | None:
+        """Return how many of these placements, from the first on, have to be released until there is a place for a job
+        that has none now. None if all of them do not suffice."""
+        per_node = self.devices_per_node
+        full, rest = divmod(devices, per_node)
+        num_whole, most = len(self._by_free[per_node]), 0
+        free: dict[int, int] = {}
+        for number, placement in enumerate(placements, 1):
+            for node, count in placement:
+                now = free[node] = free.get(node, self._free[node]) + count
+                num_whole += now == per_node
+                most = max(most, now)
+            if num_whole > full or (num_whole == full and (rest == 0 or (most >= rest and self._has_part(rest, free)))):
+                return number
+        return None
+
+    def _has_part(self, devices: int, free: Mapping[int, int]) -> bool:
+        """Return whether a node that is not whole has these devices, with those of some nodes as in `free`."""
+        per_node = self.devices_per_node
+        return any(devices <= count < per_node for count in free.values()) or any(
+            node not in free for nodes in self._by_free[devices:per_node] for node in nodes
+        )
+
+    def renew(self, placements: Iterable[Placement]) -> None:
+        """Put the nodes of these placements behind the others with as many free devices."""
+        for placement in placements:
+            for node, _ in placement:
+                if self._free[node]:
+                    self._set_free(node, self._free[node])
 
     def take(self, placement: Placement) -> bool:
         """Take these devices again; False, and nothing is taken, if some are not free."""
@@ -85,6 +122,7 @@ class NodePool:
 
     def release(self, placement: Placement) -> None:
         """Give devices back."""
+        self.least_refused = math.inf
         for node, count in placement:
             self._set_free(node, self._free[node] + count)
 
@@ -109,6 +147,7 @@ class NodePool:
             self._add(node)
 
     def _add(self, node: int) -> None:
+        self.least_refused = math.inf
         self._free[node] = self.devices_per_node
         self.in_service[node] = True
         self._by_free[self.devices_per_node][node] = None

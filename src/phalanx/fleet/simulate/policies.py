@@ -27,8 +27,8 @@ class SchedulingPolicy:
     """First come, first served."""
 
     is_preemptive = False
-    has_queues = False
-    """Whether the first part of a key is the number of a queue."""
+    keys_fall = False
+    """Whether the first part of the key of a running job falls by `slope`."""
     round_s = math.inf
     """Seconds between two calls of `update` while jobs wait."""
 
@@ -52,6 +52,7 @@ class ShortestRemainingPolicy(SchedulingPolicy):
     """The shortest remaining time, or service, first."""
 
     is_preemptive = True
+    keys_fall = True
 
     def __init__(self, weighs_devices: bool):
         self._weighs_devices = weighs_devices
@@ -68,7 +69,6 @@ class LeastServicePolicy(SchedulingPolicy):
     """The least attained service first, in queues; within a queue those that run first."""
 
     is_preemptive = True
-    has_queues = True
 
     def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
         return (2 * job.level + (job.attempt_start_s is None or job.order >= DEMOTED_ORDER), job.order)

@@ -14,6 +14,8 @@ SAVE_ACTIVITY = 0.15
 save and 4.45 kW in training (0.1-s records)."""
 CAP_EXPONENT = 2.5
 """a in f ~ (P - P_idle)^(1/a), clock against power: 1.2 to 5.8 on V100, A40 and RTX 6000 (data of Zeus, NSDI 2023)."""
+LEAST_POWER_SHARE = 1e-3
+"""Power above idle, over the highest, that is left at a cap or coolant which allows less: jobs never stand still."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def find_cap_speed(
 def slow_down(power: NodePower, activity: float, cap: float) -> float:
     """Return the speed under a cap over the speed without one."""
     wanted_w = activity * (power.device_max_w - power.device_idle_w)
-    allowed_w = max(cap * power.device_max_w - power.device_idle_w, 1e-3 * power.device_max_w)
+    allowed_w = max(cap * power.device_max_w - power.device_idle_w, LEAST_POWER_SHARE * power.device_max_w)
     return 1.0 if wanted_w <= allowed_w else float((allowed_w / wanted_w) ** (1.0 / CAP_EXPONENT))
 
 
@@ -72,8 +74,7 @@ def measure_power(outcome: ClusterOutcome, power: NodePower, num_nodes: int, cap
     start_s, end_s = np.array(log.start_s), np.array(log.end_s)
     above_w = np.array(
         [
-            _mean_above_idle(power, jobs[job].activity, cap, (t.productive_s + t.wasted_s, t.blocked_s, t.total_s))
-            * jobs[job].devices
+            _mean_above_idle(power, jobs[job].activity, cap, (t.training_s, t.blocked_s, t.total_s)) * jobs[job].devices
             for job, t in zip(log.jobs, log.times, strict=True)
         ]
     )

@@ -3,39 +3,21 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from phalanx.fleet.power_tree import NodePower
-from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome
-from phalanx.fleet.simulate.power_model import CAP_EXPONENT, device_power, integrate_steps
+from phalanx.fleet.simulate.power_model import integrate_steps
 from phalanx.fleet.simulate.site_series import SECONDS_PER_HOUR, SiteHours
+from phalanx.fleet.simulate.throttling import GroupOutcome, PowerStep, find_allowed_power, list_power_steps
 from phalanx.fleet.site_settings import SiteConditions
 from phalanx.fleet.thermal.device_series import Values
 from phalanx.fleet.thermal.plant import PlantControls, PlantHours, simulate_plant
 
 WATTS_PER_KILOWATT = 1000.0
-POWER_STEPS = 50
-"""Steps of a device's power over its highest, to 2 %, in which throttling is counted."""
+THROTTLING_ITERATIONS = 8
+"""Throttling takes heat from the coolant, which it follows from: converged to 1e-3 of the power."""
 SUPPLY_TOLERANCE_K = 0.05
 BALANCE_TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class GroupOutcome:
-    """Equal nodes, and what happened on them."""
-
-    power: NodePower
-    num_nodes: int
-    outcome: ClusterOutcome
-
-    @cached_property
-    def attempts(self) -> tuple[Values, Values, Values]:
-        """Start and end in seconds, and devices, of each attempt of a job."""
-        log, jobs = self.outcome.attempts, self.outcome.jobs
-        devices = np.array([jobs[job].devices for job in log.jobs], dtype=float)
-        return np.array(log.start_s), np.array(log.end_s), devices
 
 
 @dataclass(frozen=True)
@@ -54,6 +36,8 @@ class FleetHours:
     water_l: Values
     supply_c: Values
     """NaN without a plant."""
+    allowed_power: Values
+    """Power of an accelerator that is at its limit of temperature, over its highest; NaN without a plant."""
     price_per_kwh: Values
     carbon_g_per_kwh: Values
 
@@ -82,7 +66,7 @@ class SiteFigures:
     wue_l_per_kwh: float = math.nan
     supply_max_c: float = math.nan
     core_max_c: float = math.nan
-    """Of the accelerator that draws most."""
+    """Of the accelerator that draws most, if it did not throttle."""
     hours_above_supply: float = math.nan
     chiller_hours: float = math.nan
     hours_above_design: float = math.nan
@@ -90,8 +74,6 @@ class SiteFigures:
     throttled_hours: float = math.nan
     """Hours in which some accelerator would be above its limit."""
     throttled_device_hours: float = math.nan
-    throttling_loss: float = math.nan
-    """Work that throttling costs, over the work of all jobs. It does not delay the simulated jobs."""
     balance_error: float = 0.0
     """Largest imbalance of energy: of a loop of the plant in an hour, or of the hours against the events."""
 
@@ -105,7 +87,6 @@ def measure_site(
     site: SiteConditions,
     hours: SiteHours,
     racks_w: float,
-    cap: float,
     nodes_hourly_w: Values,
     nodes_energy_j: float,
 ) -> tuple[SiteFigures, FleetHours]:
@@ -120,15 +101,17 @@ def measure_site(
     if hours.plant is None:
         pue = np.full_like(it_w, site.pue)
         site_w, water_l = it_w * site.pue, it_w * duration_h / WATTS_PER_KILOWATT * site.water_l_per_kwh
-        supply_c = np.full_like(it_w, np.nan)
+        supply_c = allowed_power = np.full_like(it_w, np.nan)
         figures.cooling_energy_kwh = math.nan
     else:
-        found = _run_plant(hours, it_w)
+        found, allowed_power, steps = _run_throttled_plant(hours, it_w, groups, until_s, site.conversion_efficiency)
         it_w, site_w, supply_c = found.it_w, found.site_w, found.supply_c
         pue = site_w / np.maximum(it_w, 1.0)
         water_l = found.makeup_kg_per_s * duration_h * SECONDS_PER_HOUR
         _count_plant(figures, found, site, hours, duration_h)
-        _count_throttling(figures, found, hours.plant.core_limit_c, groups, cap, duration_h, until_s)
+        _count_throttling(figures, allowed_power, steps, duration_h)
+        highest = max((float(group.power_shares.max(initial=0.0)) for group in groups), default=0.0)
+        figures.core_max_c = float((found.coolant_c + highest * (found.core_c - found.coolant_c)).max())
     price, carbon = (
         np.full_like(it_w, fixed) if series is None else series.select(hours.start_hour, len(it_w))[0]
         for fixed, series in (
@@ -140,13 +123,14 @@ def measure_site(
         duration_h=duration_h,
         it_w=it_w,
         site_w=site_w,
-        busy_devices=_sum_groups(groups, until_s, _busy_steps),
+        busy_devices=_sum_groups(groups, until_s, GroupOutcome.find_busy_steps),
         down_devices=_sum_groups(groups, until_s, _down_steps),
         num_devices=sum(group.num_nodes * group.power.num_devices for group in groups),
         waiting_jobs=_sum_groups(groups, until_s, _waiting_steps),
         pue=pue,
         water_l=water_l,
         supply_c=supply_c,
+        allowed_power=allowed_power,
         price_per_kwh=price,
         carbon_g_per_kwh=carbon,
     )
@@ -170,6 +154,23 @@ def _run_plant(hours: SiteHours, it_w: Values) -> PlantHours:
     return simulate_plant(plant, it_w, *hours.find_outside(len(it_w)), PlantControls(plant.supply_c, flow))
 
 
+def _run_throttled_plant(
+    hours: SiteHours, it_w: Values, groups: Sequence[GroupOutcome], until_s: float, efficiency: float
+) -> tuple[PlantHours, Values, list[PowerStep]]:
+    """The plant with the power that accelerators draw at its coolant; the power that it allows each; and those that may
+    throttle."""
+    assert hours.plant is not None
+    found = _run_plant(hours, it_w)
+    allowed_power = find_allowed_power(found, hours.plant.core_limit_c)
+    steps = list_power_steps(groups, float(allowed_power.min()), until_s)
+    if any(step.find_throttled(allowed_power).any() for step in steps):
+        for _ in range(THROTTLING_ITERATIONS):
+            saved_w = np.sum([step.find_saved_w(allowed_power) for step in steps], axis=0)
+            found = _run_plant(hours, it_w - saved_w / efficiency)
+            allowed_power = (allowed_power + find_allowed_power(found, hours.plant.core_limit_c)) / 2
+    return found, allowed_power, steps
+
+
 def _count_plant(
     figures: SiteFigures, found: PlantHours, site: SiteConditions, hours: SiteHours, duration_h: Values
 ) -> None:
@@ -185,57 +186,17 @@ def _count_plant(
 
 
 def _count_throttling(
-    figures: SiteFigures,
-    found: PlantHours,
-    limit_c: float,
-    groups: Sequence[GroupOutcome],
-    cap: float,
-    duration_h: Values,
-    until_s: float,
+    figures: SiteFigures, allowed_power: Values, steps: Sequence[PowerStep], duration_h: Values
 ) -> None:
-    """Count devices of jobs that would be above the limit. A device's rise over its coolant goes with its power."""
-    coolant_c = (found.rack_supply_c + found.rack_return_c) / 2
-    rise_k = found.core_c - coolant_c  # at full power
-    allowed = np.maximum((limit_c - coolant_c) / rise_k, 0.0)
-    is_throttled = np.zeros(len(allowed), dtype=bool)
-    device_h = lost_h = used_h = highest = 0.0
-    for group in groups:
-        power, (start_s, end_s, devices) = group.power, group.attempts
-        if not len(devices):
-            continue
-        shares = np.array([device_power(power, job.activity, cap) / power.device_max_w for job in group.outcome.jobs])
-        shares = shares[group.outcome.attempts.jobs]
-        used_h += float(((end_s - start_s) * devices).sum()) / SECONDS_PER_HOUR
-        highest = max(highest, float(shares.max()))
-        bins = np.ceil(shares * POWER_STEPS - 1e-9).astype(int)
-        idle_share = power.device_idle_w / power.device_max_w
-        for number in np.unique(bins[bins / POWER_STEPS > allowed.min()]):
-            share, chosen = number / POWER_STEPS, bins == number
-            times, steps = _find_busy_steps(start_s[chosen], end_s[chosen], devices[chosen])
-            busy_h = integrate_steps(times, steps, until_s).hourly_w * duration_h
-            is_above = (share > allowed) & (busy_h > 1e-9)
-            is_throttled |= is_above
-            left = np.maximum(allowed - idle_share, 0.0) / max(share - idle_share, 1e-9)
-            speed = np.minimum(left, 1.0) ** (1.0 / CAP_EXPONENT)
-            device_h += float(busy_h[is_above].sum())
-            lost_h += float((busy_h * (1 - speed))[is_above].sum())
-    figures.throttled_hours = float(duration_h[is_throttled].sum())
-    figures.throttled_device_hours = device_h
-    figures.throttling_loss = lost_h / used_h if used_h > 0 else 0.0
-    figures.core_max_c = float((coolant_c + highest * rise_k).max())
+    """Count hours and devices of jobs that would be above the limit."""
+    throttled = np.sum([np.zeros_like(duration_h), *(step.find_throttled(allowed_power) for step in steps)], axis=0)
+    figures.throttled_hours = float(duration_h[throttled > 0].sum())
+    figures.throttled_device_hours = float((throttled * duration_h).sum())
 
 
 def _sum_groups(groups: Sequence[GroupOutcome], until_s: float, find_steps: FindSteps) -> Values:
     """The means by hour of a number that changes in steps, over all groups."""
     return np.asarray(sum(integrate_steps(*find_steps(group), until_s).hourly_w for group in groups))
-
-
-def _busy_steps(group: GroupOutcome) -> tuple[Values, Values]:
-    return _find_busy_steps(*group.attempts)
-
-
-def _find_busy_steps(start_s: Values, end_s: Values, devices: Values) -> tuple[Values, Values]:
-    return np.concatenate([[0.0], start_s, end_s]), np.concatenate([[0.0], devices, -devices])
 
 
 def _down_steps(group: GroupOutcome) -> tuple[Values, Values]:

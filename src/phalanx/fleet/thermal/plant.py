@@ -64,6 +64,11 @@ class PlantHours:
         return self.it_w + self.conversion_w + self.cooling_w
 
     @property
+    def coolant_c(self) -> Values:
+        """Mean of the racks' supply and return."""
+        return np.asarray((self.rack_supply_c + self.rack_return_c) / 2)
+
+    @property
     def cooling_w(self) -> Values:
         """Pumps, fans and chiller."""
         return np.asarray(self.pumps_w + self.fans_w + self.air_fans_w + self.chiller_w)
