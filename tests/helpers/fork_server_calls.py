@@ -12,6 +12,11 @@ seen: list[Any] = []
 held: list[Any] = []
 
 
+def is_imported(module: str) -> bool:
+    """Whether a process that has just been forked finds a module imported."""
+    return module in sys.modules
+
+
 def double(value: int) -> int:
     return 2 * value
 

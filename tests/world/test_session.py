@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -590,6 +591,12 @@ def test_in_a_notebook_no_end_of_a_run_ends_the_process(lab: TrainHarness, scrip
     said = done.stdout.splitlines()
     assert said[0].startswith("refused: ")
     assert said[1:] == ["behind the block", "interrupted", "done"]
+
+
+def test_workers_of_a_script_find_imported_what_a_session_needs(lab: TrainHarness, scripts: Path) -> None:
+    assert ours(lab, ["no-recipe"]).code == ExitCode.RECIPE
+    assert lab.fork_server.call("fork_server_calls:is_imported", "phalanx.app.session")
+    assert psutil.Process(lab.fork_server.process.pid).num_threads() == 1
 
 
 def test_a_script_may_leave_as_it_likes_after_its_run(lab: TrainHarness, scripts: Path) -> None:
