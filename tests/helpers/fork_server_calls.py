@@ -8,6 +8,9 @@ from typing import Any
 
 from phalanx.errors import DataError
 
+HELPERS = Path(__file__).parent
+WITHOUT_TORCH = f"{HELPERS / 'without_torch'}{os.pathsep}{HELPERS}"
+"""PYTHONPATH of a fork server that has these calls and no torch."""
 seen: list[Any] = []
 held: list[Any] = []
 
