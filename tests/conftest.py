@@ -5,6 +5,7 @@ import gc
 import logging
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,6 +19,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def use_one_thread() -> None:
+    """Let torch compute on one thread in this process, if it is loaded. Tensors here are tiny: more threads would wait
+    for each other in loops that keep the cores from the worlds of the tests, and from the other process of pytest."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect the tests without garbage collection, which takes a third of the CPU time for 10,000 tests, and exempt
@@ -29,6 +37,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        use_one_thread()
 
 
 MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30
@@ -55,6 +64,12 @@ def _telemetry_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_TELEMETRY_DIR", str(tmp_path_factory.mktemp("telemetry")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Also where a test was the first to load torch, or has left other threads behind."""
+    use_one_thread()
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,16 @@ from typing import Any
 
 from phalanx.errors import DataError
 
+HELPERS = Path(__file__).parent
+WITHOUT_TORCH = f"{HELPERS / 'without_torch'}{os.pathsep}{HELPERS}"
+"""PYTHONPATH of a fork server that has these calls and no torch."""
 seen: list[Any] = []
 held: list[Any] = []
+
+
+def is_imported(module: str) -> bool:
+    """Whether a process that has just been forked finds a module imported."""
+    return module in sys.modules
 
 
 def double(value: int) -> int:

@@ -25,11 +25,9 @@ class CaseFailure(str):
 
 
 def start_forkserver() -> ForkServerContext:
-    """Starts processes from one that has imported what takes long, once for all files."""
+    """Starts processes from one that has imported what takes long, once for all files: all that a worker needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.tensor", "phalanx.train.grad_sync.bucketed_reducer", "pytest"]
-    )
+    context.set_forkserver_preload(["phalanx.train.worker", "pytest"])
     return context
 
 

@@ -166,7 +166,7 @@ def main(how, overrides, run=None):
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])
-    if sys.argv[1] == "folds":
+    if sys.argv[1] in ("folds", "same-fold"):
         main("right", [*sys.argv[2:], "seed=1"], "fold-1")
     if sys.argv[1] == "same-fold":
         main("right", sys.argv[2:])

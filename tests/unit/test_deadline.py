@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fork_server_calls import HELPERS, WITHOUT_TORCH
 from made_messages import start_workers
 from phalanx.app.calibrate import call_on_ranks
 from phalanx.deadline import Deadline
@@ -45,7 +46,7 @@ def make(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr("phalanx.app.calibrate.POLL_INTERVAL_S", 0.05)
     made: list[ForkServerClient] = []
 
-    def start(path: Path = Path(__file__).parents[1] / "helpers", **patience: Any) -> ForkServerClient:
+    def start(path: Path | str = WITHOUT_TORCH, **patience: Any) -> ForkServerClient:
         monkeypatch.setenv("PYTHONPATH", str(path))
         made.append(ForkServerClient(**{"report": said.append, **patience}))
         return made[-1]
@@ -78,7 +79,7 @@ def again_and_again(act: Callable[[], None]) -> None:
 
 
 def test_what_is_stopped_at_any_moment_is_continued_with_a_word(make: Make, said: list[str]) -> None:
-    nursery = make()
+    nursery = make(HELPERS)  # its store is torch's
     who = f"the process that loads torch and starts workers (process {nursery.process.pid})"
     stop(nursery.process.pid)
     nursery.wait_until_ready()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fork_server_calls import WITHOUT_TORCH
 from phalanx.cli import main
 from phalanx.errors import UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
@@ -106,7 +107,7 @@ def test_the_level_reaches_the_queues_daemon_and_the_process_above_a_job(tmp_pat
 
 
 def test_the_level_reaches_the_fork_server(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_TORCH)
     monkeypatch.setenv(LOG_LEVEL_VARIABLE, "debug")
     with ForkServerClient() as fork_server:
         assert fork_server.call("fork_server_calls:double", 4) == 8

@@ -1,10 +1,12 @@
 """Input that cannot run, through the command line: one line or two, the exit code of the table, nothing on disk."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
+from phalanx.cli import main
 from phalanx.errors import ExitCode
 from phalanx.recipe.yaml_loader import to_yaml
 from phalanx.run.event_types import AttemptStarted, RunWarning
@@ -54,21 +56,26 @@ BAD: dict[str, Case] = {
 }
 
 
-REPEATED = {
-    "micro-batch that does not divide",
-    "task that does not import",
-    "model without that name",
-    "batch that cannot be divided",
-    "checkpoint to start from that is not there",
-}
-"""Mistakes that are noticed where another one is, and take five seconds each."""
+AS_A_PROCESS = {"no file", "model that does not import", "argument that the model does not take"}
+"""Mistakes that are made in a process of its own, from its start to its end, which takes five seconds; the others in
+this one, with the lab's fork server."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in REPEATED else []) for case in BAD]
-)
+def run_command(
+    lab: TrainHarness, case: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """Exit code, output and messages of the command line."""
+    if case in AS_A_PROCESS:
+        ended = lab.command(*words)
+        return ended.returncode, ended.stdout, ended.stderr
+    with lab.environment(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.app.train.ForkServerClient", lambda **_: contextlib.nullcontext(lab.fork_server))
+        return main.main(words), *capsys.readouterr()
+
+
+@pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(
-    lab: TrainHarness, tmp_path: Path, case: str
+    lab: TrainHarness, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes, arguments, parts = BAD[case]
     folder = lab.create_recipe_dir(tmp_path / "recipes")
@@ -81,14 +88,15 @@ def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lab, "cache", cache)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-        ended = lab.command("train", recipe, *arguments, "--run", run)
-    assert ended.returncode == ExitCode.RECIPE, ended.stderr
-    lines = ended.stderr.strip().splitlines()
-    assert 1 <= len(lines) <= 2, ended.stderr
+        words = ["train", str(recipe), *arguments, "--run", str(run)]
+        code, output, errors = run_command(lab, case, words, capsys)
+    assert code == ExitCode.RECIPE, errors
+    lines = errors.strip().splitlines()
+    assert 1 <= len(lines) <= 2, errors
     assert lines[0].startswith("error: ")
-    assert all(part in ended.stderr for part in parts), ended.stderr
-    assert "Traceback" not in ended.stderr + ended.stdout
-    assert ended.stdout == ""
+    assert all(part in errors for part in parts), errors
+    assert "Traceback" not in errors
+    assert output == ""
     assert not run.exists()
     assert sorted(folder.rglob("*")) == before
     left = sorted(

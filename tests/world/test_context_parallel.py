@@ -1,7 +1,7 @@
 """Context parallelism on 2, 3 and 4 processes against one process that has the whole sequence."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,15 +28,6 @@ from process_worlds import ProcessWorlds
 LENGTH = 24  # divides by 2n for 2, 3 and 4 ranks
 VOCAB = 23
 WAYS: tuple[ContextMethod, ...] = ("gather", "alltoall")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As many as the processes of the world have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def together(rank: int, world: int, *, case: Callable[..., Any], **options: Any) -> Any:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -334,7 +335,8 @@ def test_an_example_alone_is_interrupted_and_finished(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("name", ["language", pytest.param("vision", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_under_torchrun_is_the_same_run(lab: TrainHarness, scripts: Path, tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -378,23 +380,29 @@ def folds(lab: TrainHarness, place: Path, how: str, nproc: int) -> "subprocess.C
     )
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_two_runs_of_one_script_are_two_runs(lab: TrainHarness, scripts: Path, tmp_path: Path, nproc: int) -> None:
-    done = folds(lab, tmp_path, "folds", nproc)
-    assert done.returncode == 0, done.stderr
-    first, second = (lab.from_command_line(Run(tmp_path / name), 0).digest for name in ("runs/own", "fold-1"))
+def check_folds(lab: TrainHarness, place: Path, nproc: int, said: str) -> None:
+    """Both runs of a script are what they are under our agent, and each is reported once."""
+    first, second = (lab.from_command_line(Run(place / name), 0).digest for name in ("runs/own", "fold-1"))
     assert first == undisturbed(lab, "right", nproc=nproc).digest
     assert second == undisturbed(lab, "right", "seed=1", nproc=nproc).digest
-    assert done.stderr.count("0 models of runs before are there") == nproc  # a GPU has no room for both
+    assert said.count("0 models of runs before are there") == nproc  # a GPU has no room for both
+    assert said.count(f"finished: {STEPS} of {STEPS} steps") == 2
 
 
-def test_a_run_that_the_script_has_finished_is_not_given_to_it_again(
+def test_two_runs_of_one_script_under_torchrun_are_two_runs(lab: TrainHarness, scripts: Path, tmp_path: Path) -> None:
+    done = folds(lab, tmp_path, "folds", 2)
+    assert done.returncode == 0, done.stderr
+    check_folds(lab, tmp_path, 2, done.stderr)
+
+
+def test_two_runs_of_one_script_are_two_runs_and_none_is_given_to_it_again(
     lab: TrainHarness, scripts: Path, tmp_path: Path
 ) -> None:
     done = folds(lab, tmp_path, "same-fold", 1)
     assert done.returncode == ExitCode.USAGE
     assert "runs/own: this script has joined this run before, and it is done" in done.stderr
     assert "Traceback" not in done.stderr
+    check_folds(lab, tmp_path, 1, done.stderr)
 
 
 def test_a_second_run_below_one_agent_is_refused(lab: TrainHarness, scripts: Path) -> None:
@@ -590,6 +598,12 @@ def test_in_a_notebook_no_end_of_a_run_ends_the_process(lab: TrainHarness, scrip
     said = done.stdout.splitlines()
     assert said[0].startswith("refused: ")
     assert said[1:] == ["behind the block", "interrupted", "done"]
+
+
+def test_workers_of_a_script_find_imported_what_a_session_needs(lab: TrainHarness, scripts: Path) -> None:
+    assert ours(lab, ["no-recipe"]).code == ExitCode.RECIPE
+    assert lab.fork_server.call("fork_server_calls:is_imported", "phalanx.app.session")
+    assert psutil.Process(lab.fork_server.process.pid).num_threads() == 1
 
 
 def test_a_script_may_leave_as_it_likes_after_its_run(lab: TrainHarness, scripts: Path) -> None:

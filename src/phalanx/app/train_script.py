@@ -74,6 +74,7 @@ def supervise_script(
             return replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
 
         agent = LeaderAgent(run, fork_server, show_and_configure)
+        agent.preload = "phalanx.app.session:preload_session"
         warnings = [] if note is None else [RunWarning(text=note)]
         first_attempt = read_last_attempt(run) + 1
         return supervise_until_done(agent, world_size, command, first_attempt, warnings, adjust_outcome)

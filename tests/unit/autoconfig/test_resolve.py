@@ -16,7 +16,13 @@ from phalanx.autoconfig.resolve import (
     measure_memory,
     try_memory_choices,
 )
-from phalanx.autoconfig.trial_names import META_PROFILE_TRIAL, PROFILE_TRIAL, TIMING_TRIAL, TRACE_TRIAL
+from phalanx.autoconfig.trial_names import (
+    MATMUL_TRIAL,
+    META_PROFILE_TRIAL,
+    PROFILE_TRIAL,
+    TIMING_TRIAL,
+    TRACE_TRIAL,
+)
 from phalanx.cluster import discover_machine
 from phalanx.data import prepare_source
 from phalanx.errors import RecipeError, SubprocessError
@@ -76,6 +82,23 @@ def test_trials_are_announced_and_timed_unless_they_are_cached(tmp_path: Path, m
     assert lines == [f"resolving auto: {line}" for line in expected]
     assert times.trials_s >= 0.01
     assert times.trace_s >= 0.01
+
+
+def test_only_the_matmul_rate_is_reused_after_the_code_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[str] = []
+
+    def call(function: str, payload: dict[str, Any]) -> Any:
+        asked.append(function)
+        return SECONDS
+
+    for code_hash in ("before", "after"):
+        run_trial = cache_trials(call, discover_machine(), code_hash, TrialTimes())
+        for function in (MATMUL_TRIAL, PROFILE_TRIAL):
+            run_trial(function, {"device": "cpu"})
+    assert asked == [MATMUL_TRIAL, PROFILE_TRIAL, PROFILE_TRIAL]
 
 
 def test_a_trial_that_fails_otherwise_is_an_error() -> None:

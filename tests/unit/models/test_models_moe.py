@@ -1,7 +1,6 @@
 """The mixture-of-experts transformer: what it computes and how it keeps its experts evenly used."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,14 +28,6 @@ WARNINGS_OF_COMPILE = (  # of torch.compile's own doings, hidden in a way that w
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
     "ignore:.*Function'> should not be instantiated:DeprecationWarning",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(seed: int = 0, load: tuple[float, ...] | None = None, **changes: object) -> MoETransformer:

@@ -61,6 +61,8 @@ class LeaderAgent(LeaderState):
     def _supervise(self, world_size: int, command: Command, first_attempt: int) -> RunOutcome:
         try:
             self.fork_server.wait_until_ready()
+            if self.preload is not None:
+                self.fork_server.preload(self.preload, None)
         except ForkServerLostError as error:
             self.emit(self.fork_server_failure(str(error)))
             return RunOutcome(error.code, None, str(error))

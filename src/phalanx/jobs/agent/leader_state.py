@@ -48,6 +48,8 @@ class LeaderState:
         self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
         self.find_stop_reason: Callable[[], str | None] = lambda: None
         """Called once a second; a text makes the workers save and the run end."""
+        self.preload: str | None = None
+        """`module:function` for `ForkServerClient.preload`, called with None before there are workers."""
         self.stopping = False
         self.force_stop = False  # a second stop request arrived
         self.signals = SignalQueue()

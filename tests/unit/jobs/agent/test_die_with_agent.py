@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fork_server_calls import WITHOUT_TORCH
 from made_messages import start_workers
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.run.message_socket import send
@@ -19,7 +20,7 @@ def told(fifo: Path) -> int:
 
 
 def test_workers_and_their_children_die_with_the_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "helpers"))
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_TORCH)
     for name in ("worker", "child"):
         os.mkfifo(tmp_path / name)
     message = start_workers("fork_server_calls:wait_for_ever", str(tmp_path), tmp_path)

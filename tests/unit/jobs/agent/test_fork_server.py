@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fork_server_calls import HELPERS, WITHOUT_TORCH
 from made_messages import start_workers
 from phalanx.errors import ExitCode, PhalanxError, SubprocessError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, add_huge_pages
@@ -21,7 +22,7 @@ from train_harness import wait_until
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[ForkServerClient]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "helpers"))
+        patch.setenv("PYTHONPATH", str(HELPERS))
         process = ForkServerClient()
     with process:
         process.wait_until_ready()
@@ -124,7 +125,7 @@ def test_a_store_that_has_died_is_followed_by_another_and_told(nursery: ForkServ
 @pytest.mark.parametrize("what", ["call", "store", "preload"])
 def test_a_nursery_that_is_killed_is_told_as_not_finished(what: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "helpers"))
+        patch.setenv("PYTHONPATH", WITHOUT_TORCH)
         process = ForkServerClient()
     with process:
         if what != "call":

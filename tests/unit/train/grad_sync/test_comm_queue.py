@@ -141,14 +141,10 @@ class Multiplying(Slow):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SKIPPED: this machine has one core")
 def test_sending_computes_with_no_more_threads_than_the_worker_has() -> None:
-    had = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        strategy = Multiplying()
-        courier = CommQueue(strategy, use_threads=True)
-        courier.submit(0, None)  # type: ignore[arg-type]
-        courier.wait_all()
-        courier.close()
-    finally:
-        torch.set_num_threads(had)
+    assert torch.get_num_threads() == 1
+    strategy = Multiplying()
+    courier = CommQueue(strategy, use_threads=True)
+    courier.submit(0, None)  # type: ignore[arg-type]
+    courier.wait_all()
+    courier.close()
     assert strategy.more == 0
