@@ -33,14 +33,19 @@ from phalanx.fleet.simulate.power_model import (
 )
 from phalanx.fleet.simulate.site_hours import FleetHours, GroupOutcome, SiteFigures, measure_site
 from phalanx.fleet.simulate.site_series import SiteHours
-from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry, SimulationSettings
+from phalanx.fleet.simulation_settings import (
+    MAX_DAYS,
+    MOST_JOBS,
+    REPLAY_CLASS,
+    CheckpointEntry,
+    JobClassEntry,
+    SimulationSettings,
+)
 
 LEVEL_STREAM = (0, 3)
 """Random numbers of racks, rows and feeds, which are those of all groups."""
 JobTrace = Sequence[tuple[float, int, float]]
 """Submission in seconds, devices, seconds of each job."""
-REPLAY_CLASS = "replay"
-"""Kind of job that jobs of a trace are, with its checkpoints and activity."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,10 @@ def simulate_fleet(
         outcome = _simulate_group(
             group, classes, settings, until_s, (seed, index), level_failures, trace if index == 0 else None
         )
+        if outcome.end_s > MAX_DAYS * SECONDS_PER_DAY:
+            raise UsageError(
+                f"the jobs of the trace take {outcome.end_s / SECONDS_PER_DAY:,.0f} days; expected {MAX_DAYS:,} at most"
+            )
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():
