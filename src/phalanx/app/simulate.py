@@ -1,6 +1,7 @@
 """Simulate a fleet file, and variants of it with the same random numbers."""
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,15 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.errors import UsageError
+from phalanx.errors import RecipeError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, build_power_tree
 from phalanx.fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
 from phalanx.fleet.simulate.job_source import read_job_trace
 from phalanx.fleet.simulate.site_series import SiteHours, load_site_hours
 from phalanx.fleet.simulation_settings import SimulationSettings
+from phalanx.recipe.validation_errors import suggest_nearest
 
 BASE_LABEL = "as in the file"
+PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def simulate_variants(
 
     Raises RecipeError for a wrong file or setting, DataError for a wrong trace, UsageError for jobs that can never run.
     """
+    if not all(each.strip() for each in variants):
+        raise UsageError("--what: expected KEY=VALUE, such as spares=0.04")
     trace = None if replay is None else read_job_trace(replay)
     may_read = None if reads_more_files else _list_files(load_fleet_file(path)[0])
     return [_simulate_variant(path, label, settings, trace, seeds, may_read) for label in ["", *variants]]
@@ -108,8 +113,6 @@ def _simulate_variant(
         overrides = [_complete_key(each) for each in shlex.split(label)]
     except ValueError as error:
         raise UsageError(f"--what {label}: {error}") from None
-    if label and not overrides:
-        raise UsageError("--what: expected KEY=VALUE, such as spares=0.04")
     fleet, locations = load_fleet_file(path, [*overrides, *common])
     if may_read is not None and (more := _list_files(fleet) - may_read):
         raise UsageError(f"{label}: names {min(more)}, a file that {path.name} does not; add it there")
@@ -150,10 +153,23 @@ def claim_capped(power: NodePower, cap: float) -> float:
     return power.max_w - (1 - cap) * power.num_devices * power.device_max_w
 
 
+def read_percent(text: str) -> str:
+    """Return "0.04" for "4%", and anything else as it is."""
+    match = PERCENT_PATTERN.fullmatch(text)
+    return f"{float(match.group(1)) / 100:g}" if match else text
+
+
 def _complete_key(override: str) -> str:
-    """Return an override with `simulate.` where its first part is a key of that section."""
-    first = override.partition("=")[0].partition(".")[0].strip()
-    return f"simulate.{override}" if first in SimulationSettings.model_fields else override
+    """Return an override with `simulate.` where its first part is a key of that section, and a share for a percentage.
+    RecipeError for a first part that is no key."""
+    key, equals, value = override.partition("=")
+    first = key.partition(".")[0].strip()
+    known = [*SimulationSettings.model_fields, *FleetFile.model_fields]
+    if equals and first and first not in known:
+        hint = suggest_nearest(first, known) or f"; known are {', '.join(known)}"
+        raise RecipeError(f"override {override}: {first}: unknown key{hint}")
+    section = "simulate." if first in SimulationSettings.model_fields else ""
+    return f"{section}{key}{equals}{read_percent(value)}"
 
 
 def _add_rack_claims(claims_w: list[float], levels: Sequence[BudgetLevel], extra_racks: int) -> None:

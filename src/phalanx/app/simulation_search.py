@@ -1,18 +1,16 @@
 """Find the best value of a setting of a fleet by simulation, and say which values differ from it by noise only."""
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.app.simulate import SimulatedVariant, simulate_variants
+from phalanx.app.simulate import SimulatedVariant, read_percent, simulate_variants
 from phalanx.errors import UsageError
 from phalanx.fleet.simulate.fleet_simulation import SimulationResult
 from phalanx.fleet.simulate.paired_difference import PairedDifference, compare_paired
 
 MAX_OPTIONS = 50
-PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
 @dataclass(frozen=True)
@@ -89,14 +87,9 @@ def search_setting(
 
 def _split_search(search: str) -> tuple[str, list[str]]:
     key, _, values = search.partition("=")
-    texts = list(dict.fromkeys(_read_percent(text) for each in values.split(",") if (text := each.strip())))
+    texts = list(dict.fromkeys(read_percent(text) for each in values.split(",") if (text := each.strip())))
     if not key.strip() or len(texts) < 2 or len(texts) > MAX_OPTIONS:
         raise UsageError(
             f"--search {search}: expected KEY=VALUE,VALUE,... with 2 to {MAX_OPTIONS} values, such as spares=0,1%,2%,4%"
         )
     return key.strip(), texts
-
-
-def _read_percent(text: str) -> str:
-    match = PERCENT_PATTERN.fullmatch(text)
-    return f"{float(match.group(1)) / 100:g}" if match else text

@@ -7,6 +7,7 @@ import numpy as np
 
 from phalanx.errors import DataError, UsageError
 from phalanx.fleet.fleet_file import load_fleet_file
+from phalanx.fleet.simulate.site_series import align_hours, format_hour
 from phalanx.fleet.thermal.closed_loop import ClosedLoopResult, run_closed_loop
 from phalanx.fleet.thermal.device_series import DeviceSeries, Values
 from phalanx.fleet.thermal.fit import fit_thermal_model
@@ -59,7 +60,14 @@ def fit_thermal(series: Sequence[DeviceSeries], out: Path | None) -> tuple[Therm
 
 def check_thermal(series: Sequence[DeviceSeries], model: Path, recent_s: float) -> HeatCheck:
     """Compare devices with the constants of their kind in the file `model`, and with their own past."""
-    return check_heat(series, load_thermal_model(model), recent_s)
+    if not model.exists():
+        raise UsageError(
+            f"{model}: there is no such file; `phalanx thermal fit` writes one, of months without findings"
+        )
+    found = check_heat(series, load_thermal_model(model), recent_s)
+    if not found.devices:
+        raise DataError("; ".join(["no device was checked", *found.problems[:5]]))
+    return found
 
 
 def advise_cooling(
@@ -85,7 +93,11 @@ def _load_plant(
     if plant is None:
         raise UsageError(f"{fleet}: no key cooling; add `cooling: {{design_it: 10 MW}}`")
     hours = read_weather(weather, columns, site)
-    return plant, hours, np.full(len(hours.times), load * plant.design_it)
+    series = align_hours(weather, hours.times, np.stack([hours.dry_bulb_c, hours.wet_bulb_c]))
+    dry, wet = series.columns
+    times = [format_hour(series.first_hour + index) for index in range(len(dry))]
+    aligned = Weather(times, dry, wet, series.num_filled)
+    return plant, aligned, np.full(len(times), load * plant.design_it)
 
 
 def _join(parts: Sequence[DeviceSeries]) -> DeviceSeries:

@@ -66,7 +66,9 @@ def fit(
     """
     from phalanx.app.thermal import fit_thermal
     from phalanx.cli.thermal_output import format_model
+    from phalanx.run.directory import check_output_path
 
+    check_output_path("--out", out, ["# Thermal constants by kind of device"])
     model, problems = fit_thermal(_read(sources, column, kind, begin, until), out)
     if as_json:
         print(json.dumps({**model.model_dump(mode="json"), "problems": problems}, indent=2))
@@ -154,7 +156,7 @@ def advise(
         print(json.dumps({**advice_to_json(plant, hours, advice), **more}, indent=2))
         return
     if hours.missing:
-        print_warning(f"{weather}: {hours.missing} hours without values are left out")
+        print_warning(f"{weather}: {hours.missing} missing hours have the values of the hour before")
     print("\n".join(format_advice(plant, hours, advice)))
     if loop is not None:
         print(f"\n{describe_loop(loop)}")

@@ -14,15 +14,20 @@ from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_units import Power, PowerRate
-from phalanx.fleet.simulation_settings import SimulationSettings
+from phalanx.fleet.simulation_settings import REPLAY_CLASS, SimulationSettings
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 
 NAME_PATTERN = re.compile(r"([\w.-]*)\[([\d,-]+)\]([\w.-]*)|[\w.-]+")
 FLEET_NAME_REGEX = r"^\w[\w .-]{0,99}$"
+ENTRY_SECTIONS = (
+    *((name,) for name in ("sites", "feeds", "rows", "racks", "node_types")),
+    *(("simulate", name) for name in ("jobs", "failures", "batches")),
+)
+"""Mappings in which the user chooses the keys."""
 MAX_NAMES = 100_000
 """Names of one range."""
 EntryT = TypeVar("EntryT")
@@ -108,11 +113,33 @@ def load_fleet_file(path: Path, overrides: Sequence[str] = ()) -> tuple[FleetFil
             f"{location_of_key(locations, ())}: found {describe_value(value)}, expected a mapping with sites, feeds, "
             "rows, racks and node_types"
         )
-    apply_overrides(value, locations, overrides)
+    for override in overrides:
+        _check_entry(value, override)
+        apply_overrides(value, locations, [override])
     try:
         return FleetFile.model_validate(value), locations
     except ValidationError as error:
         raise describe_validation_error(error, value, locations, FleetFile) from None
+
+
+def _check_entry(value: object, override: str) -> None:
+    """Raise RecipeError for an override below a named entry that is not there: a misspelled name would make a second
+    one, which changes nothing."""
+    parts = override.partition("=")[0].strip().split(".")
+    for section in ENTRY_SECTIONS:
+        depth = len(section)
+        if tuple(parts[:depth]) != section or len(parts) < depth + 2:
+            continue
+        entries = value
+        for part in section:
+            entries = entries.get(part) if isinstance(entries, dict) else None
+        known = [str(name) for name in entries] if isinstance(entries, dict) else []
+        name = parts[depth]
+        if name not in known and (section[-1], name) != ("jobs", REPLAY_CLASS):
+            raise RecipeError(
+                f"override {override}: {'.'.join(section)}: {name} is not in the file; there are "
+                f"{', '.join(known) or 'none'}{suggest_nearest(name, known)}"
+            )
 
 
 def expand_names(text: str) -> list[str]:

@@ -1,6 +1,8 @@
 """The section `power` of a fleet file: how caps are counted, and how nodes are reached."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.fleet.node_control_settings import CapDeviceSettings, HelperReach
@@ -34,6 +36,15 @@ class PowerSettings(StrictModel):
     """What of each node is capped."""
     helper: HelperReach = HelperReach()
     """How nodes are reached."""
+
+    @model_validator(mode="after")
+    def _check_lease(self) -> Self:
+        if self.lease_s < 2 * self.period_s:
+            raise ValueError(
+                f"lease_s: {self.lease_s:g} s is shorter than 2 periods of the guard, {2 * self.period_s:g} s "
+                "(averaging_s and dead_time_s): what is raised would fall before it is renewed"
+            )
+        return self
 
     @property
     def period_s(self) -> float:

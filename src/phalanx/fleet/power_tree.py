@@ -108,6 +108,8 @@ class _TreeBuilder:
         self._problems: dict[KeyPath, str] = {}
         self._levels: list[BudgetLevel] = []
         self._indices: dict[tuple[LevelKind, str], int] = {}
+        self._broken: set[tuple[LevelKind, str]] = set()
+        """Levels that are in the file, and reported."""
 
     def build(self) -> PowerTree:
         fleet, nodes = self._fleet, []
@@ -154,7 +156,7 @@ class _TreeBuilder:
         return len(self._levels) - 1
 
     def _find_level(self, kind: LevelKind, name: str, key: KeyPath) -> int:
-        if (kind, name) not in self._indices:
+        if (kind, name) not in self._indices and (kind, name) not in self._broken:
             self._report(key, _describe_missing(kind, name, [each for of, each in self._indices if of == kind]))
         return self._indices.get((kind, name), NO_PARENT)
 
@@ -166,11 +168,13 @@ class _TreeBuilder:
             if not ready:
                 name, (key, feed) = next(iter(waiting.items()))
                 self._report(("feeds", key, "feed"), f"{feed.feed}: feeds {', '.join(waiting)} are behind each other")
+                self._broken |= {("feed", each) for each in waiting}
                 return
             for name in ready:
                 key, feed = waiting.pop(name)
                 if (feed.site is None) == (feed.feed is None):
                     self._report(("feeds", key), "expected one of `site` and `feed`: what is before it")
+                    self._broken.add(("feed", name))
                 elif feed.site is not None:
                     self._add("feed", name, feed.budget, self._find_level("site", feed.site, ("feeds", key, "site")))
                 elif feed.feed is not None:
@@ -178,7 +182,7 @@ class _TreeBuilder:
 
     def _expand_node_names(self, key: str, rack: RackEntry, racks: Mapping[str, tuple[str, RackEntry]]) -> list[str]:
         """The names that an entry gives the nodes of its racks; empty without any."""
-        if rack.names is None:
+        if rack.names is None or not racks:
             return []
         needed = rack.nodes * sum(each == key for each, _ in racks.values())
         try:

@@ -19,7 +19,12 @@ NODE_RATE_KEYS = (
 PolicyName = Literal["fifo", "srtf", "srsf", "tiresias", "themis"]
 Share = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]
 Positive = Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL]
+Deviation = Annotated[float, Field(ge=0, le=10), NUMBER_NOT_BOOL]
+"""Of a logarithm: at 10 one of 20 is over 1e8 times the median."""
 MOST_JOBS = 5_000_000
+MAX_DAYS = 36_500
+REPLAY_CLASS = "replay"
+"""Kind of job that jobs of a trace are, with its checkpoints and activity."""
 
 
 class CheckpointEntry(StrictModel):
@@ -54,7 +59,7 @@ class JobClassEntry(StrictModel):
     """Median hours by number of accelerators, instead of `median_h`."""
     recipe: str | None = None
     """Recipe file, relative to the fleet file: the planner predicts `hours`, and the time of a save."""
-    sigma: Measure = 0.0
+    sigma: Deviation = 0.0
     """Standard deviation of the logarithm of the hours; 0: all are equal."""
     activity: Share = 0.9
     """Mean over jobs of the power above idle while they train, as a share of the highest."""
@@ -91,12 +96,12 @@ class FailureEntry(StrictModel):
     """Share of failures after which the node is repaired; after others it can be used again at once."""
     repair_h: Positive = 24.0
     """Median hours of a repair."""
-    repair_sigma: Measure = 0.5
+    repair_sigma: Deviation = 0.5
     batch_factors: dict[str, Measure] = Field(default_factory=dict)
     """Factors of the rate for nodes of batches."""
     position_factors: list[Measure] = Field(default_factory=list, max_length=100)
     """Factors of the rate by position in the rack, from the first node to the last: one for each part of it."""
-    age_factors: dict[float, Measure] = Field(default_factory=dict)
+    age_factors: dict[Annotated[float, Field(ge=0, le=1000)], Measure] = Field(default_factory=dict)
     """Factors of the rate from an age in years on."""
 
     @model_validator(mode="after")
@@ -120,7 +125,7 @@ class BatchEntry(StrictModel):
 class SimulationSettings(StrictModel):
     """What `phalanx simulate` needs of a fleet besides its nodes."""
 
-    days: Annotated[float, Field(gt=0, le=36500), NUMBER_NOT_BOOL] = 365.0
+    days: Annotated[float, Field(gt=0, le=MAX_DAYS), NUMBER_NOT_BOOL] = 365.0
     seeds: int = Field(5, ge=1, le=1000)
     """Simulations, each with random numbers of its own."""
     policy: PolicyName = "fifo"
@@ -134,3 +139,12 @@ class SimulationSettings(StrictModel):
     failures: dict[str, FailureEntry] = Field(default_factory=dict)
     batches: dict[str, BatchEntry] = Field(default_factory=dict)
     site: SiteConditions = SiteConditions()
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        for name, entry in self.failures.items():
+            for batch in entry.batch_factors:
+                if batch not in self.batches:
+                    known = ", ".join(self.batches) or "none"
+                    raise ValueError(f"failures.{name}.batch_factors: {batch}: no such batch; there are {known}")
+        return self

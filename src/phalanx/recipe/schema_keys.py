@@ -143,10 +143,16 @@ def describe_variant(schema: JsonSchema) -> str:
                 return "`N steps`"
             if schema.get("pattern") == PERCENT_REGEX:
                 return "`N%`"
+            if schema.get("format") == "date-time":
+                return "a time such as 2026-11-28T10:00:00Z"
             return "text" + (f" matching {schema['pattern']}" if "pattern" in schema else "")
         case "array" if "prefixItems" in schema:
             items = schema["prefixItems"]
             return f"a list of {len(items)}, each {describe_expected(items[0])}"
+        case "array" if any(
+            one.get("title", "").endswith("Entry") for one in iterate_variants(schema.get("items", {}))
+        ):
+            return "a list of mappings"
         case "array":
             item_texts = [
                 one.get("title", _TYPE_NOUNS.get(one.get("type", ""), "text")).lower() + "s" + _describe_range(one)
@@ -156,9 +162,14 @@ def describe_variant(schema: JsonSchema) -> str:
         case "object" if "properties" in schema:
             return f"a mapping ({', '.join(schema['properties'])})"
         case "object":
-            return "a mapping"
+            return "a mapping that is not empty" if schema.get("minProperties") else "a mapping"
         case _:
             return "any value"
+
+
+def _has_untitled_items(schema: JsonSchema) -> bool:
+    """Whether the name of what is in a list is only that of a class."""
+    return any(one.get("title", "").endswith("Entry") for one in iterate_variants(schema.get("items", {})))
 
 
 def _describe_range(schema: JsonSchema) -> str:

@@ -79,6 +79,8 @@ def _is_below(key: KeyPath, above: KeyPath) -> bool:
 def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str:
     name = format_key(key)
     if error["loc"][-1:] == ("[key]",):
+        if not child_keys(key[:-1], model):  # a mapping with keys of the user's own
+            return f"{format_key(key[:-1])}: key {error['input']}: {error['msg'].lower()}"
         return f"{name}: unknown key{_suggest_key(key, model)}"
     match error["type"]:
         case "extra_forbidden":

@@ -114,7 +114,7 @@ node_types: {h100: {node: dgx-h100}}
 
 def test_advise_prints_what_is_saved_and_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "fleet.yaml").write_text(FLEET + "cooling: {design_it: 10 MW}\n")
-    rows = "\n".join(f"{hour},{20 + hour % 12},{12 + hour % 12}" for hour in range(48))
+    rows = "\n".join(f"{3600 * hour},{20 + hour % 12},{12 + hour % 12}" for hour in range(48))
     (folder / "weather.csv").write_text(f"time,dry_bulb_c,wet_bulb_c\n{rows}\n")
     assert main(["thermal", "advise", "fleet.yaml", "--weather", "weather.csv"]) == 0
     out = capsys.readouterr().out

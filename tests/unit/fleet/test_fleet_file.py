@@ -72,7 +72,7 @@ def test_a_node_has_its_catalogues_power(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("budget: 2 MW", "budget: 2000", r"fleet.yaml:1: sites.s.budget: expected a power with its unit"),
+        ("budget: 2 MW", "budget: 2000", r"fleet.yaml:1: sites.s.budget: found 2000, expected a power with its unit"),
         ("feed: b}", "feed: c}", r"fleet.yaml:5: rows.r.feed: c: no such feed; there are a, b"),
         ("{site: s, budget: 1 MW}", "{feed: b}", r"fleet.yaml:3: feeds.b.feed: a: feeds b, a are behind each other"),
         ("{site: s, budget: 1 MW}", "{}", r"fleet.yaml:4: feeds.a: expected one of `site` and `feed`"),

@@ -161,7 +161,7 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path, text, message):
         ("jobs.b.per_day=1e9", UsageError, "simulate.jobs: 20,000,000,001 in 20 days"),
         ("failures.gpu.per_1000_node_days=1e12", UsageError, "simulate.failures: "),
         ("jobs.a.node_type=b200", UsageError, "no nodes of kind b200"),
-        ("batches.old.racks=q1", UsageError, "no such rack"),
+        ("'batches.old={racks: q1}'", UsageError, "no such rack"),
         ("failures.gpu.level=rack", RecipeError, "per_1000_node_days is not for level: rack; expected per_1000_level"),
         ("failures.gpu.per_1000_level_years=1", RecipeError, "expected level: rack, row or feed"),
         ("failures.gpu.per_1000_node_days=-1", RecipeError, "per_1000_node_days"),

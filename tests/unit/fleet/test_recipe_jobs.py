@@ -59,7 +59,7 @@ def test_a_recipe_that_does_not_fit_the_nodes_is_refused_with_its_key(fleet):
         ("jobs.a.recipe=none.yaml", "there is no such file"),
         ("jobs.a.median_h=3", "median_h is not for jobs with `recipe`"),
         ("jobs.a.recipe=null", "write_gbps is only for jobs with `recipe`"),
-        ("jobs.b.hours.4=1", "hours: none for 8 accelerators"),
+        ("'jobs.b={hours: {4: 1}}'", "hours: none for 8 accelerators"),
         ("jobs.a.devices.12=1", "on 12 of dgx-h100"),
     ],
 )

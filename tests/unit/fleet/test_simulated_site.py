@@ -35,9 +35,10 @@ HOURS = 80
 
 
 def write_hours(path: Path) -> None:
+    dry_bulb_c = [24 + 8 * np.sin(hour / 4) for hour in range(HOURS)]
     rows = [
-        f"2023-07-{1 + hour // 24:02d}T{hour % 24:02d}:00,{24 + 8 * np.sin(hour / 4):.2f},20,{hour},{10 * hour}"
-        for hour in range(HOURS)
+        f"2023-07-{1 + hour // 24:02d}T{hour % 24:02d}:00,{dry_c:.2f},{min(20, dry_c):.2f},{hour},{10 * hour}"
+        for hour, dry_c in enumerate(dry_bulb_c)
     ]
     head = "time,dry_bulb_c,wet_bulb_c,price_per_mwh,carbon_g_per_kwh"
     path.write_text("\n".join([head, *rows]))

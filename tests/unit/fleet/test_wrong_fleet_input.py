@@ -4,11 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.app.simulate import simulate_variants
 from phalanx.cli.power_output import format_status
-from phalanx.errors import RecipeError
+from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.claims import LevelSum
 from phalanx.fleet.power.guard import GuardStatus
+from phalanx.fleet.power.jobs_file import load_jobs_file
+from phalanx.fleet.power.load_targets import load_targets_file
+from phalanx.fleet.power_tree import PowerTree, build_power_tree
+from phalanx.fleet.simulate.job_source import read_job_trace
 
 FLEET = """\
 name: hall
@@ -17,6 +22,15 @@ feeds: {a: {site: s, budget: 1 MW}}
 rows: {r: {feed: a}}
 racks: {"k[1-2]": {row: r, node_type: h, nodes: 2}}
 node_types: {h: {node: dgx-h100}}
+"""
+
+
+SIMULATED = """\
+simulate:
+  days: 3
+  jobs: {a: {count: 1, devices: {8: 1}, checkpoint: {mode: sync}}}
+  failures: {gpu: {per_1000_node_days: 2, batch_factors: {old: 2}}}
+  batches: {old: {racks: k1}}
 """
 
 
@@ -35,3 +49,110 @@ def test_a_fleet_is_not_called_like_a_path(tmp_path: Path, name: str) -> None:
     """Its state is in a folder of this name."""
     with pytest.raises(RecipeError, match=r"name: found .*, expected text matching"):
         load_text(tmp_path, FLEET.replace("hall", name))
+
+
+@pytest.mark.parametrize(
+    ("variant", "problem"),
+    [
+        ("jobs.b.checkpoint.mode=async", "simulate.jobs: b is not in the file; there are a"),
+        ("failures.gpus.per_1000_node_days=4", "simulate.failures: gpus is not in the file; .* did you mean gpu?"),
+        ("batches.new.age_years=4", "simulate.batches: new is not in the file; there are old"),
+        ("racks.k1.nodes=5", r"racks: k1 is not in the file; there are k\[1-2\]"),
+        ("spare=0.04", "override spare=0.04: spare: unknown key; did you mean spares?"),
+        ("", "--what: expected KEY=VALUE"),
+        (" ", "--what: expected KEY=VALUE"),
+        ("jobs.a.sigma=1000", "sigma: found 1000, expected a number from 0 to 10"),
+        ("failures.gpu.batch_factors.new=4", "failures.gpu.batch_factors: new: no such batch; there are old"),
+    ],
+)
+def test_a_variant_that_would_change_nothing_is_refused(tmp_path: Path, variant: str, problem: str) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    with pytest.raises(PhalanxError, match=problem):
+        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
+
+
+def test_a_variant_takes_percent_and_new_racks_and_the_jobs_of_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    settings = ["spares=25%", "'racks.k3={row: r, node_type: h, nodes: 3}'", "jobs.replay.checkpoint.mode=async"]
+    found = simulate_variants(tmp_path / "fleet.yaml", [" ".join(settings)], None, 1)[1]
+    assert (found.settings.spares, found.num_nodes) == (0.25, 7)
+
+
+def test_a_trace_is_read_with_a_byte_order_mark_and_not_over_centuries(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text("\ufeffsubmit_s,gpus,duration_s\r\n0,8,3e9\r\n0,8,3e9\r\n")
+    assert read_job_trace(path) == [(0.0, 8, 3e9)] * 2
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace("nodes: 2", "nodes: 1").replace("1-2", "1") + SIMULATED)
+    with pytest.raises(UsageError, match=r"the jobs of the trace take 69,[0-9]* days; expected 36,500 at most"):
+        simulate_variants(tmp_path / "fleet.yaml", [], path, 1)
+    path.write_text("submit_s,gpus,duration_s\n0,8,1e18\n")
+    with pytest.raises(DataError, match=r"jobs.csv:2: duration_s: expected seconds, 36500 days at most, found '1e18'"):
+        read_job_trace(path)
+
+
+def load_tree(folder: Path, text: str) -> PowerTree:
+    (folder / "fleet.yaml").write_text(text)
+    return build_power_tree(*load_fleet_file(folder / "fleet.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("site: s, budget", "feed: a, budget", "feeds.a.feed: a: feeds a are behind each other"),
+        ("{site: s, budget", "{budget", "feeds.a: expected one of `site` and `feed`"),
+        ("k[1-2]", "k[2-1]", "racks: expected a range such as"),
+    ],
+)
+def test_what_is_wrong_with_a_level_is_not_said_of_those_below_it(
+    tmp_path: Path, old: str, new: str, problem: str
+) -> None:
+    text = FLEET.replace("nodes: 2}", "nodes: 2, names: 'n[1-4]'}")
+    with pytest.raises(RecipeError) as raised:
+        load_tree(tmp_path, text.replace(old, new))
+    assert problem in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("1 MW", "1000", "feeds.a.budget: found 1000, expected a power with its unit"),
+        ("s: {}", "s: {max_ramp: 1 MW}", 'max_ramp: found "1 MW", expected a change of power with its unit'),
+        ("s: {}", "s: {max_ramp: 0 MW/s}", "max_ramp: found 0 W/s, with which nothing ever rises"),
+        (
+            "days: 3",
+            "days: 3\n  failures: {x: {age_factors: {-1: 2}}}",
+            "x.age_factors: key -1: input should be greater",
+        ),
+        ("{8: 1}", "{0: 1}", "simulate.jobs.a.devices: key 0: input should be greater than 0"),
+        ("{8: 1}", "{}", "simulate.jobs.a.devices: found a mapping, expected a mapping that is not empty"),
+        ("name: hall", "power: {lease_s: 3}", "power: lease_s: 3 s is shorter than 2 periods of the guard, 4 s"),
+    ],
+)
+def test_an_error_says_what_was_found(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    text = f"{FLEET}simulate:\n  days: 3\n  jobs: {{a: {{devices: {{8: 1}}}}}}\n"
+    with pytest.raises(RecipeError) as raised:
+        load_text(tmp_path, text.replace(old, new))
+    assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("targets: 3", "targets: found 3, expected a list of mappings"),
+        ("limit: 1 kW, start: tomorrow", 'start: found "tomorrow", expected a time such as 2026'),
+        ("limit: 1 kW, start: 2026-11-28T10:00Z, end: 2026-11-28T09:00Z", "end: .* is not after its start"),
+    ],
+)
+def test_a_wrong_load_target_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    tree = load_tree(tmp_path, FLEET)
+    (tmp_path / "targets.yaml").write_text(text if "targets" in text else f"targets: [{{level: feed a, {text}}}]")
+    with pytest.raises(RecipeError, match=problem):
+        load_targets_file(tmp_path / "targets.yaml", tree)
+
+
+def test_a_sweep_in_kilowatts_is_refused(tmp_path: Path) -> None:
+    points = "[{cap: 300 W, rate: 7, draw: 298 kW}, {cap: 700 W, rate: 9, draw: 640 kW}]"
+    (tmp_path / "jobs.yaml").write_text(f"jobs: {{a: {{nodes: k1-1, sweep: {{h: {points}}}}}}}")
+    with pytest.raises(RecipeError, match="at a cap of 300 W a device does not draw 298000 W"):
+        load_jobs_file(tmp_path / "jobs.yaml", load_tree(tmp_path, FLEET))

@@ -114,6 +114,8 @@ def load_targets_file(path: Path, tree: PowerTree) -> Sequence[LoadTarget]:
         if entry.start.tzinfo is None or (entry.end is not None and entry.end.tzinfo is None):
             raise RecipeError(f"{where}: expected a time with its zone, such as 2026-11-28T10:00:00Z")
         end_s = None if entry.end is None else entry.end.timestamp()
+        if entry.end is not None and entry.end <= entry.start:
+            raise RecipeError(f"{where}.end: {entry.end} is not after its start, {entry.start}")
         targets.append(LoadTarget(entry.level, entry.limit, entry.start.timestamp(), end_s, entry.strategy))
     return targets
 

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from phalanx.errors import DataError
 
 Numbers = npt.NDArray[np.float64]
+MOST_DRAW_OVER_CAP = 2.0
+"""An A40 draws up to 1.21 times its lowest cap; more is the power of a node, or a wrong unit."""
 POINTS_BETWEEN = 7
 """Between two measured caps."""
 SWEEP_SPACING = 1.5
@@ -53,6 +55,11 @@ class SpeedCurve:
             raise DataError(f"a sweep has at least 2 different caps, each once; found {caps}")
         if not all(min(point.cap_w, point.rate, point.draw_w) > 0 for point in ordered):
             raise DataError("a sweep has positive caps, rates and watts; a job that made no step has no speed")
+        if above := [point for point in ordered if point.draw_w > MOST_DRAW_OVER_CAP * point.cap_w]:
+            raise DataError(
+                f"at a cap of {above[0].cap_w:g} W a device does not draw {above[0].draw_w:g} W; expected the mean "
+                f"power of one device, {MOST_DRAW_OVER_CAP:g} times its cap at most"
+            )
         rates = raise_to_monotone([point.rate for point in ordered])
         draws = raise_to_monotone([point.draw_w for point in ordered])
         parts = np.arange(1, POINTS_BETWEEN + 1) / (POINTS_BETWEEN + 1)

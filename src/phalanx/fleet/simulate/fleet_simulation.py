@@ -33,7 +33,14 @@ from phalanx.fleet.simulate.power_model import (
 from phalanx.fleet.simulate.site_hours import FleetHours, SiteFigures, measure_site
 from phalanx.fleet.simulate.site_series import SiteHours
 from phalanx.fleet.simulate.throttling import GroupOutcome, set_clocks
-from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry, SimulationSettings
+from phalanx.fleet.simulation_settings import (
+    MAX_DAYS,
+    MOST_JOBS,
+    REPLAY_CLASS,
+    CheckpointEntry,
+    JobClassEntry,
+    SimulationSettings,
+)
 from phalanx.fleet.thermal.device_series import Values
 
 LEVEL_STREAM = (0, 3)
@@ -42,8 +49,6 @@ DEVICE_STATES = ("productive", "blocked", "wasted", "unavailable", "throttled", 
 """Of device time. Without a plant nothing throttles."""
 JobTrace = Sequence[tuple[float, int, float]]
 """Submission in seconds, devices, seconds of each job."""
-REPLAY_CLASS = "replay"
-"""Kind of job that jobs of a trace are, with its checkpoints and activity."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,10 @@ def _simulate_once(
         failures = merge_level_failures(failures, level_failures, group.nodes)
         last_s = math.inf if trace is not None and index == 0 else until_s
         outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s).run()
+        if outcome.end_s > MAX_DAYS * SECONDS_PER_DAY:
+            raise UsageError(
+                f"the jobs of the trace take {outcome.end_s / SECONDS_PER_DAY:,.0f} days; expected {MAX_DAYS:,} at most"
+            )
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():

@@ -12,7 +12,7 @@ from phalanx.errors import DataError
 from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
 from phalanx.fleet.simulate.failures import SECONDS_PER_HOUR, FailureRates
 from phalanx.fleet.simulate.job_state import SimulatedJob
-from phalanx.fleet.simulation_settings import MOST_JOBS, CheckpointEntry, JobClassEntry
+from phalanx.fleet.simulation_settings import MAX_DAYS, MOST_JOBS, CheckpointEntry, JobClassEntry
 
 TRACE_COLUMNS = ("submit_s", "duration_s", "gpus")
 
@@ -65,7 +65,7 @@ def read_job_trace(path: Path) -> list[tuple[float, int, float]]:
     and duration of each job, in the order of submission. Raises DataError with line, column and value."""
     rows: list[tuple[float, int, float]] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             if missing := [name for name in TRACE_COLUMNS if name not in (reader.fieldnames or ())]:
                 raise DataError(
@@ -93,4 +93,6 @@ def _read_number(path: Path, line: int, column: str, text: str | None) -> float:
         value = math.nan
     if not math.isfinite(value) or value < 0:
         raise DataError(f"{path}:{line}: {column}: expected a number of 0 or more, found {text!r}")
+    if column != "gpus" and value > MAX_DAYS * SECONDS_PER_DAY:
+        raise DataError(f"{path}:{line}: {column}: expected seconds, {MAX_DAYS} days at most, found {text!r}")
     return value

@@ -1,10 +1,10 @@
 """The design of a cooling plant: key `cooling` of the fleet file. Defaults are of a plant for liquid-cooled nodes."""
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.fleet.power_units import Power
@@ -85,6 +85,16 @@ class CoolingPlant(StrictModel):
     """Supply temperature at which IT draws what its node types say; warmer, leakage adds to it."""
     min_flow_share: Share = 0.4
     """Least safe flow with a margin; Frontier ran at 2.9 times the least safe flow."""
+
+    @model_validator(mode="after")
+    def _check_design(self) -> Self:
+        if self.design_it <= 0:
+            raise ValueError("design_it: found 0 W, expected the most power of IT, such as 10 MW")
+        if self.supply_c > self.max_supply_c:
+            raise ValueError(
+                f"supply_c: {self.supply_c:g} C is above max_supply_c, {self.max_supply_c:g} C, the most of the nodes"
+            )
+        return self
 
     @cached_property
     def design_heat_w(self) -> float:

@@ -15,6 +15,8 @@ REQUIRED_COLUMNS = ("time", "node", "power_w", "core_temperature_c")
 OPTIONAL_COLUMNS = ("device", "kind", "inlet_temperature_c", "thermal_margin_c", "failed_fans")
 NUMBER_COLUMNS = ("power_w", "core_temperature_c", "inlet_temperature_c", "thermal_margin_c", "failed_fans")
 MAX_CSV_BYTES = 4 << 30
+MAX_TIME_S = 1e11
+"""The year 5138; milliseconds of today are more."""
 SENSOR_LIMITS = {
     "power_w": (0.0, 1e5),
     "core_temperature_c": (-40.0, 200.0),
@@ -88,14 +90,9 @@ def _read_rows(
             raise DataError(f"{path}:{number}: {len(row)} values, expected {max(places.values()) + 1} or more")
         values = [_read_number(path, number, name, row[places[name]]) if name in places else np.nan
                   for name in NUMBER_COLUMNS]  # fmt: skip
-        try:
-            time = parse_time(row[places["time"]])
-        except ValueError:
-            raise DataError(
-                f"{path}:{number}: time {row[places['time']]!r}: expected seconds or an ISO 8601 time"
-            ) from None
         if np.isnan(values[0]) or np.isnan(values[1]):
             continue
+        time = _read_time(path, number, row[places["time"]])
         node = row[places["node"]]
         device = row[places["device"]] if "device" in places else "0"
         which = kind if kind is not None else row[places["kind"]]
@@ -103,6 +100,16 @@ def _read_rows(
     if not found:
         raise DataError(f"{path}: no row with power and temperature")
     return [make_series(*key, np.array(values)) for key, values in sorted(found.items())]
+
+
+def _read_time(path: Path, line: int, text: str) -> float:
+    try:
+        value = parse_time(text)
+    except ValueError:
+        raise DataError(f"{path}:{line}: time {text!r}: expected seconds or an ISO 8601 time") from None
+    if not 0 <= value <= MAX_TIME_S:
+        raise DataError(f"{path}:{line}: time {text!r}: expected seconds from 0 to {MAX_TIME_S:g}, not milliseconds")
+    return value
 
 
 def _read_number(path: Path, line: int, name: str, text: str) -> float:

@@ -45,8 +45,9 @@ def fit_steady(series: Sequence[DeviceSeries]) -> SteadyFit:
     if not fits:
         kind = series[0].kind if series else "no device"
         raise DataError(
-            f"{kind}: power varies by less than {MIN_POWER_SPREAD_W:g} W (or there are less than {MIN_FIT_SAMPLES} "
-            "samples), so its resistance cannot be found; add samples at rest and under load"
+            f"{kind}: power varies by less than {MIN_POWER_SPREAD_W:g} W, there are less than {MIN_FIT_SAMPLES} "
+            "samples, or temperature does not rise with power, so its resistance cannot be found; add samples at rest "
+            "and under load"
         )
     over_inlet = [each.over_inlet for each in fits if each.over_inlet is not None]
     has_inlet = len(over_inlet) == len(fits)

@@ -17,10 +17,13 @@ WEATHER_LIMITS: Mapping[str, tuple[float, float]] = {
     "relative_humidity_pct": (0.0, 100.0),
 }
 
+MAX_WET_OVER_DRY_K = 0.5
+"""Rounding of fog: there both are equal."""
+
 
 @dataclass(frozen=True)
 class Weather:
-    """Hours in order. `missing`: rows that were left out."""
+    """Hours in order. `missing`: hours without a row or a value."""
 
     times: list[str]
     dry_bulb_c: Values
@@ -75,6 +78,11 @@ def _read_rows(path: Path, rows: "csv.DictReader[str]", names: Mapping[str, str]
             if row[names["site"]] != site:
                 continue
         found = [_read_value(path, number, name, row.get(names[name])) for name in WEATHER_LIMITS]
+        if found[1] > found[0] + MAX_WET_OVER_DRY_K:
+            raise DataError(
+                f"{path}:{number}: wet_bulb_c {found[1]:g} is above dry_bulb_c {found[0]:g}, which cannot be; are the "
+                "columns exchanged?"
+            )
         if np.isnan(found[0]) or (np.isnan(found[1]) and np.isnan(found[2])):
             missing += 1
             continue
@@ -86,6 +94,10 @@ def _read_rows(path: Path, rows: "csv.DictReader[str]", names: Mapping[str, str]
     dry, wet, humidity = np.array(values).T
     unknown = np.isnan(wet)
     if np.any(unknown):
+        if len(values) > 1 and np.max(humidity[unknown]) <= 1.0:
+            raise DataError(
+                f"{path}: relative_humidity_pct is {np.max(humidity[unknown]):g} at most; expected percent, not shares"
+            )
         wet[unknown] = find_wet_bulb(dry[unknown], humidity[unknown] / 100)
     return Weather(times, dry, wet, missing)
 

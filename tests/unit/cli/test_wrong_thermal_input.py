@@ -1,0 +1,115 @@
+"""What is wrong in the files of `phalanx thermal` is said, and nothing is computed from it."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+FLEET = """\
+sites: {s: {}}
+feeds: {a: {site: s}}
+rows: {r: {feed: a}}
+racks: {k: {row: r, node_type: h}}
+node_types: {h: {node: dgx-h100}}
+cooling: {design_it: 1 MW}
+"""
+HEADER = "time,node,kind,power_w,core_temperature_c"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    return tmp_path
+
+
+def write_devices(path: Path, rise_k_per_w: float = 0.1, more: str = "", unit_s: int = 1) -> None:
+    rows = [f"{3600 * hour * unit_s},n1,A,{watts},{50 + rise_k_per_w * watts:g}"
+            for hour in range(100) for watts in [100 + 200 * (hour % 3)]]  # fmt: skip
+    path.write_text("\n".join([HEADER, *rows, more]) + "\n")
+
+
+def write_weather(path: Path, hours: list[int], values: str = "20,15", header: str = "dry_bulb_c,wet_bulb_c") -> None:
+    rows = [f"2026-07-{1 + hour // 24:02d}T{hour % 24:02d}:00Z,{values}" for hour in hours]
+    path.write_text("\n".join([f"time,{header}", *rows]) + "\n")
+
+
+def fails(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    assert main(["thermal", *command]) not in (0, 1)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hours", "values", "header", "problem"),
+    [
+        (range(100), "15,20", "dry_bulb_c,wet_bulb_c", "csv:2: wet_bulb_c 20 is above dry_bulb_c 15"),
+        (
+            range(100),
+            "20,0.5",
+            "dry_bulb_c,relative_humidity_pct",
+            "relative_humidity_pct is 0.5 at most; expected perc",
+        ),
+        ([*range(40), *range(80, 100)], "20,15", "dry_bulb_c,wet_bulb_c", "40 of 100 hours are missing"),
+        ([1, 1, 2], "20,15", "dry_bulb_c,wet_bulb_c", "2026-07-01T01:00Z is there twice"),
+    ],
+)
+def test_advice_is_not_given_on_weather_that_cannot_be(
+    folder: Path, capsys: pytest.CaptureFixture[str], hours: list[int], values: str, header: str, problem: str
+) -> None:
+    write_weather(folder / "weather.csv", list(hours), values, header)
+    assert problem in fails(capsys, "advise", "fleet.yaml", "--weather", "weather.csv")
+
+
+def test_advice_takes_hours_in_their_order_and_fills_a_gap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_weather(folder / "weather.csv", [each for each in reversed(range(48)) if each != 7])
+    assert main(["thermal", "advise", "fleet.yaml", "--weather", "weather.csv", "--closed-loop"]) == 0
+    output = capsys.readouterr()
+    assert "1 missing hours have the values of the hour before" in output.err
+    assert "closed loop: 47 requests" in output.out
+
+
+@pytest.mark.parametrize(
+    ("new", "problem"),
+    [
+        ("design_it: 0 W", "cooling: design_it: found 0 W, expected the most power of IT"),
+        ("design_it: 1 MW, supply_c: 46", "cooling: supply_c: 46 C is above max_supply_c, 45 C"),
+    ],
+)
+def test_a_plant_that_cannot_be_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], new: str, problem: str
+) -> None:
+    (folder / "fleet.yaml").write_text(FLEET.replace("design_it: 1 MW", new))
+    write_weather(folder / "weather.csv", list(range(48)))
+    assert problem in fails(capsys, "advise", "fleet.yaml", "--weather", "weather.csv")
+
+
+def test_rows_without_values_are_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_devices(folder / "fleet.csv", more=",,,,")
+    assert main(["thermal", "fit", "fleet.csv"]) == 0
+    assert "0.1 K/W" in capsys.readouterr().out
+
+
+def test_times_in_milliseconds_and_a_falling_temperature_are_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_devices(folder / "fleet.csv", more="1764000000000,n1,A,300,50")
+    assert "csv:102: time '1764000000000': expected seconds from 0 to 1e+11" in fails(capsys, "fit", "fleet.csv")
+    write_devices(folder / "fleet.csv", rise_k_per_w=-0.1)
+    assert "or temperature does not rise with power" in fails(capsys, "fit", "fleet.csv")
+    assert not (folder / "thermal.yaml").exists()
+
+
+def test_a_fit_overwrites_only_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_devices(folder / "fleet.csv")
+    assert "was not written by this command" in fails(capsys, "fit", "fleet.csv", "--out", "fleet.yaml")
+    assert "there is no folder" in fails(capsys, "fit", "fleet.csv", "--out", "none/thermal.yaml")
+    assert [main(["thermal", "fit", "fleet.csv"]) for _ in range(2)] == [0, 0]
+
+
+def test_a_check_of_nothing_is_no_all_clear(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_devices(folder / "fleet.csv")
+    assert "thermal.yaml: there is no such file; `phalanx thermal fit` writes" in fails(capsys, "check", "fleet.csv")
+    assert main(["thermal", "fit", "fleet.csv"]) == 0
+    error = fails(capsys, "check", "fleet.csv", "--kind", "B")
+    assert "no device was checked; n1 0: the model has no kind 'B' (it has A)" in error
