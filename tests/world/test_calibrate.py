@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,16 @@ from phalanx.app.calibrate import SCRATCH_PREFIX, call_in_subprocess, call_on_ra
 from phalanx.cluster.calibration import MeasurementFailed
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
-from train_harness import TrainHarness
 
 
-@pytest.fixture
-def nursery(lab: TrainHarness) -> ForkServerClient:
-    return lab.fork_server
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[ForkServerClient]:
+    with ForkServerClient() as nursery:
+        yield nursery
 
 
 SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
-ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 1.0, "memory_bytes": 2**34, "processes": 2}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34, "processes": 2}
 
 
 def test_a_world_measures_together(nursery: ForkServerClient, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from phalanx.cluster.calibration.collectives import MEASURED_COLLECTIVES, bus_fa
 from phalanx.cluster.spec import CollectiveTiming, GemmTiming, OpTiming, OverlapSlowdown
 from process_worlds import ProcessWorlds
 
-ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 1.0, "memory_bytes": 2**34}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34}
 
 
 def collectives(rank: int, world: int) -> Any:
@@ -27,7 +27,7 @@ def together(rank: int, world: int) -> Any:
     if rank == 1:
         ready = op_benchmark.ColdBufferPool
         op_benchmark.ColdBufferPool = lambda *given: time.sleep(0.15) or ready(*given)
-    small = {"seconds": 3.0, "sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
+    small = {"seconds": 15.0, "sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
     return measure_concurrently({**ASKED, **small, "processes": world})
 
 

@@ -12,14 +12,11 @@ from train_harness import TrainHarness, Values, count_steps, plan_fault, wait_un
 
 # Without `--` torchrun would take `--run` for an abbreviation of its own `--run-path`.
 TORCHRUN = ["--standalone", "--nproc-per-node", "2", "-m", "phalanx", "--", "train"]
-ON_ONE_WORKER = ["--standalone", "--nproc-per-node", "1", *TORCHRUN[3:]]
 LAUNCHER = "torch.distributed.run"
 
 
-def torchrun(
-    lab: TrainHarness, run: Run, changes: Values, words: list[str] = TORCHRUN
-) -> "subprocess.CompletedProcess[str]":
-    return lab.command(*words, lab.recipe_file(changes, "outside"), "--run", run.path, module=LAUNCHER)
+def torchrun(lab: TrainHarness, run: Run, changes: Values) -> "subprocess.CompletedProcess[str]":
+    return lab.command(*TORCHRUN, lab.recipe_file(changes, "outside"), "--run", run.path, module=LAUNCHER)
 
 
 def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: TrainHarness) -> None:
@@ -39,8 +36,8 @@ def test_the_same_run_as_under_our_agent_shown_in_the_same_way(lab: TrainHarness
 
 def test_a_gpu_that_fails_there_ends_its_worker_with_77_and_a_sentence(lab: TrainHarness) -> None:
     run = lab.new_run()
-    write_faults(run, [plan_fault(2, "lose-gpu")])
-    ended = torchrun(lab, run, {}, ON_ONE_WORKER)
+    write_faults(run, [plan_fault(2, "lose-gpu", ranks=[1])])
+    ended = torchrun(lab, run, {})
     assert "exitcode  : 77" in ended.stderr
     assert "failed: RuntimeError: CUDA error: uncorrectable ECC error encountered" in ended.stderr
     assert "Traceback" not in ended.stderr.partition("torch/distributed/elastic")[0]
