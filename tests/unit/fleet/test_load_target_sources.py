@@ -414,7 +414,7 @@ def test_a_file_of_targets_is_read_again_and_those_of_before_hold_while_it_is_wr
     write("4 kWh")
     assert (budgets_at(live, 1)["a"], budgets_at(live, 2)["a"]) == (4000.0, 4000.0)
     (problem,) = live.list_problems()
-    assert "targets.0.limit: expected a power" in problem
+    assert 'targets.0.limit: found "4 kWh", expected a power' in problem
     assert problem.endswith("; the load targets of before hold")
     file.unlink()
     assert budgets_at(live, 1)["a"] == 4000.0
