@@ -113,7 +113,10 @@ def test_jobs_are_slower_only_in_hours_with_throttling(fleet: Path) -> None:
 
 def test_accelerators_draw_what_their_coolant_allows(fleet: Path) -> None:
     """One job on all nodes: the energy of each hour follows from the power that is allowed."""
-    what = "site.plant.supply_c=48 site.plant.max_supply_c=50 site.plant.leakage_per_k=0 failures={} jobs.b.per_day=0 jobs.a.devices='{32: 1}'"
+    what = (
+        "site.plant.supply_c=48 site.plant.max_supply_c=50 site.plant.leakage_per_k=0 "
+        "failures={} jobs.b.per_day=0 jobs.a.devices='{32: 1}'"
+    )
     _, variant = simulate_variants(fleet, [f"{what} jobs.a.checkpoint.restart_s=0"], None, 1)
     hours = variant.results[0].hours
     assert hours is not None
