@@ -299,7 +299,10 @@ class ClusterSimulation:
         started: list[int] = []
         preempted: list[SimulatedJob] = []
         shadow_s, num_blocked, extra = math.inf, 0, 0
+        least_hopeless = math.inf
         for index, (key, _, job) in enumerate(self._waiting[:BACKFILL_DEPTH]):
+            if num_blocked >= PREEMPTION_DEPTH and job.devices >= pool.least_refused:
+                continue
             may_preempt = policy.is_preemptive and self._may_preempt and num_blocked < PREEMPTION_DEPTH
             if pool.free_devices == 0 and not may_preempt:
                 break
@@ -309,13 +312,16 @@ class ClusterSimulation:
                 if job.devices > extra and job.find_end_s(self._now_s) > shadow_s:
                     continue
             placement = pool.place(job.devices) if job.devices < pool.least_refused else None
-            if placement is None and may_preempt:
+            if placement is None and may_preempt and job.devices < least_hopeless:
                 worse = self._ranked.find_worse(key, self._now_s)
                 if not worse:  # nor is one worse than those that come later
                     self._may_preempt = False
                 elif stopped := self._make_place(job.devices, worse):
                     preempted += stopped
                     placement = pool.place(job.devices)
+                    least_hopeless = math.inf
+                else:  # nor can those help that are worse than a later job which needs more
+                    least_hopeless = max(job.devices, pool.devices_per_node + 1)
             if placement is not None:
                 started.append(index)
                 if num_blocked and not policy.is_preemptive and job.devices <= extra:

@@ -1,7 +1,7 @@
 """Running jobs in the order of their keys, so that those to stop for a better one are found at once."""
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,32 +18,41 @@ class RunningJobs:
     """Running jobs with keys that change only when they are set."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[JobKey, int, SimulatedJob]] = []
-        self._entry_of: dict[SimulatedJob, tuple[JobKey, int, SimulatedJob]] = {}
+        self._keys: list[tuple[JobKey, int]] = []
+        self._jobs: list[SimulatedJob] = []
+        self._key_of: dict[SimulatedJob, tuple[JobKey, int]] = {}
 
     def add(self, job: SimulatedJob, job_id: int, key: JobKey, slope: float) -> None:
         """Add a job that starts now. The first part of its key falls by `slope` for each second of progress."""
-        entry = self._entry_of[job] = (key, job_id, job)
-        insort(self._entries, entry)
+        place = bisect_left(self._keys, (key, job_id))
+        self._keys.insert(place, (key, job_id))
+        self._jobs.insert(place, job)
+        self._key_of[job] = (key, job_id)
 
     def set_key(self, job: SimulatedJob, key: JobKey) -> None:
         """Change the key of a job."""
-        job_id = self._entry_of[job][1]
+        job_id = self._key_of[job][1]
         self.remove(job)
         self.add(job, job_id, key, 0.0)
 
     def set_all_keys(self, find_key: Callable[[SimulatedJob], JobKey]) -> None:
         """Compute the keys of all jobs again."""
-        self._entries = sorted((find_key(job), job_id, job) for _, job_id, job in self._entries)
-        self._entry_of = {entry[2]: entry for entry in self._entries}
+        entries = sorted((find_key(job), job_id, job) for job, (_, job_id) in self._key_of.items())
+        self._keys = [(key, job_id) for key, job_id, _ in entries]
+        self._jobs = [job for _, _, job in entries]
+        self._key_of = dict(zip(self._jobs, self._keys, strict=True))
 
     def remove(self, job: SimulatedJob) -> None:
         """Remove a job."""
-        del self._entries[bisect_left(self._entries, self._entry_of.pop(job))]
+        place = bisect_left(self._keys, self._key_of.pop(job))
+        del self._keys[place]
+        del self._jobs[place]
 
     def find_worse(self, key: JobKey, now_s: float) -> Sequence[SimulatedJob]:
         """Return the jobs with a greater key, that with the greatest first."""
-        return [job for _, _, job in reversed(self._entries[bisect_right(self._entries, (key, math.inf)) :])]
+        worse = self._jobs[bisect_right(self._keys, (key, math.inf)) :]
+        worse.reverse()
+        return worse
 
 
 class ProgressingJobs(RunningJobs):
@@ -52,17 +61,17 @@ class ProgressingJobs(RunningJobs):
     def __init__(self) -> None:
         super().__init__()
         self._columns: dict[SimulatedJob, int] = {}
-        self._jobs: list[SimulatedJob | None] = []
+        self._job_in: list[SimulatedJob | None] = []
         self._unused: list[int] = []
         self._table: NDArray[np.float64] = np.full((KEY_SECOND + 1, 64), np.nan)
 
     def add(self, job: SimulatedJob, job_id: int, key: JobKey, slope: float) -> None:
         if self._unused:
             column = self._unused.pop()
-            self._jobs[column] = job
+            self._job_in[column] = job
         else:
-            column = len(self._jobs)
-            self._jobs.append(job)
+            column = len(self._job_in)
+            self._job_in.append(job)
             if column == self._table.shape[1]:
                 self._table = np.hstack([self._table, np.full_like(self._table, np.nan)])
         self._columns[job] = column
@@ -71,13 +80,13 @@ class ProgressingJobs(RunningJobs):
 
     def remove(self, job: SimulatedJob) -> None:
         column = self._columns.pop(job)
-        self._jobs[column] = None
+        self._job_in[column] = None
         self._unused.append(column)
         self._table[:, column] = np.nan
 
     def find_worse(self, key: JobKey, now_s: float) -> Sequence[SimulatedJob]:
-        table = self._table[:, : len(self._jobs)]
+        table = self._table[:, : len(self._job_in)]
         first = table[KEY_FIRST] - table[KEY_SLOPE] * np.maximum(0.0, now_s - table[FIRST_STEP_S])
         worse = np.flatnonzero((first > key[0]) | ((first == key[0]) & (table[KEY_SECOND] > key[1])))
         order = np.lexsort((-table[JOB_ID, worse], -table[KEY_SECOND, worse], -first[worse]))
-        return [job for column in worse[order].tolist() if (job := self._jobs[column]) is not None]
+        return [job for column in worse[order].tolist() if (job := self._job_in[column]) is not None]
