@@ -23,12 +23,15 @@ from phalanx.jobs.agent.attempt import (
     decide_outcome,
 )
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError
+from phalanx.jobs.agent.forked_child import LOST_PEER_STATUS
 from phalanx.run.message_socket import drain
 from phalanx.run.messages import Message
 from phalanx.run.process_messages import Command, RankResult, SendSignal, StartWorkers, WorkerError, WorkerExited
 
 EXTRA_TIMEOUT_S = 120.0
 """Seconds that a world may take beyond the time that it is asked to measure for."""
+CAUSE_TIMEOUT_S = 10.0
+"""Seconds for the other ranks to report a failure, after one that has only lost its peer."""
 MAX_REASON_CHARS = 200
 """Maximum length of the reason of a failure; some libraries have long messages."""
 SCRATCH_PREFIX = ".phalanx-probe-"
@@ -104,11 +107,13 @@ def call_on_ranks(
         )
     )
     attempt, results = AttemptState(world_size, announced_ranks=set(range(world_size))), dict[int, Any]()
-    deadline = clock() + payload["seconds"] + EXTRA_TIMEOUT_S
+    deadline, has_lost_peer = clock() + payload["seconds"] + EXTRA_TIMEOUT_S, False
     while len(attempt.exit_statuses) < world_size:
         messages = fork_server.receive(min(POLL_INTERVAL_S, deadline - clock()))
         for message in messages:
             _handle_message(message, attempt, results, fork_server)
+        if LOST_PEER_STATUS in attempt.exit_statuses.values() and not has_lost_peer:
+            has_lost_peer, deadline = True, min(deadline, clock() + CAUSE_TIMEOUT_S)
         if messages:
             continue
         fork_server.check_stopped()
@@ -132,7 +137,9 @@ def _handle_message(
 ) -> None:
     if isinstance(message, WorkerExited):
         attempt.exit_statuses[message.rank] = message.exit_status
-        if message.exit_status != 0 and len(attempt.exit_statuses) < attempt.world_size:
+        # one that lost its peer may be known before the peer has reported why
+        is_cause = message.exit_status not in (0, LOST_PEER_STATUS)
+        if is_cause and len(attempt.exit_statuses) < attempt.world_size:
             fork_server.send(SendSignal(signal=9))  # the others would wait for it until their timeout
     elif isinstance(message, RankResult):
         results[message.rank] = message.value
