@@ -26,7 +26,7 @@ from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerT
 
 NUM_HISTORIES = 100_000
 QUICK_HISTORIES = 1000
-"""Without `--histories`: all of them take more than an hour on 2 cores."""
+"""Without `--histories`: all of them take up to an hour on 2 cores."""
 DEAD_TIMES_S = (0.1, 0.3, 1.0, 2.0, 3.0)
 STEP_SHARE, STEP_LIMIT_S, MAX_REVERSALS = 0.3, 10.0, 2
 NUM_SWEPT_CAPS, NUM_MIXES, JOBS_PER_MIX = 5, 60, 16
