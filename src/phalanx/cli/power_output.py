@@ -90,7 +90,8 @@ def format_plan(fleet: PowerFleet, reading: PowerReading, allocation: Allocation
     before, after = _sum_claims(fleet, reading, None), _sum_claims(fleet, reading, allocation)
     lines = format_table([Column("JOB"), Column("DEVICES", True), Column("CAP", True), Column("SLOW-DOWN")], rows)
     lines.append(f"one cap for all would be {format_percent(allocation.share_for_all)} of each device's most power")
-    lines.append(f"claim: {_kilowatts(before)} now, {_kilowatts(after)} planned, {_kilowatts(before - after)} less")
+    change = f"{_kilowatts(abs(before - after))} {'less' if after <= before else 'more'}"
+    lines.append(f"claim: {_kilowatts(before)} now, {_kilowatts(after)} planned, {change}")
     lines += map(str, check_swings(fleet.tree, fleet.jobs))
     writes = list_writes(fleet, reading, allocation)
     lines.append(f"{len(writes)} writes; `phalanx power apply` prints them")

@@ -69,7 +69,7 @@ class JobClassEntry(StrictModel):
         default_factory=dict
     )
     """Speed under power caps over the speed without, such as {0.6: 0.86, 0.8: 0.97, 1: 1} of `phalanx power sweep`,
-    with straight lines between; by default (P - P idle)^(1/2.5)."""
+    with straight lines between; by default, and below the lowest cap, (P - P idle)^(1/2.5)."""
     checkpoint: CheckpointEntry = CheckpointEntry()
 
     @model_validator(mode="after")

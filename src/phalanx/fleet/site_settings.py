@@ -10,6 +10,7 @@ from phalanx.fleet.thermal.plant_settings import CoolingPlant, Degrees
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
 UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+CURRENCY_REGEX = r"^[\w$€£¥₩₹]{1,10}$"
 PLANT_KEYS = ("pue", "water_l_per_kwh", "conversion_efficiency")
 """Keys that a plant has the answer to."""
 
@@ -43,7 +44,7 @@ class SiteConditions(StrictModel):
     survey of the United States (The Green Grid)."""
     price_per_kwh: Measure | str | HourlyFile = 0.08
     """A number, or hours: a CSV file with the columns time and price_per_kwh or price_per_mwh."""
-    currency: str = "USD"
+    currency: Annotated[str, Field(pattern=CURRENCY_REGEX)] = "USD"
     carbon_g_per_kwh: Measure | str | HourlyFile = 400.0
     """A number, or hours: a CSV file with the columns time and carbon_g_per_kwh."""
     conversion_efficiency: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 1.0

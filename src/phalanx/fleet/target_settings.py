@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.fleet.power_units import Power
@@ -13,9 +13,9 @@ class FlexSettings(StrictModel):
 
     url: str
     """Such as mqtts://bus.example.com, with TLS; mqtt:// is without, and needs `key_file`."""
-    agent: str = Field(pattern=r"[\w.-]+")
+    agent: str = Field(pattern=r"^[\w.-]+$")
     """Name of this guard on the bus, in the topics of its reports."""
-    sender: str = Field("+", pattern=r"\+|[\w.-]+")
+    sender: str = Field("+", pattern=r"^(\+|[\w.-]+)$")
     """Name of the only sender; `+` for all users that the broker lets publish."""
     key_file: Path | None = None
     """Public keys (PEM) of which one has to have signed each target."""
@@ -39,3 +39,10 @@ class OpenAdrSettings(StrictModel):
     """Limits for levels 1, 2 and 3 of SIMPLE events; without one such an event is refused."""
     credentials_file: Path | None = None
     """Client id and secret in the form of .netrc; else PHALANX_OPENADR_USER and PHALANX_OPENADR_PASSWORD."""
+
+    @field_validator("simple_limits")
+    @classmethod
+    def _check_order(cls, limits: list[float]) -> list[float]:
+        if limits != sorted(limits, reverse=True):
+            raise ValueError("expected the highest limit first: level 1 is the mildest, 3 the most severe")
+        return limits

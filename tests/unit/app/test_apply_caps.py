@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.app import power
-from phalanx.app.power import AuditLog, apply_caps, load_power_fleet, open_guard, read_nodes
+from phalanx.app.power import AuditLog, apply_caps, load_power_fleet, open_guard, plan_caps, read_nodes
+from phalanx.cli.power_output import format_plan
 from phalanx.errors import UnfitNodeError, UsageError
 from phalanx.fleet.audit_log import write_audit
 from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
@@ -70,3 +71,21 @@ def test_nothing_is_ordered_without_an_audit_log(tmp_path: Path) -> None:
     write_audit(tmp_path / "state", [{"node": "n1"}])
     with pytest.raises(UsageError, match="the audit log cannot be written there: "):
         AuditLog(tmp_path / "state" / "audit.jsonl")
+
+
+def test_a_plan_that_raises_caps_says_how_much_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = tmp_path / "fleet.yaml", FakeClock(1000.0)
+    path.write_text(FLEET)
+    monkeypatch.setattr(power, "seconds_since_boot", clock)
+    fleet = load_power_fleet(path)
+    links = FakeLinks(make_fake_nodes(fleet.tree.nodes, clock), clock, FakeNetwork(), random.Random(0))
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    guard = open_guard(fleet, links, read_nodes(fleet, links, sleep), takes_over=False)
+    list(apply_caps(fleet, guard, AuditLog(tmp_path / "audit.jsonl"), sleep))
+    path.write_text(FLEET.replace("15 kW", "16 kW"))
+    fleet = load_power_fleet(path)
+    reading = read_nodes(fleet, links, sleep)
+    assert "claim: 15.0 kW now, 16.0 kW planned, 1.0 kW more" in format_plan(fleet, reading, plan_caps(fleet, reading))

@@ -195,7 +195,12 @@ def test_nodes_of_another_kind_stand_idle_while_a_trace_is_replayed(fleet: Path,
 
 def test_a_stated_speed_curve_replaces_the_law() -> None:
     assert find_cap_speed(POWER, 1.0, 0.8) == slow_down(POWER, 1.0, 0.8)
-    assert find_cap_speed(POWER, 1.0, 0.7, {0.6: 0.8, 0.8: 0.96, 1.0: 1.0}) == pytest.approx(0.88)
+    curve = {0.6: 0.8, 0.8: 0.96, 1.0: 1.0}
+    assert find_cap_speed(POWER, 1.0, 0.7, curve) == pytest.approx(0.88)
+    below = slow_down(POWER, 1.0, 0.3) / slow_down(POWER, 1.0, 0.6)
+    assert find_cap_speed(POWER, 1.0, 0.3, curve) == pytest.approx(0.8 * below)
+    assert find_cap_speed(POWER, 1.0, 0.6, {0.6: 0.8}) == pytest.approx(0.8)
+    assert find_cap_speed(POWER, 1.0, 0.8, {0.6: 0.8}) == pytest.approx(0.9)
 
 
 def test_a_year_is_repeated_in_whole_days_and_a_month_is_not() -> None:

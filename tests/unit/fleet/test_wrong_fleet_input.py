@@ -13,6 +13,7 @@ from phalanx.fleet.power.guard import GuardStatus
 from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.load_targets import load_targets_file
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
+from phalanx.fleet.simulate.checkpointing import CheckpointCosts
 from phalanx.fleet.simulate.job_source import read_job_trace
 
 FLEET = """\
@@ -126,6 +127,14 @@ def test_what_is_wrong_with_a_level_is_not_said_of_those_below_it(
         ),
         ("{8: 1}", "{0: 1}", "simulate.jobs.a.devices: key 0: input should be greater than 0"),
         ("{8: 1}", "{}", "simulate.jobs.a.devices: found a mapping, expected a mapping that is not empty"),
+        ("days: 3", 'site: {currency: "\\e[31m"}', "site.currency: found"),
+        ("name: hall", "power: {flex: {url: u, agent: a/b}}", 'power.flex.agent: found "a/b", expected text matching'),
+        ("name: hall", "power: {flex: {url: u, agent: a, sender: b/#}}", 'power.flex.sender: found "b/#"'),
+        (
+            "name: hall",
+            "power: {openadr: {url: u, program: p, level: l, simple_limits: [1 kW, 2 kW]}}",
+            "simple_limits: expected the highest limit first",
+        ),
         ("name: hall", "power: {lease_s: 3}", "power: lease_s: 3 s is shorter than 2 periods of the guard, 4 s"),
     ],
 )
@@ -155,4 +164,15 @@ def test_a_sweep_in_kilowatts_is_refused(tmp_path: Path) -> None:
     points = "[{cap: 300 W, rate: 7, draw: 298 kW}, {cap: 700 W, rate: 9, draw: 640 kW}]"
     (tmp_path / "jobs.yaml").write_text(f"jobs: {{a: {{nodes: k1-1, sweep: {{h: {points}}}}}}}")
     with pytest.raises(RecipeError, match="at a cap of 300 W a device does not draw 298000 W"):
+        load_jobs_file(tmp_path / "jobs.yaml", load_tree(tmp_path, FLEET))
+
+
+def test_no_time_of_an_attempt_is_negative() -> None:
+    costs = CheckpointCosts(float("inf"), 60.0, 0.0, 300.0)
+    assert {costs.split_finished(1000 / divisor).blocked_s for divisor in range(1, 200)} == {0.0}
+
+
+def test_the_handle_of_a_job_is_a_backend_and_an_id(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text('jobs: {a: {nodes: k1-1, job: "7 local:7"}}')
+    with pytest.raises(RecipeError, match=r'jobs.a.job: found "7 local:7", expected text matching'):
         load_jobs_file(tmp_path / "jobs.yaml", load_tree(tmp_path, FLEET))

@@ -47,7 +47,7 @@ class PoweredJobEntry(StrictModel):
     """A name, or a range such as n[01-04]."""
     priority: int = 0
     """A job of a higher one is slowed down later."""
-    job: str | None = Field(None, pattern=r"[a-z]+:.+")
+    job: str | None = Field(None, pattern=r"^[a-z]+:.+$")
     """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""
     saves: BlockingSavesEntry | None = None
     """Blocking saves; Phalanx's own are asynchronous."""

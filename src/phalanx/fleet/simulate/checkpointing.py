@@ -56,12 +56,15 @@ class CheckpointCosts:
 
     def wall_seconds(self, work_s: float) -> float:
         """Return the length of an attempt that ends with all its work done. No save is made at the end."""
-        saves = 0 if math.isinf(self.interval_s) else max(0, math.ceil(work_s / self.interval_s) - 1)
-        return self.restart_s + work_s + saves * self.blocked_s
+        return self.restart_s + work_s + self._count_saves(work_s) * self.blocked_s
 
     def split_finished(self, work_s: float) -> AttemptTime:
         """Return the time of an attempt that ends with all its work done."""
-        return AttemptTime(work_s, self.wall_seconds(work_s) - self.restart_s - work_s, 0.0, self.restart_s)
+        return AttemptTime(work_s, self._count_saves(work_s) * self.blocked_s, 0.0, self.restart_s)
+
+    def _count_saves(self, work_s: float) -> int:
+        """Saves of an attempt that ends with all its work done."""
+        return 0 if math.isinf(self.interval_s) else max(0, math.ceil(work_s / self.interval_s) - 1)
 
     def split_failed(self, elapsed_s: float) -> AttemptTime:
         """Return the time of an attempt that failed after `elapsed_s`: work since the last complete save is wasted."""

@@ -43,11 +43,16 @@ def node_power(power: NodePower, activity: float) -> float:
 def find_cap_speed(
     power: NodePower, activity: float, cap: float, speed_by_cap: Mapping[float, float] | None = None
 ) -> float:
-    """Return the speed under a cap over the speed without one: by the curve of a sweep, or by `slow_down`."""
+    """Return the speed under a cap over the speed without one: by the curve of a sweep, or by `slow_down`, which also
+    continues a curve below its lowest cap."""
     if not speed_by_cap:
         return slow_down(power, activity, cap)
-    caps = sorted(speed_by_cap)
-    return float(np.interp(cap, caps, [speed_by_cap[each] for each in caps]) / speed_by_cap[caps[-1]])
+    curve = {1.0: max(1.0, *speed_by_cap.values()), **speed_by_cap}
+    caps = sorted(curve)
+    speed = float(np.interp(cap, caps, [curve[each] for each in caps]) / curve[1.0])
+    if cap < caps[0]:
+        speed *= slow_down(power, activity, cap) / slow_down(power, activity, caps[0])
+    return speed
 
 
 def slow_down(power: NodePower, activity: float, cap: float) -> float:
