@@ -97,8 +97,8 @@ def test_a_job_is_swept_planned_capped_and_released(node: Node, capsys: pytest.C
     assert main(["power", "sweep", *words]) == 0
     assert node.caps_w() == [300.0, 300.0]
     caps = load_sweep(node.run.path).caps
-    assert [each.cap_w for each in caps] == [360.0, 240.0, 120.0]
-    assert [each.rate / caps[0].rate for each in caps] == pytest.approx([1.0, 2 / 3, 1 / 3], rel=0.01)
+    assert [each.cap_w for each in caps] == [360.0, 205.0, 120.0]
+    assert [each.rate / caps[0].rate for each in caps] == pytest.approx([1.0, 205 / 360, 1 / 3], rel=0.01)
     jobs = node.fleet.with_name("jobs.yaml")
     jobs.write_text(f"jobs: {{a: {{nodes: {os.uname().nodename}, run: run}}}}")
     node.set_budget("670 W")  # 180 W are all else in the node
