@@ -24,10 +24,12 @@ LONG: Values = {
 MISCHIEF = """
 import os
 import subprocess
+import time
 
 
 class Mischief:
     def step(self, run, event):
+        time.sleep(0.005)  # 300 steps are too short for ten faults on a fast machine
         do = os.environ.get("MISCHIEF")
         if do == "drift" and os.environ["PHALANX_ATTEMPT"] != "0":
             next(run.model.parameters()).data.add_(1e-3)
