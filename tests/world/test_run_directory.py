@@ -208,12 +208,15 @@ def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: TrainHarness
 def test_keys_that_change_no_mathematics_may_change(lab: TrainHarness) -> None:
     stopped = lab.train({}, 1, faults=[plan_fault(6, "term")])
     free = {
-        "checkpoint": {"every": 3},
-        "evaluation": {"every": 7},
+        "checkpoint": {"every": 3, "offset": 1},
+        "evaluation": {"every": 7, "offset": 2},
         "callbacks": [],
         "fault_tolerance": {"max_restarts": 1},
     }
-    assert lab.train(free, 1, stopped.run).digest == lab.train_reference({}, 1).digest
+    ended = lab.train(free, 1, stopped.run)
+    assert ended.digest == lab.train_reference({}, 1).digest
+    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [5, 9, 12]
+    assert 7 in {event.step for event in ended.events_of_kind(CheckpointSaved)}
 
 
 def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: TrainHarness, tmp_path: Path) -> None:

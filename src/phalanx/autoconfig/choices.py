@@ -291,7 +291,7 @@ def resume_recipe(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> R
     values, new = resolved.model_dump(), given.model_dump()
     for key in ("name", "steps", "checkpoint", "fault_tolerance", "budget", "trackers", "callbacks", "device"):
         values[key] = new[key]
-    for key in ("every", "max_samples"):
+    for key in ("every", "offset", "max_samples"):
         values["evaluation"][key] = new["evaluation"][key]
     values["data"]["source"] = new["data"]["source"]
     values["evaluation"]["source"] = new["evaluation"]["source"]

@@ -14,6 +14,7 @@ from torch import nn
 from phalanx.data import RunData
 from phalanx.run.event_types import EvaluationDone
 from phalanx.run.events import ReportEventFn
+from phalanx.train.checkpoint.interval import is_multiple
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import Mesh
@@ -64,9 +65,10 @@ class EvaluationPolicy:
 
     def _evaluate_if_due(self, due_steps: Sequence[int]) -> bool:
         context, train_state = self._context, self._train_state
-        every = context.recipe.evaluation.every
-        due = every is not None and (
-            any(step % every == 0 for step in due_steps) or train_state.step == context.recipe.steps
+        config = context.recipe.evaluation
+        due = config.every is not None and (
+            any(is_multiple(step, config.every, config.offset) for step in due_steps)
+            or train_state.step == context.recipe.steps
         )
         if not due or train_state.step == 0:
             return False

@@ -95,7 +95,9 @@ class Checkpointer:
         if config.every == "auto":
             found = read_failure_history(self._run, dist_env.world_size) if dist_env.is_rank_zero else None
             history = FailureHistory(*broadcast_json_from_rank_zero(dist_env, found))
-        self.interval = DurableInterval(config.every, train_state.last_saved_step, self.step_times, history)
+        self.interval = DurableInterval(
+            config.every, config.offset, train_state.last_saved_step, self.step_times, history
+        )
         self._is_prepared = self._pinning_failure_reported = False
         self._replacement_owed = train_state.lost_checkpoint_step > train_state.last_saved_step
         self.last_saved: int | None = None
