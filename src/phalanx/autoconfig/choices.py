@@ -14,6 +14,7 @@ from phalanx.formatting import BYTES_PER_MIB
 from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import device_kind_of
+from phalanx.recipe.diff import KEYS_FREE_ON_RESUME
 from phalanx.recipe.field_types import MOST_THREADS
 from phalanx.recipe.grad_sync_defaults import (
     DEFAULT_BUCKET_MIB,
@@ -289,10 +290,12 @@ def resume_recipe(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> R
     """Return the recipe of a resumed run: the resolved recipe, with the keys that may change, and the paths of prepared
     data, as given now."""
     values, new = resolved.model_dump(), given.model_dump()
-    for key in ("name", "steps", "checkpoint", "fault_tolerance", "budget", "trackers", "callbacks", "device"):
-        values[key] = new[key]
-    for key in ("every", "offset", "max_samples"):
-        values["evaluation"][key] = new["evaluation"][key]
+    for key in KEYS_FREE_ON_RESUME:
+        section, _, name = key.partition(".")
+        if name:
+            values[section][name] = new[section][name]
+        else:
+            values[section] = new[section]
     values["data"]["source"] = new["data"]["source"]
     values["evaluation"]["source"] = new["evaluation"]["source"]
     values["parallelism"] = parallelism = resume_parallelism(resolved, given, world_size)
