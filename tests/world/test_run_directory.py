@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError
 from phalanx.recipe import load_recipe
-from phalanx.run import Run, read_events
+from phalanx.run import Event, Run, read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -144,14 +144,16 @@ def test_a_run_can_be_moved_and_goes_on_where_it_is_then(lab: TrainHarness, tmp_
 
 
 def test_two_processes_cannot_train_one_run(lab: TrainHarness) -> None:
-    run = lab.new_run()
+    run, recipe, refused = lab.new_run(), lab.recipe_file({}, "twice"), []
 
-    def show(event: Values) -> None:
+    def show(event: Event) -> None:
         if isinstance(event, AttemptStarted):
-            with pytest.raises(UsageError, match="another process is training this run"):
-                lab.train({}, 1, run)
+            refused.append(lab.command("train", recipe, "--run", run.path))
 
     assert lab.train({}, 1, run, show=show).digest == lab.train_reference({}, 1).digest
+    (second,) = refused
+    assert second.returncode == ExitCode.USAGE
+    assert "another process is training this run" in second.stderr
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
