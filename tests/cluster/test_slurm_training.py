@@ -216,3 +216,29 @@ def test_a_run_that_the_guard_pauses_is_held_and_ends_in_the_same_digest_after_i
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.train_reference({}, 2).digest
     assert [event.step for event in found.events_of_kind(StepDone)] == list(range(1, 13))  # none was done again
+
+
+def test_jobs_of_one_site_start_as_far_apart_as_its_ramp_asks(
+    rig: SlurmCluster,
+    lab: TrainHarness,
+    variables: dict[str, str],
+    started: list["subprocess.Popen[str]"],
+    tmp_path: Path,
+) -> None:
+    fleet = """\
+sites: {s: {max_ramp: 1 kW/s}}
+feeds: {f: {site: s}}
+rows: {r: {feed: f}}
+racks: {k: {row: r, node_type: h, nodes: 4, names: "n[1-4]"}}
+node_types: {h: {node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}
+power: {start_slots: .}
+"""
+    (tmp_path / "fleet.yaml").write_text(fleet)
+    variables["PHALANX_CLUSTER"] = str(tmp_path / "fleet.yaml")
+    runs = [lab.new_run(), lab.new_run()]
+    processes = [train(rig, lab, run, variables, started, {}, f"name={run.path.name}") for run in runs]
+    found = [ended(process, run, 120) for process, run in zip(processes, runs, strict=True)]
+    assert [each.code for each in found] == [ExitCode.DONE] * 2, [each.message for each in found]
+    begins = sorted(each.events_of_kind(WorkerStarted)[0].time for each in found)
+    assert begins[1] - begins[0] > 4.0  # without GPUs a start on two nodes adds 4.4 kW
+    assert len({each.digest for each in found}) == 1

@@ -364,3 +364,25 @@ def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(
     assert f": {key}: " in str(ended.message)
     run.resolved.write_text(text)
     assert lab.train({}, 1, run).digest == lab.train_reference({}, 1).digest
+
+
+def test_runs_of_one_site_start_as_far_apart_as_its_ramp_asks(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = f"""\
+sites: {{s: {{max_ramp: 2 kW/s}}}}
+feeds: {{f: {{site: s}}}}
+rows: {{r: {{feed: f}}}}
+racks: {{k: {{row: r, node_type: h, names: {os.uname().nodename}}}}}
+node_types: {{h: {{node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}}}
+power: {{start_slots: .}}
+"""
+    (tmp_path / "fleet.yaml").write_text(fleet)
+    monkeypatch.setenv("PHALANX_CLUSTER", str(tmp_path / "fleet.yaml"))
+    first, second = (lab.train({}, 1) for _ in range(2))
+    assert first.events_of_kind(RunWarning) == []
+    (note,) = second.events_of_kind(RunWarning)
+    assert "max_ramp of site s" in note.text
+    begins = [run.events_of_kind(WorkerStarted)[0].time for run in (first, second)]
+    assert begins[1] - begins[0] > 1.0  # without GPUs a start adds 2.2 kW
+    assert second.digest == first.digest

@@ -46,10 +46,22 @@ def find_fleet_cluster(text: str, folder: Path | None = None) -> FleetCluster | 
     return FleetCluster(_describe_cluster(fleet, tree, path, chosen), chosen)
 
 
-def load_fleet_tree(text: str) -> PowerTree | None:
-    """Return the power tree of a fleet file, given as for `find_fleet_cluster`; None where `text` names none."""
+@dataclass(frozen=True)
+class NamedFleet:
+    """A fleet file that is given as a cluster."""
+
+    path: Path
+    file: FleetFile
+    tree: PowerTree
+
+
+def load_named_fleet(text: str) -> NamedFleet | None:
+    """Load a fleet file that is given as for `find_fleet_cluster`; None where `text` names none."""
     path, _ = _split_type(text, Path())
-    return build_power_tree(*load_fleet_file(path)) if _is_fleet_file(path) else None
+    if not _is_fleet_file(path):
+        return None
+    file, locations = load_fleet_file(path)
+    return NamedFleet(path, file, build_power_tree(file, locations))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -138,7 +137,7 @@ def make_framework_job(
         sys.executable,
         "-P",
         "-m",
-        "phalanx.jobs.frameworks.launcher",
+        "phalanx.app.framework_node",
         framework,
         str(nproc_per_node or 1),
         "--",
@@ -154,12 +153,7 @@ def make_framework_job(
 
 def _make_job(name: str, command: Sequence[str], **job_fields: object) -> Job:
     set_fields = {key: value for key, value in job_fields.items() if value is not None}
-    job = Job(name, tuple(command), Path.cwd(), **set_fields)  # type: ignore[arg-type]
-    if not os.environ.get("PHALANX_CLUSTER"):
-        return job
-    from phalanx.app.start_gap import find_start_gap  # which imports the planner
-
-    return replace(job, start_gap_s=find_start_gap(job.gpus_per_node))
+    return Job(name, tuple(command), Path.cwd(), **set_fields)  # type: ignore[arg-type]
 
 
 def default_gpus(backend: str, nproc_per_node: int | None) -> int | None:

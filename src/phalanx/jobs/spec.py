@@ -76,9 +76,6 @@ class Job:
     max_parallel: int | None = None
     """Maximum number of members of its array that run at once."""
 
-    start_gap_s: float = 0.0
-    """Seconds after its start in which the local queue starts no other job: the power of the machine rises."""
-
     def __post_init__(self) -> None:
         if not NAME_PATTERN.fullmatch(self.name):
             raise UsageError(
@@ -107,8 +104,6 @@ class Job:
             raise UsageError(
                 f"job {self.name}: a time limit of {self.time_limit_s:g} s: expected more than 0, a year at most"
             )
-        if self.start_gap_s < 0:
-            raise UsageError(f"job {self.name}: a gap of {self.start_gap_s:g} s after its start: expected 0 or more")
         if self.warning_s < 0:
             raise UsageError(f"job {self.name}: a warning {self.warning_s:g} s before the end: expected 0 or more")
 

@@ -1,5 +1,6 @@
 """Node rank and number of nodes, from the environment variables of the launcher that started this process."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -10,6 +11,13 @@ STORE_VARIABLE = "PHALANX_STORE_PATH"
 """Names the file where workers of one machine meet."""
 STORE_KEY_VARIABLE = "PHALANX_STORE_KEY"
 """Holds what workers of several nodes sign with what they say in the store where they meet."""
+NODE_NAME_VARIABLE = "PHALANX_NODE_NAME"
+"""Name of the machine where the host name is another: that of a pod."""
+
+
+def find_node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name of this machine, as operators and the fleet file know it."""
+    return environment.get(NODE_NAME_VARIABLE) or os.uname().nodename
 
 
 @dataclass(frozen=True)

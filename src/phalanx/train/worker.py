@@ -28,6 +28,7 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Event, Run
 from phalanx.run.event_types import WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
+from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import StandbyReady, WorkerFinishing
 from phalanx.train.builder import build_context, make_evaluator
 from phalanx.train.callbacks import Callbacks
@@ -149,7 +150,7 @@ def _reporting_errors(process: WorkerProcess) -> Iterator[_Ending]:
 
 def worker_started(place: DistEnv, joins_late: bool = False) -> WorkerStarted:
     """The event of this process."""
-    host = os.uname().nodename
+    host = find_node_name()
     return WorkerStarted(pid=os.getpid(), rank=place.rank, host=host, attempt=place.attempt, joins_late=joins_late)
 
 

@@ -330,7 +330,7 @@ def test_a_run_reads_counters_of_gpus_only_where_it_trains_on_them(
     machine = SimpleNamespace(device=device, num_gpus=int(reads), device_count=1)
     monkeypatch.setattr(supervise, "discover_machine", lambda device: machine)
     monkeypatch.setattr(supervise, "read_local_gpu_joules", lambda count: 7.0)
-    monkeypatch.setattr(supervise, "LeaderAgent", lambda *_, **more: given.update(more))
+    monkeypatch.setattr(supervise, "LeaderAgent", lambda *_, **more: given.update(more) or SimpleNamespace())
     monkeypatch.setattr(supervise, "supervise_until_done", lambda *_: None)
     ready: Any = SimpleNamespace(
         run=run, recipe=resolved(device=device), recipe_dir=run.path, first_attempt=0, opening_events=list

@@ -17,6 +17,7 @@ from phalanx.fleet.telemetry.rollup import add_minute_energy
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample
 from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.run import Run
+from phalanx.run.node_env import find_node_name
 from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, read_newest_energy
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class MinuteFile:
 def record_telemetry(run: Run, find_devices: Callable[[], Sequence[str]] = lambda: ()) -> Iterator[None]:
     """Sample this node once a second, write each minute into the run, and answer on PHALANX_METRICS_PORT. UsageError
     for a port that is none. `find_devices` returns the ids of the run's accelerators here; none: not known."""
-    node = os.uname().nodename
+    node = find_node_name()
     endpoint = _open_endpoint(node)
     minutes = MinuteFile(run, node)
 

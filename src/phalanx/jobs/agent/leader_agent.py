@@ -75,6 +75,8 @@ class LeaderAgent(LeaderState):
             if (unfit_reason := self.check_preflight()) is not None:
                 self.emit(unfit_node_event(0, self.node_group.local_node.name, unfit_reason))
                 return RunOutcome(ExitCode.UNFIT_NODE, None, unfit_reason)
+            if not self.wait_for_start():
+                return RunOutcome(ExitCode.UNFINISHED, None, "asked to stop before its workers were started")
             attempt = self.run_attempt(attempt_number, world_size, command)
             code, message = decide_outcome(attempt, self.run.logs, attempt_number)
             logger.info("attempt %d ended: exit statuses %s, %s", attempt_number, attempt.exit_statuses, message)
@@ -146,6 +148,17 @@ class LeaderAgent(LeaderState):
                     return finding.reason
                 self.warn(f"{finding.check}: {finding.reason}")
         return None
+
+    def wait_for_start(self) -> bool:
+        """Wait until the workers may start. Returns whether they may: False when the run is to stop meanwhile."""
+        delay = self.find_start_delay([node.name for node in self.node_group.nodes])
+        if delay.reason:
+            self.warn(delay.reason)
+        end = self.clock() + delay.seconds
+        while (left_s := end - self.clock()) > 0:
+            if self.wait(left_s):
+                return False
+        return True
 
     def wait(self, seconds: float) -> bool:
         """Sleep for `seconds` or until a signal arrives. Returns whether the run is to stop."""

@@ -3,7 +3,8 @@
 import itertools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, ForkServerClient, ForkServerLostError
@@ -19,6 +20,14 @@ from phalanx.run.process_messages import SendSignal
 
 REPEATED_SIGTERM_WINDOW_S = 5.0
 """Seconds within which a second SIGTERM is a repetition: Slurm's step and its daemon send one each."""
+
+
+@dataclass(frozen=True)
+class StartDelay:
+    """For how many seconds workers start later, and why; a reason without seconds is a warning."""
+
+    seconds: float = 0.0
+    reason: str = ""
 
 
 class LeaderState:
@@ -48,6 +57,8 @@ class LeaderState:
         self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
         self.find_stop_reason: Callable[[], str | None] = lambda: None
         """Called once a second; a text makes the workers save and the run end."""
+        self.find_start_delay: Callable[[Sequence[str]], StartDelay] = lambda nodes: StartDelay()
+        """Called before each attempt with the names of its nodes."""
         self.preload: str | None = None
         """`module:function` for `ForkServerClient.preload`, called with None before there are workers."""
         self.stopping = False

@@ -29,6 +29,7 @@ from phalanx.run.control_channel import AuthConnection, ControlServer
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
 from phalanx.run.message_socket import drain, receive, send
 from phalanx.run.messages import Message
+from phalanx.run.node_env import find_node_name
 from phalanx.run.node_messages import (
     HeartbeatEntry,
     Heartbeats,
@@ -89,7 +90,7 @@ class LocalNode:
     def __init__(
         self, control: socket.socket, events: socket.socket, heartbeat_table: HeartbeatTable, token: bytes = b""
     ):
-        self.name = socket.gethostname()
+        self.name = find_node_name()
         self.control, self.events, self.heartbeat_table, self._token = control, events, heartbeat_table, token
 
     def sockets(self) -> Sequence[Any]:
@@ -336,7 +337,7 @@ def make_hello(node_rank: int, num_nodes: int) -> Hello:
     """Return the message with which an agent joins: its node rank, and what must be equal on all nodes."""
     return Hello(
         node_rank=node_rank,
-        host=socket.gethostname(),
+        host=find_node_name(),
         num_nodes=num_nodes,
         phalanx_version=phalanx.__version__,
         torch_version=version("torch").partition("+")[0],

@@ -93,9 +93,7 @@ class QueueDaemon:
         change_counter = self.database.change_counter
         queued, running = self.database.list_jobs(JobState.QUEUED), self.database.list_jobs(JobState.RUNNING)
         wait_seconds = {row.id: -(self.database.boot_clock.seconds_since(row.due) or 0.0) for row in queued}
-        gap_s = max((self._remaining_gap_s(row) for row in running), default=0.0)
-        is_blocked = self._is_drained or gap_s > 0
-        due = [] if is_blocked else [row for row in queued if wait_seconds[row.id] <= 0]
+        due = [] if self._is_drained else [row for row in queued if wait_seconds[row.id] <= 0]
         due = [row for row in due if not is_paused(self.database.job_dir(row.id))]
         ready = apply_array_limits(due, running)
         chosen = select_jobs_to_start(
@@ -111,16 +109,9 @@ class QueueDaemon:
         )
         for row in sorted((row for row in ready if row.id in chosen), key=lambda row: chosen.index(row.id)):
             self.start_attempt(row)
-            if row.job.start_gap_s > 0:
-                break  # the next ones start after it
         self._running, self._has_queued, self._last_change = running, bool(queued), change_counter
-        next_wait = min((wait for wait in (*wait_seconds.values(), gap_s) if wait > 0), default=None)
+        next_wait = min((wait for wait in wait_seconds.values() if wait > 0), default=None)
         self._next_due = None if next_wait is None else self.database.boot_clock.now() + next_wait
-
-    def _remaining_gap_s(self, row: JobRecord) -> float:
-        """Seconds for which a job that runs delays the next start; none after a reboot."""
-        since_s = self.database.boot_clock.seconds_since(row.began)
-        return 0.0 if since_s is None else row.job.start_gap_s - since_s
 
     def start_attempt(self, row: JobRecord) -> None:
         """Start an attempt of a job, unless it was cancelled meanwhile."""

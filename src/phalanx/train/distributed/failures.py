@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, describe_os_error, is_storage_error
 from phalanx.recipe import describe_exception
+from phalanx.run.node_env import find_node_name
 from phalanx.train.distributed.oom import is_out_of_memory
 
 GLOO_PEER_LOSS_MESSAGES = ("gloo/transport", "caused pair closure")
@@ -41,7 +42,7 @@ def cause_of(error: BaseException) -> PhalanxError | None:
     """Return the known cause of an exception; None if it is a bug in code."""
     if isinstance(error, PhalanxError):
         return error
-    where = os.uname().nodename
+    where = find_node_name()
     if is_gpu_failure(error):  # checked first: NCCL reports it in the same way as lost peers
         return UnfitNodeError(
             f"a GPU of {where} failed: {describe_exception(error)}; train on another machine, or reset the GPU"

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.heartbeat_checks import check_hangs
 from phalanx.jobs.agent.leader_agent import LeaderAgent
+from phalanx.jobs.agent.leader_state import StartDelay
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
@@ -245,6 +246,40 @@ def test_an_attempt_that_falls_is_told_and_followed_by_another(
     assert kinds(shown) == ["failure", "warning"]
     assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
     assert "restarting from the last good checkpoint" in shown[1].text
+
+
+def test_each_attempt_starts_after_the_delay_of_its_nodes(
+    tmp_path: Path, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock, asked, waited = Run(tmp_path), Leaps(0.0), [], []
+    run.create()
+
+    def find_start_delay(nodes: Sequence[str]) -> StartDelay:
+        asked.append(nodes)
+        return StartDelay(7.0, "starting in 7.0 s: max_ramp of site s")
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        clock.now += 4.0
+
+    with LeaderAgent(run, stage, shown.append, clock=clock) as agent:
+        agent.find_start_delay = find_start_delay
+        monkeypatch.setattr(agent.signals, "wait", wait)
+        outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3), attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
+    assert asked == [[agent.node_group.local_node.name]] * 2
+    assert waited == [7.0, 3.0, 7.0, 3.0]
+    assert [event.text for event in shown if isinstance(event, RunWarning)].count(
+        "starting in 7.0 s: max_ramp of site s"
+    ) == 2
+
+
+def test_a_stop_request_ends_the_wait_for_a_start(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.find_start_delay = lambda nodes: StartDelay(1000.0, "later")
+    monkeypatch.setattr(agent.signals, "wait", lambda seconds: agent.signals.received.append(signal.SIGTERM))
+    outcome, numbers = supervise(agent, [], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
+    assert outcome.message == "asked to stop before its workers were started"
 
 
 def test_attempts_that_save_nothing_new_are_given_up(

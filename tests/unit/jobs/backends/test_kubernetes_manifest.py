@@ -105,7 +105,9 @@ def test_a_wrong_pod_in_a_jobset_is_refused() -> None:
 
 
 def test_each_node_is_told_its_place() -> None:
-    objects = rendered(secrets=("HF_TOKEN",), environment={"A": "b", "PHALANX_NODE_RANK": "7"})
+    objects = rendered(
+        secrets=("HF_TOKEN",), environment={"A": "b", "PHALANX_NODE_RANK": "7", "PHALANX_NODE_NAME": "x"}
+    )
     found = variables(pod(objects["jobset"])["containers"][0])
     assert found == {
         "A": "b",
@@ -114,6 +116,7 @@ def test_each_node_is_told_its_place() -> None:
         "PHALANX_NODE_RANK": {
             "fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
         },
+        "PHALANX_NODE_NAME": {"fieldRef": {"fieldPath": "spec.nodeName"}},
         "PHALANX_TOKEN": {"secretKeyRef": {"name": "gpt", "key": "PHALANX_TOKEN"}},
         "HF_TOKEN": {"secretKeyRef": {"name": "gpt", "key": "HF_TOKEN"}},
     }

@@ -100,36 +100,6 @@ def after_it(store: JobDatabase, row: JobRecord, code: int, lived: float = 9.0) 
     return next_state(row, ended(code, lived), store.clock(), store.boot_clock)
 
 
-def test_starts_are_as_far_apart_as_their_jobs_ask(
-    store: JobDatabase, supervisor: QueueDaemon, clocks: Clocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("phalanx.jobs.local_queue.daemon.find_runner", lambda row, tag: True)  # all of them run
-    rows = [add(store, f"job{index}", start_gap_s=10.0) for index in range(2)]
-    rows.append(add(store, "small"))
-    started: dict[int, float] = {}
-    for _ in range(300):
-        supervisor.tick()
-        for row in store.list_jobs(JobState.RUNNING):
-            started.setdefault(row.id, clocks.ticks - 5000.0)
-        clocks.ticks += 0.1
-    assert list(started) == [row.id for row in rows]
-    assert [round(moment) for moment in started.values()] == [0, 10, 20]
-
-
-def test_a_gap_outlasts_the_daemon_and_not_its_job(
-    store: JobDatabase, supervisor: QueueDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("phalanx.jobs.local_queue.daemon.find_runner", lambda row, tag: True)  # all of them run
-    row = add(store, "first", start_gap_s=10.0)
-    supervisor.tick()
-    add(store, "second")
-    QueueDaemon(store, Resources(4, 8), lambda home, attempt: NOBODY).tick()
-    assert [each.name for each in store.list_jobs(JobState.RUNNING)] == ["first"]
-    write_json(ending_path(store.job_dir(row.id), 1), asdict(ended(0)))
-    supervisor.tick()
-    assert [each.name for each in store.list_jobs(JobState.RUNNING)] == ["second"]
-
-
 def test_of_an_array_only_so_many_members_start_and_other_jobs_go_past_them(
     store: JobDatabase, supervisor: QueueDaemon
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.backends.kubernetes.options import KubernetesOptions, make_object_name
 from phalanx.jobs.spec import Job
+from phalanx.run.node_env import NODE_NAME_VARIABLE
 
 Manifest = dict[str, Any]
 
@@ -193,14 +194,15 @@ def make_environment(job: Job, options: KubernetesOptions) -> list[Manifest]:
     name = make_object_name(job, options)
     plain = {**job.environment, "PHALANX_NUM_NODES": str(job.num_nodes)}
     plain["PHALANX_LEADER_ADDR"] = f"{name}-{options.worker_group_name}-0-0.{name}:{LEADER_PORT}"
-    plain.pop("PHALANX_NODE_RANK", None)
-    secrets = (TOKEN_VARIABLE, *job.secrets)
+    own = (TOKEN_VARIABLE, *job.secrets, "PHALANX_NODE_RANK", NODE_NAME_VARIABLE)
+    secrets = own[:-2]
     return [
-        *({"name": key, "value": escape_literal(value)} for key, value in plain.items() if key not in secrets),
+        *({"name": key, "value": escape_literal(value)} for key, value in plain.items() if key not in own),
         {
             "name": "PHALANX_NODE_RANK",
             "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_ANNOTATION}']"}},
         },
+        {"name": NODE_NAME_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets),
     ]
 

@@ -1,0 +1,90 @@
+"""Starts of jobs are as far apart as the ramp of their site asks."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.app import framework_node
+from phalanx.app.start_ramp import open_start_ramp
+from phalanx.jobs.agent.leader_state import StartDelay
+
+FLEET = """\
+sites: {{s: {{{ramp}}}, t: {{}}}}
+feeds: {{a: {{site: s}}, b: {{site: t}}}}
+rows: {{r: {{feed: a}}, q: {{feed: b}}}}
+racks:
+  "k[1-2]": {{row: r, node_type: h, nodes: 4}}
+  c: {{row: q, node_type: h, nodes: 1}}
+node_types: {{h: {{node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}}}
+power: {{start_slots: slots}}
+"""
+RAMP_W_PER_S = 8000.0
+REST_RISE_W, DEVICE_RISE_W = 10_000 - 8 * 700 - (3000 - 8 * 100), 600
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET.format(ramp="max_ramp: 8 kW/s"))
+    return path
+
+
+def take(fleet: Path | str, nodes: list[str], gpus: int = 8) -> StartDelay:
+    return open_start_ramp(gpus, {"PHALANX_CLUSTER": str(fleet)})(nodes)
+
+
+def test_the_next_job_waits_for_the_rise_of_all_nodes_of_the_one_before(fleet: Path) -> None:
+    assert take(fleet, ["k1-1", "k2-4"]) == StartDelay()
+    two_nodes_s = 2 * (REST_RISE_W + 8 * DEVICE_RISE_W) / RAMP_W_PER_S
+    second = take(f"{fleet}:h", ["k1-2"], gpus=1)
+    assert second.seconds == pytest.approx(two_nodes_s, abs=0.5)
+    assert second.reason == f"starting in {second.seconds:.1f} s: max_ramp of site s"
+    third = take(fleet, ["k1-3"])
+    assert third.seconds == pytest.approx(two_nodes_s + (REST_RISE_W + DEVICE_RISE_W) / RAMP_W_PER_S, abs=0.5)
+
+
+def test_jobs_meet_in_the_folder_of_the_fleet_file(fleet: Path) -> None:
+    take(fleet, ["k1-1"])
+    assert json.loads((fleet.parent / "slots" / "starts-s.json").read_text()).keys() == {"free_at"}
+
+
+def test_without_a_folder_the_jobs_of_a_user_meet(fleet: Path, tmp_path: Path) -> None:
+    fleet.write_text(fleet.read_text().replace("power: {start_slots: slots}", ""))
+    environment = {"PHALANX_CLUSTER": str(fleet), "PHALANX_STATE_DIR": str(tmp_path / "state")}
+    open_start_ramp(8, environment)(["k1-1"])
+    assert (tmp_path / "state" / "power" / "fleet" / "starts-s.json").is_file()
+
+
+def test_without_a_ramp_or_on_other_nodes_nothing_is_delayed_or_written(fleet: Path, tmp_path: Path) -> None:
+    assert [take(fleet, [node]) for node in ("c-1", "login") for _ in range(2)] == [StartDelay()] * 4
+    assert [take(text, ["k1-1"]) for text in ("h100:8", "") for _ in range(2)] == [StartDelay()] * 4
+    fleet.write_text(FLEET.format(ramp=""))
+    assert [take(fleet, ["k1-1"]) for _ in range(2)] == [StartDelay()] * 2
+    assert not (tmp_path / "slots").exists()
+
+
+def test_a_job_that_cannot_take_a_slot_starts_and_says_so(fleet: Path, tmp_path: Path) -> None:
+    (tmp_path / "slots").write_text("no folder")
+    delay = take(fleet, ["k1-1"])
+    assert delay.seconds == 0.0
+    assert "the slots for starts of jobs cannot be written" in delay.reason
+    assert "without regard to max_ramp of site s" in delay.reason
+
+
+@pytest.mark.parametrize(("rank", "is_delayed"), [("0", True), ("1", False)])
+def test_the_first_node_of_a_framework_takes_the_slot(
+    fleet: Path, monkeypatch: pytest.MonkeyPatch, rank: str, is_delayed: bool
+) -> None:
+    take(fleet, ["k1-1"])
+    slept: list[float] = []
+    node = {"PHALANX_NODE_NAME": "k1-2", "PHALANX_NODE_RANK": rank, "PHALANX_NUM_NODES": "2"}
+    for name, value in {**node, "PHALANX_LEADER_ADDR": "k1-2:1234", "PHALANX_CLUSTER": str(fleet)}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    monkeypatch.setattr("phalanx.app.framework_node.time.sleep", slept.append)
+    monkeypatch.setattr("phalanx.app.framework_node.launcher.main", lambda arguments: 5)
+    assert framework_node.main(["torch", "8", "--", "true"]) == 5
+    assert [seconds > 0.2 for seconds in slept] == [True] * is_delayed
+    if is_delayed:  # the next one waits for both of its nodes
+        assert take(fleet, ["k1-3"]).seconds == pytest.approx(3 * 7000 / RAMP_W_PER_S, abs=0.5)
