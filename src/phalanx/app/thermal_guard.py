@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from phalanx.fleet.thermal.cooling_faults import CooledNodes, FaultDetector
 from phalanx.fleet.thermal.redfish_power import RedfishErrors, RedfishPowerSwitch, open_power_switch
 from phalanx.fleet.thermal.request_session import HEARTBEAT_INTERVAL_S
 from phalanx.fleet.thermal.response import CoolingResponder, NodeJob, Problems, ResponseEvent
-from phalanx.jobs.backends.nodes import NodeBackend
+from phalanx.jobs.backends.nodes import NodeBackend, PowerOffBackend
 from phalanx.jobs.spec import JobState
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import CheckpointSaved
@@ -96,8 +96,11 @@ class KnownMargins:
 
 
 class FleetActions:
-    """Acts on a backend, on management controllers and on the building's bus. `timeout_s`: how long an action is waited
-    for."""
+    """Acts on a backend, on management controllers and on the building's bus.
+
+    `backend_nodes` are powered off through the backend, those of `switches` through their controllers. `timeout_s`: how
+    long an action is waited for. `problems`: what did not work after that.
+    """
 
     def __init__(
         self,
@@ -105,16 +108,20 @@ class FleetActions:
         states: NodeStates,
         switches: Mapping[str, RedfishPowerSwitch],
         bus: BmsRequests | None = None,
+        backend_nodes: Collection[str] = (),
         timeout_s: float = ACTION_TIMEOUT_S,
         now: Callable[[], float] = time.time,
     ):
         self._jobs, self._states, self._switches, self._bus, self._timeout_s = jobs, states, switches, bus, timeout_s
-        self._now = now
+        self._backend_nodes, self._now = backend_nodes, now
+        self.problems: list[str] = []
         self._asked_at: dict[str, float] = {}
+        self._reasons: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_ACTIONS, thread_name_prefix="cooling-response")
 
     def stop_scheduling(self, nodes: Sequence[str], reason: str) -> Problems:
         """Drain nodes through the backend, and record it."""
+        self._reasons |= dict.fromkeys(nodes, reason)
         if self._jobs is None:
             return dict.fromkeys(nodes, "no backend is named (--on)")
         jobs, actor = self._jobs, find_actor()
@@ -155,11 +162,19 @@ class FleetActions:
         return last is not None and last.time >= self._asked_at[job_id]
 
     def power_off(self, nodes: Sequence[str]) -> Problems:
-        """Power nodes off through their management controllers."""
-        unknown = "it may not be powered off: allow_power_off and redfish of the nodes file"
-        problems = {node: unknown for node in nodes if node not in self._switches}
-        known = [node for node in nodes if node in self._switches]
-        return problems | self._do_all(known, lambda node: self._switches[node].power_off())
+        """Power nodes off through their management controllers, and others through the backend."""
+        unknown = "it is not powered off: that takes allow_power_off in the nodes file, and redfish or --on slurm"
+        problems = {each: unknown for each in nodes if each not in self._switches and each not in self._backend_nodes}
+        futures: dict[str, Future[Problems | None]] = {
+            node: self._pool.submit(self._switches[node].power_off) for node in nodes if node in self._switches
+        }
+        by_reason: dict[str, list[str]] = {}
+        for node in nodes:
+            if node in self._backend_nodes:
+                by_reason.setdefault(self._reasons.get(node, "cooling is lost"), []).append(node)
+        for reason, group in by_reason.items():
+            futures |= dict.fromkeys(group, self._pool.submit(self._power_off_through_backend, group, reason))
+        return problems | self._collect(futures)
 
     def close(self) -> None:
         """Leave actions that do not end behind."""
@@ -167,9 +182,33 @@ class FleetActions:
         for switch in self._switches.values():
             switch.close()
 
+    def _power_off_through_backend(self, nodes: Sequence[str], reason: str) -> Problems:
+        backend = self._find_power_off_backend()
+        problems = backend.power_off_nodes(nodes, reason)
+        accepted = [node for node in nodes if node not in problems]
+        if accepted:
+            self._pool.submit(self._finish_power_off, accepted, reason)
+        return problems
+
+    def _finish_power_off(self, nodes: Sequence[str], reason: str) -> None:
+        try:
+            problems = self._find_power_off_backend().finish_power_off(nodes, reason)
+        except Exception as error:  # noqa: BLE001 - it is reported; nothing waits for this thread
+            problems = dict.fromkeys(nodes, f"jobs may power it up again: {type(error).__name__}: {error}")
+        self.problems += [f"{node}: {problem}" for node, problem in problems.items()]
+
+    def _find_power_off_backend(self) -> PowerOffBackend:
+        assert self._jobs is not None  # else `backend_nodes` is empty
+        backend = self._jobs.backend
+        assert isinstance(backend, PowerOffBackend)
+        return backend
+
     def _do_all(self, targets: Sequence[str], act: Callable[[str], None]) -> dict[str, str]:
         """Act on all targets at once; return what did not work in time."""
-        futures = {target: self._pool.submit(act, target) for target in targets}
+        return self._collect({target: self._pool.submit(act, target) for target in targets})
+
+    def _collect(self, futures: Mapping[str, Future[Problems | None]]) -> dict[str, str]:
+        """Wait for actions; return what did not work in time, by target."""
         wait(futures.values(), timeout=self._timeout_s)
         problems = {}
         for target, future in futures.items():
@@ -179,6 +218,8 @@ class FleetActions:
                 # whatever it is, what comes next must be done
                 logger.error("%s: %s", target, error, exc_info=error)
                 problems[target] = str(error) or type(error).__name__
+            elif refused := (future.result() or {}).get(target):
+                problems[target] = refused
         return problems
 
 
@@ -225,7 +266,8 @@ def guard_cooling(
         jobs = _watch_jobs(open_backend, stack)
         bus = _join_bus(file, stack) if may_act else None
         switches, setup_problems = open_switches(file) if may_act else ({}, [])
-        actions = stack.enter_context(contextlib.closing(FleetActions(jobs, states, switches, bus)))
+        backend_nodes, backend_problems = find_backend_nodes(file, switches, jobs) if may_act else ([], [])
+        actions = stack.enter_context(contextlib.closing(FleetActions(jobs, states, switches, bus, backend_nodes)))
         responder = CoolingResponder(
             actions, clock, lambda node: settings.find_device(margins.find_all(time.time()).get(node)), may_act, record
         )
@@ -238,7 +280,8 @@ def guard_cooling(
                 events += responder.respond(detector.find_faults(samples, margins.find_all(time.time()), clock()))
                 blind = [f"{rack}: neither leak nor flow is known" for rack in detector.find_blind_racks(samples)]
                 unknown = [jobs.problem] if jobs is not None and jobs.problem else []
-                problems = [*setup_problems, *rack_problems, *margins.problems, *blind, *unknown]
+                problems = [*setup_problems, *backend_problems, *rack_problems, *margins.problems, *blind, *unknown]
+                problems += actions.problems
             events += responder.power_off_due()
             if events or (problems is not None and problems != last_problems):
                 last_problems = last_problems if problems is None else problems
@@ -247,20 +290,42 @@ def guard_cooling(
 
 
 def open_switches(file: NodesFile) -> tuple[dict[str, RedfishPowerSwitch], list[str]]:
-    """Open the power switches of the nodes that may be powered off; return them, and why others are missing."""
+    """Open the power switches of the nodes that may be powered off and have one; return them, and why others are
+    missing."""
     found, problems = {}, []
     if forbidden := [node.name for node in file.nodes if node.rack is not None and not node.allow_power_off]:
-        more = f" and {len(forbidden) - 1} more nodes" if len(forbidden) > 1 else ""
-        problems.append(f"{forbidden[0]}{more} may not be powered off (allow_power_off)")
+        problems.append(f"{_describe_nodes(forbidden)} may not be powered off (allow_power_off)")
     for node in file.nodes:
-        if not node.allow_power_off:
+        if not node.allow_power_off or node.redfish is None:
             continue
-        assert node.redfish is not None  # the file is checked
         try:
             found[node.name] = open_power_switch(RedfishOptions(**node.redfish.model_dump()))
         except (*RedfishErrors, SourceUnavailableError, UsageError) as error:
-            problems.append(f"{node.name}: it cannot be powered off: {error}")
+            problems.append(f"{node.name}: its controller cannot power it off: {error}")
     return found, problems
+
+
+def find_backend_nodes(
+    file: NodesFile, switches: Collection[str], jobs: KnownJobs | None
+) -> tuple[list[str], list[str]]:
+    """Return the nodes that may be powered off and of which no switch is open, and what keeps the backend from it."""
+    nodes = [node.name for node in file.nodes if node.allow_power_off and node.name not in switches]
+    if not nodes:
+        return [], []
+    cannot = f"{_describe_nodes(nodes)} cannot be powered off: no redfish that answers, and"
+    if jobs is None:
+        return [], [f"{cannot} no backend is named (--on)"]
+    if not isinstance(jobs.backend, PowerOffBackend):
+        return [], [f"{cannot} the backend {jobs.backend.name} cannot power off a node"]
+    try:
+        problems = jobs.backend.check_power_off(nodes)
+    except UsageError as error:
+        problems = [str(error)]
+    return nodes, [f"power off through {jobs.backend.name}: {problem}" for problem in problems]
+
+
+def _describe_nodes(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more nodes"
 
 
 def _watch_jobs(open_backend: Callable[[], NodeBackend] | None, stack: contextlib.ExitStack) -> KnownJobs | None:

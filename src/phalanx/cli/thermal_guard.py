@@ -14,7 +14,11 @@ def guard(
     nodes: Annotated[Path, typer.Argument(metavar="NODES", help="Nodes file with racks, and their sources.")],
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="BACKEND", help="Backend of nodes and jobs: local, slurm or kubernetes."),
+        typer.Option(
+            "--on",
+            metavar="BACKEND",
+            help="Backend of nodes and jobs: local, slurm or kubernetes. Slurm can power off nodes, too.",
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Act. Without it only what would be done is printed.")] = False,
     duration: Annotated[

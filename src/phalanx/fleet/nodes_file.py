@@ -102,14 +102,7 @@ class NodesFileEntry(StrictModel):
     redfish: RedfishEntry | None = None
     """The management controller of this node."""
     allow_power_off: bool = False
-    """Whether `phalanx thermal guard --yes` may power it off through `redfish`."""
-
-    @model_validator(mode="after")
-    def check_power_off(self) -> "NodesFileEntry":
-        """Refuse a permission that nothing can use."""
-        if self.allow_power_off and self.redfish is None:
-            raise ValueError("allow_power_off: there is no redfish to power it off through")
-        return self
+    """Whether `phalanx thermal guard --yes` may power it off: through `redfish`, else through its backend."""
 
 
 class NodesFile(StrictModel):

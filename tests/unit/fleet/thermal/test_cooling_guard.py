@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from fake_nodes import FakeNodeBackend
 from phalanx.app import thermal_guard
-from phalanx.app.thermal_guard import FleetActions, KnownJobs, guard_cooling, open_switches
-from phalanx.errors import RecipeError, UsageError
+from phalanx.app.thermal_guard import FleetActions, KnownJobs, find_backend_nodes, guard_cooling, open_switches
+from phalanx.errors import UsageError
 from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.fleet.nodes_file import load_nodes_file
 from phalanx.fleet.telemetry.redfish_values import RedfishLayoutError
@@ -26,6 +26,7 @@ from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import EventLog, Run
 from phalanx.run.event_types import CheckpointSaved
 from settable_clock import SettableClock
+from train_harness import wait_until
 
 pytest.importorskip("pymodbus", reason="pymodbus is not installed: pip install 'phalanx[fleet]'")
 from modbus_server import ModbusDevice, run_modbus
@@ -171,7 +172,7 @@ def test_a_node_that_may_not_be_powered_off_is_said(nodes: Path, device: ModbusD
     reports = run_guard(nodes, SignalBackend(), True, device, [0, 0])
     off = [event for report in reports for event in report.events if event.action == "power off"]
     assert {event.problem for event in off} == {
-        "it may not be powered off: allow_power_off and redfish of the nodes file"
+        "it is not powered off: that takes allow_power_off in the nodes file, and redfish or --on slurm"
     }
 
 
@@ -230,11 +231,88 @@ def test_nodes_that_may_not_be_powered_off_are_named_at_the_start(nodes: Path) -
     )
 
 
-def test_permission_to_power_off_needs_a_controller(tmp_path: Path) -> None:
-    path = tmp_path / "nodes.yml"
-    path.write_text("nodes: [{name: n1, allow_power_off: true}]\n")
-    with pytest.raises(RecipeError, match="there is no redfish"):
-        load_nodes_file(path)
+class OffBackend(SignalBackend):
+    """A backend with power saving. `refused`: why nodes are not powered off; `late`: why the end of it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.refused: dict[str, str] = {}
+        self.late: dict[str, str] = {}
+        self.off: list[tuple[str, tuple[str, ...], str]] = []
+
+    def check_power_off(self, nodes: Sequence[str]) -> Sequence[str]:
+        return self.found
+
+    def power_off_nodes(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
+        self.off.append(("begun", tuple(nodes), reason))
+        return self.refused
+
+    def finish_power_off(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
+        self.off.append(("finished", tuple(nodes), reason))
+        return self.late
+
+
+def allow_power_off(nodes: Path) -> None:
+    content = json.loads(nodes.read_text())
+    for node in content["nodes"][:2]:
+        node["allow_power_off"] = True
+    nodes.write_text(json.dumps(content))
+
+
+def test_nodes_without_a_controller_are_powered_off_through_the_backend(nodes: Path, device: ModbusDevice) -> None:
+    allow_power_off(nodes)
+    backend = OffBackend()
+    backend.late = {"n2": "Slurm has not begun to power it off within 90 s"}
+    reports = run_guard(nodes, backend, True, device, [0, 0])
+    off = [event for report in reports for event in report.events if event.action == "power off"]
+    assert [(event.target, event.problem) for event in off] == [("n1", ""), ("n2", "")]
+    reason = "CDU c1 has 0.0 l/min, 0% of its usual flow"
+    assert backend.off == [("begun", ("n1", "n2"), reason), ("finished", ("n1", "n2"), reason)]
+    problems = [problem for report in reports for problem in report.problems]
+    assert "n2: Slurm has not begun to power it off within 90 s" in problems
+
+
+def test_a_node_that_the_backend_refuses_to_power_off_has_failed(nodes: Path, tmp_path: Path) -> None:
+    backend = OffBackend()
+    backend.refused = {"n2": "Slurm refuses it to your user"}
+    with NodeStates(tmp_path / "nodes.db") as states:
+        actions = FleetActions(KnownJobs(lambda: backend), states, {}, backend_nodes=["n1", "n2"])
+        actions.stop_scheduling(["n1", "n2"], "leak")
+        assert actions.power_off(["n1", "n2"]) == {"n2": "Slurm refuses it to your user"}
+        wait_until(lambda: ("finished", ("n1",), "leak") in backend.off, 10.0, "the end of it for n1")
+        actions.close()
+
+
+def test_a_controller_comes_before_the_backend(nodes: Path, tmp_path: Path) -> None:
+    backend, controller = OffBackend(), FakeController()
+    with NodeStates(tmp_path / "nodes.db") as states:
+        jobs, switches = KnownJobs(lambda: backend), {"n1": RedfishPowerSwitch(controller)}
+        allow_power_off(nodes)
+        found, problems = find_backend_nodes(load_nodes_file(nodes), switches, jobs)
+        assert (found, problems) == (["n2"], [])
+        actions = FleetActions(jobs, states, switches, backend_nodes=found)
+        assert actions.power_off(["n1", "n2"]) == {}
+        actions.close()
+    assert len(controller.posts) == 1
+    assert backend.off[0][1] == ("n2",)
+
+
+def test_what_keeps_a_backend_from_powering_off_is_said_at_the_start(nodes: Path) -> None:
+    allow_power_off(nodes)
+    file = load_nodes_file(nodes)
+    backend = OffBackend()
+    backend.found = ["SuspendProgram of slurm.conf is not set, so Slurm powers no node off"]
+    assert find_backend_nodes(file, (), KnownJobs(lambda: backend)) == (
+        ["n1", "n2"],  # it is tried nevertheless
+        ["power off through slurm: SuspendProgram of slurm.conf is not set, so Slurm powers no node off"],
+    )
+    cannot = "n1 and 1 more nodes cannot be powered off: no redfish that answers, and"
+    assert find_backend_nodes(file, (), None) == ([], [f"{cannot} no backend is named (--on)"])
+    without = KnownJobs(SignalBackend)
+    without.backend.name = "ray"
+    assert find_backend_nodes(file, (), without) == ([], [f"{cannot} the backend ray cannot power off a node"])
+    assert find_backend_nodes(file, ("n1", "n2"), None) == ([], [])
 
 
 def test_an_event_says_what_would_be_done_and_what_failed() -> None:

@@ -70,5 +70,5 @@ def test_a_user_without_the_right_is_told_what_is_needed(tmp_path: Path, text: s
     def refuse(argv: Sequence[str]) -> tuple[int, str, str]:
         return 1, "", f"slurm_update error: {text}\n"
 
-    with pytest.raises(UsageError, match=r"n1: Slurm refuses it to your user; it takes root, .*adminlevel=operator"):
+    with pytest.raises(UsageError, match=r"n1: Slurm refuses it to your user; it takes root, .*adminlevel=admin"):
         SlurmBackend(refuse, tmp_path).drain_node("n1", "hot", "ada")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import PAUSED_PREFIX, LogReader, NoSuchJobError, SubmitRequest, read_secrets
-from phalanx.jobs.backends.nodes import BackendNode
 from phalanx.jobs.backends.slurm.batch_script import (
     BATCH_FILE,
     CANCELLED_FILE,
@@ -36,14 +35,7 @@ from phalanx.jobs.backends.slurm.job_dirs import (
     write_job_dir,
     write_private_file,
 )
-from phalanx.jobs.backends.slurm.nodes import (
-    SINFO_COMMAND,
-    SQUEUE_COMMAND,
-    explain_refusal,
-    make_drain_command,
-    make_undrain_command,
-    parse_nodes,
-)
+from phalanx.jobs.backends.slurm.node_changes import SlurmNodes
 from phalanx.jobs.backends.slurm.programs import RunProgram, clean_error, run_program
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
@@ -83,7 +75,7 @@ class _Queue:
     error: UsageError | None = None
 
 
-class SlurmBackend:
+class SlurmBackend(SlurmNodes):
     """The Slurm backend. `run_program` runs Slurm's programs; `jobs_dir` contains the directories of jobs. One squeue
     answers for all jobs, and is reused for QUEUE_MAX_AGE_S while jobs are polled."""
 
@@ -96,7 +88,8 @@ class SlurmBackend:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._run_program, self._environ, self._clock = run_program, environ, clock
+        super().__init__(run_program)
+        self._environ, self._clock = environ, clock
         self._dirs = SlurmJobDirs((folder or state_root(environ) / "slurm").absolute())
         self._version: Version | None = None
         self._queue: _Queue | None = None
@@ -223,23 +216,6 @@ class SlurmBackend:
         self._run_checked(["scancel", job_id], f"job {job_id}")
         self._queue = None
         (folder / SECRETS_FILE).unlink(missing_ok=True)
-
-    def list_nodes(self) -> list[BackendNode]:
-        """Return the nodes of all partitions, with the jobs of all users on them."""
-        return parse_nodes(self._run_checked(SINFO_COMMAND), self._run_checked(SQUEUE_COMMAND))
-
-    def drain_node(self, node: str, reason: str, actor: str) -> None:
-        """Drain a node. Slurm records its own user as the actor."""
-        self._change_node(node, make_drain_command(node, reason))
-
-    def undrain_node(self, node: str) -> None:
-        """Resume a node."""
-        self._change_node(node, make_undrain_command(node))
-
-    def _change_node(self, node: str, command: Sequence[str]) -> None:
-        code, _, err = self._run_program(command)
-        if code:
-            raise UsageError(f"{node}: {explain_refusal(err) or clean_error(err)}")
 
     @property
     def jobs_dir(self) -> Path:

@@ -94,10 +94,11 @@ def make_undrain_command(node: str) -> Sequence[str]:
 
 
 def explain_refusal(error: str) -> str | None:
-    """Return what is needed, if Slurm refused a change of a node for want of it."""
+    """Return what is needed, if Slurm refused a change of a node for want of it: Slurm's level of an operator is not
+    enough."""
     if not any(text in error for text in PERMISSION_TEXTS):
         return None
     return (
         "Slurm refuses it to your user; it takes root, SlurmUser, or a user with `sacctmgr modify user NAME set "
-        "adminlevel=operator`"
+        "adminlevel=admin`"
     )
