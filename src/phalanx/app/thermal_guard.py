@@ -162,19 +162,31 @@ class FleetActions:
         return last is not None and last.time >= self._asked_at[job_id]
 
     def power_off(self, nodes: Sequence[str]) -> Problems:
-        """Power nodes off through their management controllers, and others through the backend."""
+        """Power nodes off through their management controllers; those without one, or of which it fails, through the
+        backend."""
         unknown = "it is not powered off: that takes allow_power_off in the nodes file, and redfish or --on slurm"
         problems = {each: unknown for each in nodes if each not in self._switches and each not in self._backend_nodes}
         futures: dict[str, Future[Problems | None]] = {
             node: self._pool.submit(self._switches[node].power_off) for node in nodes if node in self._switches
         }
+        futures |= self._ask_backend([node for node in nodes if node in self._backend_nodes])
+        problems |= self._collect(futures)
+        if self._jobs is not None and isinstance(self._jobs.backend, PowerOffBackend):
+            name, failed = self._jobs.backend.name, {node: problems[node] for node in problems.keys() & self._switches}
+            second = self._collect(self._ask_backend(list(failed)))
+            problems |= {node: f"{failed[node]}; {name}: {problem}" for node, problem in second.items()}
+            for node in failed.keys() - second.keys():
+                self.problems.append(f"{node}: powered off through {name}: its controller failed: {problems.pop(node)}")
+        return problems
+
+    def _ask_backend(self, nodes: Sequence[str]) -> dict[str, Future[Problems | None]]:
         by_reason: dict[str, list[str]] = {}
         for node in nodes:
-            if node in self._backend_nodes:
-                by_reason.setdefault(self._reasons.get(node, "cooling is lost"), []).append(node)
+            by_reason.setdefault(self._reasons.get(node, "cooling is lost"), []).append(node)
+        futures: dict[str, Future[Problems | None]] = {}
         for reason, group in by_reason.items():
             futures |= dict.fromkeys(group, self._pool.submit(self._power_off_through_backend, group, reason))
-        return problems | self._collect(futures)
+        return futures
 
     def close(self) -> None:
         """Leave actions that do not end behind."""

@@ -298,6 +298,24 @@ def test_a_controller_comes_before_the_backend(nodes: Path, tmp_path: Path) -> N
     assert backend.off[0][1] == ("n2",)
 
 
+def test_where_a_controller_fails_in_the_emergency_the_backend_powers_the_node_off(tmp_path: Path) -> None:
+    backend = OffBackend()
+    backend.refused = {"n2": "Slurm refuses it to your user"}
+
+    class FailingSwitch(RedfishPowerSwitch):
+        def power_off(self) -> None:
+            raise UsageError("HTTP 503")
+
+    with NodeStates(tmp_path / "nodes.db") as states:
+        switches = {name: FailingSwitch(FakeController()) for name in ("n1", "n2")}
+        actions = FleetActions(KnownJobs(lambda: backend), states, switches)
+        problems = actions.power_off(["n1", "n2"])
+        actions.close()
+    assert problems == {"n2": f"HTTP 503; {backend.name}: Slurm refuses it to your user"}
+    assert backend.off[0][1] == ("n1", "n2")
+    assert f"n1: powered off through {backend.name}: its controller failed: HTTP 503" in actions.problems
+
+
 def test_what_keeps_a_backend_from_powering_off_is_said_at_the_start(nodes: Path) -> None:
     allow_power_off(nodes)
     file = load_nodes_file(nodes)
