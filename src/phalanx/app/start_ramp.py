@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from phalanx.app.plan_cluster import CLUSTER_VARIABLE, load_named_fleet
+from phalanx.app.plan_cluster import CLUSTER_VARIABLE, NamedFleet, load_named_fleet
 from phalanx.errors import UsageError
 from phalanx.fleet.power.stagger import estimate_start_step, plan_starts
 from phalanx.fleet.power.start_slots import StartSlots
@@ -24,13 +24,22 @@ def open_start_ramp(gpus_per_node: int, environment: Mapping[str, str] = os.envi
     Raises:
         RecipeError: Something is wrong in the fleet file.
     """
-    text = environment.get(CLUSTER_VARIABLE)
-    fleet = load_named_fleet(text) if text else None
-    if fleet is None or all(level.max_ramp_w_per_s is None for level in fleet.tree.levels):
+    fleet = find_ramped_fleet(environment)
+    if fleet is None:
         return lambda nodes: StartDelay()
     folder, shared = state_root(environment) / "power" / fleet.file.name, fleet.file.power.start_slots
     folder = folder if shared is None else fleet.path.parent / shared
     return lambda nodes: _take_slots(fleet.tree, folder, nodes, gpus_per_node)
+
+
+def find_ramped_fleet(environment: Mapping[str, str] = os.environ) -> NamedFleet | None:
+    """Return the fleet of PHALANX_CLUSTER; None unless it is a fleet file with a `max_ramp`. Raises RecipeError like
+    `open_start_ramp`."""
+    text = environment.get(CLUSTER_VARIABLE)
+    fleet = load_named_fleet(text) if text else None
+    if fleet is None or all(level.max_ramp_w_per_s is None for level in fleet.tree.levels):
+        return None
+    return fleet
 
 
 def _take_slots(tree: PowerTree, folder: Path, nodes: Sequence[str], gpus_per_node: int) -> StartDelay:

@@ -2,13 +2,21 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.app import framework_node
 from phalanx.app.start_ramp import open_start_ramp
+from phalanx.fleet.power.start_slots import MAX_WAIT_S
 from phalanx.jobs.agent.leader_state import StartDelay
+from phalanx.jobs.signal_queue import SignalQueue
 
 FLEET = """\
 sites: {{s: {{{ramp}}}, t: {{}}}}
@@ -78,13 +86,34 @@ def test_the_first_node_of_a_framework_takes_the_slot(
     fleet: Path, monkeypatch: pytest.MonkeyPatch, rank: str, is_delayed: bool
 ) -> None:
     take(fleet, ["k1-1"])
-    slept: list[float] = []
+    waited: list[float] = []
+    leader_delays: list[float] = []
+
+    def launch(arguments: Sequence[str], leader_delay_s: float) -> int:
+        leader_delays.append(leader_delay_s)
+        return 5
+
     node = {"PHALANX_NODE_NAME": "k1-2", "PHALANX_NODE_RANK": rank, "PHALANX_NUM_NODES": "2"}
     for name, value in {**node, "PHALANX_LEADER_ADDR": "k1-2:1234", "PHALANX_CLUSTER": str(fleet)}.items():
         monkeypatch.setitem(os.environ, name, value)
-    monkeypatch.setattr("phalanx.app.framework_node.time.sleep", slept.append)
-    monkeypatch.setattr("phalanx.app.framework_node.launcher.main", lambda arguments: 5)
+    monkeypatch.setattr(framework_node, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
+    monkeypatch.setattr(SignalQueue, "wait", lambda signals, seconds: waited.append(seconds))
+    monkeypatch.setattr("phalanx.app.framework_node.launcher.main", launch)
     assert framework_node.main(["torch", "8", "--", "true"]) == 5
-    assert [seconds > 0.2 for seconds in slept] == [True] * is_delayed
+    assert [seconds > 0.2 for seconds in waited] == [True] * is_delayed
+    assert leader_delays == [0.0 if is_delayed else MAX_WAIT_S]  # the other nodes wait for the first as long as it may
     if is_delayed:  # the next one waits for both of its nodes
         assert take(fleet, ["k1-3"]).seconds == pytest.approx(3 * 7000 / RAMP_W_PER_S, abs=0.5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_framework_job_that_is_stopped_while_it_waits_may_be_started_again(fleet: Path, number: int) -> None:
+    (fleet.parent / "slots").mkdir()
+    (fleet.parent / "slots" / "starts-s.json").write_text(json.dumps({"free_at": time.time() + 600.0}))
+    command = [sys.executable, "-P", "-m", "phalanx.app.framework_node", "torch", "1", "--", "true"]
+    environment = {**os.environ, "PHALANX_CLUSTER": str(fleet), "PHALANX_NODE_NAME": "k1-1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("starting in ")
+        process.send_signal(number)
+        assert (process.wait(60.0), process.stderr.read()) == (75, "asked to stop before its processes were started\n")

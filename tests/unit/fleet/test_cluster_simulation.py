@@ -178,6 +178,14 @@ def test_a_failure_of_a_throttled_job_wastes_the_progress_since_the_last_save():
     assert outcome.time.throttled == pytest.approx(16 * (200 + 160))
 
 
+@pytest.mark.parametrize("policy", ["srtf", "srsf"])
+def test_a_job_that_throttles_has_more_left_than_one_at_full_speed(policy):
+    slow = SimulatedJob(0, 8, 10_000, clock=ProgressClock(np.full(9, 0.5)))
+    short = SimulatedJob(4000, 8, 7000)  # at 4000 s the other one has 8000 s left
+    run([slow, short], policy, nodes=1)
+    assert short.first_start_s == 4000
+
+
 def test_a_job_that_throttles_is_not_backfilled_where_it_would_delay_the_first_that_waits():
     clock = ProgressClock(np.full(9, 0.5))
     first, head, late = SimulatedJob(0, 8, 100), SimulatedJob(1, 16, 50), SimulatedJob(2, 8, 90, clock=clock)

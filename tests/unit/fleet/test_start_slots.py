@@ -1,5 +1,6 @@
 """Slots for starts of jobs in a file that they share."""
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +35,14 @@ def test_of_jobs_that_start_at_once_no_two_get_one_slot(tmp_path: Path) -> None:
     assert sorted(waits) == [2.0 * index for index in range(8)]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"free_at": "soon"}', '{"free_at": NaN}', '{"free_at": 1e12}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", '{"free_at": "soon"}', '{"free_at": NaN}', '{"free_at": 1e12}'),
+        '{"free_at": 1' + 400 * "0" + "}",
+        1000 * "[",
+    ],
+)
 def test_a_damaged_file_or_a_slot_far_ahead_delays_no_job(tmp_path: Path, text: str) -> None:
     path, clock = tmp_path / "starts.json", Clock()
     path.write_text(text)
@@ -46,6 +54,22 @@ def test_whoever_may_write_the_folder_may_take_slots(tmp_path: Path, folder: int
     tmp_path.chmod(folder)
     StartSlots(tmp_path / "starts.json").take(1.0)
     assert (tmp_path / "starts.json").stat().st_mode & 0o777 == file
+
+
+def test_the_file_of_another_user_in_a_folder_of_mode_1777_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux has it with fs.protected_regular, the default of most distributions: O_CREAT is refused there."""
+    path, clock, open_file = tmp_path / "starts.json", Clock(), os.open
+    StartSlots(path, clock).take(2.0)
+
+    def open_protected(name: Path, flags: int, mode: int = 0o777) -> int:
+        if name == path and flags & os.O_CREAT and path.exists():
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_file(name, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_protected)
+    assert StartSlots(path, clock).take(2.0) == 2.0
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """Reach jobs of backends by handles such as local:7, to pause and resume them for a load target."""
 
+import contextlib
+import sqlite3
+from collections.abc import Iterator
 from functools import cache
 
+from phalanx.errors import UsageError
 from phalanx.fleet.power.job_shedder import PausableState
 from phalanx.jobs.backends.base import PAUSED_PREFIX, Backend, open_backend, restart_dead_daemon
 from phalanx.jobs.spec import JobState
@@ -23,8 +27,9 @@ class BackendJobControl:
     def read_state(self, handle: str) -> PausableState:
         """Return the state of a job."""
         backend, job_id = self._find(handle)
-        restart_dead_daemon(backend)
-        status = backend.poll(job_id)
+        with _translate_storage_errors(handle):
+            restart_dead_daemon(backend)
+            status = backend.poll(job_id)
         if status.state.is_final:
             return PausableState.ENDED
         if status.state is JobState.RUNNING:
@@ -38,15 +43,26 @@ class BackendJobControl:
         backend, job_id = self._find(handle)
         if self.read_state(handle) is PausableState.HELD:
             return
-        backend.pause(job_id, self._reason)
+        with _translate_storage_errors(handle):
+            backend.pause(job_id, self._reason)
 
     def resume(self, handle: str) -> None:
         """Let a job start that was paused for this reason."""
         backend, job_id = self._find(handle)
         if self.read_state(handle) is not PausableState.PAUSED:
             return
-        backend.resume(job_id)
+        with _translate_storage_errors(handle):
+            backend.resume(job_id)
 
     def _find(self, handle: str) -> tuple[Backend, str]:
         name, _, job_id = handle.partition(":")
         return self._open(name), job_id
+
+
+@contextlib.contextmanager
+def _translate_storage_errors(handle: str) -> Iterator[None]:
+    """Raise UsageError for a full disk and the like: a guard that ends by it holds no budget."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise UsageError(f"{handle}: {error}") from None

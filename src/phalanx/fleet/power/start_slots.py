@@ -1,5 +1,6 @@
 """Slots for starts of jobs: a file that all jobs of a site share, with the time at which the next one may start."""
 
+import contextlib
 import json
 import math
 import os
@@ -32,9 +33,7 @@ class StartSlots:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            # users that may add files to the folder may take slots
-            fd = os.open(self.path, flags, READ_WRITE_BITS)
+            fd = self._open()
             try:
                 self._share(fd)
                 return self._take_locked(fd, duration_s)
@@ -42,6 +41,17 @@ class StartSlots:
                 os.close(fd)
         except OSError as error:
             raise UsageError(f"{self.path}: the slots for starts of jobs cannot be written: {error.strerror}") from None
+
+    def _open(self) -> int:
+        """Open the file, or create it: users that may add files to the folder may take slots."""
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        # O_CREAT is refused for an existing file of another user in a folder of mode 1777 (fs.protected_regular)
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(self.path, flags)
+        try:
+            return os.open(self.path, flags | os.O_CREAT | os.O_EXCL, READ_WRITE_BITS)
+        except FileExistsError:  # another job has just created it
+            return os.open(self.path, flags)
 
     def _share(self, fd: int) -> None:
         """Give the file the rights of its folder, whatever the umask is: other users take slots, too."""
@@ -72,6 +82,7 @@ def _parse_free_at(text: bytes) -> float:
     """Return when the next slot begins; -inf where no job has taken one, or the file was damaged."""
     try:
         free_at = json.loads(text)["free_at"]
-    except (ValueError, TypeError, KeyError):
+        is_time = isinstance(free_at, int | float) and math.isfinite(free_at)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return -math.inf
-    return float(free_at) if isinstance(free_at, int | float) and math.isfinite(free_at) else -math.inf
+    return float(free_at) if is_time else -math.inf

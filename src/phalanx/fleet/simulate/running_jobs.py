@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.fleet.simulate.job_state import SimulatedJob
+from phalanx.fleet.simulate.progress_clock import ProgressClock
 
-FIRST_STEP_S, KEY_SLOPE, JOB_ID, KEY_FIRST, KEY_SECOND = range(5)
+FIRST_PROGRESS_S, CLOCK_NUMBER, KEY_SLOPE, JOB_ID, KEY_FIRST, KEY_SECOND = range(6)
 """Rows of the table. Unused columns are NaN, which is not greater than anything."""
 JobKey = tuple[float, ...]
 
@@ -63,6 +64,7 @@ class ProgressingJobs(RunningJobs):
         self._columns: dict[SimulatedJob, int] = {}
         self._job_in: list[SimulatedJob | None] = []
         self._unused: list[int] = []
+        self._clock_numbers: dict[ProgressClock | None, int] = {None: 0}
         self._table: NDArray[np.float64] = np.full((KEY_SECOND + 1, 64), np.nan)
 
     def add(self, job: SimulatedJob, job_id: int, key: JobKey, slope: float) -> None:
@@ -76,7 +78,9 @@ class ProgressingJobs(RunningJobs):
                 self._table = np.hstack([self._table, np.full_like(self._table, np.nan)])
         self._columns[job] = column
         first_step_s = (job.attempt_start_s or 0.0) + job.costs.restart_s
-        self._table[:, column] = (first_step_s, slope, job_id, *key)
+        first_progress_s = first_step_s if job.clock is None else job.clock.progress_s(first_step_s)
+        clock_number = self._clock_numbers.setdefault(job.clock, len(self._clock_numbers))
+        self._table[:, column] = (first_progress_s, clock_number, slope, job_id, *key)
 
     def remove(self, job: SimulatedJob) -> None:
         column = self._columns.pop(job)
@@ -86,7 +90,15 @@ class ProgressingJobs(RunningJobs):
 
     def find_worse(self, key: JobKey, now_s: float) -> Sequence[SimulatedJob]:
         table = self._table[:, : len(self._job_in)]
-        first = table[KEY_FIRST] - table[KEY_SLOPE] * np.maximum(0.0, now_s - table[FIRST_STEP_S])
+        progress_s = np.maximum(0.0, self._find_progress_s(table, now_s) - table[FIRST_PROGRESS_S])
+        first = table[KEY_FIRST] - table[KEY_SLOPE] * progress_s
         worse = np.flatnonzero((first > key[0]) | ((first == key[0]) & (table[KEY_SECOND] > key[1])))
         order = np.lexsort((-table[JOB_ID, worse], -table[KEY_SECOND, worse], -first[worse]))
         return [job for column in worse[order].tolist() if (job := self._job_in[column]) is not None]
+
+    def _find_progress_s(self, table: NDArray[np.float64], now_s: float) -> NDArray[np.float64] | float:
+        """Return the progress from the start of the simulation until now, by the clock of each job."""
+        if len(self._clock_numbers) == 1:  # none throttles
+            return now_s
+        by_clock = np.array([now_s if clock is None else clock.progress_s(now_s) for clock in self._clock_numbers])
+        return np.asarray(by_clock[np.nan_to_num(table[CLOCK_NUMBER]).astype(np.intp)])

@@ -59,14 +59,14 @@ class RendezvousError(PhalanxError):
     code = ExitCode.UNFINISHED
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this node's part of the job; returns its exit code."""
+def main(arguments: Sequence[str] | None = None, leader_delay_s: float = 0.0) -> int:
+    """Run this node's part of the job; returns its exit code. Node 0 may start `leader_delay_s` later than this one."""
     framework, nproc_per_node, _, *command = sys.argv[1:] if arguments is None else arguments
     try:
         configure_logging()
         node_env = NodeEnv.from_environment(os.environ)
         with contextlib.ExitStack() as stack:
-            topology, connections = join_nodes(node_env, int(nproc_per_node), stack)
+            topology, connections = join_nodes(node_env, int(nproc_per_node), stack, leader_delay_s)
             logger.info(
                 "node %d: %d %s processes on each of %s",
                 node_env.node_rank,
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def join_nodes(
-    node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack
+    node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack, leader_delay_s: float = 0.0
 ) -> tuple[ProcessTopology, list[AuthConnection]]:
     """All nodes of the job, and this node's connections: from the leader to all others, else to the leader."""
     ports = find_free_ports(nproc_per_node + 1)
@@ -90,7 +90,7 @@ def join_nodes(
     if node_env.node_rank == 0:
         return _accept_nodes(node_env, nproc_per_node, ports, stack)
     host, port = node_env.leader_address
-    deadline = Deadline(f"node 0 at {host}:{port}", JOIN_TIMEOUT_S)
+    deadline = Deadline(f"node 0 at {host}:{port}", JOIN_TIMEOUT_S + leader_delay_s)
     while True:
         try:
             connection = connect_to_leader(node_env.leader_address, load_token())

@@ -37,12 +37,12 @@ from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.run import Event, Run, read_events
-from phalanx.run.control_channel import ControlServer
+from phalanx.run.control_channel import AuthConnection, ControlServer
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable, HeartbeatWriter
 from phalanx.run.message_socket import drain, make_socket_pair, receive, send
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.node_messages import Hello, Ping
+from phalanx.run.node_messages import Hello, Ping, StopRequested
 from phalanx.run.process_messages import (
     RunResult,
     SendSignal,
@@ -280,6 +280,42 @@ def test_a_stop_request_ends_the_wait_for_a_start(agent: LeaderAgent, monkeypatc
     outcome, numbers = supervise(agent, [], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
     assert outcome.message == "asked to stop before its workers were started"
+
+
+@pytest.fixture
+def joined(agent: LeaderAgent) -> Iterator[AuthConnection]:
+    """The other node's end of its connection to the leader of a run on two nodes."""
+    ours, theirs = socket.socketpair()
+    connection, far_end = AuthConnection(ours, b"key", True), AuthConnection(theirs, b"key", False)
+    hello = Hello(host="n2", node_rank=1, num_nodes=2)  # type: ignore[call-arg]
+    agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
+    agent.node_group.remote_nodes[1] = RemoteNode(connection, hello)
+    yield far_end
+    connection.close()
+    far_end.close()
+
+
+def test_another_node_that_is_to_stop_ends_the_wait_for_a_start(
+    agent: LeaderAgent, joined: AuthConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.find_start_delay = lambda nodes: StartDelay(5.0, "later")
+    joined.send(StopRequested())
+    outcome, numbers = supervise(agent, [attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
+    assert outcome.message == "asked to stop before its workers were started"
+
+
+def test_a_node_that_is_lost_in_the_wait_for_a_start_costs_no_attempt(
+    agent: LeaderAgent, joined: AuthConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.find_start_delay = lambda nodes: StartDelay(5.0, "later")
+    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.JOIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.REJOIN_TIMEOUT_S", 0.1)
+    joined.close()
+    outcome, numbers = supervise(agent, [attempt({0: 0})], monkeypatch)
+    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
+    assert outcome.message is not None
+    assert outcome.message.startswith("node 1 did not come within 0 s")
 
 
 def test_attempts_that_save_nothing_new_are_given_up(

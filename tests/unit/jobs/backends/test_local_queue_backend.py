@@ -1,6 +1,8 @@
 """The local queue as an engine, without its daemon."""
 
+import errno
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -140,6 +142,26 @@ def test_the_guard_resumes_only_what_it_has_paused(paused_queue: PausedQueue) ->
     assert control.read_state(handle) is PausableState.PAUSED
     control.resume(handle)
     assert control.read_state(handle) is PausableState.WAITING
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("full")])
+def test_a_full_disk_ends_no_guard(
+    paused_queue: PausedQueue, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    control, handle = BackendJobControl("for power, by a guard"), f"local:{paused_queue.id}"
+    control._open = lambda name: paused_queue.engine  # type: ignore[assignment, method-assign]
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("phalanx.jobs.backends.local.write_pause", fail)
+    with pytest.raises(UsageError, match=f"{handle}: .*full|No space left"):
+        control.pause(handle)
+    monkeypatch.undo()
+    control.pause(handle)
+    monkeypatch.setattr("phalanx.jobs.backends.local.remove_pause", fail)
+    with pytest.raises(UsageError, match=f"{handle}: .*full|No space left"):
+        control.resume(handle)
 
 
 def test_a_job_that_has_ended_is_not_paused(paused_queue: PausedQueue) -> None:

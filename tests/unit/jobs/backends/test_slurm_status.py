@@ -345,6 +345,18 @@ def test_a_pause_that_slurm_refuses_leaves_no_trace(tmp_path: Path) -> None:
     assert not slurm.resume("6")
 
 
+def test_a_running_job_that_gets_no_signal_is_not_held_for_its_next_requeue(tmp_path: Path) -> None:
+    slurm, recorded, folder = submitted(
+        tmp_path,
+        {**mine(tmp_path, "RUNNING"), "scancel": (1, "", "scancel: error: Unable to contact slurmctld")},
+    )
+    (folder / "token.0").touch()
+    with pytest.raises(UsageError, match="Unable to contact"):
+        slurm.pause("6", "for power")
+    assert recorded.asked[-1] == "scontrol release 6"
+    assert not (folder / "paused.json").exists()
+
+
 def test_a_paused_job_with_an_unfit_node_is_not_released_before_it_is_resumed(tmp_path: Path) -> None:
     slurm, recorded, folder = submitted(tmp_path, mine(tmp_path, "PENDING", reason="JobHeldUser", nodes=""))
     (folder / "unfit").write_text("n2\n")

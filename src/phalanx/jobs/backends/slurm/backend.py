@@ -166,11 +166,18 @@ class SlurmBackend(SlurmNodes):
         is_running = status.state is JobState.RUNNING and status.reason != COMPLETING_REASON
         if is_running and not (folder / TOKEN_FILE.format(attempt=status.num_attempts - 1)).exists():
             raise UsageError(f"job {job_id} ({status.name}) starts just now; pause it again")  # it would be killed
+        was_paused = is_paused(folder)
         self._run_checked(["scontrol", "uhold", job_id], f"job {job_id}")
         self._queue = None
-        write_pause(folder, reason)
-        if is_running:
-            self._run_checked(["scancel", "--batch", "--signal=USR1", job_id], f"job {job_id}")
+        try:
+            write_pause(folder, reason)
+            if is_running:
+                self._run_checked(["scancel", "--batch", "--signal=USR1", job_id], f"job {job_id}")
+        except BaseException:
+            if not was_paused:  # a job that stays held would not start after its next requeue
+                remove_pause(folder)
+                self._run_program(["scontrol", "release", job_id])
+            raise
 
     def resume(self, job_id: str) -> bool:
         """Release a job that `pause` has held; without its unfit nodes, if it has any."""
