@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
@@ -10,7 +10,7 @@ from phalanx.fleet.telemetry.modbus_map import ModbusEntry
 from phalanx.fleet.telemetry.rack_points import REPUBLISH_INTERVAL_S
 from phalanx.fleet.thermal.response_settings import CoolingResponseSettings
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
+from phalanx.recipe.validation_errors import describe_value, join_problems, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
 
@@ -133,10 +133,7 @@ def load_nodes_file(path: Path) -> NodesFile:
         raise RecipeError(
             f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `nodes:` with a list"
         )
-    try:
-        found = NodesFile.model_validate(value)
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, NodesFile) from None
+    found = validate_value(value, locations, NodesFile)
     ids = {"nodes": ("name", [each.name for each in found.nodes]), "cdus": ("id", [each.id for each in found.cdus])}
     if problems := [
         f"{location_of_key(locations, (key, index, column))}: {key}.{index}.{column}: {name} appears twice"

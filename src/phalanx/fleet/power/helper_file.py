@@ -6,13 +6,13 @@ import pwd
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError, UsageError
 from phalanx.fleet.node_control_settings import DEFAULT_SOCKET, CapDeviceSettings
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.validation_errors import describe_value, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 from phalanx.run.private_files import check_owner
 
@@ -45,10 +45,7 @@ def load_helper_file(path: Path) -> HelperFile:
     value, locations = parse_yaml(read_user_text(path), str(path))
     if not isinstance(value, dict):
         raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `allow:`")
-    try:
-        file = HelperFile.model_validate(value)
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, HelperFile) from None
+    file = validate_value(value, locations, HelperFile)
     PeerList(file.allow)
     return file
 
