@@ -15,7 +15,8 @@ from phalanx.fleet.power_tree import BudgetLevel, NodePower, build_power_tree
 from phalanx.fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
 from phalanx.fleet.simulate.job_source import read_job_trace
 from phalanx.fleet.simulate.site_series import SiteHours, load_site_hours
-from phalanx.fleet.simulation_settings import SimulationSettings
+from phalanx.fleet.simulation_settings import REPLAY_CLASS, REPLAY_KEYS, SimulationSettings
+from phalanx.recipe.schema_keys import join_alternatives
 from phalanx.recipe.validation_errors import suggest_nearest
 
 BASE_LABEL = "as in the file"
@@ -119,12 +120,14 @@ def _simulate_variant(
     settings = fleet.simulate
     if settings is None or not (settings.jobs or trace):
         raise UsageError(f"{path}: no jobs to simulate; add `simulate: {{jobs: ...}}`, or give --replay JOBS.csv")
+    for override in (*overrides, *common):
+        _check_effect(override, settings, trace is not None)
     tree = build_power_tree(fleet, locations)
     groups = group_nodes(fleet, tree, settings)
     if not groups:
         raise UsageError(f"{path}: there are no nodes; add racks with nodes")
     recipe_notes: list[str] = []
-    if any(entry.recipe is not None for entry in settings.jobs.values()):
+    if trace is None and any(entry.recipe is not None for entry in settings.jobs.values()):
         from phalanx.app.recipe_jobs import price_recipe_jobs  # the planner is slow to import
 
         settings, recipe_notes = price_recipe_jobs(settings, fleet, path.parent, groups[0].type_name)
@@ -170,6 +173,32 @@ def _complete_key(override: str) -> str:
         raise RecipeError(f"override {override}: {first}: unknown key{hint}")
     section = "simulate." if first in SimulationSettings.model_fields else ""
     return f"{section}{key}{equals}{read_percent(value)}"
+
+
+def _check_effect(override: str, settings: SimulationSettings, is_replay: bool) -> None:
+    """Raise RecipeError for an override of what is not simulated, which would change nothing."""
+    key = override.partition("=")[0].strip()
+    section, *rest = key.split(".")
+    if section == "power":
+        raise RecipeError(f"override {override}: power is not simulated, only its claims; expected power_cap=0.8 or so")
+    if section == "cooling" and (settings.site.weather is None or settings.site.plant is not None):
+        right = "site.weather=FILE.csv as well" if settings.site.weather is None else f"site.plant.{'.'.join(rest)}"
+        raise RecipeError(f"override {override}: cooling is not simulated here; expected {right}")
+    if section != "simulate" or rest[:1] != ["jobs"]:
+        return
+    name, *entry_keys = rest[1:] or [""]
+    given = settings.jobs[name].model_fields_set if name in settings.jobs else set()
+    if not is_replay:
+        if name == REPLAY_CLASS and not given.intersection({"count", "per_day"}):
+            raise RecipeError(f"override {override}: jobs.{name} are those of --replay JOBS.csv, which is not given")
+    elif name != REPLAY_CLASS:
+        right = ".".join(("expected jobs", REPLAY_CLASS, *entry_keys)) if entry_keys[:1] else "leave it out"
+        raise RecipeError(
+            f"override {override}: --replay simulates the jobs of its file instead of {'.'.join(rest[:2])}; {right}"
+        )
+    elif unused := sorted(set(entry_keys[:1] or given).difference(REPLAY_KEYS)):
+        known = join_alternatives([*REPLAY_KEYS])
+        raise RecipeError(f"override {override}: --replay ignores jobs.{name}.{unused[0]}; expected {known}")
 
 
 def _add_rack_claims(claims_w: list[float], levels: Sequence[BudgetLevel], extra_racks: int) -> None:
