@@ -1,9 +1,10 @@
 """The site of a simulation: `simulate.site` of a fleet file. Cooling, water, price and carbon, fixed or by hour."""
 
+import re
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from phalanx.cluster.spec import Measure, StrictModel
 from phalanx.fleet.thermal.plant_settings import CoolingPlant, Degrees
@@ -11,8 +12,20 @@ from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
 UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 CURRENCY_REGEX = r"^[\w$€£¥₩₹]{1,10}$"
+QUANTITY_PATTERN = re.compile(r"\W*\d((?!\.[A-Za-z]\w*$).)*")
+"""A number with or without a unit, such as 8 ct or 0,08; not 2023.csv."""
 PLANT_KEYS = ("pue", "water_l_per_kwh", "conversion_efficiency")
 """Keys that a plant has the answer to."""
+
+
+def _check_path(text: str) -> str:
+    if QUANTITY_PATTERN.fullmatch(text):
+        raise ValueError(f'found "{text}", expected a number without a unit, such as 0.08, or a file such as hours.csv')
+    return text
+
+
+HourlyPath = Annotated[str, AfterValidator(_check_path)]
+"""Path of a CSV file where a number can stand as well. A file that is called like a number is written as {file: "2023"}."""
 
 
 class HourlyFile(StrictModel):
@@ -42,10 +55,10 @@ class SiteConditions(StrictModel):
     water_l_per_kwh: Measure = 1.8
     """Water usage effectiveness, fixed: liters of water of the site per kWh of the IT equipment. 1.8 is the mean of a
     survey of the United States (The Green Grid)."""
-    price_per_kwh: Measure | str | HourlyFile = 0.08
+    price_per_kwh: Measure | HourlyPath | HourlyFile = 0.08
     """A number, or hours: a CSV file with the columns time and price_per_kwh or price_per_mwh."""
     currency: Annotated[str, Field(pattern=CURRENCY_REGEX)] = "USD"
-    carbon_g_per_kwh: Measure | str | HourlyFile = 400.0
+    carbon_g_per_kwh: Measure | HourlyPath | HourlyFile = 400.0
     """A number, or hours: a CSV file with the columns time and carbon_g_per_kwh."""
     conversion_efficiency: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 1.0
     """Power of the nodes over power of their supply."""

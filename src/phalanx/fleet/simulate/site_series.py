@@ -1,6 +1,5 @@
 """Hours of a site from CSV files: weather, price and carbon, aligned on UTC."""
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.csv_table import check_names, open_csv
 from phalanx.fleet.site_settings import HourlyFile, SiteConditions
 from phalanx.fleet.thermal.device_series import Values
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
@@ -104,34 +104,31 @@ def read_weather_hours(entry: HourlyFile, folder: Path) -> HourlySeries:
 
 
 def read_hourly_column(entry: HourlyFile, folder: Path, factors: dict[str, float]) -> HourlySeries:
-    """Read one column by hour: the first of `factors` that the file has, times its factor."""
+    """Read one column by hour: that of `factors` which the file has, times its factor."""
     path = folder / entry.file
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            header = list(rows.fieldnames or [])
-            names = {name: entry.columns.get(name, name) for name in ("time", "site", *factors)}
-            found = [name for name in factors if names[name] in header]
-            needed = ["time", *([] if entry.site is None else ["site"])]
-            missing = [names[each] for each in needed if names[each] not in header]
-            missing += [] if found else [" or ".join(names[name] for name in factors)]
-            if missing:
-                raise UsageError(
-                    f"{path}: no column {missing[0]}, found {', '.join(header) or 'an empty file'}; name columns by "
-                    "{file: FILE.csv, columns: {time: COLUMN}}"
-                )
-            times, values = [], []
-            for row in rows:
-                if entry.site is not None and row[names["site"]] != entry.site:
-                    continue
-                text = row[names[found[0]]]
-                if text and text.strip():
-                    times.append(row[names["time"]])
-                    values.append(_read_value(path, rows.line_num, found[0], text))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as CSV: {error}") from None
+    check_names(f"{path}: columns:", entry.columns, ("time", "site", *factors))
+    with open_csv(path) as table:
+        names = {name: entry.columns.get(name, name) for name in ("time", "site", *factors)}
+        found = [name for name in factors if names[name] in table.columns]
+        found = [name for name in found if name in entry.columns] or found
+        needed = ["time", *([] if entry.site is None else ["site"]), *entry.columns]
+        missing = [names[each] for each in needed if names[each] not in table.columns]
+        missing += [] if found else [" or ".join(names[name] for name in factors)]
+        if missing:
+            raise UsageError(
+                f"{path}: no column {missing[0]}, found {table.describe_columns()}; name columns by "
+                "{file: FILE.csv, columns: {time: COLUMN}}"
+            )
+        if len(found) > 1:
+            raise UsageError(
+                f"{path}: has {' and '.join(names[name] for name in found)}; remove one, or choose one by {{file: "
+                f"{entry.file}, columns: {{{found[0]}: {names[found[0]]}}}}}"
+            )
+        times, values = [], []
+        for line, row in table.iterate(names):
+            if (entry.site is None or row["site"] == entry.site) and row[found[0]].strip():
+                times.append(row["time"])
+                values.append(_read_value(path, line, found[0], row[found[0]]))
     return align_hours(path, times, factors[found[0]] * np.array([values]))
 
 
