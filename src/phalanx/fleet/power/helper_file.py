@@ -47,6 +47,11 @@ def load_helper_file(path: Path) -> HelperFile:
         raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `allow:`")
     file = validate_value(value, locations, HelperFile)
     PeerList(file.allow)
+    needed = {"redfish": "redfish: {url: ...}", "nvml-clocks": "clocks: [{clock_mhz: ..., most_power: ...}, ...]"}
+    devices = file.devices
+    if devices.kind in needed and not (devices.clocks if devices.kind == "nvml-clocks" else devices.redfish):
+        where = location_of_key(locations, ("devices",))
+        raise RecipeError(f"{where}: devices: those of kind {devices.kind} need `{needed[devices.kind]}`")
     return file
 
 
