@@ -25,7 +25,7 @@ def _check_path(text: str) -> str:
 
 
 HourlyPath = Annotated[str, AfterValidator(_check_path)]
-"""Path of a CSV file where a number can stand as well. A file that is called like a number is written as {file: "2023"}."""
+"""Path of a CSV file where a number can stand as well. A file that is called like a number is {file: "2023"}."""
 
 
 class HourlyFile(StrictModel):
