@@ -21,7 +21,7 @@ from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_value, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 
-NAME_PATTERN = re.compile(r"([\w.-]*)\[([\d,-]+)\]([\w.-]*)|[\w.-]+")
+NAME_PATTERN = re.compile(r"([\w.-]*)\[([0-9,-]+)\]([\w.-]*)|[\w.-]+")
 FLEET_NAME_REGEX = r"^\w[\w .-]{0,99}$"
 ENTRY_SECTIONS = (
     *((name,) for name in ("sites", "feeds", "rows", "racks", "node_types")),

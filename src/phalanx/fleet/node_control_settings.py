@@ -22,7 +22,7 @@ DeviceKind = Literal["nvml", "nvml-clocks", "amdsmi", "rapl", "redfish"]
 class ClockEntry(StrictModel):
     """A locked clock, and the most power that a sweep measured of a device at it."""
 
-    clock_mhz: float = Field(gt=0)
+    clock_mhz: float = Field(gt=0, le=1e5)
     most_power: Power
 
 

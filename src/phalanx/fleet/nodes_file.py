@@ -18,8 +18,8 @@ class ControllerEntry(StrictModel):
     """How a management controller is read."""
 
     url: str
-    interval_s: float = Field(10.0, gt=0)
-    timeout_s: float = Field(20.0, gt=0)
+    interval_s: float = Field(10.0, gt=0, le=1e6)
+    timeout_s: float = Field(20.0, gt=0, le=3600)
     verify_tls: bool = True
     ca_file: Path | None = None
     credentials_file: Path | None = None
@@ -41,7 +41,7 @@ class MqttEntry(StrictModel):
     """The building's bus: MqttOptions."""
 
     url: str
-    republish_interval_s: float = Field(REPUBLISH_INTERVAL_S, gt=0)
+    republish_interval_s: float = Field(REPUBLISH_INTERVAL_S, gt=0, le=1e6)
     verify_tls: bool = True
     ca_file: Path | None = None
     credentials_file: Path | None = None
@@ -56,7 +56,7 @@ class SetPointLimits(StrictModel):
     max_c: float = Field(ge=5, le=60)
     max_step_k: float = Field(2.0, gt=0, le=10)
     """Change of the set point within `step_interval_s`."""
-    step_interval_s: float = Field(3600.0, gt=0)
+    step_interval_s: float = Field(3600.0, gt=0, le=1e6)
 
     @model_validator(mode="after")
     def check_order(self) -> "SetPointLimits":

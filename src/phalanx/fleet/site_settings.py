@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from phalanx.cluster.spec import Measure, StrictModel
-from phalanx.fleet.thermal.plant_settings import CoolingPlant, Degrees
+from phalanx.fleet.thermal.plant_settings import CoolingPlant, Degrees, Share
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
 UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -60,7 +60,7 @@ class SiteConditions(StrictModel):
     currency: Annotated[str, Field(pattern=CURRENCY_REGEX)] = "USD"
     carbon_g_per_kwh: Measure | HourlyPath | HourlyFile = 400.0
     """A number, or hours: a CSV file with the columns time and carbon_g_per_kwh."""
-    conversion_efficiency: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 1.0
+    conversion_efficiency: Share = 1.0
     """Power of the nodes over power of their supply."""
     rack_overhead_w: Measure = 0.0
     """Constant power of switches and pumps of a rack."""
@@ -70,9 +70,12 @@ class SiteConditions(StrictModel):
         if self.weather is None:
             if self.plant is not None:
                 raise ValueError("plant needs weather; add `weather: FILE.csv` with time, dry_bulb_c and wet_bulb_c")
+            if self.supply_limit_c is not None:
+                raise ValueError("supply_limit_c needs weather; add `weather: FILE.csv` with time and dry_bulb_c")
         elif given := [key for key in PLANT_KEYS if key in self.model_fields_set]:
             raise ValueError(f"{given[0]}: is computed by the plant for each hour of weather; keep one of the two")
-        self.find_start_hour()
+        if self.find_start_hour() is not None and not self.list_files():
+            raise ValueError("start: is the first hour of hourly files, and there are none; leave it out")
         return self
 
     def list_files(self) -> list[str]:

@@ -45,7 +45,7 @@ class PoweredJobEntry(StrictModel):
 
     nodes: str
     """A name, or a range such as n[01-04]."""
-    priority: int = 0
+    priority: int = Field(0, ge=-(10**6), le=10**6)
     """A job of a higher one is slowed down later."""
     job: str | None = Field(None, pattern=r"^[a-z]+:.+$")
     """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""

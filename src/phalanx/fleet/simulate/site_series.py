@@ -84,11 +84,14 @@ def load_site_hours(site: SiteConditions, cooling: CoolingPlant | None, folder: 
         plant = site.plant or cooling
         if plant is None:
             raise UsageError("simulate.site.weather: no plant; add `plant: {design_it: 1 MW}` next to it")
-        weather = read_weather_hours(_complete(site.weather), folder)
+        weather = read_weather_hours(_find_file("weather", site.weather, folder), folder)
     price = None if isinstance(site.price_per_kwh, float | int) else site.price_per_kwh
     carbon = None if isinstance(site.carbon_g_per_kwh, float | int) else site.carbon_g_per_kwh
-    price_series = None if price is None else read_hourly_column(_complete(price), folder, PRICE_COLUMNS)
-    carbon_series = None if carbon is None else read_hourly_column(_complete(carbon), folder, CARBON_COLUMNS)
+    price_series = carbon_series = None
+    if price is not None:
+        price_series = read_hourly_column(_find_file("price_per_kwh", price, folder), folder, PRICE_COLUMNS)
+    if carbon is not None:
+        carbon_series = read_hourly_column(_find_file("carbon_g_per_kwh", carbon, folder), folder, CARBON_COLUMNS)
     start_hour = site.find_start_hour()
     if start_hour is None:
         firsts = [each.first_hour for each in (weather, price_series, carbon_series) if each is not None]
@@ -161,8 +164,13 @@ def format_hour(hour: int) -> str:
     return datetime.fromtimestamp(hour * SECONDS_PER_HOUR, UTC).strftime("%Y-%m-%dT%H:%MZ")
 
 
-def _complete(entry: str | HourlyFile) -> HourlyFile:
-    return HourlyFile(file=entry) if isinstance(entry, str) else entry
+def _find_file(key: str, entry: str | HourlyFile, folder: Path) -> HourlyFile:
+    """Return the entry of a key. UsageError where there is no such file."""
+    found = HourlyFile(file=entry) if isinstance(entry, str) else entry
+    if not (folder / found.file).is_file():
+        expected = "a CSV file" if key == "weather" else "a number, or a CSV file"
+        raise UsageError(f"simulate.site.{key}: {folder / found.file}: no such file; expected {expected}")
+    return found
 
 
 def _read_hour(path: Path, text: str) -> int:
