@@ -228,6 +228,8 @@ def test_a_missing_hour_has_the_value_before_and_offsets_are_followed(tmp_path: 
         ("2023-10-29T01:00,cheap", "h.csv:2: price_per_kwh 'cheap': expected a number"),
         ("2023-10-29T01:00,1\n2023-11-29T01:00,1", "hours are missing"),
         ("", "no hour with a value"),
+        ("1782864000000,1\n1782867600000,1", "time '1782864000000': expected a time from 1970 on, .* not milliseconds"),
+        ("0001-01-01T00:00+14:00,1", "expected a time from 1970 on"),
     ],
 )
 def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str) -> None:
@@ -242,11 +244,20 @@ def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str)
         ("site.pue=1.1", "pue: is computed by the plant"),
         ("site.weather=null", "plant needs weather"),
         ("site.plant=null", "no plant; add"),
-        ("site.weather=nowhere.csv", "nowhere.csv: no such file"),
+        ("site.weather=nowhere.csv", "simulate.site.weather: .*nowhere.csv: no such file; expected a CSV file"),
+        ("site.price_per_kwh=ct", "simulate.site.price_per_kwh: .*ct: no such file; expected a number, or a CSV file"),
+        (
+            "site.carbon_g_per_kwh=.",
+            "simulate.site.carbon_g_per_kwh: .*: no such file; expected a number",
+        ),
         ("site.price_per_kwh='{file: hours.csv, columns: {time: when}}'", "no column when, found time, dry"),
         ("site.start=summer", "start: found summer, expected a time"),
         ("days=30", "has 80 hours"),
         ("site.price_per_kwh=-1", "found -1"),
+        (
+            "'site.plant.design_it=1 W'",
+            "the plant is built for 1 W, and nodes draw up to .* W; expected the most power",
+        ),
     ],
 )
 def test_a_site_that_cannot_be_simulated_is_refused(fleet: Path, what: str, message: str) -> None:

@@ -91,6 +91,11 @@ def test_the_command_names_ties_of_the_best(fleet, capsys):
     assert json.loads(capsys.readouterr().out)["ties"] == ["2"]
 
 
+def test_a_goal_without_a_search_is_refused(fleet, capsys):
+    assert main(["simulate", str(fleet), "--goal", "wait"]) == ExitCode.USAGE
+    assert "--goal: is of --search" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("search", ["spares", "spares=1", "=1,2", "spares=1,1"])
 def test_a_search_needs_two_values(fleet, search):
     with pytest.raises(UsageError, match="expected KEY=VALUE,VALUE"):

@@ -136,6 +136,10 @@ def test_a_power_of_zero_is_not_the_catalogues(tmp_path: Path) -> None:
     [
         ("jobs.replay.activity=0.5", "jobs.replay are those of --replay JOBS.csv, which is not given"),
         ("power.margin=0.1", "power is not simulated"),
+        ("seeds=3", "all variants have the same seeds; give --seeds"),
+        ("simulate.seeds=3", "all variants have the same seeds; give --seeds"),
+        ("days=30%", 'days: found "30%", expected a number above 0'),
+        ("jobs.a.median_h=50%", 'median_h: found "50%", expected a number above 0'),
         ("'cooling={design_it: 1 MW}'", "cooling is not simulated here; expected site.weather=FILE.csv as well"),
         ("'jobs.b={devices: {8: 1}}'", "jobs.b: has no jobs; expected count or per_day"),
     ],
@@ -144,6 +148,36 @@ def test_a_variant_of_what_is_not_simulated_is_refused(tmp_path: Path, variant: 
     (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
     with pytest.raises(RecipeError, match=problem):
         simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
+
+
+@pytest.mark.parametrize("variant", ["spares=4 %", "spares", "jobs.a.devices={8: 1}", "=3"])
+def test_a_variant_that_is_cut_at_a_space_names_the_quotes(tmp_path: Path, variant: str) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    with pytest.raises(UsageError, match=r"expected KEY=VALUE, such as spares=0.04; one with spaces stands in quotes"):
+        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("power: {margin: true}", "power.margin: found true, expected a number from 0 to 1"),
+        (
+            "power: {devices: {kind: rapl, packages: true}}",
+            "power.devices.packages: found true, expected a whole number",
+        ),
+        ("simulate: {seeds: true}", "simulate.seeds: found true, expected a whole number"),
+        ("simulate: {site: {conversion_efficiency: 1e-300}}", "conversion_efficiency: found 1e-300, expected a number"),
+        ("simulate: {site: {start: 2026-07-01}}", "simulate.site: start: is the first hour of hourly files, and there"),
+        ("simulate: {site: {supply_limit_c: 30}}", "simulate.site: supply_limit_c needs weather"),
+        (
+            "cooling: {design_it: 1 MW, pump_efficiency: 1e-9}",
+            "cooling.pump_efficiency: found 1e-09, expected a number",
+        ),
+    ],
+)
+def test_a_figure_that_cannot_be_is_refused(tmp_path: Path, section: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=key):
+        load_text(tmp_path, f"{FLEET}{section}\n")
 
 
 def test_a_variant_takes_percent_and_new_racks_and_jobs(tmp_path: Path) -> None:

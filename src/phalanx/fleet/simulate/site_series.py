@@ -13,7 +13,7 @@ from phalanx.fleet.csv_table import check_names, open_csv
 from phalanx.fleet.site_settings import HourlyFile, SiteConditions
 from phalanx.fleet.thermal.device_series import Values
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
-from phalanx.fleet.thermal.series_csv import parse_time
+from phalanx.fleet.thermal.series_csv import MAX_TIME_S, parse_time
 from phalanx.fleet.thermal.weather import read_weather
 
 SECONDS_PER_HOUR = 3600.0
@@ -175,9 +175,12 @@ def _find_file(key: str, entry: str | HourlyFile, folder: Path) -> HourlyFile:
 
 def _read_hour(path: Path, text: str) -> int:
     try:
-        hour, rest_s = divmod(parse_time(text), SECONDS_PER_HOUR)
+        time_s = parse_time(text)
     except ValueError:
         raise DataError(f"{path}: time {text!r}: expected an ISO 8601 time such as 2023-07-01T00:00") from None
+    if not 0 <= time_s <= MAX_TIME_S:
+        raise DataError(f"{path}: time {text!r}: expected a time from 1970 on, or its seconds, not milliseconds")
+    hour, rest_s = divmod(time_s, SECONDS_PER_HOUR)
     if rest_s:
         raise DataError(f"{path}: time {text!r}: expected whole hours")
     return int(hour)
