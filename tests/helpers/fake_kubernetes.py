@@ -216,12 +216,20 @@ class FakeApiServer:
 
     def handle(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
         path = path.replace("/api/v1/nodes", "/api/v1/namespaces//nodes")  # which belong to no namespace
-        place = re.fullmatch(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/([^/]*)/([^/]+)(?:/([^/]+)(/log)?)?", path)
+        place = re.fullmatch(
+            r"/(?:api|apis/[^/]+)/[^/]+/namespaces/([^/]*)/([^/]+)(?:/([^/]+)(/log|/eviction)?)?", path
+        )
         if place is None or place[2] not in self.kinds:
             raise ApiRefusal(404, "the server could not find the requested resource")
-        namespace, plural, name, log = place.groups()
+        namespace, plural, name, part = place.groups()
         if (method, plural) in self.refuse:
             raise ApiRefusal(*self.refuse[method, plural])
+        if part == "/eviction" and (plural, namespace, name) in self.objects:
+            disrupted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+            self.objects[plural, namespace, name]["status"].setdefault("conditions", []).append(disrupted)
+            return {"kind": "Status", "status": "Success"}
+        if part == "/eviction":
+            raise ApiRefusal(404, f'{plural} "{name}" not found')
         if namespace == "nowhere" and method == "POST":
             raise ApiRefusal(404, 'namespaces "nowhere" not found')
         if method == "POST":
@@ -239,7 +247,7 @@ class FakeApiServer:
             last = first + min(self.page, int(query.get("limit", self.page)))
             more = {"continue": str(last)} if last < len(items) else {}
             return {"kind": "List", "metadata": more, "items": items[first:last]}
-        if log:
+        if part:
             return self.logs[name]
         if (plural, namespace, name) not in self.objects:
             raise ApiRefusal(404, f'{plural} "{name}" not found')

@@ -15,10 +15,13 @@ from phalanx.fleet.power_tree import BudgetLevel, NodePower, build_power_tree
 from phalanx.fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
 from phalanx.fleet.simulate.job_source import read_job_trace
 from phalanx.fleet.simulate.site_series import SiteHours, load_site_hours
-from phalanx.fleet.simulation_settings import SimulationSettings
+from phalanx.fleet.simulation_settings import REPLAY_CLASS, REPLAY_KEYS, SimulationSettings
+from phalanx.recipe.schema_keys import find_schema, iterate_variants, join_alternatives
 from phalanx.recipe.validation_errors import suggest_nearest
 
 BASE_LABEL = "as in the file"
+MAX_IT_OVER_DESIGN = 20.0
+"""Most power of the nodes over that for which a plant is built."""
 PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
@@ -81,7 +84,9 @@ def simulate_variants(
         raise UsageError("--what: expected KEY=VALUE, such as spares=0.04")
     trace = None if replay is None else read_job_trace(replay)
     may_read = None if reads_more_files else _list_files(load_fleet_file(path)[0])
-    return [_simulate_variant(path, label, settings, trace, seeds, may_read) for label in ["", *variants]]
+    base = _simulate_variant(path, "", settings, trace, seeds, may_read)
+    number = len(base.results)
+    return [base, *(_simulate_variant(path, label, settings, trace, number, may_read) for label in variants)]
 
 
 def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationResult], float]) -> SeedSpread:
@@ -110,25 +115,35 @@ def _simulate_variant(
     may_read: set[str] | None,
 ) -> SimulatedVariant:
     try:
-        overrides = [_complete_key(each) for each in shlex.split(label)]
+        words = shlex.split(label)
     except ValueError as error:
         raise UsageError(f"--what {label}: {error}") from None
+    for word in words:
+        if not word.partition("=")[0].strip() or "=" not in word:
+            raise UsageError(
+                f"--what {label}: found {word}, expected KEY=VALUE, such as spares=0.04; one with spaces stands in "
+                "quotes of its own: \"'KEY=VALUE' ...\""
+            )
+    overrides = [_complete_key(word) for word in words]
     fleet, locations = load_fleet_file(path, [*overrides, *common])
     if may_read is not None and (more := _list_files(fleet) - may_read):
         raise UsageError(f"{label}: names {min(more)}, a file that {path.name} does not; add it there")
     settings = fleet.simulate
     if settings is None or not (settings.jobs or trace):
         raise UsageError(f"{path}: no jobs to simulate; add `simulate: {{jobs: ...}}`, or give --replay JOBS.csv")
+    for override in (*overrides, *common):
+        _check_effect(override, settings, trace is not None)
     tree = build_power_tree(fleet, locations)
     groups = group_nodes(fleet, tree, settings)
     if not groups:
         raise UsageError(f"{path}: there are no nodes; add racks with nodes")
     recipe_notes: list[str] = []
-    if any(entry.recipe is not None for entry in settings.jobs.values()):
+    if trace is None and any(entry.recipe is not None for entry in settings.jobs.values()):
         from phalanx.app.recipe_jobs import price_recipe_jobs  # the planner is slow to import
 
         settings, recipe_notes = price_recipe_jobs(settings, fleet, path.parent, groups[0].type_name)
     site_hours = load_site_hours(settings.site, fleet.cooling, path.parent)
+    _check_plant(site_hours, sum(node.power.max_w for node in tree.nodes))
     results = []
     for seed in range(seeds or settings.seeds):
         result = simulate_fleet(groups, settings, seed, trace, site_hours)
@@ -153,9 +168,12 @@ def claim_capped(power: NodePower, cap: float) -> float:
     return power.max_w - (1 - cap) * power.num_devices * power.device_max_w
 
 
-def read_percent(text: str) -> str:
-    """Return "0.04" for "4%", and anything else as it is."""
-    match = PERCENT_PATTERN.fullmatch(text)
+def read_percent(key: str, text: str) -> str:
+    """Return "0.04" for "4%" of a key that is a share, and anything else as it is."""
+    full = _find_section(key) + key
+    schema = find_schema(tuple(full.strip().split(".")), FleetFile) or {}
+    is_share = any(each.get("maximum", math.inf) <= 1 for each in iterate_variants(schema))
+    match = PERCENT_PATTERN.fullmatch(text) if is_share else None
     return f"{float(match.group(1)) / 100:g}" if match else text
 
 
@@ -165,11 +183,52 @@ def _complete_key(override: str) -> str:
     key, equals, value = override.partition("=")
     first = key.partition(".")[0].strip()
     known = [*SimulationSettings.model_fields, *FleetFile.model_fields]
-    if equals and first and first not in known:
+    if first not in known:
         hint = suggest_nearest(first, known) or f"; known are {', '.join(known)}"
         raise RecipeError(f"override {override}: {first}: unknown key{hint}")
-    section = "simulate." if first in SimulationSettings.model_fields else ""
-    return f"{section}{key}{equals}{read_percent(value)}"
+    if f"{_find_section(key)}{key}".strip() == "simulate.seeds":
+        raise RecipeError(f"override {override}: all variants have the same seeds; give --seeds")
+    return f"{_find_section(key)}{key}{equals}{read_percent(key, value)}"
+
+
+def _find_section(key: str) -> str:
+    """Return `simulate.` for a key of that section, else nothing."""
+    return "simulate." if key.partition(".")[0].strip() in SimulationSettings.model_fields else ""
+
+
+def _check_effect(override: str, settings: SimulationSettings, is_replay: bool) -> None:
+    """Raise RecipeError for an override of what is not simulated, which would change nothing."""
+    key = override.partition("=")[0].strip()
+    section, *rest = key.split(".")
+    if section == "power":
+        raise RecipeError(f"override {override}: power is not simulated, only its claims; expected power_cap=0.8 or so")
+    if section == "cooling" and (settings.site.weather is None or settings.site.plant is not None):
+        right = "site.weather=FILE.csv as well" if settings.site.weather is None else f"site.plant.{'.'.join(rest)}"
+        raise RecipeError(f"override {override}: cooling is not simulated here; expected {right}")
+    if section != "simulate" or rest[:1] != ["jobs"]:
+        return
+    name, *entry_keys = rest[1:] or [""]
+    given = settings.jobs[name].model_fields_set if name in settings.jobs else set()
+    if not is_replay:
+        if name == REPLAY_CLASS and not given.intersection({"count", "per_day"}):
+            raise RecipeError(f"override {override}: jobs.{name} are those of --replay JOBS.csv, which is not given")
+    elif name != REPLAY_CLASS:
+        right = ".".join(("expected jobs", REPLAY_CLASS, *entry_keys)) if entry_keys[:1] else "leave it out"
+        raise RecipeError(
+            f"override {override}: --replay simulates the jobs of its file instead of {'.'.join(rest[:2])}; {right}"
+        )
+    elif unused := sorted(set(entry_keys[:1] or given).difference(REPLAY_KEYS)):
+        known = join_alternatives([*REPLAY_KEYS])
+        raise RecipeError(f"override {override}: --replay ignores jobs.{name}.{unused[0]}; expected {known}")
+
+
+def _check_plant(site_hours: SiteHours, it_max_w: float) -> None:
+    """Raise UsageError for a plant that is so small that its power has another unit than was meant."""
+    if site_hours.plant is not None and it_max_w > MAX_IT_OVER_DESIGN * site_hours.plant.design_it:
+        raise UsageError(
+            f"plant.design_it: the plant is built for {site_hours.plant.design_it:g} W, and nodes draw up to "
+            f"{it_max_w:g} W; expected the most power of IT, such as {math.ceil(it_max_w / 1e3)} kW"
+        )
 
 
 def _add_rack_claims(claims_w: list[float], levels: Sequence[BudgetLevel], extra_racks: int) -> None:

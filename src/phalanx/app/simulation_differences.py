@@ -55,12 +55,12 @@ def describe_differences(variants: Sequence[SimulatedVariant]) -> DifferenceTabl
             "noise: 0 is in the interval, so that these seeds show no difference; more --seeds narrow it. "
             "Of 20 figures without a difference about 1 is outside."
         ]
-    same = [
-        variant.label
-        for index, variant in enumerate(variants[1:])
-        if number > 1 and all(each.differences[index].is_noise for each in found)
-    ]
-    notes += [f"{label}: no figure differs from the file by more than noise." for label in same]
+    for index, variant in enumerate(variants[1:]):
+        differences = [each.differences[index] for each in found]
+        if all(each.low == each.high == 0 or (each.num_seeds == 1 and each.mean == 0) for each in differences):
+            notes.append(f"{variant.label}: no figure differs from the file.")
+        elif number > 1 and all(each.is_noise for each in differences):
+            notes.append(f"{variant.label}: no figure differs from the file by more than noise.")
     return DifferenceTable(head, [each.label for each in variants[1:]], rows, notes)
 
 

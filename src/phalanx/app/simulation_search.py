@@ -1,6 +1,7 @@
 """Find the best value of a setting of a fleet by simulation, and say which values differ from it by noise only."""
 
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def search_setting(
     `goal_name` is a key of SEARCH_GOALS.
     """
     key, texts = _split_search(search)
-    file, *variants = simulate_variants(path, [f"{key}={text}" for text in texts], replay, seeds)
+    file, *variants = simulate_variants(path, [shlex.quote(f"{key}={text}") for text in texts], replay, seeds)
     goal = SEARCH_GOALS[goal_name]
     means = [goal.average(variant) for variant in variants]
     if missing := [text for text, mean in zip(texts, means, strict=True) if math.isnan(mean)]:
@@ -87,7 +88,7 @@ def search_setting(
 
 def _split_search(search: str) -> tuple[str, list[str]]:
     key, _, values = search.partition("=")
-    texts = list(dict.fromkeys(read_percent(text) for each in values.split(",") if (text := each.strip())))
+    texts = list(dict.fromkeys(read_percent(key, text) for each in values.split(",") if (text := each.strip())))
     if not key.strip() or len(texts) < 2 or len(texts) > MAX_OPTIONS:
         raise UsageError(
             f"--search {search}: expected KEY=VALUE,VALUE,... with 2 to {MAX_OPTIONS} values, such as spares=0,1%,2%,4%"

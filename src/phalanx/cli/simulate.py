@@ -40,11 +40,12 @@ def simulate(
         ),
     ] = None,
     goal: Annotated[
-        SearchGoal,
+        SearchGoal | None,
         typer.Option(
-            help="With --search: largest productive share of device time or ETTR, shortest wait or completion."
+            help="With --search: largest productive share of device time or ETTR, shortest wait or completion.",
+            show_default=SearchGoal.PRODUCTIVE.value,
         ),
-    ] = SearchGoal.PRODUCTIVE,
+    ] = None,
     replay: Annotated[
         Path | None,
         typer.Option(metavar="JOBS.csv", help="Simulate these jobs: a CSV file with submit_s, gpus and duration_s."),
@@ -68,8 +69,10 @@ def simulate(
 
         if what or html is not None:
             raise UsageError("--search: not together with --what or --html")
-        _print_search(search_setting(fleet, search, replay, seeds, goal.value), as_json)
+        _print_search(search_setting(fleet, search, replay, seeds, goal or SearchGoal.PRODUCTIVE), as_json)
         return
+    if goal is not None:
+        raise UsageError("--goal: is of --search KEY=VALUE,VALUE,..., which is not given")
     from phalanx.app.simulate import simulate_variants
     from phalanx.app.simulation_page import render_simulation_html
     from phalanx.cli.report import PAGE_MARKERS, write_page

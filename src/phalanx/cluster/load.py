@@ -9,8 +9,6 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from phalanx.cluster.catalog_entries import CatalogEntry, find_entry, list_entries, suggest_names
 from phalanx.cluster.load_shorthand import LocationOf, expand_cluster
 from phalanx.cluster.plausibility import find_implausible_values
@@ -18,7 +16,7 @@ from phalanx.cluster.spec import MOST_NODES, Cluster
 from phalanx.errors import RecipeError
 from phalanx.recipe.dump import to_plain_values
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
+from phalanx.recipe.validation_errors import describe_value, join_problems, validate_value
 from phalanx.recipe.yaml_loader import SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
 from phalanx.run.directory import write_atomic
 
@@ -73,7 +71,7 @@ def _load_name(text: str) -> Cluster:
         raise RecipeError(
             f"{text}: no node and no accelerator has this name{suggest_names(name, 'nodes', 'accelerators')}"
         )
-    return _validate_cluster({"name": text, **value}, {(): text}, lambda _: text)
+    return _validate_cluster({"name": text, **value}, SourceLocations({(): text}), lambda _: text)
 
 
 def _cluster_of_accelerators(text: str, accelerator: CatalogEntry, number: int) -> dict[str, Any]:
@@ -123,10 +121,7 @@ def _describe_workstation(device: CatalogEntry, count: int) -> dict[str, Any]:
 def _validate_cluster(value: dict[str, Any], locations: SourceLocations, location_of: LocationOf) -> Cluster:
     """The cluster of a description that may be short."""
     full = expand_cluster(value, location_of)
-    try:
-        cluster = Cluster.model_validate(full)
-    except ValidationError as error:
-        raise describe_validation_error(error, full, locations, Cluster) from None
+    cluster = validate_value(full, locations, Cluster)
     if problems_found := [
         f"{location_of(key)}: {format_key(key)}: {reason}" for key, reason in find_implausible_values(cluster)
     ]:

@@ -5,9 +5,11 @@ Units: TFLOP/s dense; GB/s = 1e9 bytes per second in one direction for one devic
 unknown figure is None, never a guess: code that needs one states its default.
 """
 
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
@@ -27,6 +29,16 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number: Python takes them for 1 and 0."""
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if {annotation, *get_args(annotation)} <= {int, float, NoneType, int | None, float | None}:
+                raise PydanticCustomError("number", "expected a number")
+        return value
 
 
 class MatmulCurve(StrictModel):

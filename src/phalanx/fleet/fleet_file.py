@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
@@ -18,10 +18,10 @@ from phalanx.fleet.simulation_settings import REPLAY_CLASS, SimulationSettings
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
+from phalanx.recipe.validation_errors import describe_value, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 
-NAME_PATTERN = re.compile(r"([\w.-]*)\[([\d,-]+)\]([\w.-]*)|[\w.-]+")
+NAME_PATTERN = re.compile(r"([\w.-]*)\[([0-9,-]+)\]([\w.-]*)|[\w.-]+")
 FLEET_NAME_REGEX = r"^\w[\w .-]{0,99}$"
 ENTRY_SECTIONS = (
     *((name,) for name in ("sites", "feeds", "rows", "racks", "node_types")),
@@ -116,10 +116,7 @@ def load_fleet_file(path: Path, overrides: Sequence[str] = ()) -> tuple[FleetFil
     for override in overrides:
         _check_entry(value, override)
         apply_overrides(value, locations, [override])
-    try:
-        return FleetFile.model_validate(value), locations
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, FleetFile) from None
+    return validate_value(value, locations, FleetFile), locations
 
 
 def _check_entry(value: object, override: str) -> None:

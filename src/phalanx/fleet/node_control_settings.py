@@ -2,22 +2,27 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.fleet.nodes_file import RedfishEntry
 from phalanx.fleet.power_units import Power
 
 DEFAULT_SOCKET = Path("/run/phalanx/power.sock")
+KIND_OF_KEY = {
+    **dict.fromkeys(("root", "packages", "package_power"), "rapl"),
+    "redfish": "redfish",
+    "clocks": "nvml-clocks",
+}
 DeviceKind = Literal["nvml", "nvml-clocks", "amdsmi", "rapl", "redfish"]
 
 
 class ClockEntry(StrictModel):
     """A locked clock, and the most power that a sweep measured of a device at it."""
 
-    clock_mhz: float = Field(gt=0)
+    clock_mhz: float = Field(gt=0, le=1e5)
     most_power: Power
 
 
@@ -25,7 +30,7 @@ class CapDeviceSettings(StrictModel):
     """Devices of a node that may be capped, and the caps that they may get."""
 
     kind: DeviceKind = "nvml"
-    ids: list[str] | None = None
+    ids: list[str] | None = Field(None, min_length=1)
     """Only these devices, such as GPU-5b0c...; without it all of this kind."""
     min_cap: Power | None = None
     max_cap: Power | None = None
@@ -39,6 +44,14 @@ class CapDeviceSettings(StrictModel):
     """Management controller that limits a whole node, for redfish; {node} in `url` stands for its name."""
     clocks: list[ClockEntry] = Field(default_factory=list)
     """For nvml-clocks."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.min_cap is not None and self.max_cap is not None and self.min_cap > self.max_cap:
+            raise ValueError(f"min_cap of {self.min_cap:g} W is above max_cap of {self.max_cap:g} W")
+        if unused := [key for key in self.model_fields_set if KIND_OF_KEY.get(key, self.kind) != self.kind]:
+            raise ValueError(f"{min(unused)} is not for kind: {self.kind}; expected kind: {KIND_OF_KEY[min(unused)]}")
+        return self
 
 
 def _check_command(command: str) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
@@ -10,7 +10,7 @@ from phalanx.fleet.telemetry.modbus_map import ModbusEntry
 from phalanx.fleet.telemetry.rack_points import REPUBLISH_INTERVAL_S
 from phalanx.fleet.thermal.response_settings import CoolingResponseSettings
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value, join_problems
+from phalanx.recipe.validation_errors import describe_value, join_problems, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
 
@@ -18,8 +18,8 @@ class ControllerEntry(StrictModel):
     """How a management controller is read."""
 
     url: str
-    interval_s: float = Field(10.0, gt=0)
-    timeout_s: float = Field(20.0, gt=0)
+    interval_s: float = Field(10.0, gt=0, le=1e6)
+    timeout_s: float = Field(20.0, gt=0, le=3600)
     verify_tls: bool = True
     ca_file: Path | None = None
     credentials_file: Path | None = None
@@ -41,7 +41,7 @@ class MqttEntry(StrictModel):
     """The building's bus: MqttOptions."""
 
     url: str
-    republish_interval_s: float = Field(REPUBLISH_INTERVAL_S, gt=0)
+    republish_interval_s: float = Field(REPUBLISH_INTERVAL_S, gt=0, le=1e6)
     verify_tls: bool = True
     ca_file: Path | None = None
     credentials_file: Path | None = None
@@ -56,7 +56,7 @@ class SetPointLimits(StrictModel):
     max_c: float = Field(ge=5, le=60)
     max_step_k: float = Field(2.0, gt=0, le=10)
     """Change of the set point within `step_interval_s`."""
-    step_interval_s: float = Field(3600.0, gt=0)
+    step_interval_s: float = Field(3600.0, gt=0, le=1e6)
 
     @model_validator(mode="after")
     def check_order(self) -> "SetPointLimits":
@@ -126,10 +126,7 @@ def load_nodes_file(path: Path) -> NodesFile:
         raise RecipeError(
             f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `nodes:` with a list"
         )
-    try:
-        found = NodesFile.model_validate(value)
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, NodesFile) from None
+    found = validate_value(value, locations, NodesFile)
     ids = {"nodes": ("name", [each.name for each in found.nodes]), "cdus": ("id", [each.id for each in found.cdus])}
     if problems := [
         f"{location_of_key(locations, (key, index, column))}: {key}.{index}.{column}: {name} appears twice"

@@ -203,14 +203,19 @@ class _TreeBuilder:
             self._report((*key, "node"), str(error))
             return None
         count, device = node.count, node.accelerator
-        device_max_w, most_w = entry.device_power or device.power_w, entry.power or node.power_w
+        device_max_w = device.power_w if entry.device_power is None else entry.device_power
+        most_w = node.power_w if entry.power is None else entry.power
         if device_max_w is None or most_w is None:
             missing = "device_power" if device_max_w is None else "power"
             self._report(key, f"the catalogue does not know it for {entry.node}; expected `{missing}`, such as 700 W")
             return None
-        device_idle_w = entry.device_idle or device.idle_w or IDLE_POWER_SHARE * device_max_w
+        if device_max_w <= 0:
+            self._report((*key, "device_power"), "0 W, with which nothing runs; expected a power such as 700 W")
+            return None
+        known_w = IDLE_POWER_SHARE * device_max_w if device.idle_w is None else device.idle_w
+        device_idle_w = known_w if entry.device_idle is None else entry.device_idle
         rest_max_w = most_w - count * device_max_w
-        idle_w = entry.idle or node.idle_w
+        idle_w = node.idle_w if entry.idle is None else entry.idle
         rest_idle_w = IDLE_SHARE_OF_REST * rest_max_w if idle_w is None else idle_w - count * device_idle_w
         if not 0 <= rest_idle_w <= rest_max_w or device_idle_w > device_max_w:
             self._report(

@@ -10,7 +10,7 @@ from phalanx.recipe.validation_errors import describe_value
 WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
 MAX_POWER_W = 1e11
 RATE_PATTERN = re.compile(r"(.+)/s")
-POWER_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(W|kW|MW)")
+POWER_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(W|kW|MW)")
 
 
 def parse_power(value: Any) -> float:

@@ -24,7 +24,9 @@ Deviation = Annotated[float, Field(ge=0, le=10), NUMBER_NOT_BOOL]
 MOST_JOBS = 5_000_000
 MAX_DAYS = 36_500
 REPLAY_CLASS = "replay"
-"""Kind of job that jobs of a trace are, with its checkpoints and activity."""
+"""Kind of job that jobs of a trace are, with its REPLAY_KEYS."""
+REPLAY_KEYS = ("checkpoint", "activity", "speed_by_cap")
+"""Keys of a kind of job that jobs of a trace have. A trace says when and how long they run, and on how much."""
 
 
 class CheckpointEntry(StrictModel):
@@ -139,6 +141,13 @@ class SimulationSettings(StrictModel):
     failures: dict[str, FailureEntry] = Field(default_factory=dict)
     batches: dict[str, BatchEntry] = Field(default_factory=dict)
     site: SiteConditions = SiteConditions()
+
+    @model_validator(mode="after")
+    def _check_jobs(self) -> Self:
+        for name, entry in self.jobs.items():
+            if name != REPLAY_CLASS and not entry.model_fields_set.intersection({"count", "per_day"}):
+                raise ValueError(f"jobs.{name}: has no jobs; expected count or per_day")
+        return self
 
     @model_validator(mode="after")
     def _check_batches(self) -> Self:

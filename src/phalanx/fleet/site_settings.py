@@ -1,18 +1,31 @@
 """The site of a simulation: `simulate.site` of a fleet file. Cooling, water, price and carbon, fixed or by hour."""
 
+import re
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from phalanx.cluster.spec import Measure, StrictModel
-from phalanx.fleet.thermal.plant_settings import CoolingPlant, Degrees
+from phalanx.fleet.thermal.plant_settings import CoolingPlant, Degrees, Share
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
 UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 CURRENCY_REGEX = r"^[\w$€£¥₩₹]{1,10}$"
+QUANTITY_PATTERN = re.compile(r"\W*\d((?!\.[A-Za-z]\w*$).)*")
+"""A number with or without a unit, such as 8 ct or 0,08; not 2023.csv."""
 PLANT_KEYS = ("pue", "water_l_per_kwh", "conversion_efficiency")
 """Keys that a plant has the answer to."""
+
+
+def _check_path(text: str) -> str:
+    if QUANTITY_PATTERN.fullmatch(text):
+        raise ValueError(f'found "{text}", expected a number without a unit, such as 0.08, or a file such as hours.csv')
+    return text
+
+
+HourlyPath = Annotated[str, AfterValidator(_check_path)]
+"""Path of a CSV file where a number can stand as well. A file that is called like a number is {file: "2023"}."""
 
 
 class HourlyFile(StrictModel):
@@ -42,12 +55,12 @@ class SiteConditions(StrictModel):
     water_l_per_kwh: Measure = 1.8
     """Water usage effectiveness, fixed: liters of water of the site per kWh of the IT equipment. 1.8 is the mean of a
     survey of the United States (The Green Grid)."""
-    price_per_kwh: Measure | str | HourlyFile = 0.08
+    price_per_kwh: Measure | HourlyPath | HourlyFile = 0.08
     """A number, or hours: a CSV file with the columns time and price_per_kwh or price_per_mwh."""
     currency: Annotated[str, Field(pattern=CURRENCY_REGEX)] = "USD"
-    carbon_g_per_kwh: Measure | str | HourlyFile = 400.0
+    carbon_g_per_kwh: Measure | HourlyPath | HourlyFile = 400.0
     """A number, or hours: a CSV file with the columns time and carbon_g_per_kwh."""
-    conversion_efficiency: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 1.0
+    conversion_efficiency: Share = 1.0
     """Power of the nodes over power of their supply."""
     rack_overhead_w: Measure = 0.0
     """Constant power of switches and pumps of a rack."""
@@ -57,9 +70,12 @@ class SiteConditions(StrictModel):
         if self.weather is None:
             if self.plant is not None:
                 raise ValueError("plant needs weather; add `weather: FILE.csv` with time, dry_bulb_c and wet_bulb_c")
+            if self.supply_limit_c is not None:
+                raise ValueError("supply_limit_c needs weather; add `weather: FILE.csv` with time and dry_bulb_c")
         elif given := [key for key in PLANT_KEYS if key in self.model_fields_set]:
             raise ValueError(f"{given[0]}: is computed by the plant for each hour of weather; keep one of the two")
-        self.find_start_hour()
+        if self.find_start_hour() is not None and not self.list_files():
+            raise ValueError("start: is the first hour of hourly files, and there are none; leave it out")
         return self
 
     def list_files(self) -> list[str]:

@@ -16,7 +16,7 @@ from phalanx.recipe.schema import Recipe
 from phalanx.recipe.schema_keys import child_keys
 from phalanx.recipe.snapshot_paths import resolve_data_dir
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.validation_errors import describe_value, validate_value
 from phalanx.recipe.variables import collect_variables, expand_recipe, expand_variables
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, location_of_key, parse_yaml
 
@@ -36,7 +36,7 @@ class LoadedRecipe:
     recipe_dir: Path
     given: dict[str, Any]
     """What the file and the overrides say, variables replaced, without defaults."""
-    locations: SourceLocations = field(default_factory=dict, repr=False)
+    locations: SourceLocations = field(default_factory=SourceLocations, repr=False)
 
     def location_of(self, name: str) -> str:
         """`recipe.yaml:12: model.build`: a key as an error names it."""
@@ -90,10 +90,7 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
             )
     apply_overrides(value, locations, overrides)
     given = expand_variables(value, collect_variables(recipe_dir), lambda key: location_of_key(locations, key))
-    try:
-        recipe = Recipe.model_validate(given)
-    except ValidationError as error:
-        raise describe_validation_error(error, given, locations, Recipe) from None
+    recipe = validate_value(given, locations, Recipe)
     if logger.isEnabledFor(logging.DEBUG):
         sections = sorted(Recipe.model_fields)
         logger.debug("keys left at their defaults: %s", ", ".join(key for key in sections if key not in given))

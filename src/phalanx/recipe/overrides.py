@@ -19,7 +19,10 @@ def apply_overrides(value: dict[str, Any], locations: SourceLocations, overrides
         if not equals or not all(parts):
             raise UsageError(f"override {argument!r}: expected KEY=VALUE, such as optimizer.lr=3e-4")
         label = f"override {argument if len(argument) <= 100 else f'{argument[:97]}...'}"
-        _set_value(value, parts, parse_yaml(text, label, with_lines=False)[0], locations, label)
+        new, found = parse_yaml(text, label, with_lines=False)
+        _set_value(value, parts, new, locations, label)
+        key = _key(value, parts)
+        locations.empty_keys += [(*key, *below) for below in found.empty_keys]
 
 
 def _set_value(value: dict[str, Any], parts: list[str], new: Any, locations: SourceLocations, label: str) -> None:
@@ -64,4 +67,5 @@ def _record_location(locations: SourceLocations, key: KeyPath, label: str) -> No
     """What stands at and below `key` now comes from `label`."""
     for old in [old for old in locations if old[: len(key)] == key]:
         del locations[old]
+    locations.empty_keys = [old for old in locations.empty_keys if old[: len(key)] != key]
     locations[key] = label

@@ -4,13 +4,9 @@ Unknown keys are refused. Every field has the default that DESIGN.md names; toge
 `auto` is resolved before training (`autoconfig/choices.py`); `Recipe` itself never measures anything.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-)
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from phalanx.recipe.data_schema import DataConfig, EvaluationConfig
 from phalanx.recipe.field_types import (
@@ -316,6 +312,12 @@ class BudgetConfig(ConfigModel):
     """Energy of GPUs and CPUs as measured, times the PUE of PHALANX_CLUSTER's prices (1 without)."""
     cost: Rate | None = None
     """Money, by the prices of PHALANX_CLUSTER: of device-hours, else of energy."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.device_hours is self.kwh is self.cost is None:
+            raise ValueError("limits nothing; expected device_hours, kwh or cost, or budget: null")
+        return self
 
 
 class Recipe(ConfigModel):

@@ -7,9 +7,9 @@ reported once.
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from phalanx.errors import RecipeError
@@ -23,11 +23,26 @@ from phalanx.recipe.schema_keys import (
 )
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 MAX_SHOWN_PROBLEMS = 5
 """Problems that are reported at once, at most."""
 
 
-def describe_validation_error(
+def validate_value(value: Any, locations: SourceLocations, model: type[ModelT]) -> ModelT:
+    """Return the `model` of what `parse_yaml` has read. Raises RecipeError with a line for each problem."""
+    if empty := [
+        f"{location_of_key(locations, key)}: {format_key(key)}: found nothing, expected {describe_expected(schema)}"
+        for key in locations.empty_keys
+        if key and (schema := find_schema(key, model))
+    ]:
+        raise join_problems(empty)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _describe_validation_error(error, value, locations, model) from None
+
+
+def _describe_validation_error(
     error: ValidationError, value: Any, locations: SourceLocations, model: ModelClass
 ) -> RecipeError:
     """Return the RecipeError with all problems of `value`, which is not a valid `model`, in the order of the file."""

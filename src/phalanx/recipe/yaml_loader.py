@@ -7,6 +7,7 @@ parses, in Python: its parser in C ends the process on a text of 100,000 bracket
 import contextlib
 import io
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -20,8 +21,16 @@ from phalanx.errors import RecipeError
 KeyPath = tuple[str | int, ...]
 """The path of a value: `("data", "source", 0, "weight")`."""
 
-SourceLocations = dict[KeyPath, str]
-"""Where each value was written: `recipe.yaml:12`, or the override that gave it."""
+
+class SourceLocations(dict[KeyPath, str]):
+    """Where each value was written: `recipe.yaml:12`, or the override that gave it."""
+
+    def __init__(self, places: Mapping[KeyPath, str] | None = None) -> None:
+        super().__init__(places or {})
+        self.empty_keys: list[KeyPath] = []
+        """Keys with nothing behind them. YAML takes this for null, which switches parts off; it is a slip where lines
+        below are commented out, or not indented."""
+
 
 _YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 _SCALAR_TAGS = [_YAML_TAG_PREFIX + name for name in ("null", "bool", "int", "float", "str")]
@@ -127,7 +136,7 @@ def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, Sou
     RecipeError: the text is not YAML, a key appears twice, or a tag asks for something that is not plain data.
     """
     node, yaml = compose(text, label, with_lines)
-    locations: SourceLocations = {}
+    locations = SourceLocations()
 
     def location(node: Node) -> str:
         return _place(label, node.start_mark if with_lines else None)
@@ -165,13 +174,19 @@ def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, Sou
             reason = f"a number of {len(node.value):,} digits, expected at most {MAX_INT_DIGITS:,}"
             raise RecipeError(f"{where}: {f'{format_key(key)}: ' if key else ''}found {reason}")
         if isinstance(node, ScalarNode) and node.tag in _SCALAR_TAGS:
+            if not node.value and node.tag == f"{_YAML_TAG_PREFIX}null":
+                locations.empty_keys.append(key)
             with contextlib.suppress(ValueError, LookupError):
                 return yaml.constructor.construct_object(node)
         raise RecipeError(
             f"{where}: the tag {str(node.tag).replace(_YAML_TAG_PREFIX, '!!')} cannot be used in a recipe"
         )
 
-    return (None, {(): label}) if node is None else (value(node, (), ()), locations)
+    if node is not None:
+        return value(node, (), ()), locations
+    locations[()] = label
+    locations.empty_keys.append(())
+    return None, locations
 
 
 def _place(label: str, mark: StreamMark | None) -> str:

@@ -51,16 +51,16 @@ def test_a_run_is_warned_at_80_percent_once_and_stopped_at_100(tmp_path: Path) -
 
 def test_energy_counts_with_the_pue_and_money_by_its_price(tmp_path: Path) -> None:
     write_energy(Run(tmp_path), 3.0)
-    used = make_guard(Run(tmp_path)).measure_usage()
+    used = make_guard(Run(tmp_path), kwh=9.0).measure_usage()
     assert (used.kwh, used.cost) == (6.0, 3.0)
 
 
 def test_earlier_attempts_and_the_start_count(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run")
-    before = make_guard(run).measure_usage().device_hours
+    before = make_guard(run, kwh=9.0).measure_usage().device_hours
     assert before is not None
     assert before > 0
-    guard = BudgetGuard(run, BudgetConfig(), 2, None, startup_s=1800.0, clock=SettableClock())
+    guard = BudgetGuard(run, BudgetConfig(kwh=9.0), 2, None, startup_s=1800.0, clock=SettableClock())
     assert guard.measure_usage().device_hours == pytest.approx(before + 1.0)
 
 

@@ -13,7 +13,7 @@ from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.fleet.fleet_file import FleetFile
 from phalanx.fleet.power_tree import NodePower, build_power_tree
 from phalanx.fleet.simulate.power_model import find_cap_speed, slow_down
-from phalanx.fleet.simulate.site_series import align_hours, read_hourly_column
+from phalanx.fleet.simulate.site_series import PRICE_COLUMNS, align_hours, read_hourly_column
 from phalanx.fleet.site_settings import HourlyFile
 from phalanx.recipe.yaml_loader import parse_yaml
 
@@ -228,6 +228,8 @@ def test_a_missing_hour_has_the_value_before_and_offsets_are_followed(tmp_path: 
         ("2023-10-29T01:00,cheap", "h.csv:2: price_per_kwh 'cheap': expected a number"),
         ("2023-10-29T01:00,1\n2023-11-29T01:00,1", "hours are missing"),
         ("", "no hour with a value"),
+        ("1782864000000,1\n1782867600000,1", "time '1782864000000': expected a time from 1970 on, .* not milliseconds"),
+        ("0001-01-01T00:00+14:00,1", "expected a time from 1970 on"),
     ],
 )
 def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str) -> None:
@@ -242,11 +244,20 @@ def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str)
         ("site.pue=1.1", "pue: is computed by the plant"),
         ("site.weather=null", "plant needs weather"),
         ("site.plant=null", "no plant; add"),
-        ("site.weather=nowhere.csv", "nowhere.csv: no such file"),
+        ("site.weather=nowhere.csv", "simulate.site.weather: .*nowhere.csv: no such file; expected a CSV file"),
+        ("site.price_per_kwh=ct", "simulate.site.price_per_kwh: .*ct: no such file; expected a number, or a CSV file"),
+        (
+            "site.carbon_g_per_kwh=.",
+            "simulate.site.carbon_g_per_kwh: .*: no such file; expected a number",
+        ),
         ("site.price_per_kwh='{file: hours.csv, columns: {time: when}}'", "no column when, found time, dry"),
         ("site.start=summer", "start: found summer, expected a time"),
         ("days=30", "has 80 hours"),
         ("site.price_per_kwh=-1", "found -1"),
+        (
+            "'site.plant.design_it=1 W'",
+            "the plant is built for 1 W, and nodes draw up to .* W; expected the most power",
+        ),
     ],
 )
 def test_a_site_that_cannot_be_simulated_is_refused(fleet: Path, what: str, message: str) -> None:
@@ -258,6 +269,36 @@ def test_an_unknown_column_of_a_price_names_what_is_expected(fleet: Path, tmp_pa
     (tmp_path / "p.csv").write_text("time,price\n2023-01-01,1\n")
     with pytest.raises(UsageError, match="no column price_per_kwh or price_per_mwh, found time, price"):
         simulate_variants(fleet, ["site.price_per_kwh=p.csv"], None, 1)
+
+
+@pytest.mark.parametrize(
+    ("header", "columns", "message"),
+    [
+        ("time,price_per_kwh,price_per_mwh", {}, "has price_per_kwh and price_per_mwh; remove one, or choose one by"),
+        ("time,price_per_kwh,price_per_kwh", {}, "has the column price_per_kwh twice"),
+        ("time,price_per_kwh,x", {"price_per_mwh": "cost"}, "no column cost, found time"),
+        (
+            "time,price_per_kwh,x",
+            {"price": "x"},
+            "columns: price: no such value; expected one of time, site, price_per",
+        ),
+        ("time;price_per_kwh;x", {}, "divided by ';'; expected commas"),
+        ("time,price_per_kwh", {}, "h.csv:2: 3 values, expected 2 as in the header; numbers have points, not commas"),
+        ("time,price_per_kwh,x,y", {}, "h.csv:2: 3 values, expected 4 as in the header"),
+    ],
+)
+def test_columns_of_which_another_may_be_meant_are_refused(
+    tmp_path: Path, header: str, columns: dict[str, str], message: str
+) -> None:
+    (tmp_path / "h.csv").write_text(f"{header}\n2023-01-01,1,2\n")
+    with pytest.raises(PhalanxError, match=message):
+        read_hourly_column(HourlyFile(file="h.csv", columns=columns), tmp_path, PRICE_COLUMNS)
+
+
+def test_one_of_two_prices_is_chosen_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "h.csv").write_text("\ufefftime, price_per_kwh,price_per_mwh,\r\n 2023-01-01,1,50,\r\n")
+    entry = HourlyFile(file="h.csv", columns={"price_per_mwh": "price_per_mwh"})
+    assert read_hourly_column(entry, tmp_path, PRICE_COLUMNS).columns.tolist() == [[0.05]]
 
 
 def test_the_steps_of_the_guide_make_a_fleet_file() -> None:

@@ -64,11 +64,12 @@ def test_half_the_failures_differ_by_more_than_noise_and_another_price_in_nothin
     assert next(row for row in table.rows if row[0] == "ETTR")[2] == "0"
 
 
-def test_the_same_variant_differs_in_nothing(fleet):
-    table = describe_differences(simulate_variants(fleet, ["simulate.days=30"], None, seeds=2))
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_same_variant_differs_in_nothing(fleet, seeds):
+    table = describe_differences(simulate_variants(fleet, ["simulate.days=30"], None, seeds))
     assert table is not None
     assert table.rows == []
-    assert "no figure differs" in table.notes[-1]
+    assert table.notes[-1] == "simulate.days=30: no figure differs from the file."
 
 
 def test_a_search_finds_dalys_interval_and_its_neighbour_in_the_noise(fleet):
@@ -88,6 +89,11 @@ def test_the_command_names_ties_of_the_best(fleet, capsys):
     assert "best: site.price_per_kwh=1; the difference to 2 is noise" in capsys.readouterr().out
     assert main([*argv, "--json", "--goal", "ettr"]) == ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["ties"] == ["2"]
+
+
+def test_a_goal_without_a_search_is_refused(fleet, capsys):
+    assert main(["simulate", str(fleet), "--goal", "wait"]) == ExitCode.USAGE
+    assert "--goal: is of --search" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("search", ["spares", "spares=1", "=1,2", "spares=1,1"])

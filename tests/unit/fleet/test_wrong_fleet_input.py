@@ -10,6 +10,7 @@ from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.claims import LevelSum
 from phalanx.fleet.power.guard import GuardStatus
+from phalanx.fleet.power.helper_file import load_helper_file
 from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.load_targets import load_targets_file
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
@@ -72,9 +73,116 @@ def test_a_variant_that_would_change_nothing_is_refused(tmp_path: Path, variant:
         simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
 
 
-def test_a_variant_takes_percent_and_new_racks_and_the_jobs_of_a_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "problem"),
+    [
+        ("jobs.a.checkpoint.mode=async", "instead of jobs.a; expected jobs.replay.checkpoint.mode"),
+        ("simulate.jobs.a.activity=0.5", "instead of jobs.a; expected jobs.replay.activity"),
+        ("'jobs.b={count: 1}'", "instead of jobs.b; leave it out"),
+        ("'jobs={b: {count: 1}}'", "instead of jobs; leave it out"),
+        ("jobs.replay.median_h=3", "--replay ignores jobs.replay.median_h; expected checkpoint, activity or speed_by"),
+        ("'jobs.replay={count: 3}'", "--replay ignores jobs.replay.count; expected checkpoint, activity or speed_by"),
+    ],
+)
+def test_a_variant_of_jobs_that_a_trace_replaces_is_refused(tmp_path: Path, variant: str, problem: str) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
-    settings = ["spares=25%", "'racks.k3={row: r, node_type: h, nodes: 3}'", "jobs.replay.checkpoint.mode=async"]
+    (tmp_path / "jobs.csv").write_text("submit_s,gpus,duration_s\n0,8,3600\n")
+    with pytest.raises(RecipeError, match=problem):
+        simulate_variants(tmp_path / "fleet.yaml", [variant], tmp_path / "jobs.csv", 1)
+    assert simulate_variants(tmp_path / "fleet.yaml", ["jobs.replay.activity=0.5"], tmp_path / "jobs.csv", 1)
+
+
+@pytest.mark.parametrize("price", ["8 ct", "0,08", "$0.08", "0.08 EUR/kWh", "8ct.", "-8 ct"])
+@pytest.mark.parametrize("key", ["price_per_kwh", "carbon_g_per_kwh"])
+def test_a_price_with_a_unit_is_no_missing_file(tmp_path: Path, key: str, price: str) -> None:
+    text = FLEET + SIMULATED
+    problem = (
+        rf'fleet.yaml:12: simulate.site.{key}: found ".*", expected a number without a unit, such as 0.08, or a file'
+    )
+    with pytest.raises(RecipeError, match=problem):
+        load_text(tmp_path, f"{text}  site: {{{key}: '{price}'}}\n")
+    for name in ("2023.csv", "2023/prices.csv", "prices", "8 ct.csv", "{file: '8 ct'}"):
+        assert load_text(tmp_path, f"{text}  site: {{{key}: {name}}}\n").simulate
+
+
+@pytest.mark.parametrize(
+    ("devices", "problem"),
+    [
+        ("{min_cap: 700 W, max_cap: 200 W}", "min_cap of 700 W is above max_cap of 200 W"),
+        ("{packages: 2}", "packages is not for kind: nvml; expected kind: rapl"),
+        ("{kind: amdsmi, clocks: []}", "clocks is not for kind: amdsmi; expected kind: nvml-clocks"),
+        ("{kind: nvml-clocks}", "those of kind nvml-clocks need `clocks: "),
+        ("{kind: redfish}", "those of kind redfish need `redfish: {url: ...}`"),
+        ("{ids: []}", "ids: found .*, expected"),
+    ],
+)
+def test_devices_that_cannot_be_opened_are_refused_on_load(tmp_path: Path, devices: str, problem: str) -> None:
+    (tmp_path / "helper.yaml").write_text(f"allow: {{}}\ndevices: {devices}\n")
+    with pytest.raises(RecipeError, match=rf"helper.yaml:2: devices.*{problem}"):
+        load_helper_file(tmp_path / "helper.yaml")
+
+
+def test_a_power_of_zero_is_not_the_catalogues(tmp_path: Path) -> None:
+    tree = load_tree(tmp_path, FLEET.replace("dgx-h100", "dgx-h100, device_idle: 0 W"))
+    assert tree.nodes[0].power.device_idle_w == 0
+    with pytest.raises(RecipeError, match=r"node_types.h.device_power: 0 W, with which nothing runs"):
+        load_tree(tmp_path, FLEET.replace("dgx-h100", "dgx-h100, device_power: 0 W"))
+    with pytest.raises(RecipeError, match="do not fit into a node of 2900 to 0 W"):
+        load_tree(tmp_path, FLEET.replace("dgx-h100", "dgx-h100, power: 0 W"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "problem"),
+    [
+        ("jobs.replay.activity=0.5", "jobs.replay are those of --replay JOBS.csv, which is not given"),
+        ("power.margin=0.1", "power is not simulated"),
+        ("seeds=3", "all variants have the same seeds; give --seeds"),
+        ("simulate.seeds=3", "all variants have the same seeds; give --seeds"),
+        ("days=30%", 'days: found "30%", expected a number above 0'),
+        ("jobs.a.median_h=50%", 'median_h: found "50%", expected a number above 0'),
+        ("'cooling={design_it: 1 MW}'", "cooling is not simulated here; expected site.weather=FILE.csv as well"),
+        ("'jobs.b={devices: {8: 1}}'", "jobs.b: has no jobs; expected count or per_day"),
+    ],
+)
+def test_a_variant_of_what_is_not_simulated_is_refused(tmp_path: Path, variant: str, problem: str) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    with pytest.raises(RecipeError, match=problem):
+        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
+
+
+@pytest.mark.parametrize("variant", ["spares=4 %", "spares", "jobs.a.devices={8: 1}", "=3"])
+def test_a_variant_that_is_cut_at_a_space_names_the_quotes(tmp_path: Path, variant: str) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    with pytest.raises(UsageError, match=r"expected KEY=VALUE, such as spares=0.04; one with spaces stands in quotes"):
+        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("power: {margin: true}", "power.margin: found true, expected a number from 0 to 1"),
+        (
+            "power: {devices: {kind: rapl, packages: true}}",
+            "power.devices.packages: found true, expected a whole number",
+        ),
+        ("simulate: {seeds: true}", "simulate.seeds: found true, expected a whole number"),
+        ("simulate: {site: {conversion_efficiency: 1e-300}}", "conversion_efficiency: found 1e-300, expected a number"),
+        ("simulate: {site: {start: 2026-07-01}}", "simulate.site: start: is the first hour of hourly files, and there"),
+        ("simulate: {site: {supply_limit_c: 30}}", "simulate.site: supply_limit_c needs weather"),
+        (
+            "cooling: {design_it: 1 MW, pump_efficiency: 1e-9}",
+            "cooling.pump_efficiency: found 1e-09, expected a number",
+        ),
+    ],
+)
+def test_a_figure_that_cannot_be_is_refused(tmp_path: Path, section: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=key):
+        load_text(tmp_path, f"{FLEET}{section}\n")
+
+
+def test_a_variant_takes_percent_and_new_racks_and_jobs(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    settings = ["spares=25%", "'racks.k3={row: r, node_type: h, nodes: 3}'", "'jobs.b={count: 2}'"]
     found = simulate_variants(tmp_path / "fleet.yaml", [" ".join(settings)], None, 1)[1]
     assert (found.settings.spares, found.num_nodes) == (0.25, 7)
 

@@ -302,7 +302,8 @@ def test_an_override_that_is_not_key_and_value_is_wrong_usage() -> None:
     [
         ("", "optimizer.lrr=3", "optimizer.lrr: unknown key; did you mean lr?"),
         ("", "steps=soon", 'steps: found "soon", expected '),
-        ("", "steps=", "steps: found null, expected "),
+        ("", "steps=", "steps: found nothing, expected "),
+        ("", "budget=", "budget: found nothing, expected a mapping (device_hours, kwh, cost) or null"),
         ("", "steps={", "not valid YAML: "),
         ("steps: 3", "steps.x=2", "steps is 3, not a mapping"),
         ("data: {source: [{text: a}]}", "data.source.1.weight=2", "data.source is a list of 1: found '1'"),
@@ -311,6 +312,21 @@ def test_an_override_that_is_not_key_and_value_is_wrong_usage() -> None:
 )
 def test_errors_of_an_override_name_it(folder: Path, text: str, argument: str, expected: str) -> None:
     assert refusal(text, argument).startswith(f"override {argument}: {expected}")
+
+
+@pytest.mark.parametrize("text", ["budget:", "lora: # {rank: 8}", "init_from:", "checkpoint:", "optimizer: {lr}"])
+def test_a_key_without_a_value_is_no_null(folder: Path, text: str) -> None:
+    key = "optimizer.lr" if "lr}" in text else text.partition(":")[0]
+    assert refusal(f"seed: 1\n{text}\n").startswith(f"r.yaml:2: {key}: found nothing, expected ")
+
+
+@pytest.mark.parametrize("limits", ["{}", "{kwh: null}"])
+def test_a_budget_without_a_limit_is_refused(folder: Path, limits: str) -> None:
+    assert refusal(f"budget: {limits}\n") == (
+        "r.yaml:1: budget: limits nothing; expected device_hours, kwh or cost, or budget: null"
+    )
+    assert recipe("budget: null\n").budget is None
+    assert recipe("budget:\n", "budget.kwh=3").budget is not None
 
 
 # -- variables ---------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ import pwd
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError, UsageError
 from phalanx.fleet.node_control_settings import DEFAULT_SOCKET, CapDeviceSettings
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.validation_errors import describe_value, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 from phalanx.run.private_files import check_owner
 
@@ -45,11 +45,13 @@ def load_helper_file(path: Path) -> HelperFile:
     value, locations = parse_yaml(read_user_text(path), str(path))
     if not isinstance(value, dict):
         raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `allow:`")
-    try:
-        file = HelperFile.model_validate(value)
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, HelperFile) from None
+    file = validate_value(value, locations, HelperFile)
     PeerList(file.allow)
+    needed = {"redfish": "redfish: {url: ...}", "nvml-clocks": "clocks: [{clock_mhz: ..., most_power: ...}, ...]"}
+    devices = file.devices
+    if devices.kind in needed and not (devices.clocks if devices.kind == "nvml-clocks" else devices.redfish):
+        where = location_of_key(locations, ("devices",))
+        raise RecipeError(f"{where}: devices: those of kind {devices.kind} need `{needed[devices.kind]}`")
     return file
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from phalanx.cluster.spec import Figure, StrictModel
 from phalanx.errors import DataError, RecipeError
@@ -16,7 +16,7 @@ from phalanx.fleet.power.sweep_file import load_sweep
 from phalanx.fleet.power_tree import NodePower, PowerTree
 from phalanx.fleet.power_units import Power
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
+from phalanx.recipe.validation_errors import describe_value, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
 CAP_TOLERANCE_W = 1.0
@@ -45,7 +45,7 @@ class PoweredJobEntry(StrictModel):
 
     nodes: str
     """A name, or a range such as n[01-04]."""
-    priority: int = 0
+    priority: int = Field(0, ge=-(10**6), le=10**6)
     """A job of a higher one is slowed down later."""
     job: str | None = Field(None, pattern=r"^[a-z]+:.+$")
     """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""
@@ -67,10 +67,7 @@ def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
     value, locations = parse_yaml(read_user_text(path), str(path))
     if not isinstance(value, dict):
         raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `jobs:`")
-    try:
-        file = PowerJobsFile.model_validate(value)
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, PowerJobsFile) from None
+    file = validate_value(value, locations, PowerJobsFile)
     indices = {node.name: index for index, node in enumerate(tree.nodes)}
     owners: dict[str, str] = {}
     jobs = []

@@ -7,14 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, Protocol, overload
 
-from pydantic import ValidationError
-
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.fleet.power_tree import PowerTree
 from phalanx.fleet.power_units import Power
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value, suggest_nearest
+from phalanx.recipe.validation_errors import describe_value, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
 ShedStrategy = Literal["caps", "pause", "pause-first"]
@@ -101,10 +99,7 @@ def load_targets_file(path: Path, tree: PowerTree) -> Sequence[LoadTarget]:
     value, locations = parse_yaml(read_user_text(path), str(path))
     if not isinstance(value, dict):
         raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `targets:`")
-    try:
-        entries = LoadTargetsFile.model_validate(value).targets
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, LoadTargetsFile) from None
+    entries = validate_value(value, locations, LoadTargetsFile).targets
     labels = [level.label for level in tree.levels]
     targets = []
     for index, entry in enumerate(entries):

@@ -1,6 +1,5 @@
 """Jobs of a simulation: drawn from distributions, or read from a trace."""
 
-import csv
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.errors import DataError
+from phalanx.fleet.csv_table import open_csv
 from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
 from phalanx.fleet.simulate.failures import SECONDS_PER_HOUR, FailureRates
 from phalanx.fleet.simulate.job_state import SimulatedJob
@@ -64,31 +64,26 @@ def read_job_trace(path: Path) -> list[tuple[float, int, float]]:
     """Read a CSV file with the columns submit_s, gpus and duration_s; others are ignored. Return submission, devices
     and duration of each job, in the order of submission. Raises DataError with line, column and value."""
     rows: list[tuple[float, int, float]] = []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            if missing := [name for name in TRACE_COLUMNS if name not in (reader.fieldnames or ())]:
-                raise DataError(
-                    f"{path}: no column {missing[0]}; expected {', '.join(TRACE_COLUMNS)}, found "
-                    f"{', '.join(reader.fieldnames or ()) or 'none'}"
-                )
-            for row in reader:
-                submit_s, duration_s, gpus = (_read_number(path, reader.line_num, n, row[n]) for n in TRACE_COLUMNS)
-                if gpus < 1 or gpus != int(gpus):
-                    raise DataError(f"{path}:{reader.line_num}: gpus: expected a whole number above 0, found {gpus:g}")
-                if len(rows) == MOST_JOBS:
-                    raise DataError(f"{path}: more than {MOST_JOBS} jobs")
-                rows.append((submit_s, int(gpus), duration_s))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: expected CSV text: {error}") from None
+    with open_csv(path) as table:
+        if missing := [name for name in TRACE_COLUMNS if name not in table.columns]:
+            raise DataError(
+                f"{path}: no column {missing[0]}; expected {', '.join(TRACE_COLUMNS)}, found {table.describe_columns()}"
+            )
+        for line, row in table.iterate({name: name for name in TRACE_COLUMNS}):
+            submit_s, duration_s, gpus = (_read_number(path, line, name, row[name]) for name in TRACE_COLUMNS)
+            if gpus < 1 or gpus != int(gpus):
+                raise DataError(f"{path}:{line}: gpus: expected a whole number above 0, found {gpus:g}")
+            if len(rows) == MOST_JOBS:
+                raise DataError(f"{path}: more than {MOST_JOBS} jobs")
+            rows.append((submit_s, int(gpus), duration_s))
     if not rows:
         raise DataError(f"{path}: no jobs")
     return sorted(rows)
 
 
-def _read_number(path: Path, line: int, column: str, text: str | None) -> float:
+def _read_number(path: Path, line: int, column: str, text: str) -> float:
     try:
-        value = float(text or "")
+        value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value < 0:

@@ -1,6 +1,5 @@
 """Hours of a site from CSV files: weather, price and carbon, aligned on UTC."""
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.csv_table import check_names, open_csv
 from phalanx.fleet.site_settings import HourlyFile, SiteConditions
 from phalanx.fleet.thermal.device_series import Values
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
-from phalanx.fleet.thermal.series_csv import parse_time
+from phalanx.fleet.thermal.series_csv import MAX_TIME_S, parse_time
 from phalanx.fleet.thermal.weather import read_weather
 
 SECONDS_PER_HOUR = 3600.0
@@ -84,11 +84,14 @@ def load_site_hours(site: SiteConditions, cooling: CoolingPlant | None, folder: 
         plant = site.plant or cooling
         if plant is None:
             raise UsageError("simulate.site.weather: no plant; add `plant: {design_it: 1 MW}` next to it")
-        weather = read_weather_hours(_complete(site.weather), folder)
+        weather = read_weather_hours(_find_file("weather", site.weather, folder), folder)
     price = None if isinstance(site.price_per_kwh, float | int) else site.price_per_kwh
     carbon = None if isinstance(site.carbon_g_per_kwh, float | int) else site.carbon_g_per_kwh
-    price_series = None if price is None else read_hourly_column(_complete(price), folder, PRICE_COLUMNS)
-    carbon_series = None if carbon is None else read_hourly_column(_complete(carbon), folder, CARBON_COLUMNS)
+    price_series = carbon_series = None
+    if price is not None:
+        price_series = read_hourly_column(_find_file("price_per_kwh", price, folder), folder, PRICE_COLUMNS)
+    if carbon is not None:
+        carbon_series = read_hourly_column(_find_file("carbon_g_per_kwh", carbon, folder), folder, CARBON_COLUMNS)
     start_hour = site.find_start_hour()
     if start_hour is None:
         firsts = [each.first_hour for each in (weather, price_series, carbon_series) if each is not None]
@@ -104,34 +107,31 @@ def read_weather_hours(entry: HourlyFile, folder: Path) -> HourlySeries:
 
 
 def read_hourly_column(entry: HourlyFile, folder: Path, factors: dict[str, float]) -> HourlySeries:
-    """Read one column by hour: the first of `factors` that the file has, times its factor."""
+    """Read one column by hour: that of `factors` which the file has, times its factor."""
     path = folder / entry.file
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            header = list(rows.fieldnames or [])
-            names = {name: entry.columns.get(name, name) for name in ("time", "site", *factors)}
-            found = [name for name in factors if names[name] in header]
-            needed = ["time", *([] if entry.site is None else ["site"])]
-            missing = [names[each] for each in needed if names[each] not in header]
-            missing += [] if found else [" or ".join(names[name] for name in factors)]
-            if missing:
-                raise UsageError(
-                    f"{path}: no column {missing[0]}, found {', '.join(header) or 'an empty file'}; name columns by "
-                    "{file: FILE.csv, columns: {time: COLUMN}}"
-                )
-            times, values = [], []
-            for row in rows:
-                if entry.site is not None and row[names["site"]] != entry.site:
-                    continue
-                text = row[names[found[0]]]
-                if text and text.strip():
-                    times.append(row[names["time"]])
-                    values.append(_read_value(path, rows.line_num, found[0], text))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as CSV: {error}") from None
+    check_names(f"{path}: columns:", entry.columns, ("time", "site", *factors))
+    with open_csv(path) as table:
+        names = {name: entry.columns.get(name, name) for name in ("time", "site", *factors)}
+        found = [name for name in factors if names[name] in table.columns]
+        found = [name for name in found if name in entry.columns] or found
+        needed = ["time", *([] if entry.site is None else ["site"]), *entry.columns]
+        missing = [names[each] for each in needed if names[each] not in table.columns]
+        missing += [] if found else [" or ".join(names[name] for name in factors)]
+        if missing:
+            raise UsageError(
+                f"{path}: no column {missing[0]}, found {table.describe_columns()}; name columns by "
+                "{file: FILE.csv, columns: {time: COLUMN}}"
+            )
+        if len(found) > 1:
+            raise UsageError(
+                f"{path}: has {' and '.join(names[name] for name in found)}; remove one, or choose one by {{file: "
+                f"{entry.file}, columns: {{{found[0]}: {names[found[0]]}}}}}"
+            )
+        times, values = [], []
+        for line, row in table.iterate(names):
+            if (entry.site is None or row["site"] == entry.site) and row[found[0]].strip():
+                times.append(row["time"])
+                values.append(_read_value(path, line, found[0], row[found[0]]))
     return align_hours(path, times, factors[found[0]] * np.array([values]))
 
 
@@ -164,15 +164,23 @@ def format_hour(hour: int) -> str:
     return datetime.fromtimestamp(hour * SECONDS_PER_HOUR, UTC).strftime("%Y-%m-%dT%H:%MZ")
 
 
-def _complete(entry: str | HourlyFile) -> HourlyFile:
-    return HourlyFile(file=entry) if isinstance(entry, str) else entry
+def _find_file(key: str, entry: str | HourlyFile, folder: Path) -> HourlyFile:
+    """Return the entry of a key. UsageError where there is no such file."""
+    found = HourlyFile(file=entry) if isinstance(entry, str) else entry
+    if not (folder / found.file).is_file():
+        expected = "a CSV file" if key == "weather" else "a number, or a CSV file"
+        raise UsageError(f"simulate.site.{key}: {folder / found.file}: no such file; expected {expected}")
+    return found
 
 
 def _read_hour(path: Path, text: str) -> int:
     try:
-        hour, rest_s = divmod(parse_time(text), SECONDS_PER_HOUR)
+        time_s = parse_time(text)
     except ValueError:
         raise DataError(f"{path}: time {text!r}: expected an ISO 8601 time such as 2023-07-01T00:00") from None
+    if not 0 <= time_s <= MAX_TIME_S:
+        raise DataError(f"{path}: time {text!r}: expected a time from 1970 on, or its seconds, not milliseconds")
+    hour, rest_s = divmod(time_s, SECONDS_PER_HOUR)
     if rest_s:
         raise DataError(f"{path}: time {text!r}: expected whole hours")
     return int(hour)

@@ -102,9 +102,9 @@ class ModbusEntry(StrictModel):
     """Such as modbus://cdu1.example.com:502."""
     device_id: int = Field(ge=0, le=255)
     """Unit identifier, as the manual or the gateway has it."""
-    interval_s: float = Field(5.0, gt=0)
+    interval_s: float = Field(5.0, gt=0, le=1e6)
     """Seconds from one reading to the next. A value is missing when it is older than three."""
-    timeout_s: float = Field(2.0, gt=0)
+    timeout_s: float = Field(2.0, gt=0, le=3600)
     points: dict[LiquidColumn, RegisterPoint]
     alive: RegisterPoint | None = None
     """A counter that the controller moves: while it does not, all values are missing. Without it, a gateway may answer

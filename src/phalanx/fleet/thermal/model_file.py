@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from phalanx.cluster.spec import Count, Figure, Measure, StrictModel
 from phalanx.errors import RecipeError
 from phalanx.recipe.dump import to_plain_values
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_validation_error, describe_value
+from phalanx.recipe.validation_errors import describe_value, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml, to_yaml
 from phalanx.run.directory import write_atomic
 
@@ -61,10 +61,7 @@ def load_thermal_model(path: Path) -> ThermalModelFile:
             f"{location_of_key(locations, ())}: found {describe_value(value)}, expected `kinds:`; `phalanx thermal "
             "fit` writes such a file"
         )
-    try:
-        return ThermalModelFile.model_validate(value)
-    except ValidationError as error:
-        raise describe_validation_error(error, value, locations, ThermalModelFile) from None
+    return validate_value(value, locations, ThermalModelFile)
 
 
 def save_thermal_model(model: ThermalModelFile, path: Path) -> None:

@@ -13,9 +13,9 @@ from phalanx.fleet.thermal.device_series import Values
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 
 WATER_KG_PER_M3 = 995.0
-Share = Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL]
+Share = Annotated[float, Field(ge=0.001, le=1), NUMBER_NOT_BOOL]
 ShareOrNone = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]
-Kelvins = Annotated[float, Field(gt=0, le=100), NUMBER_NOT_BOOL]
+Kelvins = Annotated[float, Field(ge=0.01, le=100), NUMBER_NOT_BOOL]
 Pressure = Annotated[float, Field(gt=0, le=5000), NUMBER_NOT_BOOL]
 Degrees = Annotated[float, Field(ge=0, le=80), NUMBER_NOT_BOOL]
 
@@ -58,11 +58,11 @@ class CoolingPlant(StrictModel):
     tower_wet_bulb_c: Degrees = 24.0
     tower_approach_k: Kelvins = 4.0
     """At full fan, design heat and design wet bulb: this calibrates the tower."""
-    tower_heat_j_per_kg: Annotated[float, Field(gt=0, le=200_000), NUMBER_NOT_BOOL] = 37_000.0
+    tower_heat_j_per_kg: Annotated[float, Field(ge=1000, le=200_000), NUMBER_NOT_BOOL] = 37_000.0
     """Heat for each kg of air at design; calibrated on a tower (docs/benchmarks/fleet.md)."""
     dry_approach_k: Kelvins = 8.0
     """Of a dry cooler at full fan and design heat."""
-    dry_air_share: Annotated[float, Field(gt=0, le=10), NUMBER_NOT_BOOL] = 1.2
+    dry_air_share: Annotated[float, Field(ge=0.01, le=10), NUMBER_NOT_BOOL] = 1.2
     """Capacity flow of a dry cooler's air over that of its water."""
     evaporated_share: Share = 0.85
     """Of a tower's heat; the rest warms the air."""

@@ -1,7 +1,6 @@
 """Read the power and temperature of devices from a CSV file."""
 
-import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.csv_table import CsvTable, check_names, open_csv
 from phalanx.fleet.thermal.device_series import DeviceSeries, Values
 
 REQUIRED_COLUMNS = ("time", "node", "power_w", "core_temperature_c")
@@ -37,20 +37,14 @@ def read_series_csv(path: Path, columns: Mapping[str, str], kind: str | None = N
 
     Raises UsageError for columns that are not there, DataError with the line for a value that is none.
     """
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = csv.reader(file)
-            header = next(rows, [])
-            places = _find_columns(path, header, columns, kind is not None)
-            return _read_rows(path, rows, places, kind)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as CSV: {error}") from None
+    check_names("--column", columns, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
+    with open_csv(path) as table:
+        return _read_rows(table, _find_columns(table, columns, kind is not None), kind)
 
 
 def parse_time(text: str) -> float:
     """Return seconds of a number of seconds, or of an ISO 8601 time; without a zone it is UTC. ValueError else."""
+    text = text.strip()
     try:
         value = float(text)
     except ValueError:
@@ -61,13 +55,10 @@ def parse_time(text: str) -> float:
     return value
 
 
-def _find_columns(path: Path, header: list[str], columns: Mapping[str, str], has_kind: bool) -> dict[str, int]:
-    known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
-    for name in columns:
-        if name not in known:
-            raise UsageError(f"--column {name}: no such value; expected one of {', '.join(known)}")
+def _find_columns(table: CsvTable, columns: Mapping[str, str], has_kind: bool) -> dict[str, int]:
+    header = table.columns
     places = {}
-    for name in known:
+    for name in (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS):
         column = columns.get(name, name)
         if column in header:
             places[name] = header.index(column)
@@ -75,19 +66,14 @@ def _find_columns(path: Path, header: list[str], columns: Mapping[str, str], has
             near = get_close_matches(column, header, 1, 0.5)
             hint = f"--column {name}={near[0] if near else 'COLUMN'}"
             hint += " or --kind NAME" if name == "kind" else ""
-            raise UsageError(f"{path}: no column {column}, found {', '.join(header) or 'an empty file'}; add {hint}")
+            raise UsageError(f"{table.path}: no column {column}, found {table.describe_columns()}; add {hint}")
     return places
 
 
-def _read_rows(
-    path: Path, rows: Iterator[list[str]], places: Mapping[str, int], kind: str | None
-) -> list[DeviceSeries]:
+def _read_rows(table: CsvTable, places: Mapping[str, int], kind: str | None) -> list[DeviceSeries]:
+    path = table.path
     found: dict[tuple[str, str, str], list[list[float]]] = {}
-    for number, row in enumerate(rows, 2):
-        if not row:
-            continue
-        if len(row) <= max(places.values()):
-            raise DataError(f"{path}:{number}: {len(row)} values, expected {max(places.values()) + 1} or more")
+    for number, row in table.rows:
         values = [_read_number(path, number, name, row[places[name]]) if name in places else np.nan
                   for name in NUMBER_COLUMNS]  # fmt: skip
         if np.isnan(values[0]) or np.isnan(values[1]):

@@ -1,13 +1,13 @@
 """The weather of a site by hour, and hours in which water would be too warm."""
 
-import csv
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.errors import DataError, UsageError
+from phalanx.fleet.csv_table import CsvTable, check_names, open_csv
 from phalanx.fleet.thermal.device_series import Values
 from phalanx.fleet.thermal.moist_air import find_wet_bulb
 
@@ -37,17 +37,12 @@ def read_weather(path: Path, columns: Mapping[str, str], site: str | None = None
 
     Raises UsageError for columns or a site that are not there, DataError with the line for a value that is none.
     """
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            header = list(rows.fieldnames or [])
-            names = {name: columns.get(name, name) for name in ("time", "site", *WEATHER_LIMITS)}
-            _check_columns(path, header, names, site)
-            return _read_rows(path, rows, names, site)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as CSV: {error}") from None
+    known = ("time", "site", *WEATHER_LIMITS)
+    check_names(f"{path}: columns:", columns, known)
+    names = {name: columns.get(name, name) for name in known}
+    with open_csv(path) as table:
+        _check_columns(table, names, site, columns)
+        return _read_rows(table, names, site)
 
 
 def count_hours_above(temperature_c: Values, approach_k: float, limit_c: float) -> int:
@@ -56,28 +51,29 @@ def count_hours_above(temperature_c: Values, approach_k: float, limit_c: float) 
     return int(np.count_nonzero(temperature_c + approach_k > limit_c))
 
 
-def _check_columns(path: Path, header: list[str], names: Mapping[str, str], site: str | None) -> None:
-    needed = ["time", "dry_bulb_c", *(["site"] if site is not None else [])]
-    missing = [name for name in needed if names[name] not in header]
-    if not missing and not {names["wet_bulb_c"], names["relative_humidity_pct"]} & set(header):
+def _check_columns(table: CsvTable, names: Mapping[str, str], site: str | None, given: Iterable[str]) -> None:
+    needed = ["time", "dry_bulb_c", *(["site"] if site is not None else []), *given]
+    missing = [name for name in needed if names[name] not in table.columns]
+    if not missing and not {names["wet_bulb_c"], names["relative_humidity_pct"]} & set(table.columns):
         missing = ["wet_bulb_c"]
     if missing:
         raise UsageError(
-            f"{path}: no column {names[missing[0]]}, found {', '.join(header) or 'an empty file'}; name it by "
+            f"{table.path}: no column {names[missing[0]]}, found {table.describe_columns()}; name it by "
             f"--column {missing[0]}=COLUMN, or in a fleet file by `columns: {{{missing[0]}: COLUMN}}`"
         )
 
 
-def _read_rows(path: Path, rows: "csv.DictReader[str]", names: Mapping[str, str], site: str | None) -> Weather:
+def _read_rows(table: CsvTable, names: Mapping[str, str], site: str | None) -> Weather:
+    path = table.path
     times: list[str] = []
     values: list[list[float]] = []
     missing, sites = 0, set()
-    for number, row in enumerate(rows, 2):
+    for number, row in table.iterate(names):
         if site is not None:
-            sites.add(row[names["site"]])
-            if row[names["site"]] != site:
+            sites.add(row["site"])
+            if row["site"] != site:
                 continue
-        found = [_read_value(path, number, name, row.get(names[name])) for name in WEATHER_LIMITS]
+        found = [_read_value(path, number, name, row.get(name)) for name in WEATHER_LIMITS]
         if found[1] > found[0] + MAX_WET_OVER_DRY_K:
             raise DataError(
                 f"{path}:{number}: wet_bulb_c {found[1]:g} is above dry_bulb_c {found[0]:g}, which cannot be; are the "
@@ -86,7 +82,7 @@ def _read_rows(path: Path, rows: "csv.DictReader[str]", names: Mapping[str, str]
         if np.isnan(found[0]) or (np.isnan(found[1]) and np.isnan(found[2])):
             missing += 1
             continue
-        times.append(row[names["time"]])
+        times.append(row["time"])
         values.append(found)
     if not values:
         known = f"; sites are {', '.join(sorted(sites))}" if sites else ""

@@ -120,6 +120,32 @@ def test_pods_of_a_paused_job_have_the_time_of_a_warning_to_save(
     assert group["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 300
 
 
+def test_a_pause_is_a_disruption_and_no_restart_that_counts(
+    engine: KubernetesBackend, server: FakeApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a pod that ends with 75 while its Job is suspended, the first rule that matches decides."""
+    ident = submitted(engine)
+    pods = [server.objects["pods", "team-a", add_pod(server, index)] for index in range(2)]
+    engine.pause(ident, "for power")
+    (group,) = server.objects["jobsets", "team-a", "gpt"]["spec"]["replicatedJobs"]
+    (pattern,) = group["template"]["spec"]["podFailurePolicy"]["rules"][0]["onPodConditions"]
+    assert all(pattern.items() <= condition.items() for pod in pods for condition in pod["status"]["conditions"])
+    assert caplog.messages == []
+
+
+def test_a_pause_without_the_right_to_evict_says_that_it_may_count(
+    engine: KubernetesBackend, server: FakeApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ident = submitted(engine)
+    add_pod(server, 0)
+    server.refuse["POST", "pods"] = (403, "pods/eviction is forbidden")
+    engine.pause(ident, "for power")
+    assert server.objects["jobsets", "team-a", "gpt"]["spec"]["suspend"] is True
+    (message,) = caplog.messages
+    assert "needs the verb create on pods/eviction: you may not do this" in message
+    assert message.endswith("Kubernetes may count the pause as a restart of gpt")
+
+
 def test_a_job_that_kueue_would_start_again_or_that_is_over_cannot_be_paused(
     engine: KubernetesBackend, server: FakeApiServer
 ) -> None:

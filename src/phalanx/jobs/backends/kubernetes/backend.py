@@ -223,6 +223,9 @@ class KubernetesBackend:
                 "false` in the spec of its Workload"
             )
         self._patch_workload(job_id, manifest.make_pause(reason))
+        namespace, kind, name = _parse_job_id(job_id)
+        if kind == "jobset":
+            self._evict_pods(namespace, name)
 
     def resume(self, job_id: str) -> bool:
         """Let Kubernetes create the pods of a paused job again."""
@@ -248,6 +251,24 @@ class KubernetesBackend:
     def undrain_node(self, node: str) -> None:
         """Uncordon a node."""
         self._patch_node(node, make_uncordon())
+
+    def _evict_pods(self, namespace: str, name: str) -> None:
+        """Mark the pods of a suspended JobSet as disrupted. Kubernetes does not count suspended pods as failures of
+        their Job, but applies the failure policy to one that it still sees after its container has ended with 75."""
+        client, _ = self._connect()
+        for pod in self._list_pods(namespace, name):
+            pod_name = pod["metadata"]["name"]
+            body = manifest.make_eviction(namespace, pod_name)
+            try:
+                with translate_api_errors(f"evicting pod {pod_name}, which needs the verb create on pods/eviction"):
+                    client.core.create_namespaced_pod_eviction(
+                        pod_name, namespace, body, _preload_content=False, _request_timeout=REQUEST_TIMEOUTS_S
+                    )
+            except ObjectNotFoundError:  # gone already
+                continue
+            except UsageError as error:
+                logger.warning("%s. Kubernetes may count the pause as a restart of %s", error, name)
+                return
 
     def _patch_node(self, node: str, change: dict[str, Any]) -> None:
         client, _ = self._connect()

@@ -90,6 +90,11 @@ def make_pause(reason: str | None) -> Manifest:
     return {"metadata": {"annotations": {PAUSE_ANNOTATION: reason}}, "spec": {"suspend": reason is not None}}
 
 
+def make_eviction(namespace: str, pod: str) -> Manifest:
+    """Return the eviction of a pod. It gets the condition DisruptionTarget, and its warning time to save."""
+    return {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+
+
 def make_pod_failure_policy() -> Manifest:
     """Fail the Job at the first failed pod, with a message that contains the exit code for `make_failure_policy`.
 
