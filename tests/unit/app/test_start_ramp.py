@@ -85,6 +85,15 @@ def test_a_job_that_cannot_take_a_slot_starts_and_says_so(fleet: Path, tmp_path:
     assert "without regard to max_ramp of site s" in delay.reason
 
 
+@pytest.mark.parametrize("text", ["nowhere.yaml", "nowhere.yml:h"])
+def test_a_job_that_does_not_find_the_fleet_file_starts_and_says_so(text: str) -> None:
+    delay = take(text, ["k1-1"])
+    assert delay.seconds == 0.0
+    assert delay.reason == (
+        f"PHALANX_CLUSTER: {Path(text.partition(':')[0]).absolute()} is not there; starting without max_ramp"
+    )
+
+
 @pytest.mark.parametrize(("rank", "is_delayed"), [("0", True), ("1", False)])
 def test_the_first_node_of_a_framework_takes_the_slot(
     fleet: Path, monkeypatch: pytest.MonkeyPatch, rank: str, is_delayed: bool
