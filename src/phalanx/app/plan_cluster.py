@@ -18,6 +18,7 @@ from phalanx.recipe.yaml_loader import parse_yaml
 
 CLUSTER_VARIABLE = "PHALANX_CLUSTER"
 """A cluster by name or file, as for `phalanx plan --cluster`: its prices are kept with runs."""
+FILE_SUFFIXES = (".yaml", ".yml")
 FLEET_KEY = "racks"
 """Key that each fleet file has, and no cluster file."""
 
@@ -62,6 +63,12 @@ def load_named_fleet(text: str) -> NamedFleet | None:
         return None
     file, locations = load_fleet_file(path)
     return NamedFleet(path, file, build_power_tree(file, locations))
+
+
+def find_missing_file(text: str) -> Path | None:
+    """Return the file that a cluster is given as; None where it is there, or `text` is a name."""
+    path, _ = _split_type(text, Path())
+    return path.absolute() if path.suffix.lower() in FILE_SUFFIXES and not path.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -113,12 +120,12 @@ def compute_common_cap(tree: PowerTree, type_name: str, margin: float) -> float 
 def _split_type(text: str, folder: Path) -> tuple[Path, str | None]:
     """Return file and node type of FLEET.yaml or FLEET.yaml:TYPE."""
     name, _, node_type = text.strip().rpartition(":")
-    is_typed = name.lower().endswith((".yaml", ".yml"))
+    is_typed = name.lower().endswith(FILE_SUFFIXES)
     return folder / Path(name if is_typed else text.strip()).expanduser(), node_type if is_typed else None
 
 
 def _is_fleet_file(path: Path) -> bool:
-    if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
+    if path.suffix.lower() not in FILE_SUFFIXES or not path.is_file():
         return False
     value, _ = parse_yaml(read_user_text(path), str(path))
     return isinstance(value, dict) and FLEET_KEY in value

@@ -2,14 +2,15 @@
 
 from typing import Self, TextIO
 
-from phalanx.observe.progress import ProgressDisplay, make_display
+from phalanx.observe.progress import LogProgressDisplay, ProgressDisplay, make_display
 from phalanx.observe.run_progress import RunFacts, read_run_facts
 from phalanx.run import Event, Run
-from phalanx.run.event_types import AttemptStarted, RunEnded, WorkerFailure
+from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, WorkerFailure
 
 
 class DeferredDisplay:
-    """A run's progress display, created when training starts or fails: the facts it shows are not known earlier."""
+    """A run's progress display, created when training starts or fails: the facts it shows are not known earlier.
+    Warnings before that are shown at once: a start may wait for an hour."""
 
     def __init__(self, run: Run, stream: TextIO):
         self._run, self._stream = run, stream
@@ -18,6 +19,9 @@ class DeferredDisplay:
 
     def show_event(self, event: Event) -> None:
         """Show one event; events come in the order of events.jsonl."""
+        if self._display is None and isinstance(event, RunWarning):
+            LogProgressDisplay(self._stream, 0, RunFacts(self._run.path.name)).show_event(event)
+            return
         if self._display is None:
             self._early_events.append(event)
             if not isinstance(event, AttemptStarted | WorkerFailure | RunEnded):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from phalanx.app.plan_cluster import CLUSTER_VARIABLE, NamedFleet, load_named_fleet
+from phalanx.app.plan_cluster import CLUSTER_VARIABLE, NamedFleet, find_missing_file, load_named_fleet
 from phalanx.errors import UsageError
 from phalanx.fleet.power.stagger import estimate_start_step, plan_starts
 from phalanx.fleet.power.start_slots import StartSlots
@@ -24,6 +24,8 @@ def open_start_ramp(gpus_per_node: int, environment: Mapping[str, str] = os.envi
     Raises:
         RecipeError: Something is wrong in the fleet file.
     """
+    if (missing := find_missing_file(environment.get(CLUSTER_VARIABLE, ""))) is not None:
+        return lambda nodes: StartDelay(0.0, f"{CLUSTER_VARIABLE}: {missing} is not there; starting without max_ramp")
     fleet = find_ramped_fleet(environment)
     if fleet is None:
         return lambda nodes: StartDelay()

@@ -198,8 +198,8 @@ class FleetActions:
         backend = self._find_power_off_backend()
         problems = backend.power_off_nodes(nodes, reason)
         accepted = [node for node in nodes if node not in problems]
-        if accepted:
-            self._pool.submit(self._finish_power_off, accepted, reason)
+        if accepted:  # not in the pool, which takes no more once the guard ends: this has to follow
+            threading.Thread(target=self._finish_power_off, args=(accepted, reason), name="power-off").start()
         return problems
 
     def _finish_power_off(self, nodes: Sequence[str], reason: str) -> None:

@@ -1,5 +1,6 @@
 """Starts of jobs are as far apart as the ramp of their site asks."""
 
+import io
 import json
 import os
 import signal
@@ -13,10 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.app import framework_node
+from phalanx.app.run_display import DeferredDisplay
 from phalanx.app.start_ramp import open_start_ramp
 from phalanx.fleet.power.start_slots import MAX_WAIT_S
 from phalanx.jobs.agent.leader_state import StartDelay
 from phalanx.jobs.signal_queue import SignalQueue
+from phalanx.run import Run
+from phalanx.run.event_types import RunEnded, RunWarning
 
 FLEET = """\
 sites: {{s: {{{ramp}}}, t: {{}}}}
@@ -81,6 +85,15 @@ def test_a_job_that_cannot_take_a_slot_starts_and_says_so(fleet: Path, tmp_path:
     assert "without regard to max_ramp of site s" in delay.reason
 
 
+@pytest.mark.parametrize("text", ["nowhere.yaml", "nowhere.yml:h"])
+def test_a_job_that_does_not_find_the_fleet_file_starts_and_says_so(text: str) -> None:
+    delay = take(text, ["k1-1"])
+    assert delay.seconds == 0.0
+    assert delay.reason == (
+        f"PHALANX_CLUSTER: {Path(text.partition(':')[0]).absolute()} is not there; starting without max_ramp"
+    )
+
+
 @pytest.mark.parametrize(("rank", "is_delayed"), [("0", True), ("1", False)])
 def test_the_first_node_of_a_framework_takes_the_slot(
     fleet: Path, monkeypatch: pytest.MonkeyPatch, rank: str, is_delayed: bool
@@ -117,3 +130,12 @@ def test_a_framework_job_that_is_stopped_while_it_waits_may_be_started_again(fle
         assert process.stderr.readline().startswith("starting in ")
         process.send_signal(number)
         assert (process.wait(60.0), process.stderr.read()) == (75, "asked to stop before its processes were started\n")
+
+
+def test_a_script_says_that_it_waits_before_its_recipe_is_known(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with DeferredDisplay(Run(tmp_path), out) as display:
+        display.show_event(RunWarning(text="starting in 600.0 s: max_ramp of site s"))
+        assert out.getvalue().endswith("  warning: starting in 600.0 s: max_ramp of site s\n")
+        display.show_event(RunEnded(status="interrupted", step=0))
+    assert out.getvalue().count("starting in") == 1

@@ -284,6 +284,26 @@ def test_a_node_that_the_backend_refuses_to_power_off_has_failed(nodes: Path, tm
         actions.close()
 
 
+def test_a_power_off_that_is_under_way_when_the_guard_ends_is_finished(tmp_path: Path) -> None:
+    """Else the next job powers the node up again."""
+    backend, may_answer = OffBackend(), threading.Event()
+
+    class SlowBackend(OffBackend):
+        def power_off_nodes(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
+            may_answer.wait(10.0)
+            return backend.power_off_nodes(nodes, reason)
+
+        def finish_power_off(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
+            return backend.finish_power_off(nodes, reason)
+
+    with NodeStates(tmp_path / "nodes.db") as states:
+        actions = FleetActions(KnownJobs(SlowBackend), states, {}, backend_nodes=["n1"], timeout_s=0.1)
+        assert actions.power_off(["n1"]) == {"n1": "no answer within 0.1 s"}
+        actions.close()
+    may_answer.set()
+    wait_until(lambda: backend.off[-1:] == [("finished", ("n1",), "cooling is lost")], 10.0, "the end of it")
+
+
 def test_a_controller_comes_before_the_backend(nodes: Path, tmp_path: Path) -> None:
     backend, controller = OffBackend(), FakeController()
     with NodeStates(tmp_path / "nodes.db") as states:
