@@ -13,7 +13,7 @@ from phalanx.planner.timeline import chrome_trace, draw_timeline, format_breakdo
 from phalanx.planner.timeline import format_seconds as format_seconds
 from phalanx.recipe import Recipe, expand_recipe, load_recipe
 from phalanx.recipe.load import LoadedRecipe
-from phalanx.run.directory import check_output_path, write_atomic
+from phalanx.run.directory import check_output_path, write_output
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def plan_recipe_file(
     loaded = load_recipe(path, overrides)
     target = _find_target(cluster, loaded, run)
     run_plan = plan_run(loaded, target.cluster, num_gpus, Path.cwd(), target.swept)
-    write_atomic(outputs.recipe, render_recipe(loaded, overrides, run_plan))
+    write_output(outputs.recipe, render_recipe(loaded, overrides, run_plan))
     if outputs.trace is not None:
-        write_atomic(outputs.trace, chrome_trace(run_plan.step_events()))
+        write_output(outputs.trace, chrome_trace(run_plan.step_events()))
     return run_plan
 
 

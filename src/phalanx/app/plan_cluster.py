@@ -12,6 +12,7 @@ from phalanx.fleet.power.claims import list_budgets
 from phalanx.fleet.power.guard import group_by_rack
 from phalanx.fleet.power.sweep_file import FILE_NAME, load_sweep
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
+from phalanx.fleet.simulate.site_series import load_site_hours
 from phalanx.planner.energy import SweptSpeeds
 from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.yaml_loader import parse_yaml
@@ -106,12 +107,17 @@ def find_plan_target(name: str | None, recipe_name: str, run: Path | None = None
 
 def compute_common_cap(tree: PowerTree, type_name: str, margin: float) -> float | None:
     """Return the power cap that all devices of a node type may have within the budgets, with every device busy; None
-    where they need none."""
+    where they need none. UsageError where the lowest caps are above the budgets."""
     limits = [
         NodeCaps(node.power.device_min_cap_w or 0.0, node.power.device_max_w, node.power.num_devices)
         for node in tree.nodes
     ]
     found = allocate_caps(tree, limits, group_by_rack(tree), list_budgets(tree), margin, 0.0)
+    if not found.is_within:
+        raise UsageError(
+            "the budgets do not bear all nodes of the fleet while they are busy, even at the lowest caps; "
+            "`phalanx power show FLEET --fake` shows where"
+        )
     of_type = [index for index, node in enumerate(tree.nodes) if node.type_name == type_name]
     cap_w = min(cap for index in of_type for cap in found.caps_w[index])
     return None if cap_w >= tree.nodes[of_type[0]].power.device_max_w * (1 - 1e-6) else cap_w
@@ -148,8 +154,18 @@ def _describe_cluster(fleet: FleetFile, tree: PowerTree, path: Path, type_name: 
     values: dict[str, object] = {}
     if fleet.simulate is not None:
         site = fleet.simulate.site
+        hours = load_site_hours(site.model_copy(update={"weather": None}), None, path.parent)
         names = {"pue": "pue", "kwh": "price_per_kwh", "currency": "currency", "carbon_g_per_kwh": "carbon_g_per_kwh"}
         values = {key: getattr(site, name) for key, name in names.items() if name in site.model_fields_set}
-    if (cap_w := compute_common_cap(tree, type_name, fleet.power.margin)) is not None:
+        values |= {
+            key: float(series.columns.mean())
+            for key, series in (("kwh", hours.price), ("carbon_g_per_kwh", hours.carbon))
+            if series is not None
+        }
+    try:
+        cap_w = compute_common_cap(tree, type_name, fleet.power.margin)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    if cap_w is not None:
         values["power_cap_w"] = cap_w
     return base.model_copy(update={"name": f"{path.name} ({nodes} x {type_name})", "prices": Prices(**values)})

@@ -46,6 +46,7 @@ def open_links(
             seconds_since_boot,
             dead_time_s=fleet.settings.dead_time_s,
             averaging_s=fleet.settings.averaging_s,
+            cap_range_w=(fleet.settings.devices.min_cap, fleet.settings.devices.max_cap),
         )
         return FakeLinks(nodes, seconds_since_boot, FakeNetwork((0.0, 0.02)), random.Random(0))
     here, names, reach = os.uname().nodename, {node.name for node in fleet.tree.nodes}, fleet.settings.helper

@@ -86,12 +86,9 @@ def compare(
 
 def write_page(path: Path, text: str) -> None:
     """Write a page. UsageError where that cannot be done."""
-    from phalanx.run.directory import write_atomic
+    from phalanx.run.directory import write_output
 
     try:
-        if path.exists() and not path.is_file():  # a device or pipe
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_atomic(path, text)
+        write_output(path, text)
     except OSError as error:
         raise UsageError(f"{path}: cannot write the page there ({error.strerror})") from None

@@ -72,7 +72,7 @@ def tune(
     from phalanx.cli.data import show_progress
     from phalanx.errors import UsageError
     from phalanx.recipe import load_recipe
-    from phalanx.run.directory import check_output_path, write_atomic
+    from phalanx.run.directory import check_output_path, write_output
 
     out = out or recipe.with_name(f"{recipe.stem}.tuned.yaml")
     if out.absolute() == recipe.absolute():
@@ -86,7 +86,7 @@ def tune(
         result = search(
             loaded, nproc_per_node=nproc_per_node, seconds=seconds, allow_precision=allow_precision, callbacks=callbacks
         )
-    write_atomic(out, render_recipe(loaded, overrides or [], result, date.today()))
+    write_output(out, render_recipe(loaded, overrides or [], result, date.today()))
     if as_json:
         typer.echo(json.dumps(_result_to_json(result, out), indent=2))
     else:

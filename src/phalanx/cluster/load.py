@@ -18,7 +18,7 @@ from phalanx.recipe.dump import to_plain_values
 from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_value, join_problems, validate_value
 from phalanx.recipe.yaml_loader import SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
-from phalanx.run.directory import write_atomic
+from phalanx.run.directory import write_output
 
 MAX_WORKSTATION_ACCELERATORS = 8
 """Accelerators that fit into one workstation."""
@@ -39,7 +39,7 @@ def load_cluster(text: str, folder: Path | None = None) -> Cluster:
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write the cluster as a file that `load_cluster` reads back to the same cluster; whole, or not at all."""
     # a null `latency_us` stays, since a name would fill it in
-    write_atomic(
+    write_output(
         path,
         "# A cluster for Phalanx, in full; docs/reference/cluster-file.md explains its keys.\n"
         + to_yaml(to_plain_values(cluster, lambda name, field: name == "latency_us")),

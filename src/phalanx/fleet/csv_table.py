@@ -52,8 +52,10 @@ def open_csv(path: Path) -> Iterator[CsvTable]:
         raise UsageError(f"{path}: no such file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as CSV in UTF-8: {error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte 0x{error.object[error.start]:02x}); save it as UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: cannot be read as CSV: {error}") from None
 
 
 def check_names(option: str, columns: Iterable[str], known: Sequence[str]) -> None:

@@ -261,6 +261,15 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def write_output(path: Path, text: str) -> None:
+    """Write a file that an option of a command names: `write_atomic`, but a device, a pipe or a link such as
+    /dev/stdout is written to, and not replaced."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_atomic(path, text)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of indented JSON."""
     write_atomic(path, json.dumps(value, indent=2) + "\n")

@@ -114,3 +114,20 @@ def test_carbon_is_energy_at_the_building_times_the_grids_intensity() -> None:
     prices, energy = SimpleNamespace(carbon_g_per_kwh=300.0), SimpleNamespace(site_kwh=1000.0)
     plan = SimpleNamespace(cluster=SimpleNamespace(prices=prices), energy=energy)
     assert _predict_carbon_kg(plan) == 300.0  # type: ignore[arg-type]
+
+
+def test_prices_by_hour_count_with_their_mean(tmp_path: Path) -> None:
+    path = write_fleet(tmp_path)
+    path.write_text(path.read_text().replace("price_per_kwh: 0.15", "price_per_kwh: h.csv, carbon_g_per_kwh: h.csv"))
+    (tmp_path / "h.csv").write_text(
+        "time,price_per_mwh,carbon_g_per_kwh\n2026-07-01T00:00,50,300\n2026-07-01T01:00,150,500\n"
+    )
+    found = find_fleet_cluster(str(path))
+    assert found is not None
+    assert (found.cluster.prices.kwh, found.cluster.prices.carbon_g_per_kwh) == (pytest.approx(0.1), 400)
+
+
+@pytest.mark.parametrize("budget", ["0 W", "20 kW"])
+def test_budgets_that_no_cap_keeps_are_refused(tmp_path: Path, budget: str) -> None:
+    with pytest.raises(UsageError, match=r"fleet.yaml: the budgets do not bear all nodes of the fleet while they are"):
+        find_fleet_cluster(str(write_fleet(tmp_path, budget)))

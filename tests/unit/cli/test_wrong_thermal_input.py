@@ -113,3 +113,40 @@ def test_a_check_of_nothing_is_no_all_clear(folder: Path, capsys: pytest.Capture
     assert main(["thermal", "fit", "fleet.csv"]) == 0
     error = fails(capsys, "check", "fleet.csv", "--kind", "B")
     assert "no device was checked; n1 0: the model has no kind 'B' (it has A)" in error
+
+
+NODES = """\
+nodes: [{name: n1, rack: r1}]
+cdus:
+  - id: c1
+    set_point: {min_c: 25, max_c: 40}
+    modbus:
+      url: modbus://c1:502
+      device_id: 1
+      points: {set_point_c: {table: holding, address: 30, type: int16, scale: 0.1, unit: C}}
+      request:
+        set_point: {table: holding, address: 40, type: int16, scale: 0.1, unit: C}
+        enable: {table: holding, address: 41, type: uint16, scale: 1, unit: "1"}
+        heartbeat: {table: holding, address: 42, type: uint16, scale: 1, unit: "1"}
+        echo: {table: holding, address: 43, type: uint16, scale: 1, unit: "1"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("address: 41", "address: 40", "enable: holding 40 is that of set_point; expected one of its own"),
+        ("address: 43", "address: 42", "echo: holding 42 is that of heartbeat; expected one of its own"),
+        ("40, type: int16", "40, type: int32, word_order: big", "enable: holding 41 is that of set_point"),
+        ("scale: 0.1", "scale: 0", "set_point_c: scale: 0 makes every count 0"),
+        ("cdus:", "cooling_response: {device_power: 0 W}\ncdus:", "device_power: 0 W heats nothing"),
+        ("cdus:", "cooling_response: {usual_c: 95}\ncdus:", "usual_c: 95 C is not below limit_c, 90 C"),
+    ],
+)
+def test_registers_and_heat_that_cannot_be_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, problem: str
+) -> None:
+    (folder / "nodes.yml").write_text(NODES)
+    assert main(["thermal", "rehearse", "nodes.yml"]) == 0
+    (folder / "nodes.yml").write_text(NODES.replace(old, new, 1))
+    assert problem in fails(capsys, "rehearse", "nodes.yml")

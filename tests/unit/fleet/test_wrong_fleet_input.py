@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.app.power import load_power_fleet, read_nodes
+from phalanx.app.power_links import open_links
 from phalanx.app.simulate import simulate_variants
 from phalanx.cli.power_output import format_status
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
@@ -119,6 +121,48 @@ def test_a_price_with_a_unit_is_no_missing_file(tmp_path: Path, key: str, price:
 def test_devices_that_cannot_be_opened_are_refused_on_load(tmp_path: Path, devices: str, problem: str) -> None:
     (tmp_path / "helper.yaml").write_text(f"allow: {{}}\ndevices: {devices}\n")
     with pytest.raises(RecipeError, match=rf"helper.yaml:2: devices.*{problem}"):
+        load_helper_file(tmp_path / "helper.yaml")
+
+
+@pytest.mark.parametrize(
+    ("devices", "problem"),
+    [
+        ("{min_cap: 800 W}", "power.devices.min_cap: 800 W; a device of h takes caps from 200 to 700 W"),
+        ("{max_cap: 100 W}", "power.devices.max_cap: 100 W; a device of h takes caps from 200 to 700 W"),
+        ("{kind: rapl, packages: 1, package_power: 350 W, max_cap: 400 W}", "takes caps from 0 to 350 W"),
+    ],
+)
+def test_a_range_of_caps_that_no_device_has_is_refused(tmp_path: Path, devices: str, problem: str) -> None:
+    text = FLEET.replace("dgx-h100", "dgx-h100, device_min_cap: 200 W")
+    (tmp_path / "fleet.yaml").write_text(f"{text}power: {{devices: {devices}}}\n")
+    with pytest.raises(RecipeError, match=problem):
+        load_power_fleet(tmp_path / "fleet.yaml")
+
+
+def test_simulated_devices_have_the_range_of_the_fleet_file(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(f"{FLEET}power: {{devices: {{min_cap: 300 W, max_cap: 500 W}}}}\n")
+    fleet = load_power_fleet(tmp_path / "fleet.yaml")
+    links = open_links(fleet, is_fake=True)
+    device = read_nodes(fleet, links).reports["k1-1"].devices[0]
+    assert (device.min_w, device.max_w) == (300, 500)
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("saves: {every_s: 10, stall_s: 20, swing: 1 kW}", "saves: stall_s: 20 s of every 10 s leave no time to train"),
+        ('job: "foo:7"', "jobs.a.job: found .*, expected text matching"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(tmp_path: Path, entry: str, problem: str) -> None:
+    (tmp_path / "jobs.yaml").write_text(f"jobs: {{a: {{nodes: k1-1, {entry}}}}}\n")
+    with pytest.raises(RecipeError, match=problem):
+        load_jobs_file(tmp_path / "jobs.yaml", load_tree(tmp_path, FLEET))
+
+
+def test_a_user_that_this_machine_does_not_have_is_named(tmp_path: Path) -> None:
+    (tmp_path / "helper.yaml").write_text("allow: {users: [nosuchuser]}\n")
+    with pytest.raises(UsageError, match=r"^allow: this machine has no user 'nosuchuser'$"):
         load_helper_file(tmp_path / "helper.yaml")
 
 

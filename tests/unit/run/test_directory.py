@@ -11,7 +11,7 @@ from phalanx.cli.report import write_page
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.run import directory as directory_module
-from phalanx.run.directory import check_output_path, check_run_path, write_atomic, write_json
+from phalanx.run.directory import check_output_path, check_run_path, write_atomic, write_json, write_output
 
 
 def test_naming_a_run_creates_nothing(tmp_path: Path) -> None:
@@ -255,3 +255,17 @@ def test_a_recipe_in_place_of_a_run_is_named_as_a_file(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("name: x")
     with pytest.raises(UsageError, match="is a file; expected a run directory"):
         Run.open_existing(tmp_path / "recipe.yaml")
+
+
+def test_an_output_is_written_to_a_pipe_or_through_a_link_which_stay(tmp_path: Path) -> None:
+    """As root a file would replace /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_output(tmp_path / "pipe", "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    (tmp_path / "link").symlink_to("file")
+    write_output(tmp_path / "link", "text")
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "text"

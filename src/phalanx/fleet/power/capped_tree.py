@@ -8,10 +8,20 @@ from phalanx.fleet.power_tree import NodePower, PowerTree
 
 
 def count_capped_devices(tree: PowerTree, settings: CapDeviceSettings) -> PowerTree:
-    """Return the tree with the devices that are capped: a whole node for redfish, CPU packages for rapl."""
-    if settings.kind not in ("redfish", "rapl"):
-        return tree
-    return replace(tree, nodes=tuple(replace(node, power=_split_power(node.power, settings)) for node in tree.nodes))
+    """Return the tree with the devices that are capped: a whole node for redfish, CPU packages for rapl. Raises
+    RecipeError for a range of caps that such a device does not have."""
+    if settings.kind in ("redfish", "rapl"):
+        nodes = tuple(replace(node, power=_split_power(node.power, settings)) for node in tree.nodes)
+        tree = replace(tree, nodes=nodes)
+    for node in tree.nodes:
+        low_w, high_w = node.power.device_min_cap_w or 0.0, node.power.device_max_w
+        for key, cap_w in (("min_cap", settings.min_cap), ("max_cap", settings.max_cap)):
+            if cap_w is not None and not low_w <= cap_w <= high_w:
+                raise RecipeError(
+                    f"power.devices.{key}: {cap_w:g} W; a device of {node.type_name} takes caps from {low_w:g} to "
+                    f"{high_w:g} W"
+                )
+    return tree
 
 
 def _split_power(power: NodePower, settings: CapDeviceSettings) -> NodePower:

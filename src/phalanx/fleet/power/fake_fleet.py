@@ -248,12 +248,17 @@ def make_fake_nodes(
     dead_time_s: float = 1.0,
     averaging_s: float = 1.0,
     noise_share: float = 0.005,
+    cap_range_w: tuple[float | None, float | None] = (None, None),
 ) -> list[FakeNode]:
-    """Return a node for each of a tree, with devices of its type that are busy at 70 to 100% of their most power."""
+    """Return a node for each of a tree, with devices of its type that are busy at 70 to 100% of their most power.
+    `cap_range_w`: within which they may be capped."""
     found = []
     for number, node in enumerate(nodes):
         source, power = random.Random(f"{seed} {number}"), node.power
-        limits = CapLimits(power.device_min_cap_w or 0.3 * power.device_max_w, power.device_max_w, power.device_max_w)
+        low_w = 0.3 * power.device_max_w if power.device_min_cap_w is None else power.device_min_cap_w
+        limits = CapLimits(
+            max(low_w, cap_range_w[0] or 0.0), min(power.device_max_w, cap_range_w[1] or math.inf), power.device_max_w
+        )
         devices = [
             FakeCapDevice(
                 f"{node.name}-gpu{index}",

@@ -55,6 +55,13 @@ def load_helper_file(path: Path) -> HelperFile:
     return file
 
 
+def _find_id(kind: str, name: str) -> int:
+    try:
+        return pwd.getpwnam(name).pw_uid if kind == "user" else grp.getgrnam(name).gr_gid
+    except (KeyError, ValueError):  # ValueError: a name with a zero byte
+        raise UsageError(f"allow: this machine has no {kind} {name!r}") from None
+
+
 class PeerList:
     """Which processes may order: by the user and groups that the kernel reports for the other end of a socket.
 
@@ -62,11 +69,8 @@ class PeerList:
     """
 
     def __init__(self, allow: AllowedPeers):
-        try:
-            self._uids = {0, *(pwd.getpwnam(name).pw_uid for name in allow.users)}
-            self._gids = {grp.getgrnam(name).gr_gid for name in allow.groups}
-        except KeyError as error:
-            raise UsageError(f"allow: {error.args[0]}; name users and groups of this machine") from None
+        self._uids = {0, *(_find_id("user", name) for name in allow.users)}
+        self._gids = {_find_id("group", name) for name in allow.groups}
 
     def find_refusal(self, uid: int, gid: int) -> str:
         """Return why a process may not order; empty if it may."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import Figure, StrictModel
 from phalanx.errors import DataError, RecipeError
@@ -19,6 +19,7 @@ from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_value, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
+JOB_REGEX = r"^(local|slurm|kubernetes|ray):.+$"
 CAP_TOLERANCE_W = 1.0
 """Devices round caps to a watt or less."""
 
@@ -39,6 +40,12 @@ class BlockingSavesEntry(StrictModel):
     swing: Power
     """Fall of the job's power meanwhile, as `phalanx report` measures it."""
 
+    @model_validator(mode="after")
+    def _check_stall(self) -> Self:
+        if self.stall_s >= self.every_s:
+            raise ValueError(f"stall_s: {self.stall_s:g} s of every {self.every_s:g} s leave no time to train")
+        return self
+
 
 class PoweredJobEntry(StrictModel):
     """A job on all devices of its nodes. `sweep`: by node type."""
@@ -47,7 +54,7 @@ class PoweredJobEntry(StrictModel):
     """A name, or a range such as n[01-04]."""
     priority: int = Field(0, ge=-(10**6), le=10**6)
     """A job of a higher one is slowed down later."""
-    job: str | None = Field(None, pattern=r"^[a-z]+:.+$")
+    job: str | None = Field(None, pattern=JOB_REGEX)
     """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""
     saves: BlockingSavesEntry | None = None
     """Blocking saves; Phalanx's own are asynchronous."""

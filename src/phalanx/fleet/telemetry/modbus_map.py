@@ -59,6 +59,8 @@ class RegisterPoint(StrictModel):
             lacking = [name for name in ("type", "scale", "unit") if getattr(self, name) is None]
             if lacking:
                 raise ValueError(f"expected {', '.join(lacking)}, as the manual of the device has it")
+            if self.scale == 0:
+                raise ValueError("scale: 0 makes every count 0; expected what one count is, such as 0.1")
             if NUM_REGISTERS[str(self.type)] > 1 and self.word_order is None:
                 raise ValueError(f"{self.type} is several registers: expected word_order: big, or little")
         return self
@@ -90,6 +92,13 @@ class ModbusRequestEntry(StrictModel):
             point: RegisterPoint = getattr(self, name)
             if point.table not in ("holding", "coil"):
                 raise ValueError(f"{name}: a table {point.table} cannot be written; expected holding")
+        owners: dict[tuple[str, int], str] = {}
+        for name in ("set_point", "enable", "heartbeat", "echo", "in_charge"):
+            point = getattr(self, name)
+            for offset in range(0 if point is None else point.num_registers):
+                place = point.table, point.address + offset
+                if (owner := owners.setdefault(place, name)) != name:
+                    raise ValueError(f"{name}: {place[0]} {place[1]} is that of {owner}; expected one of its own")
         if self.set_point.unit not in LIQUID_UNITS["c"]:
             raise ValueError(f"set_point: unit {self.set_point.unit}: expected one of {', '.join(LIQUID_UNITS['c'])}")
         return self

@@ -12,7 +12,7 @@ from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_value, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml, to_yaml
-from phalanx.run.directory import write_atomic
+from phalanx.run.directory import write_output
 
 Celsius = Annotated[float, Field(ge=-50, le=200), NUMBER_NOT_BOOL]
 
@@ -66,7 +66,7 @@ def load_thermal_model(path: Path) -> ThermalModelFile:
 
 def save_thermal_model(model: ThermalModelFile, path: Path) -> None:
     """Write the file; whole, or not at all."""
-    write_atomic(
+    write_output(
         path,
         "# Thermal constants by kind of device: T = t0_c + r_k_per_w * P; `phalanx thermal fit` wrote them.\n"
         + to_yaml(to_plain_values(model, lambda name, field: False)),

@@ -1,8 +1,8 @@
 """What a response to lost cooling knows of the nodes: key `cooling_response` of the nodes file."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.fleet.power_units import Power, parse_power
@@ -23,6 +23,14 @@ class CoolingResponseSettings(StrictModel):
     """Core temperature under load, where a node reports no margin."""
     min_flow_share: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.2
     """Of its usual flow, below which a rack or CDU has lost it."""
+
+    @model_validator(mode="after")
+    def _check_heat(self) -> Self:
+        if self.device_power <= 0:
+            raise ValueError("device_power: 0 W heats nothing; expected the most of a device, such as 1 kW")
+        if self.usual_c >= self.limit_c:
+            raise ValueError(f"usual_c: {self.usual_c:g} C is not below limit_c, {self.limit_c:g} C")
+        return self
 
     def find_device(self, margin_k: float | None) -> HeatCapacity:
         """Return a node's hottest device after the detection of a fault; `margin_k`: up to the limit, by a reading of
