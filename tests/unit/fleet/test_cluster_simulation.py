@@ -85,6 +85,12 @@ def test_fair_shares_use_all_devices():
     assert float(shares @ np.array([8, 4, 16])) == pytest.approx(16, rel=1e-6)
 
 
+def test_equal_shares_of_more_jobs_than_devices_fit_the_cluster():
+    jobs = [SimulatedJob(0, 1, 100) for _ in range(8)]
+    find_fair_shares(jobs, 0.0, 2)
+    assert [job.equal_share for job in jobs] == [0.25] * 8
+
+
 def test_a_failure_wastes_the_work_since_the_last_save():
     costs = CheckpointCosts(interval_s=100, blocked_s=10, restart_s=5)
     job = SimulatedJob(0, 16, 250, costs)

@@ -97,13 +97,16 @@ class FinishTimeFairnessPolicy(SchedulingPolicy):
 
 def find_fair_shares(active: Sequence[SimulatedJob], now_s: float, num_devices: int) -> NDArray[np.float64]:
     """Return the share of time of each job for which the largest ratio of its finish time to that on an equal share of
-    the cluster is least. What is left over is given to all in proportion to what they lack."""
+    the cluster is least. What is left over is given to all in proportion to what they lack.
+
+    An equal share is the cluster divided by the jobs, as in Themis and Gavel: less than a device where jobs are more.
+    """
     columns = np.array(
         [(j.devices, j.remaining_s, j.progress_s(now_s), j.submit_s, j.isolated_s, j.equal_share) for j in active]
     )
     devices, remaining_s, progress_s, submit_s, isolated_before_s, equal_before = columns.T.copy()
     left_s, elapsed_s = np.maximum(remaining_s - progress_s, 1e-9), now_s - submit_s
-    equal = np.minimum(1.0, math.ceil(num_devices / len(active)) / devices)
+    equal = np.minimum(1.0, num_devices / len(active) / devices)
     for job, share in zip(active, equal.tolist(), strict=True):
         job.equal_share = share
     isolated_s = isolated_before_s + progress_s / equal_before + left_s / equal
