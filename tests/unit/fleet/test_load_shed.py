@@ -205,6 +205,36 @@ def test_a_job_that_was_started_just_when_it_was_asked_is_asked_again() -> None:
     assert bench.control.calls == ["pause local:low"] * 2
 
 
+@pytest.mark.parametrize("state", [PausableState.RUNNING, PausableState.WAITING])
+def test_a_job_that_someone_else_resumes_counts_again_and_is_paused_again(state: PausableState) -> None:
+    bench = Bench()
+    bench.run(10, 3 * FLOOR_W - 1)
+    assert "low" not in bench.running
+    bench.control.states["local:low"], bench.control.saving_polls = state, 3
+    bench.run(2, 3 * FLOOR_W - 1)
+    assert "low" in bench.running
+    bench.run(12, 3 * FLOOR_W - 1)
+    assert bench.control.calls == ["pause local:low"] * 2
+    assert "low" not in bench.running
+    bench.run(20, None)
+    assert list(bench.resumed) == ["low"]
+
+
+def test_a_paused_job_stays_one_while_its_backend_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.run(10, 3 * FLOOR_W - 1)
+
+    def fail(handle: str) -> PausableState:
+        raise UsageError("slurm does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.control, "read_state", fail)
+        bench.run(10, 3 * FLOOR_W - 1)
+    assert "low" not in bench.running
+    bench.run(20, None)
+    assert list(bench.resumed) == ["low"]
+
+
 def test_a_guard_that_restarts_resumes_what_was_paused_before() -> None:
     bench = Bench()
     bench.control.states["local:low"] = PausableState.PAUSED

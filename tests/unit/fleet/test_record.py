@@ -51,6 +51,16 @@ def test_two_agents_on_one_node_write_its_minutes_once(run: Run) -> None:
     assert len(minutes_of(run)) == 3
 
 
+def test_pods_of_one_node_write_a_file_each_for_their_own_accelerators(run: Run) -> None:
+    first, second = MinuteFile(run, NODE, "pod-0"), MinuteFile(run, NODE, "pod-1")
+    for file in (first, second, second):
+        file.write(MINUTE)
+    first.close()
+    second.close()
+    files = {path.name: len(list(NodeMinuteTail(path).read())) for path in run.telemetry.iterdir()}
+    assert files == {f"{NODE}.jsonl": 1, "pod-1.jsonl": 2}
+
+
 def test_the_energy_of_other_accelerators_of_the_node_is_not_the_run_s(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 """How the nodes of a program of any framework come together: every wait has an end and a message."""
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 import time
@@ -64,6 +66,20 @@ def test_a_leader_that_may_start_later_is_waited_for_longer(
     with pytest.raises(RendezvousError, match=r"^node 0 cannot be reached"):
         join_nodes(NodeEnv(1, 2, address), 1, stack, leader_delay_s=0.5)
     assert time.monotonic() - begun > 0.9
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_is_stopped_while_it_waits_for_others_may_be_started_again(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    monkeypatch.setattr(launcher, "JOIN_TIMEOUT_S", 60.0)
+    values = {"NUM_NODES": "2", "NODE_RANK": str(rank), "LEADER_ADDR": f"{address[0]}:{address[1]}"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"PHALANX_{name}", value)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    assert launcher.main(["torch", "1", "--", "true"]) == ExitCode.UNFINISHED
+    assert capsys.readouterr().err.endswith("error: asked to stop before all nodes had come\n")
 
 
 def test_a_leader_that_never_says_who_all_are_is_not_waited_for_without_end(

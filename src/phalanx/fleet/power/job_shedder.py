@@ -125,6 +125,9 @@ class JobShedder:
                 self._hold_lost_job(job.name, handle)
             elif shed is not None and not shed.is_paused and is_due:
                 self._follow_pause(job.name, handle, shed)
+            elif shed is not None and shed.is_paused and is_due and self._is_resumed(handle):
+                del self._shed[job.name]
+                self.tell(f"{job.name} ({handle}) was resumed by someone else")
             elif shed is not None and shed.is_paused:
                 needs_power = job.name in self._wanted or bool(silent & set(job.devices))
                 self._consider_resume(job, handle, shed, needs_power, found.now)
@@ -194,6 +197,14 @@ class JobShedder:
                 return
             del self._shed[job.name]
             self.tell(f"resuming {job.name} ({handle})")
+
+    def _is_resumed(self, handle: str) -> bool:
+        """Whether a paused job may draw power again. What is not known now says nothing."""
+        try:
+            state = self.control.read_state(handle)
+        except PhalanxError:
+            return False
+        return state in (PausableState.RUNNING, PausableState.WAITING)
 
     def _read_state(self, name: str, handle: str) -> PausableState:
         try:

@@ -32,13 +32,17 @@ class MinuteFile:
     """Appends minutes to RUN/telemetry/NODE.jsonl. One process writes it: a second agent on the same node leaves it to
     the first. Nothing that fails here stops a run.
 
+    Args:
+        host: Name for the file where another agent has that of the node: pods on one node have their own accelerators.
+
     Attributes:
         device_ids: accelerators of the run; only their energy is counted. Empty: they are not known.
     """
 
-    def __init__(self, run: Run, node: str):
+    def __init__(self, run: Run, node: str, host: str | None = None):
         self.device_ids: Sequence[str] = ()
         self._run, self._path, self._fd = run, run.telemetry / f"{node}.jsonl", -1
+        self._other_path = None if host in (None, node) else run.telemetry / f"{host}.jsonl"
         self._is_off = False
         self._energy = NodeEnergy()
 
@@ -48,7 +52,7 @@ class MinuteFile:
             return
         try:
             if self._fd < 0:
-                self._fd = _open_alone(self._path)
+                self._fd = self._open()
                 self._energy = _read_last_energy(self._path)
             self._energy = add_minute_energy(self._energy, minute, self.device_ids)
             os.write(self._fd, replace(minute, run_energy=self._energy).to_line())
@@ -58,6 +62,15 @@ class MinuteFile:
         except OSError as error:
             logger.warning("telemetry: %s is not written: %s", self._path, error)
             self._is_off = True
+
+    def _open(self) -> int:
+        try:
+            return _open_alone(self._path)
+        except BlockingIOError:
+            if self._other_path is None:
+                raise
+            self._path, self._other_path = self._other_path, None
+            return _open_alone(self._path)
 
     def close(self) -> None:
         """Let another process write it."""
@@ -71,7 +84,7 @@ def record_telemetry(run: Run, find_devices: Callable[[], Sequence[str]] = lambd
     for a port that is none. `find_devices` returns the ids of the run's accelerators here; none: not known."""
     node = find_node_name()
     endpoint = _open_endpoint(node)
-    minutes = MinuteFile(run, node)
+    minutes = MinuteFile(run, node, os.uname().nodename)
 
     def make_sampler() -> NodeSampler:
         minutes.device_ids = find_devices()

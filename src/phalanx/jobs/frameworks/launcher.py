@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,10 @@ def main(arguments: Sequence[str] | None = None, leader_delay_s: float = 0.0) ->
         configure_logging()
         node_env = NodeEnv.from_environment(os.environ)
         with contextlib.ExitStack() as stack:
-            topology, connections = join_nodes(node_env, int(nproc_per_node), stack, leader_delay_s)
+            with SignalQueue() as signals:
+                topology, connections = join_nodes(
+                    node_env, int(nproc_per_node), stack, leader_delay_s, lambda: check_stop(signals)
+                )
             logger.info(
                 "node %d: %d %s processes on each of %s",
                 node_env.node_rank,
@@ -80,18 +83,30 @@ def main(arguments: Sequence[str] | None = None, leader_delay_s: float = 0.0) ->
         return int(error.code)
 
 
+def check_stop(signals: SignalQueue) -> None:
+    """Raise RendezvousError where a stop was requested: a node that a signal kills takes the others with it."""
+    if signals.received:
+        raise RendezvousError("asked to stop before all nodes had come")
+
+
 def join_nodes(
-    node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack, leader_delay_s: float = 0.0
+    node_env: NodeEnv,
+    nproc_per_node: int,
+    stack: contextlib.ExitStack,
+    leader_delay_s: float = 0.0,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[ProcessTopology, list[AuthConnection]]:
-    """All nodes of the job, and this node's connections: from the leader to all others, else to the leader."""
+    """All nodes of the job, and this node's connections: from the leader to all others, else to the leader.
+    `check_stop` is called each second or so."""
     ports = find_free_ports(nproc_per_node + 1)
     if node_env.leader_address is None:
         return ProcessTopology(("127.0.0.1",), nproc_per_node, (ports,)), []
     if node_env.node_rank == 0:
-        return _accept_nodes(node_env, nproc_per_node, ports, stack)
+        return _accept_nodes(node_env, nproc_per_node, ports, stack, check_stop)
     host, port = node_env.leader_address
     deadline = Deadline(f"node 0 at {host}:{port}", JOIN_TIMEOUT_S + leader_delay_s)
     while True:
+        check_stop()
         try:
             connection = connect_to_leader(node_env.leader_address, load_token())
             break
@@ -107,6 +122,7 @@ def join_nodes(
     while not (messages := connection.wait(POLL_INTERVAL_S)):
         if messages is None:
             raise RendezvousError("node 0 is gone before all nodes had come")
+        check_stop()
         if deadline.check_expired():
             raise RendezvousError(f"not all nodes came within {JOIN_TIMEOUT_S:.0f} s")
     first = messages[0]
@@ -118,7 +134,11 @@ def join_nodes(
 
 
 def _accept_nodes(
-    node_env: NodeEnv, nproc_per_node: int, ports: tuple[int, ...], stack: contextlib.ExitStack
+    node_env: NodeEnv,
+    nproc_per_node: int,
+    ports: tuple[int, ...],
+    stack: contextlib.ExitStack,
+    check_stop: Callable[[], None],
 ) -> tuple[ProcessTopology, list[AuthConnection]]:
     assert node_env.leader_address is not None
     server = stack.enter_context(ControlServer(node_env.leader_address, load_token()))
@@ -128,6 +148,7 @@ def _accept_nodes(
     server.wake_socket.settimeout(POLL_INTERVAL_S)
     while len(joined) < node_env.num_nodes - 1:
         deadline.what = _describe_missing(node_env, joined)
+        check_stop()
         try:
             server.wake_socket.recv(1)
         except TimeoutError:

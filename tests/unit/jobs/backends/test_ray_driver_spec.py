@@ -301,6 +301,20 @@ def test_a_paused_job_waits_without_machines_and_a_pause_is_no_restart(
     assert len(slept) == 2
 
 
+def test_a_job_that_is_resumed_while_it_saves_has_used_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, ends = [None, "for power", None, None], iter([[(0, 75)], [(0, 0)]])
+
+    def run_attempt(self: RayDriver, attempt: RayAttempt) -> int:
+        self._enforce_deadlines(attempt)
+        return decide_exit_code(attempt.ended)
+
+    monkeypatch.setattr(RayDriver, "_reserve_nodes", lambda self: "group")
+    monkeypatch.setattr(RayDriver, "_start_attempt", lambda self, group, number: RayAttempt([], ["m0"], next(ends)))
+    monkeypatch.setattr(RayDriver, "_run_attempt", run_attempt)
+    ray = SimpleNamespace(util=SimpleNamespace(remove_placement_group=lambda group: None))
+    assert RayDriver(ray, task(max_restarts=0), "raysubmit_1", {}, lambda: pauses.pop(0) if pauses else None).run() == 0
+
+
 def test_a_job_that_waits_for_machines_leaves_its_place_when_it_is_paused() -> None:
     removed = list[str]()
     ray = SimpleNamespace(

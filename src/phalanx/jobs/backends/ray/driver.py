@@ -55,6 +55,8 @@ class RayAttempt:
     node_ids: list[str]
     ended: list[tuple[int, int]] = field(default_factory=list)
     kill_at: float | None = None
+    is_paused: bool = False
+    """Whether it was asked to end for a pause."""
 
     def call_all(self, method: str, *arguments: Any) -> None:
         """Call a method of all nodes that have not ended, without waiting for them."""
@@ -88,9 +90,10 @@ class RayDriver:
     def run(self) -> int:
         """Run all attempts and return the job's exit code."""
         deaths = number = num_pauses = 0
-        code = int(ExitCode.UNFINISHED)
+        code, is_paused = int(ExitCode.UNFINISHED), False
         while True:
-            num_pauses += self._wait_while_paused()
+            # a job may be resumed while it still saves
+            num_pauses += self._wait_while_paused() or is_paused
             if number > self._spec.max_restarts + num_pauses:
                 print_driver_line(f"started {number} times, as often as allowed")
                 return code
@@ -100,11 +103,13 @@ class RayDriver:
                 print_driver_line(f"there is no place for the job: {reason}")
                 return int(ExitCode.UNFIT_NODE if self._excluded_nodes else ExitCode.UNFINISHED)
             if group is None:
+                is_paused = False  # it has been counted
                 continue
             number += 1
             try:
                 attempt, begun = self._start_attempt(group, number), time.monotonic()
                 code = self._run_attempt(attempt)
+                is_paused = attempt.is_paused
             except PlacementError as reason:
                 print_driver_line(f"the job cannot start: {reason}")
                 return int(ExitCode.UNFINISHED)
@@ -248,8 +253,9 @@ class RayDriver:
         """Ask nodes to save and end when there is a reason, and kill those that did not within the warning."""
         now = time.monotonic()
         any_failed = any(code != 0 for _, code in attempt.ended)
-        must_end = self._is_stopping or self._is_time_to_save() or self._find_pause() is not None
-        if attempt.kill_at is None and (any_failed or must_end):
+        is_paused = self._find_pause() is not None
+        if attempt.kill_at is None and (any_failed or is_paused or self._is_stopping or self._is_time_to_save()):
+            attempt.is_paused = is_paused
             attempt.kill_at = now + self._spec.warning_s
             attempt.call_all("signal", int(signal.SIGTERM))
         elif attempt.kill_at is not None and now > attempt.kill_at:
