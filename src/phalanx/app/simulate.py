@@ -23,6 +23,8 @@ from phalanx.recipe.validation_errors import suggest_nearest
 BASE_LABEL = "as in the file"
 MAX_IT_OVER_DESIGN = 20.0
 """Most power of the nodes over that for which a plant is built."""
+MAX_DESIGN_OVER_IT = 1000.0
+"""A row of racks may be simulated with the plant of its hall."""
 PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
@@ -232,8 +234,11 @@ def _check_effect(override: str, settings: SimulationSettings, is_replay: bool) 
 
 
 def _check_plant(site_hours: SiteHours, it_max_w: float) -> None:
-    """Raise UsageError for a plant that is so small that its power has another unit than was meant."""
-    if site_hours.plant is not None and it_max_w > MAX_IT_OVER_DESIGN * site_hours.plant.design_it:
+    """Raise UsageError for a plant that is so small or large that its power has another unit than was meant."""
+    if site_hours.plant is None:
+        return
+    ratio = it_max_w / site_hours.plant.design_it
+    if not 1 / MAX_DESIGN_OVER_IT < ratio < MAX_IT_OVER_DESIGN:
         raise UsageError(
             f"plant.design_it: the plant is built for {site_hours.plant.design_it:g} W, and nodes draw up to "
             f"{it_max_w:g} W; expected the most power of IT, such as {math.ceil(it_max_w / 1e3)} kW"
