@@ -77,7 +77,11 @@ def _check_regular(descriptor: int, path: Path | str) -> int:
 def read_bytes(path: Path | str, max_bytes: int = MAX_SMALL_FILE_BYTES, follow_links: bool = True) -> bytes:
     """All of a file. DataError where it has more than `max_bytes` bytes or is no file."""
     with open(open_regular(path, follow_links), "rb") as file:
-        content = file.read(max_bytes + 1)
+        try:
+            content = file.read(max_bytes + 1)
+        except OSError as error:  # which names no file, as one of standard output
+            error.filename = str(path)
+            raise
     if len(content) > max_bytes:
         raise DataError(f"{path}: has more than {max_bytes} bytes, too many for such a file")
     return content

@@ -1,5 +1,6 @@
 """Files that came from outside are read with an end, or refused in a sentence."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -75,3 +76,10 @@ def test_what_would_steer_a_terminal_is_read_as_what_it_is(tmp_path: Path, hidde
 
 def test_other_texts_stay_as_they_are() -> None:
     assert escape_control_chars("ä → ö\n\tx 日本 🙂") == "ä → ö\n\tx 日本 🙂"
+
+
+def test_an_error_of_storage_names_the_file() -> None:
+    """The first page of a process cannot be read: an input/output error."""
+    with pytest.raises(OSError, match="/proc/self/mem") as raised:
+        read_bytes("/proc/self/mem")
+    assert raised.value.errno == errno.EIO

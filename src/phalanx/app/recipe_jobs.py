@@ -56,7 +56,9 @@ def _plan_size(name: str, path: Path, cluster: str, num_devices: int) -> RunPlan
 @lru_cache(maxsize=64)
 def _plan_recipe(path: Path, changed_ns: int, cluster: str, num_devices: int) -> RunPlan:
     """Plan a recipe. Variants and their seeds plan it once, until the file changes."""
-    return plan_run(load_recipe(path), cluster, num_devices, path.parent)
+    loaded = load_recipe(path)
+    loaded.check_required()
+    return plan_run(loaded, cluster, num_devices, path.parent)
 
 
 def _price_entry(entry: JobClassEntry, plans: Mapping[int, RunPlan]) -> JobClassEntry:

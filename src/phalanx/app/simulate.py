@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.errors import RecipeError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, build_power_tree
@@ -22,6 +23,8 @@ from phalanx.recipe.validation_errors import suggest_nearest
 BASE_LABEL = "as in the file"
 MAX_IT_OVER_DESIGN = 20.0
 """Most power of the nodes over that for which a plant is built."""
+MAX_DESIGN_OVER_IT = 1000.0
+"""A row of racks may be simulated with the plant of its hall."""
 PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
@@ -75,7 +78,7 @@ def simulate_variants(
         variants: Settings of each variant.
         replay: CSV file of jobs, instead of those of the file.
         seeds: Simulations of each; by default the file's.
-        settings: Settings of all variants, such as simulate.days=30; they win over those of a variant.
+        settings: Settings of all variants, such as simulate.days=30; a variant may not have them.
         reads_more_files: Whether a variant may name hourly files that the fleet file does not.
 
     Raises RecipeError for a wrong file or setting, DataError for a wrong trace, UsageError for jobs that can never run.
@@ -125,6 +128,9 @@ def _simulate_variant(
                 "quotes of its own: \"'KEY=VALUE' ...\""
             )
     overrides = [_complete_key(word) for word in words]
+    given = {each.partition("=")[0] for each in common}
+    if taken := [each for each in overrides if each.partition("=")[0] in given]:
+        raise RecipeError(f"override {taken[0]}: the same is given for all variants; leave it out")
     fleet, locations = load_fleet_file(path, [*overrides, *common])
     if may_read is not None and (more := _list_files(fleet) - may_read):
         raise UsageError(f"{label}: names {min(more)}, a file that {path.name} does not; add it there")
@@ -142,6 +148,11 @@ def _simulate_variant(
         from phalanx.app.recipe_jobs import price_recipe_jobs  # the planner is slow to import
 
         settings, recipe_notes = price_recipe_jobs(settings, fleet, path.parent, groups[0].type_name)
+    if trace is not None and trace[0][0] > settings.days * SECONDS_PER_DAY:
+        raise UsageError(
+            f"--replay: the first job is submitted after {trace[0][0] / SECONDS_PER_DAY:,.0f} days, and failures end "
+            f"after {settings.days:g}; expected submit_s from the start on, so that the first is near 0"
+        )
     site_hours = load_site_hours(settings.site, fleet.cooling, path.parent)
     _check_plant(site_hours, sum(node.power.max_w for node in tree.nodes))
     results = []
@@ -223,8 +234,11 @@ def _check_effect(override: str, settings: SimulationSettings, is_replay: bool) 
 
 
 def _check_plant(site_hours: SiteHours, it_max_w: float) -> None:
-    """Raise UsageError for a plant that is so small that its power has another unit than was meant."""
-    if site_hours.plant is not None and it_max_w > MAX_IT_OVER_DESIGN * site_hours.plant.design_it:
+    """Raise UsageError for a plant that is so small or large that its power has another unit than was meant."""
+    if site_hours.plant is None:
+        return
+    ratio = it_max_w / site_hours.plant.design_it
+    if not 1 / MAX_DESIGN_OVER_IT < ratio < MAX_IT_OVER_DESIGN:
         raise UsageError(
             f"plant.design_it: the plant is built for {site_hours.plant.design_it:g} W, and nodes draw up to "
             f"{it_max_w:g} W; expected the most power of IT, such as {math.ceil(it_max_w / 1e3)} kW"

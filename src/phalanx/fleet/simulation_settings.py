@@ -16,6 +16,7 @@ NODE_RATE_KEYS = (
     "position_factors",
     "age_factors",
 )
+RATE_KEYS = ("per_1000_node_days", "per_1000_device_years", "per_1000_level_years")
 PolicyName = Literal["fifo", "srtf", "srsf", "tiresias", "themis"]
 Share = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]
 Positive = Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL]
@@ -83,6 +84,8 @@ class JobClassEntry(StrictModel):
             raise ValueError("checkpoint.write_gbps is only for jobs with `recipe`; expected save_s or stall_s")
         if self.hours and (missing := sorted(set(self.devices).difference(self.hours))):
             raise ValueError(f"hours: none for {missing[0]} accelerators, which `devices` has")
+        if unused := sorted(set(self.hours).difference(self.devices)):
+            raise ValueError(f"hours: {unused[0]} accelerators are none of `devices`; add them there with their weight")
         return self
 
 
@@ -108,6 +111,8 @@ class FailureEntry(StrictModel):
 
     @model_validator(mode="after")
     def _check_level(self) -> Self:
+        if not self.model_fields_set.intersection(RATE_KEYS):
+            raise ValueError(f"has no rate; expected {' or '.join(RATE_KEYS)}")
         wrong = NODE_RATE_KEYS if self.level != "node" else ("per_1000_level_years",)
         if given := sorted(self.model_fields_set.intersection(wrong)):
             right = "per_1000_level_years" if self.level != "node" else "level: rack, row or feed"

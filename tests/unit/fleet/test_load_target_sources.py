@@ -178,6 +178,14 @@ def test_targets_that_are_replaced_for_good_are_forgotten() -> None:
     assert [each.limit_w for each in drop_replaced_targets(targets, TEN)] == [2.0, 3.0]
 
 
+def test_keys_that_cannot_be_read_are_named_with_their_key(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^power.flex.key_file: .*none.pem: cannot be read: No such file"):
+        load_public_keys(tmp_path / "none.pem")
+    (tmp_path / "bad.pem").write_text("-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n")
+    with pytest.raises(UsageError, match=r"bad.pem: no public key in PEM: "):
+        load_public_keys(tmp_path / "bad.pem")
+
+
 def test_a_damaged_record_stops_the_guard(tmp_path: Path) -> None:
     (tmp_path / "targets.json").write_text('{"targets": [{"level": 1}]}')
     with pytest.raises(UsageError, match="cannot be read"):

@@ -258,6 +258,12 @@ def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str)
             "'site.plant.design_it=1 W'",
             "the plant is built for 1 W, and nodes draw up to .* W; expected the most power",
         ),
+        ("'site.plant.design_it=99999 MW'", "the plant is built for 9.9999e.10 W, and nodes draw up to"),
+        (
+            "'site.plant={design_it: 600 kW, heat_rejection: dry_cooler, pump_efficiency: 0.001, static_head_share: 1, "
+            "rack_range_k: 0.01, core_limit_c: 40}'",
+            "simulate.site: the energy of the site is off by .* of it in an hour, so no figure is given",
+        ),
     ],
 )
 def test_a_site_that_cannot_be_simulated_is_refused(fleet: Path, what: str, message: str) -> None:

@@ -209,6 +209,11 @@ def test_a_variant_that_is_cut_at_a_space_names_the_quotes(tmp_path: Path, varia
             "power: {devices: {kind: rapl, packages: true}}",
             "power.devices.packages: found true, expected a whole number",
         ),
+        ("simulate: {failures: {gpu: {repair_h: 72}}}", "failures.gpu: has no rate; expected per_1000_node_days or"),
+        (
+            "simulate: {jobs: {a: {count: 1, devices: {8: 1}, hours: {8: 1, 64: 2}}}}",
+            "hours: 64 accelerators",
+        ),
         ("simulate: {seeds: true}", "simulate.seeds: found true, expected a whole number"),
         ("simulate: {site: {conversion_efficiency: 1e-300}}", "conversion_efficiency: found 1e-300, expected a number"),
         ("simulate: {site: {start: 2026-07-01}}", "simulate.site: start: is the first hour of hourly files, and there"),
@@ -328,3 +333,37 @@ def test_the_handle_of_a_job_is_a_backend_and_an_id(tmp_path: Path) -> None:
     (tmp_path / "jobs.yaml").write_text('jobs: {a: {nodes: k1-1, job: "7 local:7"}}')
     with pytest.raises(RecipeError, match=r'jobs.a.job: found "7 local:7", expected text matching'):
         load_jobs_file(tmp_path / "jobs.yaml", load_tree(tmp_path, FLEET))
+
+
+def test_a_variant_of_what_is_given_for_all_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    with pytest.raises(RecipeError, match=r"simulate.days=5: the same is given for all variants; leave it out"):
+        simulate_variants(tmp_path / "fleet.yaml", ["days=5"], None, 1, ["simulate.days=2"])
+
+
+@pytest.mark.parametrize(
+    ("batches", "problem"),
+    [
+        ("{old: {racks: 'k[1-'}}", r"simulate.batches.old.racks: expected a name, or one with a range"),
+        ("{old: {racks: k1}, new: {racks: 'k[1-2]'}}", "simulate.batches.new.racks: k1 is of batch old, too"),
+        ("{old: {racks: k9}}", "simulate.batches: k9: no such rack"),
+    ],
+)
+def test_a_rack_is_of_one_batch(tmp_path: Path, batches: str, problem: str) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED.replace("{old: {racks: k1}}", batches))
+    with pytest.raises(UsageError, match=problem):
+        simulate_variants(tmp_path / "fleet.yaml", [], None, 1)
+
+
+def test_a_job_is_not_an_empty_recipe(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("seed: 1\n")
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED.replace("devices: {8: 1}", "recipe: empty.yaml"))
+    with pytest.raises(PhalanxError, match=r"empty.yaml: names no model and no data.source"):
+        simulate_variants(tmp_path / "fleet.yaml", [], None, 1)
+
+
+def test_a_trace_of_unix_times_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
+    (tmp_path / "jobs.csv").write_text("submit_s,gpus,duration_s\n1782864000,8,3600\n")
+    with pytest.raises(UsageError, match=r"the first job is submitted after 20,635 days, and failures end after 3;"):
+        simulate_variants(tmp_path / "fleet.yaml", [], tmp_path / "jobs.csv", 1)

@@ -155,7 +155,7 @@ def test_a_variant_may_not_name_another_file_nor_more_days(fleet: ServedFleet) -
     answer = answer_request(SimulationRequest(str(fleet.path), [what], 1, 1))
     assert answer["problem"].startswith(f"{what}: names /etc/passwd, a file that fleet.yaml does not")
     answer = answer_request(SimulationRequest(str(fleet.path), ["days=4000"], 1, 1))
-    assert "1 days, policy fifo" in answer["body"]
+    assert "simulate.days=4000: the same is given for all variants" in answer["problem"]
 
 
 def test_a_simulation_in_its_process_gives_the_page_and_ends_at_its_time_limit(fleet: ServedFleet) -> None:

@@ -31,8 +31,10 @@ def load_public_keys(path: Path) -> "list[PublicKeyTypes]":
     try:
         blocks = [block + PEM_END for block in read_bytes(path).split(PEM_END)[:-1]]
         keys = [load_pem_public_key(block) for block in blocks]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise UsageError(f"power.flex.key_file: {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"power.flex.key_file: {path}: no public key in PEM: {error}") from None
     if not keys:
         raise UsageError(f"{path}: expected public keys in PEM, such as `openssl pkey -pubout` writes; found none")
     return keys

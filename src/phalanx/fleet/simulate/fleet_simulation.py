@@ -101,9 +101,7 @@ class SimulationResult:
 
 def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings) -> list[NodeTypeGroup]:
     """Return the nodes of each kind, with the racks that the settings add."""
-    batches = {
-        rack: (name, each.age_years) for name, each in settings.batches.items() for rack in expand_names(each.racks)
-    }
+    batches = _find_batches(settings)
     racks = expand_entries(fleet.racks)
     if unknown := [rack for rack in batches if rack not in racks]:
         raise UsageError(f"simulate.batches: {unknown[0]}: no such rack")
@@ -122,6 +120,20 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
         group.nodes.extend(NodeHistory(batch, age, place / len(members), tuple(above)) for place in range(len(members)))
         groups[first.type_name] = NodeTypeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
     return list(groups.values())
+
+
+def _find_batches(settings: SimulationSettings) -> dict[str, tuple[str | None, float]]:
+    """Return batch and age of racks by their names."""
+    found: dict[str, tuple[str | None, float]] = {}
+    for name, entry in settings.batches.items():
+        try:
+            racks = expand_names(entry.racks)
+        except ValueError as error:
+            raise UsageError(f"simulate.batches.{name}.racks: {error}") from None
+        for rack in racks:
+            if (other := found.setdefault(rack, (name, entry.age_years))[0]) != name:
+                raise UsageError(f"simulate.batches.{name}.racks: {rack} is of batch {other}, too")
+    return found
 
 
 def _list_levels(tree: PowerTree, index: int) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.errors import UsageError
 from phalanx.fleet.simulate.power_model import integrate_steps
 from phalanx.fleet.simulate.site_series import SECONDS_PER_HOUR, SiteHours
 from phalanx.fleet.simulate.throttling import GroupOutcome, PowerStep, find_allowed_power, list_power_steps
@@ -142,7 +143,10 @@ def measure_site(
     if it_kwh > 0:
         figures.pue, figures.wue_l_per_kwh = figures.site_energy_kwh / it_kwh, figures.water_l / it_kwh
     if not figures.balance_error <= BALANCE_TOLERANCE:
-        raise AssertionError(f"the energy of the site is off by {figures.balance_error:.1e} of it")
+        raise UsageError(
+            f"simulate.site: the energy of the site is off by {figures.balance_error:.1e} of it in an hour, so no "
+            "figure is given: a setting of the plant is one that no plant has, such as a design_it of another unit"
+        )
     return figures, timeline
 
 

@@ -62,7 +62,7 @@ class CoolingPlant(StrictModel):
     """Heat for each kg of air at design; calibrated on a tower (docs/benchmarks/fleet.md)."""
     dry_approach_k: Kelvins = 8.0
     """Of a dry cooler at full fan and design heat."""
-    dry_air_share: Annotated[float, Field(ge=0.01, le=10), NUMBER_NOT_BOOL] = 1.2
+    dry_air_share: Annotated[float, Field(ge=0.1, le=10), NUMBER_NOT_BOOL] = 1.2
     """Capacity flow of a dry cooler's air over that of its water."""
     evaporated_share: Share = 0.85
     """Of a tower's heat; the rest warms the air."""
@@ -70,7 +70,7 @@ class CoolingPlant(StrictModel):
     """Minerals in the tower's water over those in its make-up."""
     air_fan_share: ShareOrNone = 0.03
     """Power of fan coils at design over the heat that they take from the air."""
-    chiller_carnot_share: Share = 0.5
+    chiller_carnot_share: Annotated[float, Field(ge=0.05, le=1), NUMBER_NOT_BOOL] = 0.5
     """Of Carnot's COP."""
     core_rise_k: Kelvins = 35.0
     """Core of a device at full power over its coolant, at design flow: .035 K/W at 1 kW."""
