@@ -1,7 +1,6 @@
 """Ask nodes how they are."""
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from phalanx.fleet.telemetry.local_sources import open_local_sources
 from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample
 from phalanx.fleet.telemetry.sampler import NodeSampler
 from phalanx.fleet.telemetry.source import TelemetrySource
+from phalanx.run.node_env import find_node_name
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def read_local_node(
 ) -> NodeReading:
     """Read this machine. Takes a second: some values are differences of two readings."""
     sources, problems = open_sources()
-    node = os.uname().nodename
+    node = find_node_name()
     with contextlib.closing(NodeSampler(sources, node)) as sampler:
         sampler.read()
         sleep(SAMPLE_INTERVAL_S)

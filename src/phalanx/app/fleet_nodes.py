@@ -25,6 +25,7 @@ from phalanx.fleet.telemetry.ring_file import read_ring
 from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, RackSample
 from phalanx.jobs.backends.nodes import MAX_SUGGESTED_NAMES, BackendNode, NodeBackend, NodeService, find_node
 from phalanx.run import Run
+from phalanx.run.node_env import find_node_name
 from phalanx.run.telemetry_minutes import NodeMinute
 
 
@@ -118,7 +119,7 @@ class FleetReader:
     def _merge_node(
         self, name: str, backend_node: BackendNode | None, served: LatestReading | None, problems: list[str]
     ) -> LatestReading | None:
-        here = self._read_this_machine(problems) if name == os.uname().nodename else None
+        here = self._read_this_machine(problems) if name == find_node_name() else None
         return merge_readings([self._find_minute_reading(name, backend_node), served, here], self._now())
 
     def _apply_evidence(
@@ -170,7 +171,7 @@ class FleetReader:
 
     def _read_this_machine(self, problems: list[str]) -> LatestReading | None:
         """Return the newest sample of the agent that records this machine; without one, read it now."""
-        now, path = self._now(), ring_path(os.uname().nodename)
+        now, path = self._now(), ring_path(find_node_name())
         try:
             for sample in reversed(list(read_ring(path, now - 2 * SAMPLE_INTERVAL_S, now + SAMPLE_INTERVAL_S))):
                 return reading_from_sample(sample, SAMPLE_INTERVAL_S)
@@ -197,7 +198,7 @@ def read_node_details(
     now: Callable[[], float] = time.time,
 ) -> tuple[NodeDetails, list[str]]:
     """Return all about a node, and what could not be read. Raises UsageError for a name that no source has."""
-    is_here = name == os.uname().nodename
+    is_here = name == find_node_name()
     here = read_here() if is_here else None
     reader = FleetReader(sources, states, lambda: here.sample if here is not None else read_here().sample, now)
     with contextlib.closing(reader):

@@ -30,7 +30,7 @@ def open_start_ramp(gpus_per_node: int, environment: Mapping[str, str] = os.envi
     if fleet is None:
         return lambda nodes: StartDelay()
     folder, shared = state_root(environment) / "power" / fleet.file.name, fleet.file.power.start_slots
-    folder = folder if shared is None else fleet.path.parent / shared
+    folder = folder if shared is None else fleet.path.parent / Path(shared).expanduser()
     return lambda nodes: _take_slots(fleet.tree, folder, nodes, gpus_per_node)
 
 
@@ -63,7 +63,9 @@ def find_start_steps(tree: PowerTree, nodes: Sequence[str], gpus_per_node: int) 
     """Return the watts by which a job on these nodes raises the power of each site with a `max_ramp`. Nodes that the
     tree does not have count nothing."""
     steps_w: dict[BudgetLevel, float] = {}
-    counts = Counter(nodes)
+    names = {node.name for node in tree.nodes}
+    # a host name may have the domain, where the fleet file has none
+    counts = Counter(name if name in names else name.partition(".")[0] for name in nodes)
     for index, node in enumerate(tree.nodes):
         if counts[node.name] and (site := tree.find_site(index)).max_ramp_w_per_s is not None:
             step_w = estimate_start_step(node.power, min(gpus_per_node, node.power.num_devices))

@@ -57,6 +57,11 @@ def test_the_next_job_waits_for_the_rise_of_all_nodes_of_the_one_before(fleet: P
     assert third.seconds == pytest.approx(two_nodes_s + (REST_RISE_W + DEVICE_RISE_W) / RAMP_W_PER_S, abs=0.5)
 
 
+def test_a_node_is_found_by_its_host_name_with_the_domain(fleet: Path) -> None:
+    take(fleet, ["k1-1.cluster.example"])
+    assert take(fleet, ["k1-2.cluster.example"]).seconds > 0.5
+
+
 def test_jobs_meet_in_the_folder_of_the_fleet_file(fleet: Path) -> None:
     take(fleet, ["k1-1"])
     assert json.loads((fleet.parent / "slots" / "starts-s.json").read_text()).keys() == {"free_at"}
