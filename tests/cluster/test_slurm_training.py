@@ -206,7 +206,7 @@ def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_sa
 def test_a_run_that_the_guard_pauses_is_held_and_ends_in_the_same_digest_after_it_is_resumed(
     rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
-    write_faults(run, [plan_fault(1, "slow", delay=0.2)])
+    write_faults(run, [plan_fault(1, "slow", delay=1.0)])
     process = train(rig, lab, run, variables, started, {})
     wait_until(lambda: count_steps(run) >= 5, 60, "the run to be in the middle")
     slurm = SlurmBackend(
