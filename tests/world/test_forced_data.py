@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from phalanx.errors import ExitCode
+import pytest
+
+from phalanx.errors import DataError, ExitCode
 from phalanx.run.event_types import RunWarning
 from train_harness import TrainHarness, random_words
 
@@ -10,10 +12,11 @@ from train_harness import TrainHarness, random_words
 def test_going_on_with_other_data_must_be_forced_and_is_recorded(lab: TrainHarness, tmp_path: Path) -> None:
     folder = lab.create_recipe_dir(tmp_path / "recipes")
     run = lab.train(folder=folder).run
+    result = run.result.read_text()
     (folder / "few.txt").write_text(random_words(2, 700))
-    refused = lab.train({"steps": 14}, run=run, folder=folder)
-    assert refused.code == ExitCode.DATA
-    assert "was trained on other data" in (refused.message or "")
+    with pytest.raises(DataError, match=r"was trained on other data .*; restore the files .*, or use --force"):
+        lab.train({"steps": 14}, run=run, folder=folder)
+    assert run.result.read_text() == result  # the run is as finished as before
     forced = lab.train({"steps": 14}, run=run, folder=folder, force=True)
     assert forced.code == ExitCode.DONE
     assert [

@@ -264,14 +264,14 @@ def test_a_task_for_other_data_is_refused(lab: TrainHarness, tmp_path: Path, cha
         lab.train(changes, 1, folder=folder)
 
 
-def test_other_data_are_refused(lab: TrainHarness, tmp_path: Path) -> None:
+def test_other_data_are_refused_before_the_run_starts_again(lab: TrainHarness, tmp_path: Path) -> None:
     folder = lab.create_recipe_dir(tmp_path / "recipes")
     stopped = lab.train({}, 1, folder=folder, faults=[plan_fault(6, "term")])
+    events = stopped.run.events.read_bytes()
     (folder / "few.txt").write_text("other words " * 400)
-    ended = lab.train({}, 1, stopped.run, folder=folder)
-    assert ended.code == 65
-    assert ended.message is not None
-    assert "other data" in ended.message
+    with pytest.raises(DataError, match="was trained on other data"):
+        lab.train({}, 1, stopped.run, folder=folder)
+    assert stopped.run.events.read_bytes() == events
 
 
 def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: TrainHarness, tmp_path: Path) -> None:

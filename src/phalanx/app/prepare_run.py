@@ -29,7 +29,8 @@ from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
 from phalanx.cluster import Machine, collect_environment, discover_machine
 from phalanx.cluster.discovery import check_threads, check_workers
 from phalanx.data import PrepareProgress, open_data, prepare_all_sources
-from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, UsageError
+from phalanx.data.reader import RESTORE_FILES_HINT
+from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, UsageError
 from phalanx.recipe import (
     Recipe,
     ResolvedRecipe,
@@ -51,6 +52,9 @@ from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
 from phalanx.run.lock import lock_run
 from phalanx.train.lr_schedule import peak_learning_rate
+
+FINGERPRINT_KEY = "data_fingerprint"
+"""Key of plan.json."""
 
 
 class TrialProcess(Protocol):
@@ -224,17 +228,30 @@ def resolve_run(
         notes += describe_all_changes(run, given, previous, recipe)
         plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
+        plan = check_same_data(run, plan, opened.fingerprint, request.force)
         check_run_budget(run, recipe, world_size, _step_seconds(plan))
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(prepared, world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
+    plan = {**plan, FINGERPRINT_KEY: opened.fingerprint}
     notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)
     check_run_budget(run, recipe, world_size, _step_seconds(plan))
     return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+
+
+def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: bool) -> dict[str, Any]:
+    """Return a run's plan with the fingerprint of its data. Raises DataError for other data than before, unless forced:
+    workers compare them with the checkpoint, too, but then the run has started and failed."""
+    before = plan.get(FINGERPRINT_KEY)
+    if isinstance(before, str) and before != fingerprint and run.has_checkpoint() and not force:
+        raise DataError(
+            f"{run.path}: was trained on other data (fingerprint {before}, now {fingerprint}); {RESTORE_FILES_HINT}"
+        )
+    return {**plan, FINGERPRINT_KEY: fingerprint}
 
 
 def _step_seconds(plan: dict[str, Any]) -> float | None:

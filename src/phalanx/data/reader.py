@@ -157,6 +157,10 @@ class SampleReader:
         return located
 
 
+RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched, or use --force to continue with these"
+"""For a run that resumes with other data."""
+
+
 class RunData:
     """Everything that a run trains on and is scored on. Made by `open_data`."""
 

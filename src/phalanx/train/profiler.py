@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from phalanx.compat import scale_in_place
 from phalanx.data import Prefetcher, RankBatch
+from phalanx.errors import UsageError, describe_os_error
+from phalanx.run.directory import write_output
 from phalanx.train.loss import LossModule
 from phalanx.train.step_timer import STEP_PHASES, make_step_timer
 from phalanx.train.train_context import TrainContext
@@ -104,7 +107,7 @@ def profile_steps(
                 for phase, value in seconds_by_phase.items():
                     phase_sums[phase] += value
     if trace_path is not None:
-        profiler.export_chrome_trace(str(trace_path))
+        _write_trace(profiler, trace_path)
     kinds: Counter[str] = Counter()
     operations = []
     for event in profiler.key_averages():
@@ -114,3 +117,20 @@ def profile_steps(
     operations.sort(key=lambda operation: -operation[1])
     means = {phase: value / steps for phase, value in phase_sums.items()}
     return ProfileResult(steps, total / steps, means, dict(kinds.most_common()), operations)
+
+
+def _write_trace(profiler: profile, path: Path) -> None:
+    """Write the Chrome trace. Kineto replaces a device by a file, and ignores a full disk: it writes to a folder of its
+    own here. Raises UsageError when the trace cannot be written."""
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(exported))
+        if not exported.is_file():
+            raise UsageError(
+                f"{exported}: the trace could not be written there; is the disk full? TMPDIR names another"
+            )
+        try:
+            write_output(path, exported.read_text(encoding="utf-8"))
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk names no file
+            raise UsageError(f"--out: the trace cannot be written: {describe_os_error(error)}") from None

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from phalanx.data.reader import RESTORE_FILES_HINT
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.diff import diff_recipes, is_mathematics
@@ -21,8 +22,6 @@ from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
-
-RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched"
 
 
 def resume_training(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.errors import UsageError
 from phalanx.train.profiler import OP_KINDS, OTHER_OP_KIND, classify_op, profile_steps
 from phalanx.train.step_timer import STEP_PHASES
 from small_train import make_parts
@@ -41,3 +42,10 @@ def test_a_trace_tells_means_of_a_step_by_part_and_kind(tmp_path: Path) -> None:
     seconds = [own for _, own, _ in found.ops]
     assert seconds == sorted(seconds, reverse=True)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_trace_is_written_to_a_device_and_a_full_disk_is_said(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    with pytest.raises(UsageError, match=r"the trace cannot be written: /dev/full: No space left on device"):
+        profile_steps(parts, parts.objective, steps=1, warm_up=0, trace_path=Path("/dev/full"))
+    assert Path("/dev/full").is_char_device()
