@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -135,6 +135,10 @@ class RunHistory:
     num_nodes: int
     first_event_at: float | None
     last_event_at: float | None
+    unstarted_attempts: tuple[int, ...] = ()
+    """Numbers of the attempts with workers in which training has not begun, or never did."""
+    early_end_status: str | None = None
+    """How the run ended, where it ended before training began in any attempt."""
     num_unreadable_lines: int = 0
     """Lines of the log that are no event; the history is without them."""
 
@@ -150,12 +154,25 @@ class RunHistory:
         return self.attempts[-1].start_step if self.attempts else 0
 
     @property
+    def num_restarts(self) -> int:
+        """Starts after an attempt that had not reached its end. A start with more steps after `done` does not count."""
+        cut_short = [attempt.end_status not in ("done", SCALED_UP) for attempt in self.attempts]
+        if is_training_pending(self.attempts, self.unstarted_attempts):
+            return sum(cut_short) + len(self.unstarted_attempts) - 1
+        return sum(cut_short[:-1]) + len(self.unstarted_attempts)
+
+    @property
     def status(self) -> str:
-        """`done`, `interrupted` or `failed_checkpoints` as the last attempt wrote it; `incomplete` (it runs, or it was
-        killed) or `not started` otherwise."""
+        """`done`, `interrupted` or `failed` as the last attempt wrote it; `incomplete` (it runs, or it was killed) or
+        `not started` (no events) otherwise."""
         if not self.attempts:
-            return "not started"
+            return self.early_end_status or ("not started" if self.first_event_at is None else "incomplete")
         return self.attempts[-1].end_status or "incomplete"
+
+
+def is_training_pending(attempts: Sequence[AttemptRecord], unstarted_attempts: Sequence[int]) -> bool:
+    """Whether the newest attempt is one in which training has not begun."""
+    return bool(unstarted_attempts) and (not attempts or unstarted_attempts[-1] > attempts[-1].number)
 
 
 @dataclass
@@ -171,6 +188,8 @@ class HistoryBuilder:
     others: list[tuple[int, Event]] = field(default_factory=list)
     wasted_ranges: list[tuple[int, int]] = field(default_factory=list)
     nodes: set[str] = field(default_factory=set)
+    unstarted_attempts: list[int] = field(default_factory=list)
+    early_end_status: str | None = None
     first_event_at: float | None = None
     last_event_at: float | None = None
     resolving_began: float = math.inf
@@ -202,13 +221,25 @@ class HistoryBuilder:
             self.evaluations[event.step] = event
         elif isinstance(event, WorkerStarted):
             self.nodes.add(event.host)
+            if not event.joins_late:
+                self.add_unstarted(event.attempt)
         elif isinstance(event, RunEnded):
             if self.attempts:
                 self.attempts[-1].end_status = event.status
+            else:
+                self.early_end_status = event.status
         else:
             self.others.append((self.step_numbers[-1] if self.step_numbers else 0, event))
 
+    def add_unstarted(self, number: int) -> None:
+        """Count an attempt in that has workers; `add_start` follows when they train."""
+        known = [attempt.number for attempt in self.attempts[-1:]] + self.unstarted_attempts[-1:]
+        if all(number > each for each in known):
+            self.unstarted_attempts.append(number)
+
     def add_start(self, event: AttemptStarted) -> None:
+        if is_training_pending(self.attempts, self.unstarted_attempts):
+            self.unstarted_attempts.pop()
         started_at, self.resolving_began = min(event.time, self.resolving_began), math.inf
         if event.scaled_up and self.attempts and self.attempts[-1].end_status is None:
             self.attempts[-1].end_status = SCALED_UP
@@ -286,6 +317,8 @@ class HistoryBuilder:
             num_nodes=max(1, len(self.nodes)),
             first_event_at=self.first_event_at,
             last_event_at=self.last_event_at,
+            unstarted_attempts=tuple(self.unstarted_attempts),
+            early_end_status=self.early_end_status,
         )
 
 

@@ -23,7 +23,7 @@ from phalanx.observe.durations import RunDurations, split_work, summarize_durati
 from phalanx.observe.event_messages import describe_straggler
 from phalanx.observe.goodput import DeviceTime, compute_device_time
 from phalanx.observe.google_goodput import ettr_to_json, google_goodput_to_json
-from phalanx.observe.history import SCALED_UP, RunHistory, StepTable, as_float
+from phalanx.observe.history import RunHistory, StepTable, as_float
 from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
 from phalanx.observe.run_cost import CostSummary, read_run_prices, summarize_cost
 from phalanx.observe.run_energy import EnergySummary, summarize_energy
@@ -140,6 +140,7 @@ class RunSummary:
     durations: RunDurations
     device_time: DeviceTime
     attempts: tuple[AttemptSummary, ...]
+    num_restarts: int
     wasted_steps: int
     skipped_steps: int
     nonfinite_actions: dict[str, int]
@@ -157,11 +158,6 @@ class RunSummary:
     """What of the run is missing or damaged, so that this is not all."""
 
     @property
-    def num_restarts(self) -> int:
-        """Starts after an attempt that had not reached its end. A start with more steps after `done` does not count."""
-        return sum(attempt.end_status not in ("done", SCALED_UP) for attempt in self.attempts[:-1])
-
-    @property
     def breakdown_shares(self) -> dict[str, float] | None:
         """The time split as shares of the step."""
         return metrics.breakdown_shares(self.breakdown_s)
@@ -171,7 +167,6 @@ class RunSummary:
         strict = _to_strict_json(
             {
                 **asdict(self),
-                "num_restarts": self.num_restarts,
                 "breakdown_shares": self.breakdown_shares,
                 "goodput": self.device_time.goodput_share,
                 "google_goodput": google_goodput_to_json(self.device_time),
@@ -225,6 +220,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
             )
             for attempt in history.attempts
         ),
+        num_restarts=history.num_restarts,
         wasted_steps=sum(attempt.wasted_steps for attempt in history.attempts),
         skipped_steps=int(np.nansum(steps.skipped)),
         nonfinite_actions=dict(Counter(f"{event.reason}: {event.action}" for event in guards)),

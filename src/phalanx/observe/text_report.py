@@ -51,7 +51,8 @@ def describe_outcome(summary: RunSummary) -> str:
         return "not started: no events yet"
     if summary.status == "incomplete":
         return f"incomplete: {steps_text}{wall_text}; still running, or killed"
-    return f"{summary.status}: {steps_text}{wall_text}"
+    why_text = f"; {summary.failures[-1]}" if not summary.attempts and summary.failures else ""
+    return f"{summary.status}: {steps_text}{wall_text}{why_text}"
 
 
 def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:

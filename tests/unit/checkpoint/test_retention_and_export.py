@@ -1,6 +1,8 @@
 """Which checkpoints are kept, and what leaves them for other tools."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,21 @@ def test_an_export_does_not_overwrite_and_leaves_nothing_when_it_fails(tmp_path:
     with pytest.raises(CorruptCheckpointError):
         export_huggingface(path, tmp_path / "other")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoints", "out"]
+
+
+@pytest.mark.parametrize("limit", [10, 1000], ids=["config.json", "model.safetensors"])
+def test_an_export_to_a_full_disk_names_where_it_cannot_be_written(tmp_path: Path, limit: int) -> None:
+    path = save(tmp_path / "checkpoints", 1, WEIGHTS | STATE, {"model": {"build": "phalanx.models:transformer"}})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(UsageError, match=f"^{tmp_path / 'out'}: cannot be written: File too large$"):
+            export_huggingface(path, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_a_checkpoint_without_weights_has_nothing_to_export(tmp_path: Path) -> None:

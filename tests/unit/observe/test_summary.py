@@ -14,7 +14,16 @@ from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.observe.text_report import PAGE_WIDTH, render_report_text
 from phalanx.run import Run
-from phalanx.run.event_types import AttemptStarted, Compiled, EnergyUsed, EvaluationDone, RunEnded, StepPhases
+from phalanx.run.event_types import (
+    AttemptStarted,
+    Compiled,
+    EnergyUsed,
+    EvaluationDone,
+    RunEnded,
+    StepPhases,
+    WorkerFailure,
+    WorkerStarted,
+)
 from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, Rollups
 
 
@@ -297,6 +306,32 @@ def test_a_run_that_has_just_started_says_so(tmp_path: Path) -> None:
     assert "no step finished yet" in text
     assert "No step finished yet" in html
     assert "incomplete" in text
+
+
+def test_a_run_that_failed_before_its_first_step_says_so_with_the_failure(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", world=2)
+    for attempt in range(3):
+        for rank in range(2):
+            maker.event(WorkerStarted, pid=1, rank=rank, host="node-1", attempt=attempt)
+        maker.event(WorkerFailure, rank=1, cause="exit_code", exit_code=1, message=f"no network {attempt}")
+    assert (summary(maker.path).status, summary(maker.path).num_restarts) == ("incomplete", 2)
+    maker.end("failed", step=0)
+    found = summary(maker.path)
+    assert (found.status, found.last_step, found.num_restarts, found.lost) == ("failed", 0, 2, ())
+    for page in pages(maker.path):
+        assert "0 of 300 steps; rank 1: exit 1 (no network 2)" in " ".join(page.split())
+        assert "not started" not in page
+
+
+def test_an_attempt_that_failed_before_its_first_step_counts_as_restarted(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=0)
+    maker.attempt = 0
+    maker.start()
+    maker.steps(1, 4)
+    assert summary(maker.path).num_restarts == 1
+    maker.event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=2)
+    assert summary(maker.path).num_restarts == 2
 
 
 def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -9,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DISK_FULL_ERRNOS, DataError, UsageError
 from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.recipe.schema import LoraConfig
 from phalanx.run import Run
@@ -44,22 +46,27 @@ def export_huggingface(
     the run's tokenizer (`export_tokenizer.py`). `out` appears atomically. At most one file is in memory at a time.
     `notes` receives messages about files that were copied or skipped.
 
-    Raises UsageError if `out` exists, CorruptCheckpointError, which names a bad file of the checkpoint, and DataError
-    if adapters or tensors cannot be converted back to their original form."""
+    Raises UsageError if `out` exists or the disk is full, CorruptCheckpointError, which names a bad file of the
+    checkpoint, and DataError if adapters or tensors cannot be converted back to their original form."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: exists already; export writes a new directory")
     manifest = read_manifest(checkpoint)
     if not any(is_weight_name(name) for name in manifest.tensors):
         raise DataError(f"{checkpoint}: holds no model weights")
     temporary = make_temporary_path(out.absolute(), f"export-{os.getpid()}")
-    temporary.mkdir(parents=True)
-    with ExitStack() as undo:
-        undo.callback(shutil.rmtree, temporary)
-        _write_export(checkpoint, manifest, temporary, file_bytes, notes or _ignore_note)
-        sync_directory(temporary)
-        os.rename(temporary, out)
-        undo.pop_all()
-    sync_directory(out.absolute().parent)
+    try:
+        temporary.mkdir(parents=True)
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, temporary)
+            _write_export(checkpoint, manifest, temporary, file_bytes, notes or _ignore_note)
+            sync_directory(temporary)
+            os.rename(temporary, out)
+            undo.pop_all()
+        sync_directory(out.absolute().parent)
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRNOS:
+            raise
+        raise UsageError(f"{out}: cannot be written: {error.strerror}") from error
     return out
 
 
@@ -97,7 +104,7 @@ def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, 
         tensors: dict[str, Tensor] = {}
         for group in groups:
             tensors |= _make_group_tensors(checkpoint, manifest, plan, group)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        _save_tensors(tensors, folder / file)
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
         with open(folder / file, "rb") as written:
             fsync_if_supported(written.fileno())
@@ -113,6 +120,15 @@ def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, 
         notes(f"what get_extra_state of {named} gives is not in the export, which holds weights")
     if origin:
         write_companions(manifest.meta, Run(checkpoint.absolute().parent.parent), folder, notes)
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it has the number of a failed write in its text only
+        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:

@@ -14,6 +14,8 @@ from phalanx.train.distributed.oom import is_out_of_memory
 
 GLOO_PEER_LOSS_MESSAGES = ("gloo/transport", "caused pair closure")
 """Messages of gloo, which has no exception type for a lost peer. Other threads get the second after a peer closed."""
+GLOO_INTERFACE_MESSAGE = "Unable to find address for"
+"""Message of gloo about a network interface of this machine that is missing or down, before it looks for peers."""
 
 GPU_FAILURE_MESSAGES = (
     "uncorrectable ECC error",
@@ -47,6 +49,11 @@ def cause_of(error: BaseException) -> PhalanxError | None:
         return UnfitNodeError(
             f"a GPU of {where} failed: {describe_exception(error)}; train on another machine, or reset the GPU"
         )
+    if is_interface_failure(error):
+        return UnfitNodeError(
+            f"a network interface of {where} is missing or down: {describe_exception(error)}; bring it up, name "
+            "another (GLOO_SOCKET_IFNAME), or train on another machine"
+        )
     if is_peer_failure(error):
         return PassingError(f"the connection to another worker was lost ({describe_exception(error)}); start again")
     if isinstance(error, OSError) and is_storage_error(error):
@@ -77,7 +84,14 @@ def is_peer_failure(error: BaseException) -> bool:
     """Return whether a collective raised this because a peer is gone, so that this worker is not at fault."""
     if isinstance(error, dist.DistError):
         return True
+    if is_interface_failure(error):
+        return False
     return isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_PEER_LOSS_MESSAGES)
+
+
+def is_interface_failure(error: BaseException) -> bool:
+    """Return whether gloo found no usable network interface on this machine."""
+    return isinstance(error, RuntimeError) and GLOO_INTERFACE_MESSAGE in str(error)
 
 
 def is_gpu_failure(error: BaseException) -> bool:

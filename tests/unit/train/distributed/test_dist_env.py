@@ -107,6 +107,12 @@ def test_a_broken_connection_is_told_from_a_mistake() -> None:
     assert not is_peer_failure(ConnectionResetError("of the user's own database"))
 
 
+def test_a_network_interface_that_is_missing_here_is_no_lost_peer() -> None:
+    with pytest.raises(RuntimeError, match="gloo/transport") as caught:
+        dist.ProcessGroupGloo.create_device(interface="absent0")
+    assert not is_peer_failure(caught.value)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -143,6 +143,11 @@ def test_under_our_agent_no_worker_waits_for_others(monkeypatch: pytest.MonkeyPa
     ("error", "code", "words"),
     [
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), ExitCode.UNFIT_NODE, "a GPU of .* failed: "),
+        (
+            RuntimeError("gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth9"),
+            ExitCode.UNFIT_NODE,
+            "a network interface of .* is missing or down: .*eth9",
+        ),
         (dist.DistBackendError("NCCL error: remote process exited"), ExitCode.UNFINISHED, "the connection to another"),
         (OSError(errno.EIO, "Input/output error", "few.txt"), ExitCode.UNFINISHED, "storage fails: few.txt: Input"),
         (MemoryError(), ExitCode.RECIPE, "out of memory on .*, not in a micro-batch"),
