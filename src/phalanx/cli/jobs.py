@@ -304,9 +304,12 @@ def release(job: JobIdArgument, on: BackendOption = "local") -> None:
 @app.command()
 def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
     """Save, stop and hold a job until `jobs resume`."""
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import PAUSED_PREFIX, open_backend
 
-    open_backend(on).pause(job, "by `phalanx jobs pause`")
+    backend = open_backend(on)
+    is_paused = (backend.poll(job).reason or "").startswith(PAUSED_PREFIX)
+    backend.pause(job, "by `phalanx jobs pause`")
+    print(f"job {job} is paused already" if is_paused else f"pausing job {job}")
 
 
 @app.command()
@@ -316,6 +319,7 @@ def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
 
     if not open_backend(on).resume(job):
         raise UsageError(f"job {job} is not paused; `phalanx jobs status {job} --on {on}` shows its state")
+    print(f"resumed job {job}")
 
 
 @app.command("cancel")
