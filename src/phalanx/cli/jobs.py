@@ -167,9 +167,7 @@ def submit(
         raise UsageError("--sweep is for recipes, not for programs: a sweep sets recipe keys")
     if max_parallel is not None and not is_array:
         raise UsageError("--max-parallel is for arrays: give several recipes, or --sweep")
-    rejected = [
-        backend_option for backend_option, value in (("--run", run), ("--force", force or None)) if value is not None
-    ]
+    rejected = [option for option, is_given in (("--run", run is not None), ("--force", force)) if is_given]
     if framework is not None and rejected:
         raise UsageError(
             f"{rejected[0]} is for recipes and scripts of runs; with --framework give it to the command itself"
@@ -304,9 +302,12 @@ def release(job: JobIdArgument, on: BackendOption = "local") -> None:
 @app.command()
 def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
     """Save, stop and hold a job until `jobs resume`."""
-    from phalanx.jobs.backends.base import open_backend
+    from phalanx.jobs.backends.base import PAUSED_PREFIX, open_backend
 
-    open_backend(on).pause(job, "by `phalanx jobs pause`")
+    backend = open_backend(on)
+    is_paused = (backend.poll(job).reason or "").startswith(PAUSED_PREFIX)
+    backend.pause(job, "by `phalanx jobs pause`")
+    print(f"job {job} is paused already" if is_paused else f"pausing job {job}")
 
 
 @app.command()
@@ -316,6 +317,7 @@ def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
 
     if not open_backend(on).resume(job):
         raise UsageError(f"job {job} is not paused; `phalanx jobs status {job} --on {on}` shows its state")
+    print(f"resumed job {job}")
 
 
 @app.command("cancel")
@@ -387,9 +389,8 @@ def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
     timestamps = (status.ended_at, status.started_at, status.submitted_at)
     last_change = next((moment for moment in timestamps if moment is not None), None)
     reason = status.reason or (f"exit code {status.exit_code}" if status.exit_code else "")
-    age = (
-        format_duration(max(0.0, now - last_change)) if last_change is not None else ""
-    )  # the clock may have been set back
+    # the clock may have been set back
+    age = "" if last_change is None else format_duration(max(0.0, now - last_change))
     return status.id, status.name, status.state, str(status.num_attempts), age, reason
 
 

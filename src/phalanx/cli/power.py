@@ -131,7 +131,9 @@ def guard(
     duration: Annotated[
         float | None, typer.Option("--for", min=1.0, max=1e9, metavar="SECONDS", help="End after this time.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Write. Without it the guard refuses to start.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Write. Without it the guard refuses to start, except with --fake.")
+    ] = False,
     take_over: TakeOverOption = False,
     fake: FakeOption = False,
 ) -> None:

@@ -64,7 +64,8 @@ def check(
             check_known_arguments(builder, loaded.recipe.model.args)
     for key, value in _list_import_paths(loaded.recipe):
         recipes.import_object(value, loaded.recipe_dir, loaded.location_of(key))
-    if len(loaded.missing_keys()) == 1:  # a recipe for phalanx.session has neither
+    # A recipe for phalanx.session has neither model nor data, but says how to train.
+    if len(loaded.missing_keys()) == 1 or not loaded.given.keys() - {"name"}:
         loaded.check_required()
     recipe_json = loaded.recipe.model_dump(mode="json")
     auto_keys = [key for key in _list_auto_keys(recipe_json) if recipes.can_be_auto(key)]

@@ -42,7 +42,9 @@ def train(
     on: Annotated[
         str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")
     ] = "local",
-    nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes, with --on.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes, with --on slurm, kubernetes or ray.")
+    ] = 1,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -50,8 +52,8 @@ def train(
             min=0,
             max=10_000,
             metavar="N",
-            help="GPUs on each node, with --on.",
-            show_default="local: one per worker, or all",
+            help="GPUs on each node, with --on slurm, kubernetes or ray.",
+            show_default="none",
         ),
     ] = None,
     time_limit: Annotated[
@@ -59,7 +61,8 @@ def train(
         typer.Option(
             "--time-limit",
             metavar="TIME",
-            help="Time limit of each attempt, with --on: seconds, or such as 30s, 15min, 2h, 1d, 01:30:00.",
+            help="Time limit of each attempt, with --on slurm, kubernetes or ray: seconds, or such as 30s, 15min, 2h, "
+            "1d, 01:30:00.",
             show_default="none",
         ),
     ] = None,
@@ -77,7 +80,7 @@ def train(
         typer.Option(
             "--snapshot",
             metavar="workdir|REV",
-            help="Train a copy of the recipe's directory, or of a git revision, with --on.",
+            help="Train a copy of the recipe's directory, or of a git revision, with --on slurm, kubernetes or ray.",
         ),
     ] = None,
 ) -> int:

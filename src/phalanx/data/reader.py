@@ -264,8 +264,11 @@ def _open_prepared(source: data_schema.DataSource, seq_len: int) -> PreparedData
         raise ValueError("a source must be prepared before it is opened")
     dataset = PreparedDataset(Path(source.prepared), seq_len)
     if not dataset.num_samples:
+        shards = dataset.manifest.shards
+        in_shard = "" if len(shards) == 1 else f" in the longest of its {len(shards)} shards"
         raise RecipeError(
-            f"data.seq_len: {seq_len} tokens and the next are more than any shard of {source.prepared} holds"
+            f"data.seq_len: {seq_len} tokens and the next need at least {seq_len + 1}, but {source.prepared} has only "
+            f"{max(shard.count for shard in shards)} tokens{in_shard}"
         )
     return dataset
 

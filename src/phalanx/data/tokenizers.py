@@ -90,7 +90,10 @@ class HuggingFaceTokenizer:
             self._tokenizer = library.Tokenizer.from_str(read_text(path, MAX_TOKENIZER_BYTES))
             tokens = self._tokenizer.get_vocab(with_added_tokens=True).values()
         except FileNotFoundError:
-            raise RecipeError(f"{path}: no such tokenizer; give `bytes`, `bpe:SIZE` or a tokenizer.json") from None
+            raise RecipeError(
+                f"{path}: no such tokenizer; give `bytes`, a tokenizer.json, or for a new BPE "
+                "`data.tokenizer={bpe: SIZE}` (of `phalanx data prepare`: `--tokenizer bpe:SIZE`)"
+            ) from None
         except BaseException as error:  # the library raises nothing more special, and its panics are no Exception
             if not _is_theirs(error):
                 raise

@@ -17,7 +17,7 @@ def check_known_arguments(builder: Callable[..., Any], args: Mapping[str, Any]) 
     unknown = [key for key in args if key not in parameters and not takes_any]
     if unknown:
         raise RecipeError(
-            f"model.args.{unknown[0]}: the builder takes no such argument; it takes {', '.join(parameters)}"
+            f"model.args.{unknown[0]}: the builder takes no such argument; it takes {', '.join(parameters) or 'none'}"
         )
 
 

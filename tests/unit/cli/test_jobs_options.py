@@ -59,6 +59,14 @@ def test_several_recipes_are_an_array_that_is_listed_and_stopped_by_its_name(typ
     assert names(typed) == [("both.0", "cancelled"), ("both.1", "cancelled"), ("other", "queued")]
 
 
+def test_a_pause_and_a_resume_tell_what_they_did(typed: Type) -> None:
+    typed("submit", "exp/one.yaml")
+    assert typed("pause", "1") == "pausing job 1\n"
+    assert typed("pause", "1") == "job 1 is paused already\n"
+    assert typed("resume", "1") == "resumed job 1\n"
+    assert "job 1 is not paused" in typed("resume", "1", code=64)
+
+
 def test_values_that_vary_make_a_job_each(typed: Type) -> None:
     typed("submit", "exp/one.yaml", "--sweep", "optimizer.lr=1e-3,3e-4", "--sweep", "seed=1,2")
     assert [name for name, _ in names(typed)] == ["one.0", "one.1", "one.2", "one.3"]

@@ -123,6 +123,9 @@ def test_wrong_usage_exits_64(arguments: list[str], said: str, capsys: pytest.Ca
         ("task: 'not_here:Task'\nmodel: {build: 'json:load'}", [], "r.yaml:1: task: 'not_here:Task'"),
         ("model: {build: 'json:load'}", [], "r.yaml: names no data.source; a recipe must name its model and its data"),
         ("data: {source: {text: '*'}}", ["data.seq_len=8"], "r.yaml: names no model; a recipe must name"),
+        ("", [], "r.yaml: names no model and no data.source; a recipe must name its model and its data"),
+        ("# later", [], "r.yaml: names no model and no data.source; a recipe must name"),
+        ("name: x", [], "r.yaml: names no model and no data.source; a recipe must name"),
         ("model: [", [], "r.yaml:2: not valid YAML"),
         (None, [], "r.yaml: there is no such file"),
     ],
@@ -157,6 +160,12 @@ def test_a_good_recipe_is_ok_and_tells_what_is_auto(capsys: pytest.CaptureFixtur
     assert first == "ok  r.yaml: gpt-python, 7 steps of 16 samples"
     assert "batch.micro_size" in second
     assert "precision" not in second
+
+
+def test_a_recipe_of_a_session_is_ok_without_model_and_data(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.yaml").write_text("name: own\nsteps: 7\n")
+    assert main.main(["recipe", "check", "r.yaml"]) == 0
+    assert capsys.readouterr().out.startswith("ok  r.yaml: own, 7 steps")
 
 
 def test_a_check_as_json_has_the_whole_recipe(capsys: pytest.CaptureFixture[str]) -> None:

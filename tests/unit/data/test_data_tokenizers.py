@@ -331,7 +331,13 @@ def test_a_directory_without_one_is_named_with_a_cure(texts, tmp_path, beside, c
         prepare(texts, tmp_path / "out", {"text": "*.txt"}, str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize(("name", "words"), [("none.json", "no such tokenizer"), ("bad.json", "not a tokenizer.json")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("none.json", r"no such tokenizer; .*`data.tokenizer=\{bpe: SIZE\}`.* `--tokenizer bpe:SIZE`"),
+        ("bad.json", "not a tokenizer.json"),
+    ],
+)
 def test_a_tokenizer_that_cannot_be_read_is_named_before_anything_is_written(texts, tmp_path, name, words):
     (texts / "bad.json").write_text("{}")
     with pytest.raises(RecipeError, match=rf"{name}: {words}"):

@@ -50,6 +50,11 @@ def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
     assert fill_arguments(builder, {"depth": 3}, model_facts(TEXT)) == {"depth": 3}
 
 
+def test_a_builder_without_arguments_takes_none() -> None:
+    with pytest.raises(RecipeError, match=r"^model.args.width: the builder takes no such argument; it takes none$"):
+        fill_arguments(lambda: None, {"width": 3}, {})
+
+
 def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
     def builder(vocab_size: int, layers: int = 2) -> None: ...
 
