@@ -172,10 +172,11 @@ class FleetActions:
         futures |= self._ask_backend([node for node in nodes if node in self._backend_nodes])
         problems |= self._collect(futures)
         if self._jobs is not None and isinstance(self._jobs.backend, PowerOffBackend):
-            name, failed = self._jobs.backend.name, {node: problems[node] for node in problems.keys() & self._switches}
+            name = self._jobs.backend.name
+            failed = {node: problems[node] for node in nodes if node in problems and node in self._switches}
             second = self._collect(self._ask_backend(list(failed)))
             problems |= {node: f"{failed[node]}; {name}: {problem}" for node, problem in second.items()}
-            for node in failed.keys() - second.keys():
+            for node in [each for each in failed if each not in second]:
                 self.problems.append(f"{node}: powered off through {name}: its controller failed: {problems.pop(node)}")
         return problems
 
