@@ -27,7 +27,7 @@ feeds: {f: {site: s}}
 rows: {r: {feed: f}}
 racks: {k: {row: r, node_type: h, nodes: 4, names: "n[1-4]"}}
 node_types: {h: {node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}
-power: {start_slots: .}
+power: {slots: .}
 """
 
 

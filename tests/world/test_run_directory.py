@@ -1,10 +1,12 @@
 """What stands in the directory of a run of whole worlds: events, result, and how a run goes on in it."""
 
+import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -210,15 +212,15 @@ def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: TrainHarness
 def test_keys_that_change_no_mathematics_may_change(lab: TrainHarness) -> None:
     stopped = lab.train({}, 1, faults=[plan_fault(6, "term")])
     free = {
-        "checkpoint": {"every": 3, "offset": 1},
-        "evaluation": {"every": 7, "offset": 2},
+        "checkpoint": {"every": 3},
+        "evaluation": {"every": 7},
         "callbacks": [],
         "fault_tolerance": {"max_restarts": 1},
     }
     ended = lab.train(free, 1, stopped.run)
     assert ended.digest == lab.train_reference({}, 1).digest
-    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [5, 9, 12]
-    assert 7 in {event.step for event in ended.events_of_kind(CheckpointSaved)}
+    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [5, 7, 12]
+    assert 9 in {event.step for event in ended.events_of_kind(CheckpointSaved)}
 
 
 def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(lab: TrainHarness, tmp_path: Path) -> None:
@@ -366,18 +368,38 @@ def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(
     assert lab.train({}, 1, run).digest == lab.train_reference({}, 1).digest
 
 
-def test_runs_of_one_site_start_as_far_apart_as_its_ramp_asks(
-    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet = f"""\
-sites: {{s: {{max_ramp: 2 kW/s}}}}
+def write_fleet(path: Path, limits: str) -> None:
+    """Write a fleet file whose only node is this machine."""
+    path.write_text(f"""\
+sites: {{s: {{{limits}}}}}
 feeds: {{f: {{site: s}}}}
 rows: {{r: {{feed: f}}}}
 racks: {{k: {{row: r, node_type: h, names: {os.uname().nodename}}}}}
 node_types: {{h: {{node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}}}
-power: {{start_slots: .}}
-"""
-    (tmp_path / "fleet.yaml").write_text(fleet)
+power: {{slots: .}}
+""")
+
+
+def test_evaluations_of_a_run_wait_for_those_of_other_jobs_of_its_site(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_fleet(tmp_path / "fleet.yaml", "max_swing: 3 kW")
+    monkeypatch.setenv("PHALANX_CLUSTER", str(tmp_path / "fleet.yaml"))
+    stall = {"watts": 2200.0, "since": 0.0, "until": time.time() + 3000.0, "stalls": True}
+    (tmp_path / "stalls-s.json").write_text(json.dumps({"jobs": {"other": stall}}))
+    ended = lab.train({"evaluation": {"every": 5}, "checkpoint": {"every": None}}, 2)
+    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [9, 12]  # by then the next ones are due
+    assert ended.events_of_kind(RunWarning)[0].text == (
+        "step 5: evaluations and saves wait for those of other jobs: max_swing of site s"
+    )
+    assert ended.digest == lab.train_reference({}, 2).digest
+    assert json.loads((tmp_path / "stalls-s.json").read_text())["jobs"].keys() == {"other"}
+
+
+def test_runs_of_one_site_start_as_far_apart_as_its_ramp_asks(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_fleet(tmp_path / "fleet.yaml", "max_ramp: 2 kW/s")
     monkeypatch.setenv("PHALANX_CLUSTER", str(tmp_path / "fleet.yaml"))
     first, second = (lab.train({}, 1) for _ in range(2))
     assert first.events_of_kind(RunWarning) == []

@@ -111,7 +111,6 @@ def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: 
         world_size,
         num_nodes,
         uses_queue,
-        checkpoint.offset,
     )
 
 

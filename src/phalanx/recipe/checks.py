@@ -104,14 +104,6 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield from find_parallelism_problems(recipe, recipe.parallelism, num_workers or recipe.parallelism.world)
         num_groups = recipe.parallelism.replicate * recipe.parallelism.shard
     yield from _sources(recipe)
-    for name, every, offset in (
-        ("checkpoint", recipe.checkpoint.every, recipe.checkpoint.offset),
-        ("evaluation", recipe.evaluation.every, recipe.evaluation.offset),
-    ):
-        if offset and not isinstance(every, int):
-            yield f"{name}.offset", f"found {offset}, which needs a number of steps for {name}.every"
-        elif isinstance(every, int) and offset >= every:
-            yield f"{name}.offset", f"found {offset}, expected less than {name}.every = {every}"
     lr_scaling = recipe.optimizer.lr_scaling
     if lr_scaling is not None and lr_scaling.base_batch_size is None and not recipe.batch.scale_with_workers:
         yield (

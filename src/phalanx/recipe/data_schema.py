@@ -10,7 +10,6 @@ from phalanx.recipe.field_types import (
     LONGEST_SEQUENCE,
     MAX_STEPS,
     NUMBER_NOT_BOOL,
-    Begin,
     ConfigModel,
     Fraction,
     Rate,
@@ -97,9 +96,6 @@ class EvaluationConfig(ConfigModel):
 
     every: StepCount | None = 100
     """Steps between two evaluations; null: never."""
-    offset: Begin = 0
-    """Steps by which each evaluation comes later than at a multiple of `every`, so that jobs of a site evaluate one
-    after the other."""
     holdout_fraction: Fraction = 0.01
     """Fraction of the samples that is never trained on."""
     max_samples: Annotated[int, Field(gt=0, le=MAX_STEPS), NUMBER_NOT_BOOL] = Field(

@@ -17,7 +17,6 @@ KEYS_FREE_ON_RESUME = (
     "trackers",
     "callbacks",
     "evaluation.every",
-    "evaluation.offset",
     "evaluation.max_samples",
     "parallelism",
     "device",

@@ -275,9 +275,6 @@ class CheckpointConfig(ConfigModel):
     every: StepCount | Literal["auto"] | None = 50
     """Save every N steps; null saves at the end only. `auto` measures the cost of a save while training, and chooses
     the best interval for the failure rate (Young 1974, Daly 2006)."""
-    offset: Begin = 0
-    """Steps by which each save comes later than at a multiple of `every`, so that jobs of a site save one after the
-    other."""
     keep: Count = 3
     """Number of newest checkpoints to keep; the best by validation loss is kept in addition."""
     in_memory_every: StepCount | PercentText | None = "1%"

@@ -14,7 +14,6 @@ from torch import nn
 from phalanx.data import RunData
 from phalanx.run.event_types import EvaluationDone
 from phalanx.run.events import ReportEventFn
-from phalanx.train.checkpoint.interval import is_multiple
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import Mesh
@@ -63,14 +62,17 @@ class EvaluationPolicy:
             self.improved = self._evaluate_if_due(due_steps)
             self.last_step = self._train_state.step
 
+    def is_due(self, due_steps: Sequence[int]) -> bool:
+        """Return whether to evaluate after one of `due_steps`."""
+        recipe, step = self._context.recipe, self._train_state.step
+        every = recipe.evaluation.every
+        if every is None or step == 0:
+            return False
+        return any(due_step % every == 0 for due_step in due_steps) or step == recipe.steps
+
     def _evaluate_if_due(self, due_steps: Sequence[int]) -> bool:
         context, train_state = self._context, self._train_state
-        config = context.recipe.evaluation
-        due = config.every is not None and (
-            any(is_multiple(step, config.every, config.offset) for step in due_steps)
-            or train_state.step == context.recipe.steps
-        )
-        if not due or train_state.step == 0:
+        if not self.is_due(due_steps):
             return False
         with context.parallel_model.use_global_params():
             result = context.evaluate()

@@ -30,6 +30,7 @@ from phalanx.run.event_types import WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
 from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import StandbyReady, WorkerFinishing
+from phalanx.run.stall_slots import read_swing_shares
 from phalanx.train.builder import build_context, make_evaluator
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir, list_checkpoints
@@ -181,7 +182,7 @@ class Attempt:
     def __init__(self, process: WorkerProcess, force: bool):
         run, dist_env = process.run, process.dist_env
         with telling_others(dist_env):
-            recipe = load_resolved_recipe(run.resolved)
+            recipe, shares = load_resolved_recipe(run.resolved), read_swing_shares(os.environ)
             dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, recipe.device))
             configure_torch(recipe, dist_env)
         self._parallelism, self._force, self._is_standby = recipe.parallelism, force, _is_standby()
@@ -199,7 +200,7 @@ class Attempt:
                 init_process_group(dist_env, connection_scope=self._inter_replica_sockets, before=come_together)
             if dist_env.is_rank_zero:
                 clean_checkpoint_dir(run.checkpoints)
-        self.process = replace(process, dist_env=dist_env)
+        self.process = replace(process, dist_env=dist_env, swing_shares=shares)
         self.recipe = recipe = ensure_data_prepared(recipe, run, process.folder)
         self.data = open_data(recipe.data, recipe.evaluation, recipe.seed)
         assert_same_on_all_ranks(dist_env, self.data.fingerprint, "data", SAME_DATA_HINT)

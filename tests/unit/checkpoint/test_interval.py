@@ -49,10 +49,8 @@ def steady(times: StepTimes, seconds: float, count: int = 10) -> None:
         times.record_step(seconds)
 
 
-def durable(
-    every: Any = "auto", begun: int = 0, history: FailureHistory | None = None, offset: int = 0
-) -> DurableInterval:
-    return DurableInterval(every, offset, begun, StepTimes(), history or FailureHistory(1 / RATE))
+def durable(every: Any = "auto", begun: int = 0, history: FailureHistory | None = None) -> DurableInterval:
+    return DurableInterval(every, begun, StepTimes(), history or FailureHistory(1 / RATE))
 
 
 def test_a_save_costs_what_the_steps_meanwhile_took_longer_than_usual() -> None:
@@ -220,8 +218,3 @@ def test_the_interval_of_copies_is_chosen_again_after_one_two_and_four_copies() 
     assert not InMemoryInterval(5, 0, times).must_choose(1000)
     assert [step for step in range(1, 11) if InMemoryInterval(5, 0, times).is_due(step)] == [5, 10]
     assert not InMemoryInterval(None, 0, times).is_due(5)
-
-
-def test_saves_come_later_by_their_offset() -> None:
-    interval = durable(every=10, offset=3)
-    assert [step for step in range(40) if interval.is_due(step)] == [13, 23, 33]

@@ -287,7 +287,7 @@ def test_saves_that_a_site_allows_need_no_offset() -> None:
 
 def test_saves_that_swing_too_far_get_offsets() -> None:
     assert check_site(4000.0).offsets_s == {"low": 0.0, "middle": 0.0, "high": 20.0}
-    assert str(check_site(4000.0)).endswith("; start later, or set checkpoint.offset: high 20 s")
+    assert str(check_site(4000.0)).endswith("start later: high 20 s")
 
 
 def test_saves_that_are_too_long_to_be_spread_are_named() -> None:

@@ -240,17 +240,6 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
         (["parallelism.context=3"], 3, "parallelism.context: found 3, which must divide data.seq_len = 256$"),
         (["parallelism.shard=3"], 3, "batch.global_size: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
         (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),
-        (["checkpoint.offset=50"], 1, "checkpoint.offset: found 50, expected less than checkpoint.every = 50"),
-        (
-            ["checkpoint.offset=5", "checkpoint.every=auto"],
-            1,
-            "checkpoint.offset: found 5, which needs a number",
-        ),
-        (
-            ["evaluation.offset=1", "evaluation.every=null"],
-            1,
-            "evaluation.offset: found 1, which needs a number",
-        ),
         (["init_from=nowhere"], 1, "init_from: there is no checkpoint or run at .*nowhere"),
     ],
 )
@@ -354,7 +343,6 @@ def test_differences_go_into_lists_of_the_same_length() -> None:
         "callbacks",
         "callbacks.0",
         "evaluation.every",
-        "evaluation.offset",
     ],
 )
 def test_what_does_not_touch_the_mathematics_is_free(key: str) -> None:

@@ -33,7 +33,7 @@ class SiteSwing:
         if self.offsets_s is None:
             return f"{text}; they cannot be spread so far: save asynchronously, or less often"
         later = ", ".join(f"{name} {offset:.0f} s" for name, offset in self.offsets_s.items() if offset > 0)
-        return f"{text}; start later, or set checkpoint.offset: {later}"
+        return f"{text}; start later: {later}"
 
 
 def check_swings(tree: PowerTree, jobs: Sequence[PoweredJob]) -> list[SiteSwing]:

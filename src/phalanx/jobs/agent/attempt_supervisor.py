@@ -118,7 +118,7 @@ class AttemptSupervisor:
             attempt=attempt.number,
             world_size=attempt.world_size,
             command=command,
-            environment={},
+            environment=dict(leader.worker_environment),
             logs_dir=str(leader.run.logs),
             local_world_size=attempt.world_size,
             is_elastic=replica_size is not None,
@@ -130,7 +130,7 @@ class AttemptSupervisor:
                 store_address=(address, leader.fork_server.start_store(address)),
                 rendezvous_id=next(leader.rendezvous_ids),
                 nonce=secrets.token_hex(16),
-                environment=leader.node_group.network_variables,
+                environment={**start.environment, **leader.node_group.network_variables},
             )
         if replica_size is not None:
             self.replicas = ElasticReplicas(attempt, start, leader.clock, leader.emit, replica_size=replica_size)

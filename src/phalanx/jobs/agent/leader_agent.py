@@ -153,10 +153,11 @@ class LeaderAgent(LeaderState):
 
     def wait_for_start(self) -> bool:
         """Wait until the workers may start, or a node is lost. Returns False when the run is to stop meanwhile."""
-        delay = self.find_start_delay([node.name for node in self.node_group.nodes])
-        if delay.reason:
-            self.warn(delay.reason)
-        end = self.clock() + delay.seconds
+        terms = self.find_start_terms([node.name for node in self.node_group.nodes])
+        self.worker_environment = terms.environment
+        if terms.reason:
+            self.warn(terms.reason)
+        end = self.clock() + terms.seconds
         while not self.node_group.missing_nodes and (left_s := end - self.clock()) > 0:
             self.wait(min(left_s, CHECK_INTERVAL_S) if self.node_group.remote_nodes else left_s)
             follow_idle_nodes(self)

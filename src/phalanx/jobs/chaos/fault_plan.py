@@ -104,8 +104,7 @@ class Fault:
 class RunShape:
     """The properties of a run that a fault plan depends on.
 
-    `checkpoint_every`: steps between checkpoints, None for one at the end only. `checkpoint_offset`: steps by which
-    they come later than at its multiples.
+    `checkpoint_every`: steps between checkpoints, None for one at the end only.
     """
 
     steps: int
@@ -115,7 +114,6 @@ class RunShape:
     world_size: int
     num_nodes: int = 1
     uses_queue: bool = False
-    checkpoint_offset: int = 0
 
     @property
     def workers_per_node(self) -> int:
@@ -125,9 +123,7 @@ class RunShape:
     @property
     def num_saves(self) -> int:
         """Number of saves before the last step."""
-        if self.checkpoint_every is None:
-            return 0
-        return max(0, self.steps - 1 - self.checkpoint_offset) // self.checkpoint_every
+        return 0 if self.checkpoint_every is None else (self.steps - 1) // self.checkpoint_every
 
 
 def list_possible_kinds(run_shape: RunShape) -> tuple[str, ...]:

@@ -95,9 +95,7 @@ class Checkpointer:
         if config.every == "auto":
             found = read_failure_history(self._run, dist_env.world_size) if dist_env.is_rank_zero else None
             history = FailureHistory(*broadcast_json_from_rank_zero(dist_env, found))
-        self.interval = DurableInterval(
-            config.every, config.offset, train_state.last_saved_step, self.step_times, history
-        )
+        self.interval = DurableInterval(config.every, train_state.last_saved_step, self.step_times, history)
         self._is_prepared = self._pinning_failure_reported = False
         self._replacement_owed = train_state.lost_checkpoint_step > train_state.last_saved_step
         self.last_saved: int | None = None
@@ -113,6 +111,10 @@ class Checkpointer:
     def durable_in_flight(self) -> SaveInFlight | None:
         """The save in flight, if it goes to disk."""
         return None if self._in_flight is None or self._in_flight.in_memory else self._in_flight
+
+    def is_save_due(self, due_steps: Sequence[int]) -> bool:
+        """Return whether a save to disk is due after one of `due_steps`."""
+        return any(map(self.interval.is_due, due_steps))
 
     def save_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
         """Start a save if one is due after one of `due_steps`, the work of which is done now, or if this state is the
@@ -271,7 +273,7 @@ class Checkpointer:
             self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
 
     def _save_to_disk_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
-        is_scheduled, saving = improved or any(map(self.interval.is_due, due_steps)), self.durable_in_flight
+        is_scheduled, saving = improved or self.is_save_due(due_steps), self.durable_in_flight
         if not is_scheduled and (saving is not None or not self._replacement_owed):
             return
         if saving is not None and not improved:

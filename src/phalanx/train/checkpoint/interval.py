@@ -118,27 +118,19 @@ class FailureHistory(NamedTuple):
     """The last interval that was chosen."""
 
 
-def is_multiple(step: int, every: int, offset: int) -> bool:
-    """Return whether a step is `offset` steps later than a multiple of `every`, other than 0."""
-    return step > offset and (step - offset) % every == 0
-
-
 class SaveInterval:
     """How often the state is saved to one destination: every `steps` steps, None for never. If that number is chosen
-    from measurements (`is_auto`), it counts from the last save, else from step `offset`. `overhead` is that of these
-    saves."""
+    from measurements (`is_auto`), it counts from the last save. `overhead` is that of these saves."""
 
-    def __init__(self, steps: int | None, is_auto: bool, start_step: int, overhead: Overhead, offset: int = 0):
-        self.steps, self.is_auto, self.overhead, self._offset = steps, is_auto, overhead, offset
+    def __init__(self, steps: int | None, is_auto: bool, start_step: int, overhead: Overhead):
+        self.steps, self.is_auto, self.overhead = steps, is_auto, overhead
         self._last_step = start_step
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step."""
         if self.steps is None:
             return False
-        if self.is_auto:
-            return step - self._last_step >= self.steps
-        return is_multiple(step, self.steps, self._offset)
+        return step - self._last_step >= self.steps if self.is_auto else step % self.steps == 0
 
     def begin(self, step: int) -> None:
         """Record that the save of this step starts."""
@@ -147,19 +139,13 @@ class SaveInterval:
 
 
 class DurableInterval(SaveInterval):
-    """How often the state is saved to disk: every `every` steps, `offset` steps later than at their multiples, or for
-    `auto` at the interval of Young and Daly."""
+    """How often the state is saved to disk: every `every` steps, or for `auto` at the interval of Young and Daly."""
 
     def __init__(
-        self,
-        every: int | Literal["auto"] | None,
-        offset: int,
-        start_step: int,
-        step_times: StepTimes,
-        history: FailureHistory,
+        self, every: int | Literal["auto"] | None, start_step: int, step_times: StepTimes, history: FailureHistory
     ):
         steps = (history.interval_steps or FIRST_INTERVAL_STEPS) if every == "auto" else every
-        super().__init__(steps, every == "auto", start_step, step_times.save_overhead, offset)
+        super().__init__(steps, every == "auto", start_step, step_times.save_overhead)
         self._history = history
 
     def choose(

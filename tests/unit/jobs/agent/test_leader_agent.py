@@ -32,7 +32,7 @@ from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.heartbeat_checks import check_hangs
 from phalanx.jobs.agent.leader_agent import LeaderAgent
-from phalanx.jobs.agent.leader_state import StartDelay
+from phalanx.jobs.agent.leader_state import StartTerms
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
@@ -254,16 +254,16 @@ def test_each_attempt_starts_after_the_delay_of_its_nodes(
     run, clock, asked, waited = Run(tmp_path), Leaps(0.0), [], []
     run.create()
 
-    def find_start_delay(nodes: Sequence[str]) -> StartDelay:
+    def find_start_terms(nodes: Sequence[str]) -> StartTerms:
         asked.append(nodes)
-        return StartDelay(7.0, "starting in 7.0 s: max_ramp of site s")
+        return StartTerms(7.0, "starting in 7.0 s: max_ramp of site s")
 
     def wait(seconds: float) -> None:
         waited.append(seconds)
         clock.now += 4.0
 
     with LeaderAgent(run, stage, shown.append, clock=clock) as agent:
-        agent.find_start_delay = find_start_delay
+        agent.find_start_terms = find_start_terms
         monkeypatch.setattr(agent.signals, "wait", wait)
         outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3), attempt({0: 0})], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
@@ -275,7 +275,7 @@ def test_each_attempt_starts_after_the_delay_of_its_nodes(
 
 
 def test_a_stop_request_ends_the_wait_for_a_start(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.find_start_delay = lambda nodes: StartDelay(1000.0, "later")
+    agent.find_start_terms = lambda nodes: StartTerms(1000.0, "later")
     monkeypatch.setattr(agent.signals, "wait", lambda seconds: agent.signals.received.append(signal.SIGTERM))
     outcome, numbers = supervise(agent, [], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
@@ -298,7 +298,7 @@ def joined(agent: LeaderAgent) -> Iterator[AuthConnection]:
 def test_another_node_that_is_to_stop_ends_the_wait_for_a_start(
     agent: LeaderAgent, joined: AuthConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent.find_start_delay = lambda nodes: StartDelay(5.0, "later")
+    agent.find_start_terms = lambda nodes: StartTerms(5.0, "later")
     joined.send(StopRequested())
     outcome, numbers = supervise(agent, [attempt({0: 0})], monkeypatch)
     assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
@@ -308,7 +308,7 @@ def test_another_node_that_is_to_stop_ends_the_wait_for_a_start(
 def test_a_node_that_is_lost_in_the_wait_for_a_start_costs_no_attempt(
     agent: LeaderAgent, joined: AuthConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent.find_start_delay = lambda nodes: StartDelay(5.0, "later")
+    agent.find_start_terms = lambda nodes: StartTerms(5.0, "later")
     monkeypatch.setattr("phalanx.jobs.agent.leader_agent.JOIN_TIMEOUT_S", 1.0)
     monkeypatch.setattr("phalanx.jobs.agent.leader_agent.REJOIN_TIMEOUT_S", 0.1)
     joined.close()

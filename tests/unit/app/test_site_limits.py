@@ -1,4 +1,4 @@
-"""Starts of jobs are as far apart as the ramp of their site asks."""
+"""What a job does to keep the limits of its site."""
 
 import io
 import json
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,14 @@ import pytest
 
 from phalanx.app import framework_node
 from phalanx.app.run_display import DeferredDisplay
-from phalanx.app.start_ramp import open_start_ramp
+from phalanx.app.site_limits import open_site_limits
+from phalanx.errors import UsageError
 from phalanx.fleet.power.start_slots import MAX_WAIT_S
-from phalanx.jobs.agent.leader_state import StartDelay
+from phalanx.jobs.agent.leader_state import StartTerms
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run import Run
 from phalanx.run.event_types import RunEnded, RunWarning
+from phalanx.run.stall_slots import SwingShare, read_swing_shares
 
 FLEET = """\
 sites: {{s: {{{ramp}}}, t: {{}}}}
@@ -30,7 +33,7 @@ racks:
   "k[1-2]": {{row: r, node_type: h, nodes: 4}}
   c: {{row: q, node_type: h, nodes: 1}}
 node_types: {{h: {{node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}}}
-power: {{start_slots: slots}}
+power: {{slots: slots}}
 """
 RAMP_W_PER_S = 8000.0
 REST_RISE_W, DEVICE_RISE_W = 10_000 - 8 * 700 - (3000 - 8 * 100), 600
@@ -43,12 +46,12 @@ def fleet(tmp_path: Path) -> Path:
     return path
 
 
-def take(fleet: Path | str, nodes: list[str], gpus: int = 8) -> StartDelay:
-    return open_start_ramp(gpus, {"PHALANX_CLUSTER": str(fleet)})(nodes)
+def take(fleet: Path | str, nodes: list[str], gpus: int = 8) -> StartTerms:
+    return open_site_limits(gpus, environment={"PHALANX_CLUSTER": str(fleet)})(nodes)
 
 
 def test_the_next_job_waits_for_the_rise_of_all_nodes_of_the_one_before(fleet: Path) -> None:
-    assert take(fleet, ["k1-1", "k2-4"]) == StartDelay()
+    assert take(fleet, ["k1-1", "k2-4"]) == StartTerms()
     two_nodes_s = 2 * (REST_RISE_W + 8 * DEVICE_RISE_W) / RAMP_W_PER_S
     second = take(f"{fleet}:h", ["k1-2"], gpus=1)
     assert second.seconds == pytest.approx(two_nodes_s, abs=0.5)
@@ -68,17 +71,17 @@ def test_jobs_meet_in_the_folder_of_the_fleet_file(fleet: Path) -> None:
 
 
 def test_without_a_folder_the_jobs_of_a_user_meet(fleet: Path, tmp_path: Path) -> None:
-    fleet.write_text(fleet.read_text().replace("power: {start_slots: slots}", ""))
+    fleet.write_text(fleet.read_text().replace("power: {slots: slots}", ""))
     environment = {"PHALANX_CLUSTER": str(fleet), "PHALANX_STATE_DIR": str(tmp_path / "state")}
-    open_start_ramp(8, environment)(["k1-1"])
+    open_site_limits(8, environment=environment)(["k1-1"])
     assert (tmp_path / "state" / "power" / "fleet" / "starts-s.json").is_file()
 
 
 def test_without_a_ramp_or_on_other_nodes_nothing_is_delayed_or_written(fleet: Path, tmp_path: Path) -> None:
-    assert [take(fleet, [node]) for node in ("c-1", "login") for _ in range(2)] == [StartDelay()] * 4
-    assert [take(text, ["k1-1"]) for text in ("h100:8", "") for _ in range(2)] == [StartDelay()] * 4
+    assert [take(fleet, [node]) for node in ("c-1", "login") for _ in range(2)] == [StartTerms()] * 4
+    assert [take(text, ["k1-1"]) for text in ("h100:8", "") for _ in range(2)] == [StartTerms()] * 4
     fleet.write_text(FLEET.format(ramp=""))
-    assert [take(fleet, ["k1-1"]) for _ in range(2)] == [StartDelay()] * 2
+    assert [take(fleet, ["k1-1"]) for _ in range(2)] == [StartTerms()] * 2
     assert not (tmp_path / "slots").exists()
 
 
@@ -95,8 +98,31 @@ def test_a_job_that_does_not_find_the_fleet_file_starts_and_says_so(text: str) -
     delay = take(text, ["k1-1"])
     assert delay.seconds == 0.0
     assert delay.reason == (
-        f"PHALANX_CLUSTER: {Path(text.partition(':')[0]).absolute()} is not there; starting without max_ramp"
+        f"PHALANX_CLUSTER: {Path(text.partition(':')[0]).absolute()} is not there; training without max_ramp and "
+        "max_swing"
     )
+
+
+def test_the_workers_of_a_run_learn_by_how_much_it_may_swing_the_power_of_its_site(fleet: Path, tmp_path: Path) -> None:
+    fleet.write_text(FLEET.format(ramp="max_swing: 30 kW"))
+    terms = open_site_limits(8, Run(tmp_path / "run"), {"PHALANX_CLUSTER": str(fleet)})(
+        ["k1-1", "k1-2", "c-1", "login"]
+    )
+    (share,) = read_swing_shares(terms.environment)
+    assert share == SwingShare(
+        site="s",
+        path=str(tmp_path / "slots" / "stalls-s.json"),
+        holder=f"k1-1:{tmp_path / 'run'}",
+        swing_w=2 * (REST_RISE_W + 8 * DEVICE_RISE_W),
+        max_swing_w=30_000.0,
+    )
+    assert replace(terms, environment={}) == StartTerms()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7", '[{"site": "s"}]', 1000 * "["])
+def test_shares_that_no_agent_wrote_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="PHALANX_SWING_SHARES: the agent of a job sets it"):
+        read_swing_shares({"PHALANX_SWING_SHARES": text})
 
 
 @pytest.mark.parametrize(("rank", "is_delayed"), [("0", True), ("1", False)])
