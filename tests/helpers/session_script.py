@@ -143,7 +143,7 @@ def main(how, overrides, run=None):
                 if how == "mean-shape":
                     loss = loss[None]
                 if how != "no-backward":
-                    session.backward(loss, len(batch["label"]))
+                    session.backward(loss, 0 if how == "no-terms" else len(batch["label"]))
                 if how == "twice":
                     session.backward(loss, len(batch["label"]))
                 if how == "hungry" and len(batch["label"]) > 3:

@@ -419,6 +419,7 @@ MISTAKES = {
     "no-backward": (64, "must call session.backward(loss_sum, terms) once for every batch"),
     "twice": (64, "must call session.backward(loss_sum, terms) once for every batch"),
     "no-step": (64, "must call session.step() once after every session.backward"),
+    "no-terms": (64, "over 0 terms: give its number of terms"),
     "mean-shape": (64, "expected the sum of the losses as a 0-d tensor"),
     "no-prepare": (64, "call session.prepare(build, make_optimizer) first"),
     "no-batches": (64, "must take its batches from session.micro_batches(dataset)"),

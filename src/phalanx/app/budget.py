@@ -58,8 +58,11 @@ def load_prices(environment: Mapping[str, str] = os.environ) -> Prices | None:
     loaded."""
     if not (text := environment.get(CLUSTER_VARIABLE)):
         return None
-    fleet = find_fleet_cluster(text)
-    return (load_cluster(text) if fleet is None else fleet.cluster).prices
+    try:
+        fleet = find_fleet_cluster(text)
+        return (load_cluster(text) if fleet is None else fleet.cluster).prices
+    except RecipeError as error:
+        raise RecipeError(f"{CLUSTER_VARIABLE}: {error}") from None
 
 
 def check_budget(loaded: LoadedRecipe, prices: Prices | None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.errors import UsageError
 from phalanx.train.checkpoint.save import SAVE_FLAGS
 
 BUFFERS_CHANGED_FLAG = "changed"
@@ -76,9 +77,14 @@ class StepMetrics:
                 self.values[index].fill_(1)
 
     def totals(self, values: Sequence[float], summed_grad_norm: float) -> StepTotals:
-        """Read the summed vector, given as numbers."""
+        """Read the summed vector, given as numbers. Raises UsageError for a loss over no terms."""
         count = self.num_micro_batches
         loss, num_terms, flags = unpack_step_metrics(values[:-1], count)
+        if num_terms == 0 and math.isfinite(loss) and loss != 0:
+            raise UsageError(
+                f"the loss of a step is a sum of {loss:.6g} over 0 terms: give its number of terms, the samples or "
+                "tokens that have a loss, so that it can be divided"
+            )
         return StepTotals(loss, num_terms, summed_grad_norm, flags, list(values[count : 2 * count]), values[-1])
 
 

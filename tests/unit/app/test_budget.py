@@ -133,7 +133,8 @@ def test_a_job_whose_data_are_elsewhere_is_submitted_with_a_warning(
     assert "the budget is not checked before the job starts: " in caplog.text
 
 
-def test_a_wrong_cluster_is_named() -> None:
+@pytest.mark.parametrize("text", ["dgx-h1000", "nowhere.yaml"])
+def test_a_wrong_cluster_is_named_with_the_variable(text: str) -> None:
     assert load_prices({}) is None
-    with pytest.raises(RecipeError, match="dgx-h1000"):
-        load_prices({"PHALANX_CLUSTER": "dgx-h1000"})
+    with pytest.raises(RecipeError, match=f"^PHALANX_CLUSTER: {text}: "):
+        load_prices({"PHALANX_CLUSTER": text})

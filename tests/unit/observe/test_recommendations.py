@@ -97,6 +97,13 @@ def test_fp16_guards_point_to_bf16(tmp_path: Path) -> None:
     assert "precision=bf16" in advices(maker.path)["nonfinite-steps"].advice
 
 
+def test_a_precision_that_auto_has_chosen_is_not_doubted(tmp_path: Path) -> None:
+    path = healthy(tmp_path / "run", precision="fp32")
+    plan = path / "plan.json"
+    plan.write_text(plan.read_text().replace('"value": "bf16"', '"value": "fp32"'))
+    assert advices(path) == {}
+
+
 def test_a_slower_run_than_predicted_says_by_how_much(tmp_path: Path) -> None:
     path = healthy(tmp_path / "run", total=100)
     plan = path / "plan.json"
