@@ -395,6 +395,6 @@ def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
 
 
 def _format_value(key: str, value: object) -> object:
-    if key in ("submitted", "started", "ended") and isinstance(value, float):
+    if key.endswith("_at") and isinstance(value, float):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     return " ".join(value) if isinstance(value, tuple) else value

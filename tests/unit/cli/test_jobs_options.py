@@ -1,6 +1,7 @@
 """`phalanx jobs` as people type it, on a queue that starts nothing."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def test_values_that_vary_make_a_job_each(typed: Type) -> None:
     assert [name for name, _ in names(typed)] == ["one.0", "one.1", "one.2", "one.3"]
     assert "run_dir       " in typed("status", "4")
     assert typed("status", "4").splitlines()[-1].endswith("runs/one-optimizer.lr=3e-4-seed=2")
+    assert re.search(r"^submitted_at +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", typed("status", "4"), re.M)
 
 
 def test_when_one_recipe_of_three_is_wrong_none_is_submitted(typed: Type, tmp_path: Path) -> None:
