@@ -1,12 +1,13 @@
 """Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance, advice."""
 
-import csv
 import tempfile
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from fleet_bars import Bar
+from fleet_bars import Bar, MissingDataError, measure_all, read_rows
 from phalanx.app.cooling_rehearsal import rehearse_response
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.failures import NodeHistory
@@ -22,7 +23,7 @@ from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.weather import Weather, count_hours_above, read_weather
 
-SITES = {"Frankfurt": "a", "Dallas": "a", "Philadelphia": "b", "Singapore": "b"}
+SITE_FILES = "site_hourly_*.csv"
 WEATHER_COLUMNS = {"time": "hour_utc", "wet_bulb_c": "wet_bulb_c_computed"}
 HOURS_ABOVE = {
     "Frankfurt": (0, 86, 4),
@@ -31,60 +32,92 @@ HOURS_ABOVE = {
     "Singapore": (3900, 1614, 0),
 }
 """Tower over 32 C, dry cooler over 40 and 45 C."""
+HOURS_MEASURE = "hours above 32 C with a tower, 40 / 45 C with a dry cooler"
+MIN_FAN_SPEEDS = 3
+MIN_HOURS = 0.99 * 8760
+"""Of a year, with which hours above a limit can be counted."""
 HELD_APPROACH_K = 4.0
 """What the building's controller holds as long as its fan can."""
-CALIBRATION_WET_BULBS_C = (14.0, 18.0, 22.0)
 LOAD_SHARE = 0.8
 SIMULATED_NODES = 64
 
 
 def measure_plant_bars(data: Path) -> list[Bar]:
     """Measure all bars of the plant."""
-    sites = {
-        site: read_weather(data / f"site_hourly_2023_{part}.csv", WEATHER_COLUMNS, site) for site, part in SITES.items()
-    }
-    return [
-        *_measure_fans(data / "cooling_tower_fan.csv"),
-        *_measure_approach(data / "cooling_tower_approach.csv"),
-        *(_measure_site_hours(site, weather) for site, weather in sites.items()),
-        *_measure_pue(sites),
-        *_measure_closed_loops(sites),
-        _measure_flow_loss(),
-        *_measure_simulated_sites(data),
-        _measure_response(),
-    ]
+    files = cache(partial(_find_sites, data))
+
+    @cache
+    def read() -> dict[str, Weather]:
+        return {site: _read_weather(path, site) for site, path in files().items()}
+
+    return measure_all(
+        "thermal",
+        {
+            "fans of the tower": lambda: _measure_fans(data / "cooling_tower_fan.csv"),
+            "approach of the tower": lambda: _measure_approach(data / "cooling_tower_approach.csv"),
+            "site hours": lambda: [_measure_site_hours(site, weather) for site, weather in read().items()],
+            "energy balance and PUE": lambda: _measure_pue(read()),
+            "closed loop of verified requests": lambda: _measure_closed_loops(read()),
+            "loss of flow": lambda: [_measure_flow_loss()],
+            "simulated years": lambda: _measure_simulated_sites(files()),
+            "response to lost flow": lambda: [_measure_response()],
+        },
+    )
 
 
 def _bar(measure: str, goal: str, reached: str, is_met: bool) -> Bar:
     return Bar("thermal", measure, goal, reached, bool(is_met))
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+def _find_sites(data: Path) -> dict[str, Path]:
+    """File by site; those of HOURS_ABOVE first."""
+    paths = sorted(data.glob(SITE_FILES))
+    if not paths:
+        raise MissingDataError(f"{SITE_FILES}: no such file")
+    found = {row["site"]: path for path in reversed(paths) for row in read_rows(path, ("site",))}
+    known = [site for site in HOURS_ABOVE if site in found]
+    return {site: found[site] for site in [*known, *sorted(found.keys() - HOURS_ABOVE.keys())]}
+
+
+def _read_weather(path: Path, site: str) -> Weather:
+    """Read the hours of a site in order of time."""
+    found = read_weather(path, WEATHER_COLUMNS, site)
+    order = np.argsort(found.times)
+    times = [found.times[index] for index in order]
+    return Weather(times, found.dry_bulb_c[order], found.wet_bulb_c[order], found.missing)
 
 
 def _measure_fans(path: Path) -> list[Bar]:
     bars = []
-    rows = _read(path)
-    for fan in ("tower2a", "tower2b"):
+    rows = read_rows(path, ("fan",), ("speed_fraction", "power_median_w"))
+    for fan in sorted({row["fan"] for row in rows}):
+        measure = f"fan {fan}: exponent of power over speed"
+        if len({row["speed_fraction"] for row in rows if row["fan"] == fan}) < MIN_FAN_SPEEDS:
+            bars.append(Bar("thermal", measure, "data", f"less than {MIN_FAN_SPEEDS} speeds of it", None))
+            continue
         speed, power = (
             np.log([float(row[name]) for row in rows if row["fan"] == fan])
             for name in ("speed_fraction", "power_median_w")
         )
         exponent = float(np.polyfit(speed, power, 1)[0])
-        bars.append(
-            _bar(
-                f"fan {fan}: exponent of power over speed", "2.75 +- .2", f"{exponent:.2f}", abs(exponent - 2.75) <= 0.2
-            )
-        )
+        bars.append(_bar(measure, "2.75 +- .2", f"{exponent:.2f}", abs(exponent - 2.75) <= 0.2))
     return bars
 
 
 def _measure_approach(path: Path) -> list[Bar]:
-    """The tower calibrated once, by its heat for each kg of air and c: on all bins, and on three wet bulbs for the
-    others."""
-    rows = [row for row in _read(path) if float(row["fan_speed_fraction"]) == 1.0]
+    """Each tower calibrated once, by its heat for each kg of air and c: on all bins, and on every second wet bulb for
+    the others."""
+    numbers = ("fan_speed_fraction", "wet_bulb_bin_c", "range_bin_k", "approach_median_k")
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in read_rows(path, ("tower",), numbers):
+        if float(row["fan_speed_fraction"]) == 1.0:
+            found.setdefault(row["tower"], []).append(row)
+    if not found:
+        raise MissingDataError(f"{path.name}: no row at full fan")
+    return [bar for tower, rows in found.items() for bar in _measure_tower(tower if len(found) > 1 else "tower", rows)]
+
+
+def _measure_tower(tower: str, rows: list[dict[str, str]]) -> list[Bar]:
     wet_bulb, range_k, approach = (
         np.array([float(row[name]) for row in rows]) for name in ("wet_bulb_bin_c", "range_bin_k", "approach_median_k")
     )
@@ -95,17 +128,22 @@ def _measure_approach(path: Path) -> list[Bar]:
 
     candidates = [(heat, c) for heat in np.arange(30e3, 48e3, 1e3) for c in np.geomspace(1.5, 20, 16)]
     errors = np.array([predict(heat, c) - approach for heat, c in candidates])
-    is_fitted = np.isin(wet_bulb, CALIBRATION_WET_BULBS_C)
+    calibrated = np.unique(wet_bulb)[1::2]
+    is_fitted = np.isin(wet_bulb, calibrated)
     bars = []
     for name, fitted, tested in (
         ("all bins", np.ones_like(is_fitted), np.ones_like(is_fitted)),
-        ("3 wet bulbs, tested on the others", is_fitted, ~is_fitted),
+        (f"{len(calibrated)} wet bulbs, tested on the others", is_fitted, ~is_fitted),
     ):
+        if not fitted.any():
+            measure = f"{tower} at full fan: approach, calibrated on {name}"
+            bars.append(Bar("thermal", measure, "data", "rows at one wet bulb only", None))
+            continue
         best = int(np.argmin(np.mean(errors[:, fitted] ** 2, axis=1)))
         error = errors[best][tested]
         within = int(np.count_nonzero(np.abs(error) <= 1.0))
         reached = f"{within} of {len(error)}, rmse {np.sqrt(np.mean(error**2)):.2f}, most {np.abs(error).max():.2f} K"
-        measure = f"tower at full fan: approach, calibrated on {name} ({candidates[best][0] / 1000:.0f} kJ/kg)"
+        measure = f"{tower} at full fan: approach, calibrated on {name} ({candidates[best][0] / 1000:.0f} kJ/kg)"
         bars.append(_bar(measure, "all within 1 K", reached, within == len(error)))
     return bars
 
@@ -116,10 +154,16 @@ def _measure_site_hours(site: str, weather: Weather) -> Bar:
         count_hours_above(weather.dry_bulb_c, 11, 40),
         count_hours_above(weather.dry_bulb_c, 11, 45),
     )
+    if site not in HOURS_ABOVE:
+        text = f"{' / '.join(map(str, found))}; no published figures of this site"
+        return Bar("thermal", f"{site}: {HOURS_MEASURE}", "published", text, None)
+    if len(weather.times) < MIN_HOURS:
+        text = f"only {len(weather.times)} hours of the year are there"
+        return Bar("thermal", f"{site} 2023: {HOURS_MEASURE}", "data", text, None)
     is_met = all(abs(one - goal) <= 0.01 * goal for one, goal in zip(found, HOURS_ABOVE[site], strict=True))
     goal = " / ".join(map(str, HOURS_ABOVE[site]))
     return _bar(
-        f"{site} 2023: hours above 32 C with a tower, 40 / 45 C with a dry cooler",
+        f"{site} 2023: {HOURS_MEASURE}",
         f"{goal} (1 %)",
         " / ".join(map(str, found)),
         is_met,
@@ -127,7 +171,7 @@ def _measure_site_hours(site: str, weather: Weather) -> Bar:
 
 
 def _measure_pue(sites: dict[str, Weather]) -> list[Bar]:
-    """ESIF is in Colorado, which is not among the sites: Frankfurt is the nearest of them in wet bulb."""
+    """ESIF is in Colorado, which is not among the sites: the one with the lowest wet bulb is the nearest to it."""
     bars, errors, pues = [], [], []
     for kind in ("tower", "dry_cooler"):
         for chiller in (True, False):
@@ -140,20 +184,21 @@ def _measure_pue(sites: dict[str, Weather]) -> list[Bar]:
     error = max(errors)
     bars.append(
         _bar(
-            "energy balance of loops and plant, 16 site-years, every hour, over IT",
+            f"energy balance of loops and plant, {len(pues)} site-years, every hour, over IT",
             "<= 1e-9",
             f"{error:.1e}",
             error <= 1e-9,
         )
     )
     bars.append(_bar("PUE of all of them", ">= 1", f"{min(pues):.3f} to {max(pues):.3f}", min(pues) >= 1))
-    weather = sites["Frankfurt"]
+    site = min(sites, key=lambda each: float(sites[each].wet_bulb_c.mean()))
+    weather = sites[site]
     plant = CoolingPlant(design_it="1 MW", conversion_efficiency=0.99, supply_c=24.0, trim_chiller=False)
     it_w = np.full(len(weather.times), LOAD_SHARE * plant.design_it)
     hours = simulate_plant(plant, it_w, weather.dry_bulb_c, weather.wet_bulb_c, PlantControls(24.0, LOAD_SHARE))
     bars.append(
         _bar(
-            "ESIF-like plant (24 C, tower, no chiller, no UPS; weather of Frankfurt): PUE of the year (ESIF 1.036)",
+            f"ESIF-like plant (24 C, tower, no chiller, no UPS; weather of {site}): PUE of the year (ESIF 1.036)",
             "1.02 to 1.05",
             f"{hours.pue:.3f}, WUE {hours.wue_l_per_kwh:.2f} L/kWh",
             1.02 <= hours.pue <= 1.05,
@@ -191,10 +236,11 @@ def _measure_closed_loops(sites: dict[str, Weather]) -> list[Bar]:
     advised_hours, fixed_hours = sum(each[0] for each in counts), sum(each[1] for each in counts)
     bars.append(
         _bar(
-            "the same 8 site-years, adviser silent 6 h a week, operator in charge a day a month: energy; throttling",
+            f"the same {len(disturbed)} site-years, adviser silent 6 h a week, operator in charge a day a month: "
+            "energy; throttling",
             "less; not more hours",
             f"{-max(saved):+.0%} to {-min(saved):+.0%}; {advised_hours} against {fixed_hours} hours; own set point in "
-            f"{sum(each.num_local_hours for each in disturbed) / 8:.0f} hours a year",
+            f"{sum(each.num_local_hours for each in disturbed) / len(disturbed):.0f} hours a year",
             min(saved) > 0 and advised_hours <= fixed_hours,
         )
     )
@@ -217,7 +263,7 @@ def _measure_flow_loss() -> Bar:
     return _bar("loss of flow at 1 kW, 300 to 600 J/K: 60 to 90 C", "9 to 18 s", reached, seconds == [9.0, 18.0])
 
 
-def _measure_simulated_sites(data: Path) -> list[Bar]:
+def _measure_simulated_sites(sites: Mapping[str, Path]) -> list[Bar]:
     """A year of jobs and failures on 64 nodes with a tower, at each site."""
     power = NodePower(8, 700, 75, 4600, 2300)
     group = NodeTypeGroup("h100", power, [NodeHistory(None, 0.0, 0.0)] * SIMULATED_NODES, SIMULATED_NODES // 4)
@@ -228,15 +274,16 @@ def _measure_simulated_sites(data: Path) -> list[Bar]:
         site=SiteConditions(plant=CoolingPlant(design_it="700 kW"), weather="of each site"),
     )
     errors, pues = [], []
-    for site, part in SITES.items():
-        entry = HourlyFile(file=f"site_hourly_2023_{part}.csv", site=site, columns=WEATHER_COLUMNS)
-        weather = read_weather_hours(entry, data)
+    for site, path in sites.items():
+        entry = HourlyFile(file=path.name, site=site, columns=WEATHER_COLUMNS)
+        weather = read_weather_hours(entry, path.parent)
         result = simulate_fleet([group], settings, 0, None, SiteHours(weather.first_hour, settings.site.plant, weather))
         errors.append(result.site.balance_error)
         pues.append(f"{site} {result.site.pue:.3f}")
     return [
         _bar(
-            f"a simulated year of {SIMULATED_NODES} nodes, plant and weather, 4 sites: energy balance of every hour",
+            f"a simulated year of {SIMULATED_NODES} nodes, plant and weather, {len(sites)} sites: energy balance of "
+            "every hour",
             "<= 1e-9",
             f"{max(errors):.1e}; PUE {', '.join(pues)}",
             max(errors) <= 1e-9,
