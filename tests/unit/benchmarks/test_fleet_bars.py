@@ -12,6 +12,7 @@ import fleet_twin
 from fleet_bars import Bar, MissingDataError, measure_all, read_rows, to_table
 from fleet_power import read_zeus_jobs
 from phalanx.errors import DataError
+from phalanx.fleet.thermal.weather import Weather
 
 
 def test_a_measure_without_its_data_is_told_and_does_not_hide_the_others() -> None:
@@ -85,13 +86,32 @@ def test_a_trace_of_any_name_is_compared_with_what_is_published_of_it(tmp_path: 
     assert bars["SRSF, Muri trace9"].is_met is None
 
 
-def test_hours_of_a_site_are_taken_in_order_of_time(tmp_path: Path) -> None:
-    rows = [f"Oslo,2022-01-01T{hour:02d},{hour},80,{hour - 1}" for hour in range(24)]
-    random.Random(0).shuffle(rows)
+def test_another_year_of_a_site_has_its_own_figures_in_order_of_time(tmp_path: Path) -> None:
     header = "site,hour_utc,dry_bulb_c,relative_humidity_pct,wet_bulb_c_computed"
-    path = tmp_path / "site_hourly_2022.csv"
-    path.write_text("\n".join([header, *rows]))
-    assert fleet_plant._find_sites(tmp_path) == {"Oslo": path}
-    weather = fleet_plant._read_weather(path, "Oslo")
-    assert np.array_equal(weather.dry_bulb_c, np.arange(24.0))
-    assert fleet_plant._measure_site_hours("Oslo", weather).is_met is None
+    rows = [
+        f"Dallas,2022-{1 + day // 28:02d}-{1 + day % 28:02d}T{hour:02d},{hour + 10},80,{hour + 5}"
+        for day in range(12 * 28)
+        for hour in range(24)
+    ]
+    random.Random(0).shuffle(rows)
+    (tmp_path / "site_hourly_2022.csv").write_text("\n".join([header, *rows]))
+    (tmp_path / "published_results.csv").write_text(
+        f"system,quantity,value\nDallas 2022,hours with wet bulb + 7 K over 32 C,{3 * 336}\n"
+    )
+    (name,), (each,) = zip(*fleet_plant._find_sites(tmp_path).items(), strict=True)
+    weather = each.read()
+    assert name == "Dallas 2022"
+    assert np.array_equal(weather.dry_bulb_c[:24], np.arange(10.0, 34.0))
+    goals = fleet_plant._find_published_hours(tmp_path, name)
+    assert goals == (3 * 336, None, None)
+    assert fleet_plant._measure_site_hours(name, weather, goals).is_met is None  # 8,064 hours are no year
+    year = Weather(weather.times * 2, np.tile(weather.dry_bulb_c, 2), np.tile(weather.wet_bulb_c, 2), 0)
+    assert fleet_plant._measure_site_hours(name, year, (6 * 336, None, None)).is_met
+
+
+def test_daly_intervals_of_published_results_are_compared_too(tmp_path: Path) -> None:
+    (tmp_path / "published_results.csv").write_text(
+        'system,quantity,value\n"d = 1 min, R = 2 min, M = 100 min",Daly interval,13.5\nx,Daly interval,3\n'
+    )
+    bars = fleet_twin._measure_daly(tmp_path)
+    assert [(bar.measure, bar.is_met) for bar in bars[3:]] == [("Daly interval, M = 100 min, d = 1 min", True)]
