@@ -1,12 +1,14 @@
 """Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance, advice."""
 
-import csv
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from fleet_bars import Bar
+from fleet_bars import Bar, MissingDataError, measure_all, read_rows
 from phalanx.app.cooling_rehearsal import rehearse_response
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.failures import NodeHistory
@@ -22,69 +24,132 @@ from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.weather import Weather, count_hours_above, read_weather
 
-SITES = {"Frankfurt": "a", "Dallas": "a", "Philadelphia": "b", "Singapore": "b"}
+SITE_FILES = "site_hourly_*.csv"
 WEATHER_COLUMNS = {"time": "hour_utc", "wet_bulb_c": "wet_bulb_c_computed"}
-HOURS_ABOVE = {
-    "Frankfurt": (0, 86, 4),
-    "Dallas": (377, 1781, 716),
-    "Philadelphia": (6, 384, 39),
-    "Singapore": (3900, 1614, 0),
+HOURS_ABOVE: dict[str, tuple[float | None, ...]] = {
+    "Frankfurt 2023": (0, 86, 4),
+    "Dallas 2023": (377, 1781, 716),
+    "Philadelphia 2023": (6, 384, 39),
+    "Singapore 2023": (3900, 1614, 0),
 }
 """Tower over 32 C, dry cooler over 40 and 45 C."""
+RESULTS_FILE = "published_results.csv"
+HOURS_QUANTITIES = (
+    "hours with wet bulb + 7 K over 32 C",
+    "hours with dry bulb + 11 K over 40 C",
+    "hours with dry bulb + 11 K over 45 C",
+)
+"""In RESULTS_FILE, in the order of HOURS_ABOVE."""
+MIN_FAN_SPEEDS = 3
+MIN_HOURS = 0.99 * 8760
+"""Of a year, with which hours above a limit can be counted."""
 HELD_APPROACH_K = 4.0
 """What the building's controller holds as long as its fan can."""
-CALIBRATION_WET_BULBS_C = (14.0, 18.0, 22.0)
 LOAD_SHARE = 0.8
 SIMULATED_NODES = 64
 
 
 def measure_plant_bars(data: Path) -> list[Bar]:
     """Measure all bars of the plant."""
-    sites = {
-        site: read_weather(data / f"site_hourly_2023_{part}.csv", WEATHER_COLUMNS, site) for site, part in SITES.items()
-    }
-    return [
-        *_measure_fans(data / "cooling_tower_fan.csv"),
-        *_measure_approach(data / "cooling_tower_approach.csv"),
-        *(_measure_site_hours(site, weather) for site, weather in sites.items()),
-        *_measure_pue(sites),
-        *_measure_closed_loops(sites),
-        _measure_flow_loss(),
-        *_measure_simulated_sites(data),
-        _measure_response(),
-    ]
+    files = cache(partial(_find_sites, data))
+
+    @cache
+    def read() -> dict[str, Weather]:
+        return {name: each.read() for name, each in files().items()}
+
+    return measure_all(
+        "thermal",
+        {
+            "fans of the tower": lambda: _measure_fans(data / "cooling_tower_fan.csv"),
+            "approach of the tower": lambda: _measure_approach(data / "cooling_tower_approach.csv"),
+            "site hours": lambda: [
+                _measure_site_hours(name, weather, _find_published_hours(data, name))
+                for name, weather in read().items()
+            ],
+            "energy balance and PUE": lambda: _measure_pue(read()),
+            "closed loop of verified requests": lambda: _measure_closed_loops(read()),
+            "loss of flow": lambda: [_measure_flow_loss()],
+            "simulated years": lambda: _measure_simulated_sites(files()),
+            "response to lost flow": lambda: [_measure_response()],
+        },
+    )
 
 
 def _bar(measure: str, goal: str, reached: str, is_met: bool) -> Bar:
     return Bar("thermal", measure, goal, reached, bool(is_met))
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+@dataclass(frozen=True)
+class SiteYear:
+    """The file that has a year of a site."""
+
+    path: Path
+    site: str
+
+    def read(self) -> Weather:
+        """Read its hours in order of time."""
+        found = read_weather(self.path, WEATHER_COLUMNS, self.site)
+        order = np.argsort(found.times)
+        times = [found.times[index] for index in order]
+        return Weather(times, found.dry_bulb_c[order], found.wet_bulb_c[order], found.missing)
+
+
+def _find_sites(data: Path) -> dict[str, SiteYear]:
+    """Site-years by name, such as Dallas 2023; those of HOURS_ABOVE first."""
+    paths = sorted(data.glob(SITE_FILES))
+    if not paths:
+        raise MissingDataError(f"{SITE_FILES}: no such file")
+    found: dict[str, SiteYear] = {}
+    for path in paths:
+        first_hours: dict[str, str] = {}
+        for row in read_rows(path, ("site", WEATHER_COLUMNS["time"])):
+            hour = row[WEATHER_COLUMNS["time"]]
+            first_hours[row["site"]] = min(hour, first_hours.get(row["site"], hour))
+        found |= {f"{site} {hour[:4]}": SiteYear(path, site) for site, hour in first_hours.items()}
+    known = [name for name in HOURS_ABOVE if name in found]
+    return {name: found[name] for name in [*known, *sorted(found.keys() - HOURS_ABOVE.keys())]}
+
+
+def _find_published_hours(data: Path, name: str) -> tuple[float | None, ...]:
+    """Hours of a site-year as of HOURS_ABOVE, or of the published results among the data; None where unknown."""
+    if name in HOURS_ABOVE or not (data / RESULTS_FILE).is_file():
+        return HOURS_ABOVE.get(name, (None, None, None))
+    rows = read_rows(data / RESULTS_FILE, ("system", "quantity"), ("value",))
+    values = {row["quantity"]: float(row["value"]) for row in rows if row["system"] == name}
+    return tuple(values.get(each) for each in HOURS_QUANTITIES)
 
 
 def _measure_fans(path: Path) -> list[Bar]:
     bars = []
-    rows = _read(path)
-    for fan in ("tower2a", "tower2b"):
+    rows = read_rows(path, ("fan",), ("speed_fraction", "power_median_w"))
+    for fan in sorted({row["fan"] for row in rows}):
+        measure = f"fan {fan}: exponent of power over speed"
+        if len({row["speed_fraction"] for row in rows if row["fan"] == fan}) < MIN_FAN_SPEEDS:
+            bars.append(Bar("thermal", measure, "data", f"less than {MIN_FAN_SPEEDS} speeds of it", None))
+            continue
         speed, power = (
             np.log([float(row[name]) for row in rows if row["fan"] == fan])
             for name in ("speed_fraction", "power_median_w")
         )
         exponent = float(np.polyfit(speed, power, 1)[0])
-        bars.append(
-            _bar(
-                f"fan {fan}: exponent of power over speed", "2.75 +- .2", f"{exponent:.2f}", abs(exponent - 2.75) <= 0.2
-            )
-        )
+        bars.append(_bar(measure, "2.75 +- .2", f"{exponent:.2f}", abs(exponent - 2.75) <= 0.2))
     return bars
 
 
 def _measure_approach(path: Path) -> list[Bar]:
-    """The tower calibrated once, by its heat for each kg of air and c: on all bins, and on three wet bulbs for the
-    others."""
-    rows = [row for row in _read(path) if float(row["fan_speed_fraction"]) == 1.0]
+    """Each tower calibrated once, by its heat for each kg of air and c: on all bins, and on every second wet bulb for
+    the others."""
+    numbers = ("fan_speed_fraction", "wet_bulb_bin_c", "range_bin_k", "approach_median_k")
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in read_rows(path, ("tower",), numbers):
+        if float(row["fan_speed_fraction"]) == 1.0:
+            found.setdefault(row["tower"], []).append(row)
+    if not found:
+        raise MissingDataError(f"{path.name}: no row at full fan")
+    return [bar for tower, rows in found.items() for bar in _measure_tower(tower if len(found) > 1 else "tower", rows)]
+
+
+def _measure_tower(tower: str, rows: list[dict[str, str]]) -> list[Bar]:
     wet_bulb, range_k, approach = (
         np.array([float(row[name]) for row in rows]) for name in ("wet_bulb_bin_c", "range_bin_k", "approach_median_k")
     )
@@ -95,39 +160,47 @@ def _measure_approach(path: Path) -> list[Bar]:
 
     candidates = [(heat, c) for heat in np.arange(30e3, 48e3, 1e3) for c in np.geomspace(1.5, 20, 16)]
     errors = np.array([predict(heat, c) - approach for heat, c in candidates])
-    is_fitted = np.isin(wet_bulb, CALIBRATION_WET_BULBS_C)
+    calibrated = np.unique(wet_bulb)[1::2]
+    is_fitted = np.isin(wet_bulb, calibrated)
     bars = []
     for name, fitted, tested in (
         ("all bins", np.ones_like(is_fitted), np.ones_like(is_fitted)),
-        ("3 wet bulbs, tested on the others", is_fitted, ~is_fitted),
+        (f"{len(calibrated)} wet bulbs, tested on the others", is_fitted, ~is_fitted),
     ):
+        if not fitted.any():
+            measure = f"{tower} at full fan: approach, calibrated on {name}"
+            bars.append(Bar("thermal", measure, "data", "rows at one wet bulb only", None))
+            continue
         best = int(np.argmin(np.mean(errors[:, fitted] ** 2, axis=1)))
         error = errors[best][tested]
         within = int(np.count_nonzero(np.abs(error) <= 1.0))
         reached = f"{within} of {len(error)}, rmse {np.sqrt(np.mean(error**2)):.2f}, most {np.abs(error).max():.2f} K"
-        measure = f"tower at full fan: approach, calibrated on {name} ({candidates[best][0] / 1000:.0f} kJ/kg)"
+        measure = f"{tower} at full fan: approach, calibrated on {name} ({candidates[best][0] / 1000:.0f} kJ/kg)"
         bars.append(_bar(measure, "all within 1 K", reached, within == len(error)))
     return bars
 
 
-def _measure_site_hours(site: str, weather: Weather) -> Bar:
+def _measure_site_hours(name: str, weather: Weather, goals: tuple[float | None, ...]) -> Bar:
     found = (
         count_hours_above(weather.wet_bulb_c, 7, 32),
         count_hours_above(weather.dry_bulb_c, 11, 40),
         count_hours_above(weather.dry_bulb_c, 11, 45),
     )
-    is_met = all(abs(one - goal) <= 0.01 * goal for one, goal in zip(found, HOURS_ABOVE[site], strict=True))
-    goal = " / ".join(map(str, HOURS_ABOVE[site]))
-    return _bar(
-        f"{site} 2023: hours above 32 C with a tower, 40 / 45 C with a dry cooler",
-        f"{goal} (1 %)",
+    measure, reached = (
+        f"{name}: hours above 32 C with a tower, 40 / 45 C with a dry cooler",
         " / ".join(map(str, found)),
-        is_met,
     )
+    known = [(one, goal) for one, goal in zip(found, goals, strict=True) if goal is not None]
+    if not known:
+        return Bar("thermal", measure, "published", f"{reached}; no published figures of it", None)
+    if len(weather.times) < MIN_HOURS:
+        return Bar("thermal", measure, "data", f"only {len(weather.times)} hours of the year are there", None)
+    goal_text = " / ".join("-" if goal is None else f"{goal:g}" for goal in goals)
+    return _bar(measure, f"{goal_text} (1 %)", reached, all(abs(one - goal) <= 0.01 * goal for one, goal in known))
 
 
 def _measure_pue(sites: dict[str, Weather]) -> list[Bar]:
-    """ESIF is in Colorado, which is not among the sites: Frankfurt is the nearest of them in wet bulb."""
+    """ESIF is in Colorado, which is not among the sites: the one with the lowest wet bulb is the nearest to it."""
     bars, errors, pues = [], [], []
     for kind in ("tower", "dry_cooler"):
         for chiller in (True, False):
@@ -140,20 +213,21 @@ def _measure_pue(sites: dict[str, Weather]) -> list[Bar]:
     error = max(errors)
     bars.append(
         _bar(
-            "energy balance of loops and plant, 16 site-years, every hour, over IT",
+            f"energy balance of loops and plant, {len(pues)} site-years, every hour, over IT",
             "<= 1e-9",
             f"{error:.1e}",
             error <= 1e-9,
         )
     )
     bars.append(_bar("PUE of all of them", ">= 1", f"{min(pues):.3f} to {max(pues):.3f}", min(pues) >= 1))
-    weather = sites["Frankfurt"]
+    site = min(sites, key=lambda each: float(sites[each].wet_bulb_c.mean()))
+    weather = sites[site]
     plant = CoolingPlant(design_it="1 MW", conversion_efficiency=0.99, supply_c=24.0, trim_chiller=False)
     it_w = np.full(len(weather.times), LOAD_SHARE * plant.design_it)
     hours = simulate_plant(plant, it_w, weather.dry_bulb_c, weather.wet_bulb_c, PlantControls(24.0, LOAD_SHARE))
     bars.append(
         _bar(
-            "ESIF-like plant (24 C, tower, no chiller, no UPS; weather of Frankfurt): PUE of the year (ESIF 1.036)",
+            f"ESIF-like plant (24 C, tower, no chiller, no UPS; weather of {site}): PUE of the year (ESIF 1.036)",
             "1.02 to 1.05",
             f"{hours.pue:.3f}, WUE {hours.wue_l_per_kwh:.2f} L/kWh",
             1.02 <= hours.pue <= 1.05,
@@ -178,7 +252,7 @@ def _measure_closed_loops(sites: dict[str, Weather]) -> list[Bar]:
             throttled = _count_throttled(loop)
             bars.append(
                 _bar(
-                    f"{site} 2023, {kind.replace('_', ' ')}, closed loop of verified requests: energy of pumps, fans "
+                    f"{site}, {kind.replace('_', ' ')}, closed loop of verified requests: energy of pumps, fans "
                     "and chiller against 32 C fixed; hours with throttling",
                     "less; not more hours",
                     f"{-loop.advice.saved_share:+.0%} (site {-loop.advice.saved_site_share:+.1%}); "
@@ -191,10 +265,11 @@ def _measure_closed_loops(sites: dict[str, Weather]) -> list[Bar]:
     advised_hours, fixed_hours = sum(each[0] for each in counts), sum(each[1] for each in counts)
     bars.append(
         _bar(
-            "the same 8 site-years, adviser silent 6 h a week, operator in charge a day a month: energy; throttling",
+            f"the same {len(disturbed)} site-years, adviser silent 6 h a week, operator in charge a day a month: "
+            "energy; throttling",
             "less; not more hours",
             f"{-max(saved):+.0%} to {-min(saved):+.0%}; {advised_hours} against {fixed_hours} hours; own set point in "
-            f"{sum(each.num_local_hours for each in disturbed) / 8:.0f} hours a year",
+            f"{sum(each.num_local_hours for each in disturbed) / len(disturbed):.0f} hours a year",
             min(saved) > 0 and advised_hours <= fixed_hours,
         )
     )
@@ -217,7 +292,7 @@ def _measure_flow_loss() -> Bar:
     return _bar("loss of flow at 1 kW, 300 to 600 J/K: 60 to 90 C", "9 to 18 s", reached, seconds == [9.0, 18.0])
 
 
-def _measure_simulated_sites(data: Path) -> list[Bar]:
+def _measure_simulated_sites(sites: Mapping[str, SiteYear]) -> list[Bar]:
     """A year of jobs and failures on 64 nodes with a tower, at each site."""
     power = NodePower(8, 700, 75, 4600, 2300)
     group = NodeTypeGroup("h100", power, [NodeHistory(None, 0.0, 0.0)] * SIMULATED_NODES, SIMULATED_NODES // 4)
@@ -228,15 +303,16 @@ def _measure_simulated_sites(data: Path) -> list[Bar]:
         site=SiteConditions(plant=CoolingPlant(design_it="700 kW"), weather="of each site"),
     )
     errors, pues = [], []
-    for site, part in SITES.items():
-        entry = HourlyFile(file=f"site_hourly_2023_{part}.csv", site=site, columns=WEATHER_COLUMNS)
-        weather = read_weather_hours(entry, data)
+    for name, each in sites.items():
+        entry = HourlyFile(file=each.path.name, site=each.site, columns=WEATHER_COLUMNS)
+        weather = read_weather_hours(entry, each.path.parent)
         result = simulate_fleet([group], settings, 0, None, SiteHours(weather.first_hour, settings.site.plant, weather))
         errors.append(result.site.balance_error)
-        pues.append(f"{site} {result.site.pue:.3f}")
+        pues.append(f"{name} {result.site.pue:.3f}")
     return [
         _bar(
-            f"a simulated year of {SIMULATED_NODES} nodes, plant and weather, 4 sites: energy balance of every hour",
+            f"a simulated year of {SIMULATED_NODES} nodes, plant and weather, {len(sites)} sites: energy balance of "
+            "every hour",
             "<= 1e-9",
             f"{max(errors):.1e}; PUE {', '.join(pues)}",
             max(errors) <= 1e-9,

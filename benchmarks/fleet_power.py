@@ -5,7 +5,6 @@ Zeus (`zeus_powerlimit.csv`, next to the fleet's data).
 """
 
 import argparse
-import csv
 import os
 import random
 import statistics
@@ -13,9 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from fleet_bars import Bar, Comparison, to_table
+from fleet_bars import Bar, Comparison, MissingDataError, measure_all, read_rows, to_table
 from fleet_power_histories import run_many
 from phalanx.fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
 from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
@@ -31,7 +31,10 @@ DEAD_TIMES_S = (0.1, 0.3, 1.0, 2.0, 3.0)
 STEP_SHARE, STEP_LIMIT_S, MAX_REVERSALS = 0.3, 10.0, 2
 NUM_SWEPT_CAPS, NUM_MIXES, JOBS_PER_MIX = 5, 60, 16
 BUDGET_SHARES = (0.6, 0.7)
-GPU_NAMES = {"v100": "V100", "a40": "A40", "rtx6000": "RTX 6000"}
+GPU_NAMES = {"v100": "V100", "a40": "A40", "rtx6000": "RTX 6000", "p100": "P100"}
+ZEUS_FILE = "zeus_powerlimit.csv"
+ZEUS_KEYS = ("gpu", "dataset", "network", "batch_size", "optimizer")
+ZEUS_VALUES = ("power_limit", "time_per_epoch", "average_power")
 MARGIN = 0.02
 
 
@@ -64,19 +67,27 @@ class MeasuredJob:
 
 
 def read_zeus_jobs(data: Path) -> dict[str, list[MeasuredJob]]:
-    """Return the jobs with all limits by GPU."""
-    found: dict[tuple[str, ...], list[SweepPoint]] = defaultdict(list)
-    with open(data.parent / "zeus_powerlimit.csv", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            key = tuple(row[name] for name in ("gpu", "dataset", "network", "batch_size", "optimizer"))
-            found[key].append(
-                SweepPoint(float(row["power_limit"]), 1 / float(row["time_per_epoch"]), float(row["average_power"]))
-            )
+    """Return the jobs by GPU that have its lowest and its highest limit and more limits than a sweep. Rows of one limit
+    count by their means. The file is in the directory of the data, or next to it."""
+    path = next(
+        (folder / ZEUS_FILE for folder in (data, data.parent) if (folder / ZEUS_FILE).is_file()), data / ZEUS_FILE
+    )
+    found: dict[tuple[str, ...], dict[float, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for row in read_rows(path, ZEUS_KEYS, ZEUS_VALUES):
+        limit_w, epoch_s, draw_w = (float(row[name]) for name in ZEUS_VALUES)
+        if not min(limit_w, epoch_s, draw_w) > 0:
+            raise MissingDataError(f"{path.name}: {row}: expected a positive limit, time and power")
+        found[tuple(row[name] for name in ZEUS_KEYS)][limit_w].append((epoch_s, draw_w))
+    limits: dict[str, list[float]] = defaultdict(list)
+    for key, points in found.items():
+        limits[key[0]] += points
     jobs: dict[str, list[MeasuredJob]] = defaultdict(list)
     for key, points in found.items():
-        jobs[key[0]].append(MeasuredJob(key[2], tuple(sorted(points, key=lambda point: point.cap_w))))
-    most = {gpu: max(len(job.points) for job in each) for gpu, each in jobs.items()}
-    return {gpu: [job for job in each if len(job.points) == most[gpu]] for gpu, each in jobs.items()}
+        if len(points) > NUM_SWEPT_CAPS and {min(limits[key[0]]), max(limits[key[0]])} <= points.keys():
+            means = {cap: [statistics.fmean(each) for each in zip(*rows, strict=True)] for cap, rows in points.items()}
+            swept = tuple(SweepPoint(cap, 1 / epoch_s, draw_w) for cap, (epoch_s, draw_w) in sorted(means.items()))
+            jobs[key[0]].append(MeasuredJob(key[2], swept))
+    return jobs
 
 
 def predict_speeds(jobs: Sequence[MeasuredJob]) -> list[tuple[float, float]]:
@@ -133,41 +144,58 @@ def allocate_mix(jobs: Sequence[MeasuredJob], share: float, margin: float) -> Mi
 
 
 def measure_sweeps(data: Path) -> list[Bar]:
-    """Return the bars of caps by sweeps. A curve is a job's own sweep, and no constant is fitted to others. So each
-    workload is left out of the mixes in turn, and the least gain counts."""
-    bars, found = [], read_zeus_jobs(data)
-    for gpu, name in GPU_NAMES.items():
-        jobs = found[gpu]
-        speeds = predict_speeds(jobs)
-        error = statistics.fmean(abs(predicted / measured - 1) for measured, predicted in speeds)
-        swept = f"{len(jobs[0].choose_points())} of {len(jobs[0].points)}"
-        goal = f"speed at unswept caps, {name}, mean error ({swept} caps swept, Zeus)"
-        comparison = Comparison("capped-speed", name, speeds)
-        bars.append(Bar("power", goal, "<= 3%", f"{error:.2%}", error <= 0.03, comparison))
-        source = random.Random(0)
-        shares, least, results = [], 1.0, []
-        for left_out in sorted({job.workload for job in jobs}):
-            rest = [job for job in jobs if job.workload != left_out]
-            mixes = [
-                allocate_mix(source.choices(rest, k=JOBS_PER_MIX), share, MARGIN)
-                for share in BUDGET_SHARES
-                for _ in range(NUM_MIXES // 10)
-            ]
-            possible = sum(mix.best - mix.equal for mix in mixes)
-            shares.append(sum(mix.chosen - mix.equal for mix in mixes) / possible)
-            least = min(least, *(mix.chosen - mix.equal for mix in mixes))
-            results += mixes
-        gain = (
-            f"gain over one cap for all, {name}, share of that with all measured points, least of 5 left-out workloads"
-        )
-        bars.append(Bar("power", gain, ">= 70%", f"{min(shares):.0%}", min(shares) >= 0.7))
-        worse = f"never worse than one cap for all, {name}: least difference of mean speed over {len(results)} mixes"
-        bars.append(Bar("power", worse, ">= 0", f"{least:+.2%}", least >= 0))
-        energies = [
-            statistics.fmean(e) for e in zip(*((r.equal_energy, r.chosen_energy) for r in results), strict=True)
+    """Return the bars of caps by sweeps of each GPU."""
+    found = read_zeus_jobs(data)
+    if not found:
+        raise MissingDataError(f"{ZEUS_FILE}: no job with the lowest and highest limit of its GPU and others between")
+    names = {gpu: GPU_NAMES.get(gpu, gpu) for gpu in [*GPU_NAMES, *sorted(found.keys() - GPU_NAMES.keys())]}
+    return measure_all(
+        "power",
+        {
+            f"caps by sweeps, {name}, Zeus": partial(_measure_gpu, name, found.get(gpu, []))
+            for gpu, name in names.items()
+        },
+    )
+
+
+def _measure_gpu(name: str, jobs: Sequence[MeasuredJob]) -> list[Bar]:
+    """A curve is a job's own sweep, and no constant is fitted to others. So each workload is left out of the mixes in
+    turn, and the least gain counts."""
+    if not jobs:
+        raise MissingDataError(f"{ZEUS_FILE}: no job with the lowest and highest limit of this GPU and others between")
+    bars, speeds = [], predict_speeds(jobs)
+    error = statistics.fmean(abs(predicted / measured - 1) for measured, predicted in speeds)
+    most = max(len(job.points) for job in jobs)
+    goal = f"speed at unswept caps, {name}, mean error ({NUM_SWEPT_CAPS} of {most} caps swept, Zeus)"
+    comparison = Comparison("capped-speed", name, speeds)
+    bars.append(Bar("power", goal, "<= 3%", f"{error:.2%}", error <= 0.03, comparison))
+    workloads = sorted({job.workload for job in jobs})
+    if len(workloads) < 2:
+        text = f"{ZEUS_FILE}: one workload on this GPU; none can be left out"
+        return [*bars, Bar("power", f"gain over one cap for all, {name}", "data", text, None)]
+    source = random.Random(0)
+    shares, least, results = [], 1.0, []
+    for left_out in workloads:
+        rest = [job for job in jobs if job.workload != left_out]
+        mixes = [
+            allocate_mix(source.choices(rest, k=JOBS_PER_MIX), share, MARGIN)
+            for share in BUDGET_SHARES
+            for _ in range(NUM_MIXES // 10)
         ]
-        text = f"one cap {energies[0]:.2f}, swept {energies[1]:.2f}"
-        bars.append(Bar("power", f"energy per unit of work, {name}, over that without caps", "reported", text, True))
+        possible = sum(mix.best - mix.equal for mix in mixes)
+        shares.append(sum(mix.chosen - mix.equal for mix in mixes) / possible)
+        least = min(least, *(mix.chosen - mix.equal for mix in mixes))
+        results += mixes
+    gain = (
+        f"gain over one cap for all, {name}, share of that with all measured points, least of {len(workloads)} "
+        "left-out workloads"
+    )
+    bars.append(Bar("power", gain, ">= 70%", f"{min(shares):.0%}", min(shares) >= 0.7))
+    worse = f"never worse than one cap for all, {name}: least difference of mean speed over {len(results)} mixes"
+    bars.append(Bar("power", worse, ">= 0", f"{least:+.2%}", least >= 0))
+    energies = [statistics.fmean(e) for e in zip(*((r.equal_energy, r.chosen_energy) for r in results), strict=True)]
+    text = f"one cap {energies[0]:.2f}, swept {energies[1]:.2f}"
+    bars.append(Bar("power", f"energy per unit of work, {name}, over that without caps", "reported", text, True))
     return bars
 
 
@@ -235,7 +263,14 @@ def measure_histories(num_histories: int) -> list[Bar]:
 
 def measure_bars(data: Path, num_histories: int = QUICK_HISTORIES) -> list[Bar]:
     """Return all bars of power control."""
-    return [*measure_sweeps(data), *measure_guard(), *measure_histories(num_histories)]
+    return measure_all(
+        "power",
+        {
+            "caps by sweeps, Zeus": lambda: measure_sweeps(data),
+            "budget cut by 30%": measure_guard,
+            "random histories": lambda: measure_histories(num_histories),
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ since the inlet is not measured; bars with a fixed T0 stand next to them.
 """
 
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from fleet_bars import Bar, Comparison
+from fleet_bars import Bar, Comparison, MissingDataError, measure_all
 from fleet_plant import measure_plant_bars
+from phalanx.app.thermal import read_device_series
 from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries
 from phalanx.fleet.thermal.fit import fit_thermal_model
 from phalanx.fleet.thermal.heat_check import HeatCause, check_heat
@@ -20,7 +22,7 @@ from phalanx.fleet.thermal.series_csv import read_series_csv
 from phalanx.fleet.thermal.steady_fit import fit_device, follow_inlet
 from phalanx.fleet.thermal.step_fit import fit_steps, has_steps, predict_rise
 
-HOURLY_FILES = ("gpu_hourly_biohpc_a40_a100.csv", "gpu_hourly_biohpc_h100_ada.csv")
+HOURLY_FILES = "gpu_hourly_*.csv"
 HOURLY_COLUMNS = {
     "time": "hour_local",
     "node": "server",
@@ -31,7 +33,9 @@ HOURLY_COLUMNS = {
 STEP_COLUMNS = {"time": "t_s", "node": "run", "device": "gpu", "core_temperature_c": "temp_junction_c"}
 PUBLISHED_R_K_PER_W = {"A40": 0.138, "H100-PCIe-80GB": 0.103, "RTX 6000 Ada": 0.141, "A100-PCIe-80GB": 0.222}
 MI300X_R_K_PER_W = 0.042
-THROTTLING_KIND = "A100-PCIe-80GB"
+THROTTLING_SERVER = "gpu07"
+"""The one of these servers that throttles, an A100."""
+THERMAL_PART = "thermal"
 CHECK_EVERY_S = 7 * DAY_S
 FIXED_T0 = "fixed T0"
 DRAWN_EVERY = 25
@@ -40,19 +44,38 @@ DRAWN_EVERY = 25
 
 def measure_bars(data: Path) -> list[Bar]:
     """Measure all bars of this part."""
-    hourly = [each for name in HOURLY_FILES for each in read_series_csv(data / name, HOURLY_COLUMNS)]
-    steps = read_series_csv(data / "mi300x_steps.csv", STEP_COLUMNS, "MI300X")
+    read = cache(partial(_read_hourly, data))
     return [
-        *_measure_steady(hourly),
-        *_measure_steps(steps),
-        *_measure_findings(hourly),
+        *measure_all(
+            THERMAL_PART,
+            {
+                "steady heat": lambda: _measure_steady(read()),
+                "resistances": lambda: _measure_resistances(read()),
+                "steps of MI300X": lambda: _measure_steps(
+                    read_series_csv(data / "mi300x_steps.csv", STEP_COLUMNS, "MI300X")
+                ),
+                "findings": lambda: _measure_findings(read()),
+            },
+        ),
         *measure_plant_bars(data),
     ]
 
 
+def _read_hourly(data: Path) -> list[DeviceSeries]:
+    paths = sorted(data.glob(HOURLY_FILES))
+    if not paths:
+        raise MissingDataError(f"{HOURLY_FILES}: no such file")
+    return read_device_series(paths, HOURLY_COLUMNS)
+
+
+def _name(series: DeviceSeries, hourly: list[DeviceSeries]) -> str:
+    """The kind; with the server where there are several of the kind."""
+    return series.kind if sum(each.kind == series.kind for each in hourly) == 1 else f"{series.kind} ({series.node})"
+
+
 def make_bar(measure: str, goal: str, reached: str, is_met: bool) -> Bar:
     """Return a bar of this part."""
-    return Bar("thermal", measure, goal, reached, bool(is_met))
+    return Bar(THERMAL_PART, measure, goal, reached, bool(is_met))
 
 
 def _split(series: DeviceSeries) -> tuple[DeviceSeries, DeviceSeries]:
@@ -61,10 +84,11 @@ def _split(series: DeviceSeries) -> tuple[DeviceSeries, DeviceSeries]:
 
 
 def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
-    model, _ = fit_thermal_model([_split(each)[0] for each in hourly])
-    bars = []
+    model, problems = fit_thermal_model([_split(each)[0] for each in hourly])
+    bars = [Bar(THERMAL_PART, "steady heat, fit to the first half", "data", each, None) for each in problems]
     for series in hourly:
-        kind = model.kinds[series.kind]
+        if (kind := model.kinds.get(series.kind)) is None:
+            continue
         plateau = find_plateau(series, kind.r_k_per_w)
         later = series.time_s >= np.median(series.time_s)
         if plateau is not None:
@@ -78,25 +102,37 @@ def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
             points = list(zip(series.temperature_c[later], (series.temperature_c - rest + t0)[later], strict=True))
             rmse, bias = float(np.sqrt(np.mean(errors**2))), float(errors.mean())
             bar = make_bar(
-                f"{series.kind}, steady, later months, {label}: rmse, bias (K)",
+                f"{_name(series, hourly)}, steady, later months, {label}: rmse, bias (K)",
                 "<= 3, <= 2",
                 f"{rmse:.2f}, {bias:+.2f}",
                 rmse <= 3 and abs(bias) <= 2,
             )
             drawn = Comparison("steady-heat", series.kind, points[::DRAWN_EVERY]) if label != FIXED_T0 else None
             bars.append(replace(bar, comparison=drawn))
+    return bars
+
+
+def _measure_resistances(hourly: list[DeviceSeries]) -> list[Bar]:
+    bars = []
     for series in hourly:
-        early, late = map(fit_device, _split(series))
-        assert early is not None
-        assert late is not None
-        published = PUBLISHED_R_K_PER_W[series.kind]
-        ratios = early.r_k_per_w / published - 1, late.r_k_per_w / early.r_k_per_w - 1
+        name, (early, late) = _name(series, hourly), map(fit_device, _split(series))
+        published = PUBLISHED_R_K_PER_W.get(series.kind)
+        if early is None or late is None:
+            text = "power varies too little in a half of its time"
+            bars.append(Bar(THERMAL_PART, f"{name}: R", "data", text, None))
+            continue
+        change = late.r_k_per_w / early.r_k_per_w - 1
+        if published is None:
+            text = f"{early.r_k_per_w:.3f} K/W (then {change:+.0%}); no published value of this kind"
+            bars.append(Bar(THERMAL_PART, f"{name}: R of the first half", "published", text, None))
+            continue
+        error = early.r_k_per_w / published - 1
         bars.append(
             make_bar(
-                f"{series.kind}: R of the first half against {published} K/W (then of the second against it)",
+                f"{name}: R of the first half against {published} K/W (then of the second against it)",
                 "within 15 %",
-                f"{early.r_k_per_w:.3f} K/W ({ratios[0]:+.0%}) (then {ratios[1]:+.0%})",
-                abs(ratios[0]) <= 0.15,
+                f"{early.r_k_per_w:.3f} K/W ({error:+.0%}) (then {change:+.0%})",
+                abs(error) <= 0.15,
             )
         )
     return bars
@@ -104,7 +140,10 @@ def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
 
 def _measure_steps(steps: list[DeviceSeries]) -> list[Bar]:
     busy = [each for each in steps if has_steps(each)]
-    fits = {"all": fit_steps(busy)} | {each.node: fit_steps([each]) for each in busy}
+    if not busy:
+        raise MissingDataError("mi300x_steps.csv: no device of which the power varies")
+    nodes = {each.node: [one for one in busy if one.node == each.node] for each in busy}
+    fits = {"all": fit_steps(busy)} | {node: fit_steps(members) for node, members in nodes.items()}
     bars = []
     for series in busy:
         for name, fit in fits.items():
@@ -136,11 +175,18 @@ def _measure_findings(hourly: list[DeviceSeries]) -> list[Bar]:
     for model in (early, whole):
         for series in hourly:
             causes = _check_weekly(series, model)
-            found.setdefault(series.kind, []).extend(each for each in causes if each is not None)
-            num_checks[series.kind] = num_checks.get(series.kind, 0) + len(causes)
-    alarms = sum(len(causes) for kind, causes in found.items() if kind != THROTTLING_KIND)
-    checks = sum(count for kind, count in num_checks.items() if kind != THROTTLING_KIND)
-    throttled = found[THROTTLING_KIND].count(HeatCause.THROTTLING)
+            found.setdefault(series.node, []).extend(each for each in causes if each is not None)
+            num_checks[series.node] = num_checks.get(series.node, 0) + len(causes)
+    alarms = sum(len(causes) for node, causes in found.items() if node != THROTTLING_SERVER)
+    checks = sum(count for node, count in num_checks.items() if node != THROTTLING_SERVER)
+    bars = [
+        make_bar("others: false alarms in weekly checks", "0", f"{alarms} of {checks}", alarms == 0),
+        *_measure_injected_faults(hourly, early),
+    ]
+    if THROTTLING_SERVER not in found:
+        text = f"{THROTTLING_SERVER} is not in the data"
+        return [Bar(THERMAL_PART, "A100 that throttles: found", "data", text, None), *bars]
+    throttled = found[THROTTLING_SERVER].count(HeatCause.THROTTLING)
     newest = check_heat(hourly, whole).findings
     names = ", ".join(f"{each.node} {each.cause}" for each in newest) or "none"
     return [
@@ -148,16 +194,15 @@ def _measure_findings(hourly: list[DeviceSeries]) -> list[Bar]:
             "servers with a finding, check of all months",
             "gpu07 (A100) alone, throttling",
             names,
-            [(each.node, each.cause) for each in newest] == [("gpu07", HeatCause.THROTTLING)],
+            [(each.node, each.cause) for each in newest] == [(THROTTLING_SERVER, HeatCause.THROTTLING)],
         ),
         make_bar(
             "A100: weekly checks that find throttling",
             "> 0",
-            f"{throttled} of {num_checks[THROTTLING_KIND]}",
+            f"{throttled} of {num_checks[THROTTLING_SERVER]}",
             throttled > 0,
         ),
-        make_bar("others: false alarms in weekly checks", "0", f"{alarms} of {checks}", alarms == 0),
-        *_measure_injected_faults(hourly, early),
+        *bars,
     ]
 
 
@@ -175,8 +220,8 @@ def _measure_injected_faults(hourly: list[DeviceSeries], model: ThermalModelFile
     load."""
     found = total = 0
     for series in hourly:
-        kind = model.kinds[series.kind]
-        if series.kind == THROTTLING_KIND:
+        kind = model.kinds.get(series.kind)
+        if series.node == THROTTLING_SERVER or kind is None:
             continue
         for end in np.arange(series.time_s[0] + 6 * CHECK_EVERY_S, series.time_s[-1], 2 * CHECK_EVERY_S):
             before = series.select(series.time_s < end)
@@ -188,11 +233,6 @@ def _measure_injected_faults(hourly: list[DeviceSeries], model: ThermalModelFile
             fault = DeviceSeries(**{**before.__dict__, "temperature_c": before.temperature_c + rise})
             found += bool(check_heat([fault], model).findings)
             total += 1
-    return [
-        make_bar(
-            "healthy servers with half more resistance for 2 weeks (added to the data): found",
-            ">= 95 %",
-            f"{found} of {total}",
-            found >= 0.95 * total,
-        )
-    ]
+    is_met = found >= 0.95 * total if total else None
+    measure = "healthy servers with half more resistance for 2 weeks (added to the data): found"
+    return [Bar(THERMAL_PART, measure, ">= 95 %", f"{found} of {total}", is_met)]

@@ -1,14 +1,16 @@
 """Bars of the twin: stops, ETTR, checkpoint intervals, queues, power and speed. `fleet_validation.py` runs it."""
 
-import csv
 import math
+import re
 import resource
 import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from fleet_bars import Bar, Comparison
+from fleet_bars import Bar, Comparison, MissingDataError, measure_all, read_rows
 from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interval
@@ -25,6 +27,11 @@ TWIN_PART = "twin"
 POLICIES: tuple[PolicyName, ...] = ("fifo", "srtf", "srsf", "tiresias", "themis")
 DGX_H100 = NodePower(8, 700, 75, 4600, 2300)
 MURI_POLICIES: dict[PolicyName, str] = {"srtf": "SRTF", "srsf": "SRSF", "tiresias": "Tiresias-L", "themis": "themis"}
+MURI_AT_ZERO = "_t0"
+"""Ending of a trace's name with all jobs submitted at 0."""
+MURI_POLICIES_AT_ZERO: dict[PolicyName, str] = {each: MURI_POLICIES[each] for each in ("srtf", "srsf", "tiresias")}
+"""Themis has no single optimum there (docs/benchmarks/notes/fleet.md)."""
+MURI_GPUS_PER_NODE = 8
 MURI_STEP_OVERHEAD = 1.015
 """Time of an iteration in Muri's simulator over that in its traces (jobs.py)."""
 MURI_MODELS: dict[int, dict[int, float]] = {
@@ -36,6 +43,7 @@ MURI_MODELS: dict[int, dict[int, float]] = {
     32: {336: 10, 356: 10, 1059: 7, 1019: 8, 260: 10, 514: 10, 585: 46, 546: 8},
 }
 """Seconds of a restart by GPUs and milliseconds of an iteration, which name the model (run_sim.py, jobs.py of Muri)."""
+DALY_SYSTEM = re.compile(r"d = ([\d.]+) min,.* M = ([\d.]+) min")
 LLAMA_RATE = 419 / 54 / 2048 * 1000
 """Unexpected interruptions per 1000 node-days of Llama 3 (arXiv 2407.21783)."""
 LLAMA_SAVE_S = 405e9 * 12 / 2e12
@@ -54,27 +62,25 @@ quantiles, for want of the activities themselves."""
 
 def measure_bars(data: Path) -> list[Bar]:
     """Return the bars of the twin."""
-    return [
-        *_measure_llama(),
-        *_measure_daly(),
-        *_measure_mttf(),
-        *_measure_muri(data),
-        *_measure_seren(data),
-        *_measure_frontier(),
-        *_measure_swing(data),
-        *_measure_speed(),
-    ]
+    return measure_all(
+        TWIN_PART,
+        {
+            "stops and ETTR of Llama 3": _measure_llama,
+            "Daly intervals": lambda: _measure_daly(data),
+            "MTTF of RSC": _measure_mttf,
+            "Muri's traces": lambda: _measure_muri(data),
+            "GPU power of Seren": lambda: _measure_seren(data),
+            "power of Frontier": _measure_frontier,
+            "mean power with checkpoints": lambda: _measure_swing(data),
+            "speed and memory": _measure_speed,
+        },
+    )
 
 
 def _within(measure: str, reached: float, wanted: float, tolerance: float, unit: str = "") -> Bar:
     error = reached / wanted - 1
     goal = f"{wanted:,.4g}{unit} ± {100 * tolerance:g} %"
     return Bar(TWIN_PART, measure, goal, f"{reached:,.4g}{unit} ({100 * error:+.2f} %)", abs(error) <= tolerance)
-
-
-def _read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def _measure_llama() -> list[Bar]:
@@ -130,10 +136,19 @@ def _measure_llama_saves(mode: str, save_s: float) -> list[Bar]:
     ]
 
 
-def _measure_daly() -> list[Bar]:
+def _measure_daly(data: Path) -> list[Bar]:
+    """For three MTBFs, and those of the published results among the data."""
+    goals = {(5.0, 1440.0): 116.7, (5.0, 360.0): 56.7, (5.0, 15.0): 9.14}
+    if (data / "published_results.csv").is_file():
+        for row in read_rows(data / "published_results.csv", ("system", "quantity"), ("value",)):
+            found = DALY_SYSTEM.fullmatch(row["system"])
+            if found is not None and row["quantity"] == "Daly interval":
+                goals[float(found[1]), float(found[2])] = float(row["value"])
     return [
-        _within(f"Daly interval, M = {m} min, d = 5 min", choose_interval(300, 0, m * 60) / 60, wanted, 0.005, " min")
-        for m, wanted in ((1440, 116.7), (360, 56.7), (15, 9.14))
+        _within(
+            f"Daly interval, M = {m:g} min, d = {d:g} min", choose_interval(d * 60, 0, m * 60) / 60, goal, 0.005, " min"
+        )
+        for (d, m), goal in goals.items()
     ]
 
 
@@ -159,33 +174,70 @@ def _measure_mttf() -> list[Bar]:
 
 
 def _measure_muri(data: Path) -> list[Bar]:
-    published = {(row["trace"], row["policy"]): row for row in _read(data / "policy_results_muri.csv")}
-    rows = _read(data / "jobs_muri_philly.csv")
-    bars = []
-    for trace in sorted({row["trace"] for row in rows}):
-        for policy, name in MURI_POLICIES.items():
-            jobs = [
-                SimulatedJob(
-                    float(row["submit_s"]),
-                    int(row["gpus"]),
-                    int(row["iterations"]) * int(row["iteration_ms"]) / 1000 * MURI_STEP_OVERHEAD,
-                    CheckpointCosts(math.inf, restart_s=MURI_MODELS[int(row["gpus"])][int(row["iteration_ms"])]),
-                )
-                for row in rows
-                if row["trace"] == trace
-            ]
-            jobs.sort(key=lambda job: job.submit_s)
-            outcome = ClusterSimulation(NodePool(8, 8), jobs, make_policy(policy), repacks=True).run()
-            completion_s = np.array([(job.finish_s or math.nan) - job.submit_s for job in jobs])
-            goal = published[trace, name]
-            for what, reached, column, tolerance in (
-                ("mean completion", completion_s.mean(), "mean_jct_s", 0.05),
-                ("makespan", outcome.end_s, "makespan_s", 0.03),
-                ("p99 of completion", np.percentile(completion_s, 99), "p99_jct_s", 0.2),
-            ):
-                measure = f"{name}, Muri {trace}: {what}"
-                bars.append(_within(measure, float(reached), float(goal[column]), tolerance, " s"))
-    return bars
+    """Each trace as it is submitted, and with all jobs submitted at 0, where the authors publish figures."""
+    goals = {
+        (row["trace"], row["policy"]): row
+        for row in read_rows(
+            data / "policy_results_muri.csv",
+            ("trace", "policy"),
+            ("gpus_in_cluster", "mean_jct_s", "makespan_s", "p99_jct_s"),
+        )
+    }
+    traces: dict[str, list[dict[str, str]]] = {}
+    numbers = ("job", "gpus", "submit_s", "iterations", "iteration_ms")
+    for row in read_rows(data / "jobs_muri_philly.csv", ("trace",), numbers):
+        traces.setdefault(row["trace"], []).append(row)
+    measures = {}
+    for trace, rows in sorted(traces.items()):
+        for suffix, policies in (("", MURI_POLICIES), (MURI_AT_ZERO, MURI_POLICIES_AT_ZERO)):
+            for policy, name in policies.items():
+                goal = goals.get((trace + suffix, name))
+                if goal is not None or not suffix:
+                    measures[f"{name}, Muri {trace}{suffix}"] = partial(
+                        _measure_queue, trace + suffix, rows, policy, goal
+                    )
+    return measure_all(TWIN_PART, measures)
+
+
+def _measure_queue(
+    trace: str, rows: Sequence[Mapping[str, str]], policy: PolicyName, goal: Mapping[str, str] | None
+) -> list[Bar]:
+    if goal is None:
+        raise MissingDataError("policy_results_muri.csv: no row of this trace and policy")
+    if len(rows) != (num_jobs := 1 + max(int(row["job"]) for row in rows)):
+        raise MissingDataError(
+            f"jobs_muri_philly.csv: {len(rows)} of {num_jobs} jobs; the published figures are of all"
+        )
+    jobs = [
+        SimulatedJob(
+            0.0 if trace.endswith(MURI_AT_ZERO) else float(row["submit_s"]),
+            int(row["gpus"]),
+            int(row["iterations"]) * float(row["iteration_ms"]) / 1000 * MURI_STEP_OVERHEAD,
+            CheckpointCosts(math.inf, restart_s=find_restart_s(int(row["gpus"]), float(row["iteration_ms"]))),
+        )
+        for row in sorted(rows, key=lambda row: (float(row["submit_s"]), int(row["job"])))
+    ]
+    num_nodes = int(goal["gpus_in_cluster"]) // MURI_GPUS_PER_NODE
+    if (most := max(job.devices for job in jobs)) > num_nodes * MURI_GPUS_PER_NODE:
+        raise MissingDataError(f"{trace}: a job needs {most} GPUs, and the cluster has {goal['gpus_in_cluster']}")
+    pool = NodePool(num_nodes, MURI_GPUS_PER_NODE)
+    outcome = ClusterSimulation(pool, jobs, make_policy(policy), repacks=True).run()
+    completion_s = np.array([(job.finish_s or math.nan) - job.submit_s for job in jobs])
+    return [
+        _within(f"{MURI_POLICIES[policy]}, Muri {trace}: {what}", float(reached), float(goal[column]), tolerance, " s")
+        for what, reached, column, tolerance in (
+            ("mean completion", completion_s.mean(), "mean_jct_s", 0.05),
+            ("makespan", outcome.end_s, "makespan_s", 0.03),
+            ("p99 of completion", np.percentile(completion_s, 99), "p99_jct_s", 0.2),
+        )
+    ]
+
+
+def find_restart_s(num_gpus: int, iteration_ms: float) -> float:
+    """Return the restart of the model that this iteration names, or of the nearest one in the authors' table."""
+    gpus = min(MURI_MODELS, key=lambda known: abs(math.log2(known / num_gpus)))
+    models = MURI_MODELS[gpus]
+    return models[min(models, key=lambda known: abs(known - iteration_ms))]
 
 
 def _measure_seren(data: Path) -> list[Bar]:
@@ -198,9 +250,11 @@ def _measure_seren(data: Path) -> list[Bar]:
     )
     rows = [
         (float(row["quantile"]), float(row["value"]))
-        for row in _read(data / "acme_distributions.csv")
-        if row["quantity"] == "gpu_power_w" and 0.05 <= float(row["quantile"]) <= 0.95
+        for row in read_rows(data / "acme_distributions.csv", ("cluster", "quantity"), ("quantile", "value"))
+        if (row["cluster"], row["quantity"]) == ("Seren", "gpu_power_w") and 0.05 <= float(row["quantile"]) <= 0.95
     ]
+    if not rows:
+        raise MissingDataError("acme_distributions.csv: no quantile of gpu_power_w of Seren from .05 to .95")
     errors = [(q, float(np.quantile(watts, q)) - wanted, max(15.0, 0.1 * wanted)) for q, wanted in rows]
     missed = [f"{q:g}" for q, error, most in errors if abs(error) > most]
     worst = max(errors, key=lambda each: abs(each[1]) / each[2])
@@ -223,7 +277,8 @@ def _measure_frontier() -> list[Bar]:
 def _measure_swing(data: Path) -> list[Bar]:
     """The row with a save every 500 steps holds idle time, as the data's README says; its share is not comparable."""
     bars = []
-    for row in _read(data / "power_checkpoint_h100.csv"):
+    columns = ("checkpoint_every_steps", "share_of_time_below_2200_w", "mean_8gpu_w")
+    for row in read_rows(data / "power_checkpoint_h100.csv", (), columns):
         every, share = row["checkpoint_every_steps"], float(row["share_of_time_below_2200_w"])
         predicted_w = mean_checkpoint_power(4450, 1190, share)
         bars.append(

@@ -3,7 +3,9 @@
     python benchmarks/fleet_validation.py DATA [--only twin power thermal] [--out FILE] [--pictures docs/images]
 
 DATA is the directory with the validation data (its README says where each file comes from); the repository has none of
-it. Each part is a module of its own here: `fleet_NAME.measure_bars(DATA)`.
+it. It may hold fewer files, other rows, or more of them: what cannot be measured is listed with the reason, and rows of
+other servers, traces, devices and sites of the same form are measured, too. Each part is a module of its own here:
+`fleet_NAME.measure_bars(DATA)`.
 """
 
 import argparse
@@ -41,15 +43,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the table")
     parser.add_argument("--pictures", type=Path, help="directory for the pictures; needs matplotlib")
     options = parser.parse_args()
+    if not options.data.is_dir():
+        parser.error(f"{options.data}: no such directory")
     bars, times = [], []
     for part in options.only:
         began = time.monotonic()
         bars += importlib.import_module(f"fleet_{part}").measure_bars(options.data)
         times.append(f"{part} {time.monotonic() - began:.0f} s")
+    measured = [bar for bar in bars if bar.is_met is not None]
+    summary = f"{sum(bool(bar.is_met) for bar in measured)} of {len(measured)} bars are met."
+    if len(measured) < len(bars):
+        summary += f" {len(bars) - len(measured)} could not be measured."
     text = f"""# The fleet's models
 
 `python benchmarks/fleet_validation.py DATA`, {date.today()}, {os.cpu_count()} cores, Python
-{platform.python_version()}; {", ".join(times)}. {sum(bar.is_met for bar in bars)} of {len(bars)} bars are met.
+{platform.python_version()}; {", ".join(times)}. {summary}
 
 {to_table(bars)}
 """

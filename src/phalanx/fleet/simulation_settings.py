@@ -22,6 +22,8 @@ Share = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]
 Positive = Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL]
 Deviation = Annotated[float, Field(ge=0, le=10), NUMBER_NOT_BOOL]
 """Of a logarithm: at 10 one of 20 is over 1e8 times the median."""
+MOST_REPACKED = 1_000_000
+"""Jobs times devices of a simulation with `repack`, which places up to all of them again at two events of each."""
 MOST_JOBS = 5_000_000
 MAX_DAYS = 36_500
 REPLAY_CLASS = "replay"
@@ -136,6 +138,9 @@ class SimulationSettings(StrictModel):
     seeds: int = Field(5, ge=1, le=1000)
     """Simulations, each with random numbers of its own."""
     policy: PolicyName = "fifo"
+    repack: bool = False
+    """Whether all jobs are placed again at each event, and each that runs pays a restart, as in the simulators of
+    Tiresias and Muri; for small clusters."""
     spares: Share = 0.0
     """Share of the nodes that is kept back for those in repair."""
     extra_racks: int = Field(0, ge=0, le=10_000)

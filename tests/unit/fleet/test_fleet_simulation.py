@@ -136,6 +136,16 @@ def test_a_replay_ends_with_its_last_job(fleet, tmp_path):
     assert (result.num_done, result.wait_mean_s) == (2, pytest.approx(130))  # the second waits for a start of 300 s
 
 
+def test_repacking_charges_restarts_and_counts_all_device_time_and_energy(fleet, tmp_path):
+    (tmp_path / "jobs.csv").write_text("submit_s,gpus,duration_s\n0,8,5000\n1000,8,1000\n1500,16,100\n")
+    usual, repacked = simulate_variants(fleet, ["policy=srtf repack=true failures={}"], tmp_path / "jobs.csv", 1)
+    result = repacked.results[0]
+    assert result.num_done == 3
+    assert sum(result.shares.values()) == pytest.approx(1, abs=1e-9)
+    assert result.makespan_s == 5000 + 5 * 300  # its start, and 2 submissions and 2 ends of others
+    assert result.it_mean_w > usual.results[0].it_mean_w * 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -160,6 +170,11 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path, text, message):
         ("jobs.a.devices.64=1 spares=0.5", UsageError, "can never run"),
         ("jobs.b.per_day=1e9", UsageError, "simulate.jobs: 20,000,000,001 in 20 days"),
         ("failures.gpu.per_1000_node_days=1e12", UsageError, "simulate.failures: "),
+        (
+            "repack=true jobs.b.per_day=1e5",
+            UsageError,
+            "simulate.repack: 64,000,032 jobs x accelerators, expected",
+        ),
         ("jobs.a.node_type=b200", UsageError, "no nodes of kind b200"),
         ("'batches.old={racks: q1}'", UsageError, "no such rack"),
         ("failures.gpu.level=rack", RecipeError, "per_1000_node_days is not for level: rack; expected per_1000_level"),

@@ -65,9 +65,9 @@ class SpeedCurve:
         parts = np.arange(1, POINTS_BETWEEN + 1) / (POINTS_BETWEEN + 1)
         between = [low + part * (high - low) for low, high in itertools.pairwise(caps) for part in parts]
         fine = np.array(sorted({*caps, *between}))
-        speeds = interpolate_monotone(fine, np.array(caps), np.array(rates) / rates[-1])
-        fine_draws = interpolate_monotone(fine, np.array(caps), np.array(draws))
-        return cls(tuple(fine.tolist()), tuple(speeds.tolist()), tuple(fine_draws.tolist()))
+        speeds = _interpolate_rising(fine, np.array(caps), np.array(rates) / rates[-1])
+        fine_draws = _interpolate_rising(fine, np.array(caps), np.array(draws))
+        return cls(tuple(fine.tolist()), speeds, fine_draws)
 
     def speed_at(self, cap_w: float) -> float:
         """Return the share of the full speed at a cap; below the lowest measured cap, that of the lowest."""
@@ -134,6 +134,12 @@ def interpolate_monotone(at: Numbers, x: Numbers, y: Numbers) -> Numbers:
         - part**2 * rest * width * tangents[index + 1]
     )
     return found
+
+
+def _interpolate_rising(at: Numbers, x: Numbers, y: Numbers) -> tuple[float, ...]:
+    """The same through points that never fall, without the rounding that falls where they are level."""
+    found: list[float] = np.minimum(np.maximum.accumulate(interpolate_monotone(at, x, y)), y[-1]).tolist()
+    return tuple(found)
 
 
 def _end_tangent(steps: Numbers, slopes: Numbers) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from phalanx.cluster.checkpoint_interval import daly_interval
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AttemptTime:
     """Seconds of an attempt by what became of them. They add up to its length."""
 

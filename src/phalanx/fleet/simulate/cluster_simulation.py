@@ -67,8 +67,8 @@ class ClusterSimulation:
         policy: Order of jobs.
         failures: Failures in the order of time.
         until_s: When it ends; by default when all jobs are done.
-        repacks: Whether all jobs are placed again at each event, each that runs pays a restart, and nothing is logged.
-            The simulators of Tiresias and Muri do so.
+        repacks: Whether all jobs are placed again at each event, and each that runs pays a restart. The simulators of
+            Tiresias and Muri do so.
     """
 
     def __init__(
@@ -260,11 +260,10 @@ class ClusterSimulation:
         total.wasted += time.wasted_s * devices
         total.unavailable += time.unavailable_s * devices
         total.throttled += time.throttled_s * devices
-        if not self._repacks:
-            self._log.start_s.append(start_s)
-            self._log.end_s.append(self._now_s)
-            self._log.jobs.append(self._ids[id(job)])
-            self._log.times.append(time)
+        self._log.start_s.append(start_s)
+        self._log.end_s.append(self._now_s)
+        self._log.jobs.append(self._ids[id(job)])
+        self._log.times.append(time)
 
     def _preempt(self, job: SimulatedJob) -> None:
         self._stop(job, job.costs.split_preempted(job.elapsed_s(self._now_s)))

@@ -36,6 +36,7 @@ from phalanx.fleet.simulate.throttling import GroupOutcome, set_clocks
 from phalanx.fleet.simulation_settings import (
     MAX_DAYS,
     MOST_JOBS,
+    MOST_REPACKED,
     REPLAY_CLASS,
     CheckpointEntry,
     JobClassEntry,
@@ -166,7 +167,7 @@ def simulate_fleet(
 
     Raises UsageError for jobs that can never run or are too many, DataError for hours that a file does not have.
     """
-    _check_size(groups, settings)
+    _check_size(groups, settings, trace)
     hours = site_hours or SiteHours()
     result = _simulate_once(groups, settings, seed, trace, hours, None)
     if result.hours is not None and result.site.throttled_device_hours > 0:
@@ -206,7 +207,7 @@ def _simulate_once(
         )
         failures = merge_level_failures(failures, level_failures, group.nodes)
         last_s = math.inf if trace is not None and index == 0 else until_s
-        outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s).run()
+        outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s, settings.repack).run()
         if outcome.end_s > MAX_DAYS * SECONDS_PER_DAY:
             raise UsageError(
                 f"the jobs of the trace take {outcome.end_s / SECONDS_PER_DAY:,.0f} days; expected {MAX_DAYS:,} at most"
@@ -221,9 +222,15 @@ def _simulate_once(
     return result
 
 
-def _check_size(groups: Sequence[NodeTypeGroup], settings: SimulationSettings) -> None:
+def _check_size(groups: Sequence[NodeTypeGroup], settings: SimulationSettings, trace: JobTrace | None) -> None:
     """Refuse more events than memory has place for."""
     num_jobs = sum(entry.count + entry.per_day * settings.days for entry in settings.jobs.values())
+    num_devices = max((len(group.nodes) * group.power.num_devices for group in groups), default=0)
+    num_placed = (num_jobs if trace is None else len(trace)) * num_devices
+    if settings.repack and num_placed > MOST_REPACKED:
+        raise UsageError(
+            f"simulate.repack: {num_placed:,.0f} jobs x accelerators, expected at most {MOST_REPACKED:,}; leave it out"
+        )
     num_failures = sum(
         find_rates(settings.failures, group.nodes, group.power.num_devices).of_job(len(group.nodes))
         * settings.days

@@ -6,7 +6,7 @@ import numpy as np
 
 from phalanx.fleet.thermal.device_series import DAY_S, DeviceSeries, Values
 from phalanx.fleet.thermal.model_file import KindConstants
-from phalanx.fleet.thermal.plateau import TemperaturePlateau, find_plateau
+from phalanx.fleet.thermal.plateau import PLATEAU_WIDTH_K, TemperaturePlateau, find_plateau
 from phalanx.fleet.thermal.steady_fit import fit_device
 
 RECENT_S = 7 * DAY_S
@@ -51,6 +51,8 @@ class DeviceHeat:
     inlet_change_k: float | None
     """Of the inlet against its own past, where it is measured."""
     plateau: TemperaturePlateau | None
+    past_plateau: TemperaturePlateau | None
+    """Of its own past, where it has none recently and has not been cooler at that power since."""
     failed_fans: int
 
     @property
@@ -90,6 +92,7 @@ def measure_heat(series: DeviceSeries, kind: KindConstants, recent_s: float = RE
         r_ratio=_find_resistance_ratio(free, kind),
         inlet_change_k=_find_inlet_change(recent, past),
         plateau=plateau,
+        past_plateau=None if plateau is not None or _is_cooler(recent, past_plateau) else past_plateau,
         failed_fans=int(fans[-1]) if len(fans) else 0,  # the newest reading: a fan may have been replaced
     )
 
@@ -104,10 +107,20 @@ def find_t0(series: DeviceSeries, kind: KindConstants) -> Values:
 
 def _find_end_of_load(series: DeviceSeries, kind: KindConstants, recent_s: float) -> float:
     """The time up to which a device is judged: its newest sample, but the newest one at load where it has been at rest
-    since. At rest neither throttling nor a resistance shows."""
+    since, or nearly so. At rest neither throttling nor a resistance shows."""
     newest = float(series.time_s[-1])
     loaded = series.time_s[series.power_w >= LOADED_SHARE * kind.max_power_w]
-    return float(loaded[-1]) if len(loaded) and loaded[-1] <= newest - recent_s else newest
+    num_recent = np.count_nonzero(loaded > newest - recent_s)
+    return float(loaded[-1]) if len(loaded) and num_recent < MIN_LOADED_SAMPLES else newest
+
+
+def _is_cooler(recent: DeviceSeries, plateau: TemperaturePlateau | None) -> bool:
+    """Whether the samples with at least the power of a plateau are mostly below its temperature: it was repaired."""
+    if plateau is None:
+        return False
+    at_power = recent.temperature_c[recent.power_w >= plateau.power_w]
+    num_below = np.count_nonzero(at_power < plateau.temperature_c - PLATEAU_WIDTH_K)
+    return bool(num_below >= MIN_LOADED_SAMPLES and num_below > len(at_power) / 2)
 
 
 def _excess(series: DeviceSeries, kind: KindConstants, at_load: bool) -> DeviceSeries:

@@ -57,6 +57,39 @@ def test_a_throttling_device_that_has_been_at_rest_since_is_found() -> None:
     assert "it has had no load since, for 17 days" in finding.text
 
 
+@pytest.mark.parametrize("is_repaired", [False, True])
+def test_throttling_of_the_weeks_before_is_found_until_a_load_shows_that_it_is_repaired(is_repaired: bool) -> None:
+    inlet = np.repeat(np.tile([0.0, 10.0], DAYS // 2), 24)
+    fouled = make_hours(DAYS, extra_r_k_per_w=0.08, inlet_rise_k=inlet, limit_c=84.0)
+    newest = fouled.time_s > (DAYS - 8) * DAY_S
+    clean = make_hours(DAYS)
+    light = np.minimum(clean.power_w, 220.0)
+    now = clean if is_repaired else replace(clean, power_w=light, temperature_c=28.0 + 0.18 * light)
+    series = replace(
+        fouled,
+        power_w=np.where(newest, now.power_w, fouled.power_w),
+        temperature_c=np.where(newest, now.temperature_c, fouled.temperature_c),
+    )
+    findings = check_heat([series], MODEL).findings
+    assert [each.cause for each in findings] == ([] if is_repaired else [HeatCause.THROTTLING])
+    if findings:
+        assert findings[0].text.startswith("was pinned at 84 °C")
+        assert not findings[0].loses_speed
+
+
+def test_a_few_hours_of_load_in_the_newest_week_do_not_hide_a_fault_of_the_week_before() -> None:
+    series = make_hours(DAYS, extra_r_k_per_w=find_hours_from(DAYS, DAYS - 10) * 0.05)
+    rest = series.time_s > (DAYS - 6) * DAY_S
+    few = np.flatnonzero(~rest & (series.time_s > (DAYS - 7) * DAY_S) & (series.power_w > 150))[3:]
+    rest[few] = True
+    series = replace(
+        series,
+        power_w=np.where(rest, 30.0, series.power_w),
+        temperature_c=np.where(rest, 32.0, series.temperature_c),
+    )
+    assert find_causes(series) == {"n1 0": HeatCause.LOST_COOLING}
+
+
 def test_a_rise_within_a_day_is_a_dead_fan() -> None:
     dead = find_hours_from(DAYS, 38) * 0.05
     assert find_causes(make_hours(DAYS, extra_r_k_per_w=dead)) == {"n1 0": HeatCause.LOST_COOLING}
