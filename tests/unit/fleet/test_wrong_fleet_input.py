@@ -315,6 +315,11 @@ def test_what_is_wrong_with_a_level_is_not_said_of_those_below_it(
             "power: {openadr: {url: u, program: p, level: l, simple_limits: [1 kW, 2 kW]}}",
             "simple_limits: expected the highest limit first",
         ),
+        (
+            "name: hall",
+            "cooling: {supply_c: 30}",
+            "cooling.design_it: missing, expected a power with its unit",
+        ),
         ("name: hall", "power: {lease_s: 3}", "power: lease_s: 3 s is shorter than 2 periods of the guard, 4 s"),
     ],
 )

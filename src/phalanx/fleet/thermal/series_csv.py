@@ -19,12 +19,15 @@ MAX_TIME_S = 1e11
 """The year 5138; milliseconds of today are more."""
 SENSOR_LIMITS = {
     "power_w": (0.0, 1e5),
-    "core_temperature_c": (-40.0, 200.0),
+    "core_temperature_c": (-40.0, 130.0),
     "inlet_temperature_c": (-40.0, 100.0),
     "thermal_margin_c": (-100.0, 200.0),
     "failed_fans": (0.0, 1e4),
 }
-"""Values that a sensor can give. Milliwatts and kelvins are outside, and refused."""
+"""Values that a sensor can give: chips shut down below 130 C. Milliwatts, kelvins and, under load, degrees Fahrenheit
+are outside, and refused."""
+LEAST_MAX_POWER_W = 3.0
+"""The busiest device of a file draws more, and fewer kilowatts."""
 
 
 def read_series_csv(path: Path, columns: Mapping[str, str], kind: str | None = None) -> list[DeviceSeries]:
@@ -48,7 +51,7 @@ def parse_time(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        found = datetime.fromisoformat(text if "T" not in text or ":" in text else f"{text}:00")
+        found = datetime.fromisoformat(text)
         value = (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
     if not np.isfinite(value):
         raise ValueError(text)
@@ -85,6 +88,8 @@ def _read_rows(table: CsvTable, places: Mapping[str, int], kind: str | None) -> 
         found.setdefault((node, device, which), []).append([time, *values])
     if not found:
         raise DataError(f"{path}: no row with power and temperature")
+    if (most_w := max(row[1] for rows in found.values() for row in rows)) < LEAST_MAX_POWER_W:
+        raise DataError(f"{path}: power_w is {most_w:g} at most; expected watts, not kilowatts")
     return [make_series(*key, np.array(values)) for key, values in sorted(found.items())]
 
 
