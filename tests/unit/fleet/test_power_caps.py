@@ -90,6 +90,14 @@ def test_watts_go_where_they_buy_most_speed() -> None:
     assert found.speeds == {"steep": pytest.approx(1.0), "flat": pytest.approx(1.0)}
 
 
+def test_the_last_step_of_a_swept_job_is_as_large_as_its_budget_bears() -> None:
+    jobs = [make_job("low", 0, curve=STEEP), make_job("high", 1, curve=STEEP, priority=1)]
+    found = allocate_caps(make_tree(), [LIMITS] * 2, jobs, [2813.0, None], 0.0, 0.3)
+    assert found.is_within
+    assert sum(claim_node(POWER, caps, 0.0) for caps in found.caps_w) == pytest.approx(2813.0)
+    assert found.speeds["low"] == pytest.approx(STEEP.speed_at(206.5))
+
+
 def test_all_devices_of_a_job_have_the_cap_of_its_tightest_rack() -> None:
     levels = (BudgetLevel("rack", "a", 1400.0), BudgetLevel("rack", "b", 9000.0))
     tree = PowerTree(levels, (PoweredNode("n0", "h", POWER, 0), PoweredNode("n1", "h", POWER, 1)))
