@@ -15,6 +15,7 @@ from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, loc
 LevelKind = Literal["site", "feed", "row", "rack"]
 EntryT = TypeVar("EntryT")
 NO_PARENT = -1
+MAX_NODES = 100_000
 IDLE_SHARE_OF_REST = 0.5
 """Idle over most power of a node without its accelerators: a DGX H100 has 2.3 of 4.6 kW (MLPerf power logs)."""
 
@@ -133,6 +134,9 @@ class _TreeBuilder:
         for name, (key, row) in self._expand("rows", fleet.rows).items():
             self._add("row", name, row.budget, self._find_level("feed", row.feed, ("rows", key, "feed")))
         racks = self._expand("racks", fleet.racks)
+        if (num_nodes := sum(rack.nodes for _, rack in racks.values())) > MAX_NODES:
+            self._report(("racks",), f"{num_nodes:,} nodes, expected at most {MAX_NODES:,}")
+            racks = {}
         powers = {name: self._resolve_power(name, entry) for name, entry in fleet.node_types.items()}
         given_names = {key: self._expand_node_names(key, rack, racks) for key, rack in fleet.racks.items()}
         for name, (key, rack) in racks.items():

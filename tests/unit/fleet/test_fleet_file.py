@@ -93,6 +93,13 @@ def test_a_node_has_its_catalogues_power(tmp_path: Path) -> None:
         ("{site: s, budget: 1 MW}", "{feed: b}", r"fleet.yaml:3: feeds.b.feed: a: feeds b, a are behind each other"),
         ("{site: s, budget: 1 MW}", "{}", r"fleet.yaml:4: feeds.a: expected one of `site` and `feed`"),
         ("node_type: h, nodes: 2", "node_type: g, nodes: 2", r"node_type: g: no such node type; there are h"),
+        ("rows: {r: {feed: b}}", "rows: {r: {feed: 1}}", "rows.r.feed: found 1, expected text in quotes"),
+        ('"k[01-02]": {row: r,', '"k[01-02]": {row: 3,', r"racks.k\[01-02\].row: found 3, expected text in quotes"),
+        (
+            'k[01-02]": {row: r, budget: 45 kW, node_type: h, nodes: 2',
+            'k[001-101]": {row: r, node_type: h, nodes: 1000',
+            "racks: 101,001 nodes, expected at most 100,000",
+        ),
         ("names: gpu7", "names: k01-1", r"racks: node k01-1 is in two places"),
         ("names: gpu7", "names: 'g[1-2]'", r"names: g\[1-2\] is 2 names, for 1 nodes"),
         ("node: dgx-h100", "node: dgx-h1000", r"node_types.h.node: .*dgx-h1000"),

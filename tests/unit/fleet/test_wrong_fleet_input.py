@@ -384,6 +384,13 @@ def test_a_rack_is_of_one_batch(tmp_path: Path, batches: str, problem: str) -> N
         simulate_variants(tmp_path / "fleet.yaml", [], None, 1)
 
 
+def test_a_fleet_has_a_most_of_nodes_with_the_racks_that_are_added(tmp_path: Path) -> None:
+    text = (FLEET + SIMULATED).replace("nodes: 2", "nodes: 11")
+    (tmp_path / "fleet.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"simulate.extra_racks: 110,000 nodes more, expected at most 100,000 in all"):
+        simulate_variants(tmp_path / "fleet.yaml", ["extra_racks=10000"], None, 1)
+
+
 def test_a_job_is_not_an_empty_recipe(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("seed: 1\n")
     (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED.replace("devices: {8: 1}", "recipe: empty.yaml"))
