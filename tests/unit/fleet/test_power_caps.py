@@ -71,6 +71,12 @@ def test_a_sweep_of_one_cap_is_refused() -> None:
         SpeedCurve.fit([SweepPoint(100, 1, 1)])
 
 
+def test_a_sweep_of_which_the_rate_falls_by_more_than_noise_is_refused() -> None:
+    points = [SweepPoint(cap, rate, cap) for cap, rate in ((200, 3.2), (377, 3.5), (700, 0.65))]
+    with pytest.raises(DataError, match=r"the rate falls from 3.2 at 200 W to 0.65 at 700 W, by more than noise"):
+        SpeedCurve.fit(points)
+
+
 def test_the_lowest_cap_of_a_job_is_one_that_devices_obey() -> None:
     curve = SpeedCurve((100.0, 150.0, 300.0), (0.5, 0.8, 1.0), (121.0, 150.0, 280.0))
     assert curve.lowest_obeyed_cap(0.02) == 150.0
