@@ -19,13 +19,12 @@ MAX_TIME_S = 1e11
 """The year 5138; milliseconds of today are more."""
 SENSOR_LIMITS = {
     "power_w": (0.0, 1e5),
-    "core_temperature_c": (-40.0, 130.0),
+    "core_temperature_c": (-40.0, 200.0),
     "inlet_temperature_c": (-40.0, 100.0),
     "thermal_margin_c": (-100.0, 200.0),
     "failed_fans": (0.0, 1e4),
 }
-"""Values that a sensor can give: chips shut down below 130 C. Milliwatts, kelvins and, under load, degrees Fahrenheit
-are outside, and refused."""
+"""Values that a sensor can give. Milliwatts and kelvins are outside, and refused."""
 LEAST_MAX_POWER_W = 3.0
 """The busiest device of a file draws more, and fewer kilowatts."""
 
@@ -85,6 +84,8 @@ def _read_rows(table: CsvTable, places: Mapping[str, int], kind: str | None) -> 
         node = row[places["node"]]
         device = row[places["device"]] if "device" in places else "0"
         which = kind if kind is not None else row[places["kind"]]
+        if not (node.strip() and which.strip()):
+            raise DataError(f"{path}:{number}: no {'kind' if node.strip() else 'node'} in this row; expected a name")
         found.setdefault((node, device, which), []).append([time, *values])
     if not found:
         raise DataError(f"{path}: no row with power and temperature")
