@@ -13,7 +13,7 @@ from phalanx.fleet.audit_log import find_audit_problem
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
 from phalanx.fleet.power.capped_tree import count_capped_devices
-from phalanx.fleet.power.claims import claim_node, find_excesses, list_budgets
+from phalanx.fleet.power.claims import describe_excesses, list_budgets
 from phalanx.fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.links import NodeLinks
@@ -26,7 +26,6 @@ from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.private_files import state_root
 
 POLL_INTERVAL_S = 0.2
-MAX_NAMED_LEVELS = 3
 MAX_APPLY_STEPS, MAX_EQUAL_STEPS = 200, 5
 
 
@@ -147,13 +146,9 @@ def open_guard(
             )
     fallbacks_w, is_within = plan_fallbacks(fleet.tree, list_budgets(fleet.tree), fleet.settings)
     if not is_within:
-        pairs = zip(fleet.tree.nodes, fallbacks_w, strict=True)
-        lowest_w = [claim_node(node.power, caps_w, fleet.settings.margin) for node, caps_w in pairs]
-        found = find_excesses(fleet.tree, lowest_w, list_budgets(fleet.tree))
-        more = f" and {len(found) - MAX_NAMED_LEVELS} levels more" if len(found) > MAX_NAMED_LEVELS else ""
         raise UsageError(
             f"{fleet.file.name}: nothing safe to fall back to: with all nodes at their lowest caps "
-            f"{'; '.join(map(str, found[:MAX_NAMED_LEVELS]))}{more}. Raise these budgets or take nodes off"
+            f"{describe_excesses(fleet.tree, fallbacks_w, fleet.settings.margin)}. Raise these budgets or remove nodes"
         )
     epoch = 1 + max((report.epoch for report in reading.reports.values()), default=0)
     return PowerGuard(
