@@ -8,7 +8,7 @@ from phalanx.cluster.spec import Cluster, Prices
 from phalanx.errors import DataError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import NodeCaps, allocate_caps
-from phalanx.fleet.power.claims import list_budgets
+from phalanx.fleet.power.claims import describe_excesses, list_budgets
 from phalanx.fleet.power.guard import group_by_rack
 from phalanx.fleet.power.sweep_file import FILE_NAME, load_sweep
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
@@ -115,8 +115,8 @@ def compute_common_cap(tree: PowerTree, type_name: str, margin: float) -> float 
     found = allocate_caps(tree, limits, group_by_rack(tree), list_budgets(tree), margin, 0.0)
     if not found.is_within:
         raise UsageError(
-            "the budgets do not bear all nodes of the fleet while they are busy, even at the lowest caps; "
-            "`phalanx power show FLEET --fake` shows where"
+            "the budgets do not bear all nodes of the fleet while they are busy, even at the lowest caps: "
+            f"{describe_excesses(tree, found.caps_w, margin)}. Raise these budgets or remove nodes"
         )
     of_type = [index for index, node in enumerate(tree.nodes) if node.type_name == type_name]
     cap_w = min(cap for index in of_type for cap in found.caps_w[index])

@@ -13,7 +13,7 @@ from phalanx.fleet.audit_log import find_audit_problem
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
 from phalanx.fleet.power.capped_tree import count_capped_devices
-from phalanx.fleet.power.claims import list_budgets
+from phalanx.fleet.power.claims import describe_excesses, list_budgets
 from phalanx.fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx.fleet.power.jobs_file import load_jobs_file
 from phalanx.fleet.power.links import NodeLinks
@@ -147,8 +147,8 @@ def open_guard(
     fallbacks_w, is_within = plan_fallbacks(fleet.tree, list_budgets(fleet.tree), fleet.settings)
     if not is_within:
         raise UsageError(
-            f"{fleet.file.name}: the budgets do not bear all nodes at their lowest caps, so there is nothing safe to "
-            "fall back to. `phalanx power show` has the claim of each level; raise a budget or take nodes off"
+            f"{fleet.file.name}: nothing safe to fall back to: with all nodes at their lowest caps "
+            f"{describe_excesses(fleet.tree, fallbacks_w, fleet.settings.margin)}. Raise these budgets or remove nodes"
         )
     epoch = 1 + max((report.epoch for report in reading.reports.values()), default=0)
     return PowerGuard(

@@ -25,6 +25,7 @@ MAX_IT_OVER_DESIGN = 20.0
 """Most power of the nodes over that for which a plant is built."""
 MAX_DESIGN_OVER_IT = 1000.0
 """A row of racks may be simulated with the plant of its hall."""
+PLANT_KEY = "simulate.site.plant."
 PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
@@ -128,9 +129,14 @@ def _simulate_variant(
                 "quotes of its own: \"'KEY=VALUE' ...\""
             )
     overrides = [_complete_key(word) for word in words]
+    keys = [each.partition("=")[0].strip() for each in overrides]
+    if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
+        raise UsageError(f"--what {label}: {twice[0]} is there twice; variants of one setting are a --what each")
     given = {each.partition("=")[0] for each in common}
     if taken := [each for each in overrides if each.partition("=")[0] in given]:
         raise RecipeError(f"override {taken[0]}: the same is given for all variants; leave it out")
+    if any(key.startswith(PLANT_KEY) for key in keys) and "simulate.site.plant.design_it" not in keys:
+        _check_plant_is_given(path, overrides)
     fleet, locations = load_fleet_file(path, [*overrides, *common])
     if may_read is not None and (more := _list_files(fleet) - may_read):
         raise UsageError(f"{label}: names {min(more)}, a file that {path.name} does not; add it there")
@@ -231,6 +237,15 @@ def _check_effect(override: str, settings: SimulationSettings, is_replay: bool) 
     elif unused := sorted(set(entry_keys[:1] or given).difference(REPLAY_KEYS)):
         known = join_alternatives([*REPLAY_KEYS])
         raise RecipeError(f"override {override}: --replay ignores jobs.{name}.{unused[0]}; expected {known}")
+
+
+def _check_plant_is_given(path: Path, overrides: Sequence[str]) -> None:
+    """Raise RecipeError for a part of a plant that the file has in `cooling`."""
+    fleet = load_fleet_file(path)[0]
+    is_elsewhere = fleet.cooling is not None and fleet.simulate is not None and fleet.simulate.site.plant is None
+    if found := [each for each in overrides if is_elsewhere and each.startswith(PLANT_KEY)]:
+        right = found[0].removeprefix(PLANT_KEY)
+        raise RecipeError(f"override {found[0]}: the plant of this fleet is in `cooling`; expected cooling.{right}")
 
 
 def _check_plant(site_hours: SiteHours, it_max_w: float) -> None:

@@ -38,25 +38,25 @@ class LevelRow:
 
 
 def level_rows(fleet: PowerFleet, reading: PowerReading) -> list[LevelRow]:
-    """Return the levels, each after its parent."""
+    """Return the levels, each followed by all below it."""
     tree, margin = fleet.tree, fleet.settings.margin
     claims = [claim_node(n.power, b, margin) for n, b in zip(tree.nodes, reading.bounds_w, strict=True)]
     draws = [_sum_draw(reading, node.name) for node in tree.nodes]
     silent = tree.sum_by_level([float(None in bounds) for bounds in reading.bounds_w])
     unread = tree.sum_by_level([float(draw is None) for draw in draws])
-    rows, depths = [], list[int]()
-    for level, budget_w, claim_w, draw_w, missing, count in zip(
-        tree.levels,
-        find_active_budgets(tree, fleet.targets, time.time()),
-        tree.sum_by_level(claims),
-        tree.sum_by_level([draw or 0.0 for draw in draws]),
-        unread,
-        silent,
-        strict=True,
-    ):
-        depths.append(0 if level.parent < 0 else depths[level.parent] + 1)
-        rows.append(LevelRow(level.label, depths[-1], budget_w, claim_w, None if missing else draw_w, int(count)))
-    return rows
+    claims_w, draws_w = tree.sum_by_level(claims), tree.sum_by_level([draw or 0.0 for draw in draws])
+    budgets_w = find_active_budgets(tree, fleet.targets, time.time())
+    return [
+        LevelRow(
+            tree.levels[index].label,
+            depth,
+            budgets_w[index],
+            claims_w[index],
+            None if unread[index] else draws_w[index],
+            int(silent[index]),
+        )
+        for index, depth in tree.walk()
+    ]
 
 
 def format_levels(rows: Sequence[LevelRow]) -> list[str]:

@@ -21,7 +21,9 @@ from phalanx.recipe.user_text import read_user_text
 from phalanx.recipe.validation_errors import describe_value, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import SourceLocations, location_of_key, parse_yaml
 
-NAME_PATTERN = re.compile(r"([\w.-]*)\[([0-9,-]+)\]([\w.-]*)|[\w.-]+")
+NAME_PATTERN = re.compile(r"(?:[\w.-]|\[[0-9,-]+\])+")
+NAME_PART_PATTERN = re.compile(r"\[([0-9,-]+)\]|[^\[]+")
+COMMA_BETWEEN_NAMES = re.compile(r",(?![^\[]*\])")
 FLEET_NAME_REGEX = r"^\w[\w .-]{0,99}$"
 ENTRY_SECTIONS = (
     *((name,) for name in ("sites", "feeds", "rows", "racks", "node_types")),
@@ -29,7 +31,7 @@ ENTRY_SECTIONS = (
 )
 """Mappings in which the user chooses the keys."""
 MAX_NAMES = 100_000
-"""Names of one range."""
+"""Names of one text with ranges."""
 EntryT = TypeVar("EntryT")
 
 
@@ -83,7 +85,7 @@ class RackEntry(StrictModel):
     nodes: int = Field(1, ge=0, le=1000)
     """Nodes in the rack, called RACK-1, RACK-2 and so on."""
     names: str | None = None
-    """Names of the nodes of all racks of this entry, rack by rack, such as n[001-040]."""
+    """Names of the nodes of all racks of this entry, rack by rack, such as n[001-040], or n[01-10],m[01-10]."""
 
 
 class FleetFile(StrictModel):
@@ -140,21 +142,39 @@ def _check_entry(value: object, override: str) -> None:
 
 
 def expand_names(text: str) -> list[str]:
-    """Return the names that a name with a range stands for: r[1,08-10] is r1, r08, r09 and r10. ValueError for anything
-    else than a name of letters, digits, `_`, `.` and `-` with one range at most."""
-    found = NAME_PATTERN.fullmatch(text)
-    if found is None:
-        raise ValueError(f"expected a name, or one with a range such as r[01-10], found {text}")
-    if found[2] is None:
-        return [text]
-    names = []
-    for part in found[2].split(","):
+    """Return the names that names with ranges stand for, as Slurm writes them: r[1,08-10] is r1, r08, r09 and r10,
+    r[1-2]-[1-4],gpu7 is r1-1 to r2-4 and gpu7. ValueError for anything else than names of letters, digits, `_`, `.` and
+    `-` with ranges."""
+    names = [name for each in COMMA_BETWEEN_NAMES.split(text) for name in _expand_name(each)]
+    if len(names) > MAX_NAMES:
+        raise ValueError(f"expected at most {MAX_NAMES} names, found {len(names)}")
+    return names
+
+
+def _expand_name(text: str) -> list[str]:
+    if NAME_PATTERN.fullmatch(text) is None:
+        raise ValueError(
+            "expected a name, or one with a range such as r[01-10] or r[01-10]-[1-4], or several with commas between "
+            f"them, found {describe_value(text)}"
+        )
+    names = [""]
+    for part in NAME_PART_PATTERN.finditer(text):
+        endings = [part[0]] if part[1] is None else _expand_range(part[1])
+        if len(names) * len(endings) > MAX_NAMES:
+            raise ValueError(f"expected at most {MAX_NAMES} names, found {text}")
+        names = [name + ending for name in names for ending in endings]
+    return names
+
+
+def _expand_range(text: str) -> list[str]:
+    numbers = []
+    for part in text.split(","):
         first, _, last = part.partition("-")
         last = last or first
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < int(first) + MAX_NAMES):
-            raise ValueError(f"expected a range such as [01-10], with {MAX_NAMES} names at most, found [{found[2]}]")
-        names += [f"{found[1]}{number:0{len(first)}d}{found[3]}" for number in range(int(first), int(last) + 1)]
-    return names
+            raise ValueError(f"expected a range such as [01-10], with {MAX_NAMES} names at most, found [{text}]")
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return numbers
 
 
 def expand_entries(entries: Mapping[str, EntryT]) -> dict[str, tuple[str, EntryT]]:

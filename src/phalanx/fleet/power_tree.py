@@ -1,7 +1,7 @@
 """The tree of budgets of a fleet: sites, feeds, rows, racks, and the nodes with their power."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -15,6 +15,7 @@ from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, loc
 LevelKind = Literal["site", "feed", "row", "rack"]
 EntryT = TypeVar("EntryT")
 NO_PARENT = -1
+MAX_NODES = 100_000
 IDLE_SHARE_OF_REST = 0.5
 """Idle over most power of a node without its accelerators: a DGX H100 has 2.3 of 4.6 kW (MLPerf power logs)."""
 
@@ -86,6 +87,17 @@ class PowerTree:
                 sums[parent] += sums[index]
         return sums
 
+    def walk(self) -> Iterator[tuple[int, int]]:
+        """Iterate over index and depth of all levels, each followed by all below it."""
+        children: dict[int, list[int]] = {}
+        for index, level in enumerate(self.levels):
+            children.setdefault(level.parent, []).append(index)
+        waiting = [(index, 0) for index in reversed(children.get(NO_PARENT, []))]
+        while waiting:
+            index, depth = waiting.pop()
+            yield index, depth
+            waiting += [(child, depth + 1) for child in reversed(children.get(index, []))]
+
     def find_site(self, node: int) -> BudgetLevel:
         """Return the site of a node, given by its index."""
         level = self.nodes[node].rack
@@ -122,13 +134,16 @@ class _TreeBuilder:
         for name, (key, row) in self._expand("rows", fleet.rows).items():
             self._add("row", name, row.budget, self._find_level("feed", row.feed, ("rows", key, "feed")))
         racks = self._expand("racks", fleet.racks)
+        if (num_nodes := sum(rack.nodes for _, rack in racks.values())) > MAX_NODES:
+            self._report(("racks",), f"{num_nodes:,} nodes, expected at most {MAX_NODES:,}")
+            racks = {}
         powers = {name: self._resolve_power(name, entry) for name, entry in fleet.node_types.items()}
         given_names = {key: self._expand_node_names(key, rack, racks) for key, rack in fleet.racks.items()}
         for name, (key, rack) in racks.items():
             index = self._add("rack", name, rack.budget, self._find_level("row", rack.row, ("racks", key, "row")))
             power = powers.get(rack.node_type)
             if rack.node_type not in powers:
-                self._report(("racks", key, "node_type"), _describe_missing("node type", rack.node_type, [*powers]))
+                self._report(("racks", key, "node_type"), describe_missing("node type", rack.node_type, [*powers]))
             elif power is not None:
                 names = [given_names[key].pop(0) for _ in range(rack.nodes) if given_names[key]] or [
                     f"{name}-{number}" for number in range(1, rack.nodes + 1)
@@ -157,7 +172,7 @@ class _TreeBuilder:
 
     def _find_level(self, kind: LevelKind, name: str, key: KeyPath) -> int:
         if (kind, name) not in self._indices and (kind, name) not in self._broken:
-            self._report(key, _describe_missing(kind, name, [each for of, each in self._indices if of == kind]))
+            self._report(key, describe_missing(kind, name, [each for of, each in self._indices if of == kind]))
         return self._indices.get((kind, name), NO_PARENT)
 
     def _add_feeds(self, feeds: Mapping[str, tuple[str, FeedEntry]]) -> None:
@@ -224,14 +239,14 @@ class _TreeBuilder:
                 f"{idle_w or 0:g} to {most_w:g} W",
             )
             return None
-        if entry.device_min_cap is not None and entry.device_min_cap > device_max_w:
-            cap_w = entry.device_min_cap
-            self._report(
-                (*key, "device_min_cap"), f"{cap_w:g} W is above the device's most power of {device_max_w:g} W"
-            )
+        if (cap_w := entry.device_min_cap) is not None and not 0 < cap_w <= device_max_w:
+            above = f"{cap_w:g} W is above the device's most power of {device_max_w:g} W"
+            zero = "0 W, at which nothing runs; expected a power such as 200 W"
+            self._report((*key, "device_min_cap"), above if cap_w else zero)
             return None
         return NodePower(count, device_max_w, device_idle_w, rest_max_w, rest_idle_w, entry.device_min_cap)
 
 
-def _describe_missing(kind: str, name: str, known: list[str]) -> str:
+def describe_missing(kind: str, name: str, known: list[str]) -> str:
+    """Return that there is no part of this name, those that there are, and the nearest."""
     return f"{name}: no such {kind}; there are {', '.join(known[:10]) or 'none'}{suggest_nearest(name, known)}"

@@ -35,9 +35,13 @@ def parse_power_rate(value: Any) -> float:
 
 
 Power = Annotated[
-    float, BeforeValidator(parse_power, json_schema_input_type=str), Field(json_schema_extra={"type": "string"})
+    float,
+    BeforeValidator(parse_power, json_schema_input_type=str),
+    Field(json_schema_extra={"type": "string", "format": "power"}),
 ]
 PowerRate = Annotated[
-    float, BeforeValidator(parse_power_rate, json_schema_input_type=str), Field(json_schema_extra={"type": "string"})
+    float,
+    BeforeValidator(parse_power_rate, json_schema_input_type=str),
+    Field(json_schema_extra={"type": "string", "format": "power-rate"}),
 ]
 """A change of power with its unit: `1 MW/s`."""

@@ -126,7 +126,7 @@ class BatchEntry(StrictModel):
     """Racks that were bought together."""
 
     racks: str
-    """Their names, such as r[01-04]."""
+    """Their names, such as r[01-04], or r[01-04],s2."""
     age_years: Measure = 0.0
     """Age at the start."""
 

@@ -14,6 +14,11 @@ from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 JsonSchema = dict[str, Any]
 ModelClass = type[BaseModel]
+_FORMAT_TEXTS = {
+    "date-time": "a time such as 2026-11-28T10:00:00Z",
+    "power": "a power with its unit, such as 45 kW",
+    "power-rate": "a change of power with its unit, such as 1 MW/s",
+}
 _TYPE_NOUNS = {"integer": "whole number", "number": "number"}
 
 
@@ -143,8 +148,8 @@ def describe_variant(schema: JsonSchema) -> str:
                 return "`N steps`"
             if schema.get("pattern") == PERCENT_REGEX:
                 return "`N%`"
-            if schema.get("format") == "date-time":
-                return "a time such as 2026-11-28T10:00:00Z"
+            if (text := _FORMAT_TEXTS.get(schema.get("format", ""))) is not None:
+                return text
             return "text" + (f" matching {schema['pattern']}" if "pattern" in schema else "")
         case "array" if "prefixItems" in schema:
             items = schema["prefixItems"]

@@ -109,7 +109,10 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
     schema = find_schema(key, model) or {}
     names = [name for variant in iterate_variants(schema) for name in variant.get("enum", ())]
     nearest = suggest_nearest(error["input"], names) if isinstance(error["input"], str) else ""
-    return f"{start}found {describe_value(error['input'])}, expected {describe_expected(schema)}{finite_text}{nearest}"
+    expected = describe_expected(schema)
+    if expected == "text" and isinstance(error["input"], bool | int | float):
+        expected = "text in quotes"  # YAML reads 1 as a number
+    return f"{start}found {describe_value(error['input'])}, expected {expected}{finite_text}{nearest}"
 
 
 def _suggest_key(key: KeyPath, model: ModelClass) -> str:

@@ -42,8 +42,8 @@ class LevelReading:
 def read_levels(
     tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float, targets: Sequence[LoadTarget] = ()
 ) -> list[LevelReading]:
-    """Return all levels, with the budgets that hold now. A node without a reading, or with a late one, claims the most
-    that it can draw."""
+    """Return all levels, each followed by all below it, with the budgets that hold now. A node without a reading, or
+    with a late one, claims the most that it can draw."""
     found = {node.name: node.reading for node in nodes}
     readings = [
         None if (reading := found.get(node.name)) is None or reading.is_late(now) else reading for node in tree.nodes
@@ -51,10 +51,10 @@ def read_levels(
     claims_w = [claim_reading(node, each, margin) for node, each in zip(tree.nodes, readings, strict=True)]
     is_drawn = [each is not None and each.draw_w is not None for each in readings]
     draws_w = [0.0 if each is None or each.draw_w is None else each.draw_w for each in readings]
-    sums = [
+    claim_sums, draw_sums, counts, counts_read = (
         tree.sum_by_level(values)
         for values in (claims_w, draws_w, [1.0] * len(readings), [float(is_) for is_ in is_drawn])
-    ]
+    )
     oldest: list[float | None] = [None] * len(tree.levels)
     for node, reading in zip(tree.nodes, readings, strict=True):
         index = node.rack
@@ -62,14 +62,19 @@ def read_levels(
             known = oldest[index]
             oldest[index] = reading.time if known is None else min(known, reading.time)
             index = tree.levels[index].parent
-    depths: list[int] = []
-    for level in tree.levels:
-        depths.append(0 if level.parent == NO_PARENT else depths[level.parent] + 1)
+    budgets_w = find_active_budgets(tree, targets, now)
     return [
-        LevelReading(level, depth, budget_w, claim_w, draw_w, int(count), int(num_read), time)
-        for level, depth, budget_w, claim_w, draw_w, count, num_read, time in zip(
-            tree.levels, depths, find_active_budgets(tree, targets, now), *sums, oldest, strict=True
+        LevelReading(
+            tree.levels[index],
+            depth,
+            budgets_w[index],
+            claim_sums[index],
+            draw_sums[index],
+            int(counts[index]),
+            int(counts_read[index]),
+            oldest[index],
         )
+        for index, depth in tree.walk()
     ]
 
 
@@ -81,27 +86,12 @@ def claim_reading(node: PoweredNode, reading: LatestReading | None, margin: floa
     return claim_node(node.power, [cap_w] * count, margin)
 
 
-def order_by_parent(levels: Sequence[LevelReading]) -> list[int]:
-    """Return the indices of levels, each followed by all below it."""
-    children: dict[int, list[int]] = {}
-    for index, each in enumerate(levels):
-        children.setdefault(each.level.parent, []).append(index)
-    ordered: list[int] = []
-    waiting = list(reversed(children.get(NO_PARENT, [])))
-    while waiting:
-        index = waiting.pop()
-        ordered.append(index)
-        waiting += reversed(children.get(index, []))
-    return ordered
-
-
 def render_power(
     tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float, targets: Sequence[LoadTarget] = ()
 ) -> str:
     """The table of levels."""
     levels = read_levels(tree, nodes, margin, now, targets)
-    ordered = [levels[index] for index in order_by_parent(levels)]
-    over = [each for each in ordered if each.headroom_w is not None and each.headroom_w < 0]
+    over = [each for each in levels if each.headroom_w is not None and each.headroom_w < 0]
     drawn = sum(each.draw_w for each in levels if each.level.parent == NO_PARENT)
     num_read = sum(each.num_read for each in levels if each.level.parent == NO_PARENT)
     parts = [
@@ -113,8 +103,8 @@ def render_power(
         f"{format_watts(-(each.headroom_w or 0))} more than its budget</p>"
         for each in over[:MAX_TABLE_LEVELS]
     ]
-    parts.append(render_rows(LEVEL_COLUMNS, (_render_level(each) for each in ordered[:MAX_TABLE_LEVELS])))
-    if rest := len(ordered) - MAX_TABLE_LEVELS:
+    parts.append(render_rows(LEVEL_COLUMNS, (_render_level(each) for each in levels[:MAX_TABLE_LEVELS])))
+    if rest := len(levels) - MAX_TABLE_LEVELS:
         parts.append(f'<p class="note">and {rest} levels more</p>' if rest > 0 else "")
     return "".join(parts)
 

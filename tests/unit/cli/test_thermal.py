@@ -59,6 +59,8 @@ def test_columns_and_kind_can_be_named(folder: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        ("0,n1,0,GPU,0.3,40", "fleet.csv: power_w is 0.3 at most; expected watts, not kilowatts"),
+        ("0,n1,0,,300,54", "fleet.csv:2: no kind in this row; expected a name"),
         ("0,n1,0,GPU,300000,40", "fleet.csv:2: power_w '300000': expected a number from 0 to 100000"),
         ("0,n1,0,GPU,300,313", "fleet.csv:2: core_temperature_c '313': expected a number from -40 to 200"),
         ("noon,n1,0,GPU,300,40", "fleet.csv:2: time 'noon': expected seconds or an ISO 8601 time"),

@@ -40,7 +40,8 @@ def test_a_power_without_a_unit_or_below_zero_is_refused(value: object) -> None:
 
 def test_a_range_stands_for_each_name() -> None:
     assert expand_names("r[1,08-10]x") == ["r1x", "r08x", "r09x", "r10x"]
-    for wrong in ("r[2-1]", "r[0-999999]", "a b", "r[x]", "r[1]s[2]"):
+    assert expand_names("r[1-2]-[3-4],gpu7,m[1,3]") == ["r1-3", "r1-4", "r2-3", "r2-4", "gpu7", "m1", "m3"]
+    for wrong in ("r[2-1]", "r[0-999999]", "a b", "r[x]", "r[0-999]s[0-999]", "", "r1,", "r[0-70000],s[0-70000]"):
         with pytest.raises(ValueError, match="expected a"):
             expand_names(wrong)
 
@@ -60,6 +61,21 @@ def test_levels_come_after_their_parents_and_nodes_have_names(tmp_path: Path) ->
     assert [node.name for node in tree.nodes] == ["k01-1", "k01-2", "k02-1", "k02-2", "gpu7"]
 
 
+def test_a_walk_ends_a_branch_before_it_begins_the_next(tmp_path: Path) -> None:
+    tree = load_tree(tmp_path, FLEET.replace("rows: {r:", "rows: {q: {feed: a}, r:"))
+    assert [tree.levels[index].label for index, _ in tree.walk()] == [
+        "site s",
+        "feed a",
+        "feed b",
+        "row r",
+        "rack k01",
+        "rack k02",
+        "rack z",
+        "row q",
+    ]
+    assert [depth for _, depth in tree.walk()] == [0, 1, 2, 3, 4, 4, 4, 2]
+
+
 def test_the_watts_of_a_level_are_those_of_its_nodes(tmp_path: Path) -> None:
     assert load_tree(tmp_path).sum_by_level([1.0, 2.0, 4.0, 8.0, 16.0]) == [31.0, 31.0, 31.0, 31.0, 3.0, 12.0, 16.0]
 
@@ -77,10 +93,18 @@ def test_a_node_has_its_catalogues_power(tmp_path: Path) -> None:
         ("{site: s, budget: 1 MW}", "{feed: b}", r"fleet.yaml:3: feeds.b.feed: a: feeds b, a are behind each other"),
         ("{site: s, budget: 1 MW}", "{}", r"fleet.yaml:4: feeds.a: expected one of `site` and `feed`"),
         ("node_type: h, nodes: 2", "node_type: g, nodes: 2", r"node_type: g: no such node type; there are h"),
+        ("rows: {r: {feed: b}}", "rows: {r: {feed: 1}}", "rows.r.feed: found 1, expected text in quotes"),
+        ('"k[01-02]": {row: r,', '"k[01-02]": {row: 3,', r"racks.k\[01-02\].row: found 3, expected text in quotes"),
+        (
+            'k[01-02]": {row: r, budget: 45 kW, node_type: h, nodes: 2',
+            'k[001-101]": {row: r, node_type: h, nodes: 1000',
+            "racks: 101,001 nodes, expected at most 100,000",
+        ),
         ("names: gpu7", "names: k01-1", r"racks: node k01-1 is in two places"),
         ("names: gpu7", "names: 'g[1-2]'", r"names: g\[1-2\] is 2 names, for 1 nodes"),
         ("node: dgx-h100", "node: dgx-h1000", r"node_types.h.node: .*dgx-h1000"),
         ("device_min_cap: 200 W", "device_min_cap: 900 W", "900 W is above the device's most power of 700 W"),
+        ("device_min_cap: 200 W", "device_min_cap: 0 W", "0 W, at which nothing runs; expected a power such as 200 W"),
         ("device_min_cap: 200 W", "device_power: 2 kW", r"8 accelerators of .* W do not fit into a node"),
         ("z: {row", "k02: {row", r"racks: k02 is there twice"),
     ],

@@ -71,6 +71,12 @@ def test_a_sweep_of_one_cap_is_refused() -> None:
         SpeedCurve.fit([SweepPoint(100, 1, 1)])
 
 
+def test_a_sweep_of_which_the_rate_falls_by_more_than_noise_is_refused() -> None:
+    points = [SweepPoint(cap, rate, cap) for cap, rate in ((200, 3.2), (377, 3.5), (700, 0.65))]
+    with pytest.raises(DataError, match=r"the rate falls from 3.2 at 200 W to 0.65 at 700 W, by more than noise"):
+        SpeedCurve.fit(points)
+
+
 def test_the_lowest_cap_of_a_job_is_one_that_devices_obey() -> None:
     curve = SpeedCurve((100.0, 150.0, 300.0), (0.5, 0.8, 1.0), (121.0, 150.0, 280.0))
     assert curve.lowest_obeyed_cap(0.02) == 150.0
@@ -88,6 +94,14 @@ def test_watts_go_where_they_buy_most_speed() -> None:
     assert found.caps_w[0][0] == pytest.approx(700.0)
     assert found.caps_w[1][0] == pytest.approx(300.0)
     assert found.speeds == {"steep": pytest.approx(1.0), "flat": pytest.approx(1.0)}
+
+
+def test_the_last_step_of_a_swept_job_is_as_large_as_its_budget_bears() -> None:
+    jobs = [make_job("low", 0, curve=STEEP), make_job("high", 1, curve=STEEP, priority=1)]
+    found = allocate_caps(make_tree(), [LIMITS] * 2, jobs, [2813.0, None], 0.0, 0.3)
+    assert found.is_within
+    assert sum(claim_node(POWER, caps, 0.0) for caps in found.caps_w) == pytest.approx(2813.0)
+    assert found.speeds["low"] == pytest.approx(STEEP.speed_at(206.5))
 
 
 def test_all_devices_of_a_job_have_the_cap_of_its_tightest_rack() -> None:

@@ -211,19 +211,31 @@ def test_a_year_is_repeated_in_whole_days_and_a_month_is_not() -> None:
         month.select(700, 24)
 
 
+@pytest.mark.parametrize(
+    ("days", "repeated"), [(365, 365), (366, 366), (540, 365), (731, 731), (900, 730), (1461, 1461)]
+)
+def test_years_are_repeated_so_that_the_season_stays(days: int, repeated: int) -> None:
+    hours = np.arange(24.0 * days)
+    series = align_hours(Path("y"), [str(3600 * hour) for hour in hours], hours[None])
+    day = 24 * days
+    assert series.select(day - 1, 2)[0].tolist() == [day - 1, (24 * days) % (24 * repeated)]
+    assert series.select(-24, 1)[0].tolist() == [24 * (repeated - 1)]
+
+
 def test_a_missing_hour_has_the_value_before_and_offsets_are_followed(tmp_path: Path) -> None:
     times = [f"2023-01-01T{hour:02d}:00+02:00" for hour in range(24) if hour != 5]
     series = align_hours(Path("x"), times, np.arange(23.0)[None])
     assert series.num_filled == 1
     assert series.columns[0, 4:7].tolist() == [4, 4, 5]
     assert series.first_hour % 24 == 22
+    assert align_hours(Path("x"), ["2023-01-01T05Z"], np.zeros((1, 1))).first_hour % 24 == 5
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ("2023-10-29T01:00,1\n2023-10-29T02:00,1\n2023-10-29T02:00,2", "02:00Z is there twice. Local time with day"),
-        ("2023-10-29T01:30,1", "expected whole hours"),
+        ("2023-10-29T01:30,1", "expected whole hours of UTC"),
         ("yesterday,1", "expected an ISO 8601 time"),
         ("2023-10-29T01:00,cheap", "h.csv:2: price_per_kwh 'cheap': expected a number"),
         ("2023-10-29T01:00,1\n2023-11-29T01:00,1", "hours are missing"),
@@ -253,6 +265,7 @@ def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str)
         ("site.price_per_kwh='{file: hours.csv, columns: {time: when}}'", "no column when, found time, dry"),
         ("site.start=summer", "start: found summer, expected a time"),
         ("days=30", "has 80 hours"),
+        ("spares=0.1 spares=0.2", "simulate.spares is there twice; variants of one setting are a --what each"),
         ("site.price_per_kwh=-1", "found -1"),
         (
             "'site.plant.design_it=1 W'",
@@ -269,6 +282,16 @@ def test_a_wrong_hourly_file_is_refused(tmp_path: Path, rows: str, message: str)
 def test_a_site_that_cannot_be_simulated_is_refused(fleet: Path, what: str, message: str) -> None:
     with pytest.raises(PhalanxError, match=message):
         simulate_variants(fleet, [what], None, 1)
+
+
+def test_a_plant_that_is_in_cooling_is_changed_there(fleet: Path) -> None:
+    text = fleet.read_text().replace("plant: {design_it: 45 kW}, ", "")
+    fleet.write_text(text + "cooling: {design_it: 45 kW}\n")
+    with pytest.raises(PhalanxError, match=r"the plant of this fleet is in `cooling`; expected cooling.supply_c=35"):
+        simulate_variants(fleet, ["site.plant.supply_c=35"], None, 1)
+    variants = ["cooling.supply_c=35", "'site.plant={design_it: 45 kW, supply_c: 35}'"]
+    by_key, whole = simulate_variants(fleet, variants, None, 1)[1:]
+    assert by_key.results == whole.results
 
 
 def test_an_unknown_column_of_a_price_names_what_is_expected(fleet: Path, tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.app.power import load_power_fleet, read_nodes
+from phalanx.app.power import load_power_fleet, open_guard, read_nodes
 from phalanx.app.power_links import open_links
 from phalanx.app.simulate import simulate_variants
-from phalanx.cli.power_output import format_status
+from phalanx.cli.power_output import format_status, level_rows
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx.fleet.power.claims import LevelSum
@@ -145,6 +145,29 @@ def test_simulated_devices_have_the_range_of_the_fleet_file(tmp_path: Path) -> N
     links = open_links(fleet, is_fake=True)
     device = read_nodes(fleet, links).reports["k1-1"].devices[0]
     assert (device.min_w, device.max_w) == (300, 500)
+
+
+def test_levels_are_shown_below_their_own_feed(tmp_path: Path) -> None:
+    text = FLEET.replace("budget: 1 MW}", "budget: 1 MW}, b: {site: s}").replace("{r: {", "{q: {feed: b}, r: {")
+    (tmp_path / "fleet.yaml").write_text(text)
+    fleet = load_power_fleet(tmp_path / "fleet.yaml")
+    rows = level_rows(fleet, read_nodes(fleet, open_links(fleet, is_fake=True)))
+    assert [row.level for row in rows] == ["site s", "feed a", "row r", "rack k1", "rack k2", "feed b", "row q"]
+    assert [row.claim_w > 0 for row in rows] == [True, True, True, True, True, False, False]
+
+
+def test_a_guard_that_has_nothing_to_fall_back_to_names_the_budget(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace("1 MW", "12 kW"))
+    fleet = load_power_fleet(tmp_path / "fleet.yaml")
+    links = open_links(fleet, is_fake=True)
+    with pytest.raises(UsageError, match=r"at their lowest caps feed a: 30966 W of a budget of 12000 W\. Raise"):
+        open_guard(fleet, links, read_nodes(fleet, links), takes_over=False)
+
+
+def test_a_job_has_nodes_of_several_racks(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text('jobs: {a: {nodes: "k[1-2]-1"}, b: {nodes: "k1-2,k2-2"}}')
+    jobs = load_jobs_file(tmp_path / "jobs.yaml", load_tree(tmp_path, FLEET))
+    assert [list(job.devices) for job in jobs] == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +315,11 @@ def test_what_is_wrong_with_a_level_is_not_said_of_those_below_it(
             "power: {openadr: {url: u, program: p, level: l, simple_limits: [1 kW, 2 kW]}}",
             "simple_limits: expected the highest limit first",
         ),
+        (
+            "name: hall",
+            "cooling: {supply_c: 30}",
+            "cooling.design_it: missing, expected a power with its unit",
+        ),
         ("name: hall", "power: {lease_s: 3}", "power: lease_s: 3 s is shorter than 2 periods of the guard, 4 s"),
     ],
 )
@@ -306,6 +334,7 @@ def test_an_error_says_what_was_found(tmp_path: Path, old: str, new: str, proble
     ("text", "problem"),
     [
         ("targets: 3", "targets: found 3, expected a list of mappings"),
+        ("targets: [{level: a, limit: 1 W, start: 2026-11-28T10:00Z}]", "a: no such level; there are site s, feed"),
         ("limit: 1 kW, start: tomorrow", 'start: found "tomorrow", expected a time such as 2026'),
         ("limit: 1 kW, start: 2026-11-28T10:00Z, end: 2026-11-28T09:00Z", "end: .* is not after its start"),
     ],
@@ -353,6 +382,13 @@ def test_a_rack_is_of_one_batch(tmp_path: Path, batches: str, problem: str) -> N
     (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED.replace("{old: {racks: k1}}", batches))
     with pytest.raises(UsageError, match=problem):
         simulate_variants(tmp_path / "fleet.yaml", [], None, 1)
+
+
+def test_a_fleet_has_a_most_of_nodes_with_the_racks_that_are_added(tmp_path: Path) -> None:
+    text = (FLEET + SIMULATED).replace("nodes: 2", "nodes: 11")
+    (tmp_path / "fleet.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"simulate.extra_racks: 110,000 nodes more, expected at most 100,000 in all"):
+        simulate_variants(tmp_path / "fleet.yaml", ["extra_racks=10000"], None, 1)
 
 
 def test_a_job_is_not_an_empty_recipe(tmp_path: Path) -> None:

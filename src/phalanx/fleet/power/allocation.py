@@ -324,7 +324,8 @@ def _climb(
     position: dict[int, int],
     used: Watts,
 ) -> Watts:
-    """Move up the job with the greatest gain per watt, weighted by its devices, until none fits. Return the watts."""
+    """Move up the job with the greatest gain per watt, weighted by its devices, until none fits: the last step of each
+    is as large as the budgets bear. Return the watts."""
 
     def push(index: int) -> None:
         rungs, at = ladders[index], position[index]
@@ -344,7 +345,21 @@ def _climb(
         if (after <= limit).all():
             used, position[index] = after, at + 1
             push(index)
+        elif (part := _find_part(problem.budgets_w - used, after - used)) > 0:
+            rungs.insert(at + 1, _divide(rungs[at], rungs[at + 1], part))
+            used, position[index] = used + (rungs[at + 1].watts - rungs[at].watts), at + 1
     return used
+
+
+def _find_part(left_w: Watts, more_w: Watts) -> float:
+    """Return the largest part of `more_w` that no level lacks."""
+    return float(max(0.0, np.min(left_w[more_w > 0] / more_w[more_w > 0])))
+
+
+def _divide(low: _Rung, high: _Rung, part: float) -> _Rung:
+    """Return what is between two rungs: speed, caps and watts are straight lines."""
+    caps_w = {name: cap_w + part * (high.caps_w[name] - cap_w) for name, cap_w in low.caps_w.items()}
+    return _Rung(low.speed + part * (high.speed - low.speed), caps_w, low.watts + part * (high.watts - low.watts))
 
 
 def _speed_of(job: PoweredJob, caps_w: Mapping[str, float]) -> float:

@@ -12,6 +12,7 @@ from phalanx.fleet.power_tree import NodePower, PowerTree
 
 TOLERANCE_W = 1e-6
 """Rounding of sums of floating point numbers."""
+MAX_NAMED_LEVELS = 3
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ def find_excesses(tree: PowerTree, node_claims_w: Sequence[float], budgets_w: Se
         if budget_w is not None and watts > budget_w + TOLERANCE_W
     ]
     return sorted(found, key=lambda each: -each.excess_w)
+
+
+def describe_excesses(tree: PowerTree, caps_w: Sequence[Sequence[float]], margin: float) -> str:
+    """Return the levels that claim more than the fleet file's budgets at caps of each node, the worst first."""
+    pairs = zip(tree.nodes, caps_w, strict=True)
+    found = find_excesses(tree, [claim_node(node.power, caps, margin) for node, caps in pairs], list_budgets(tree))
+    more = f" and {len(found) - MAX_NAMED_LEVELS} levels more" if len(found) > MAX_NAMED_LEVELS else ""
+    return f"{'; '.join(map(str, found[:MAX_NAMED_LEVELS]))}{more}"
 
 
 def list_budgets(tree: PowerTree) -> list[float | None]:

@@ -51,7 +51,7 @@ class PoweredJobEntry(StrictModel):
     """A job on all devices of its nodes. `sweep`: by node type."""
 
     nodes: str
-    """A name, or a range such as n[01-04]."""
+    """Names, with ranges such as n[01-04], k[1-2]-[1-4] or n1,n[3-4]."""
     priority: int = Field(0, ge=-(10**6), le=10**6)
     """A job of a higher one is slowed down later."""
     job: str | None = Field(None, pattern=JOB_REGEX)

@@ -9,10 +9,10 @@ from typing import Literal, Protocol, overload
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import PhalanxError, RecipeError
-from phalanx.fleet.power_tree import PowerTree
+from phalanx.fleet.power_tree import PowerTree, describe_missing
 from phalanx.fleet.power_units import Power
 from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_value, suggest_nearest, validate_value
+from phalanx.recipe.validation_errors import describe_value, validate_value
 from phalanx.recipe.yaml_loader import location_of_key, parse_yaml
 
 ShedStrategy = Literal["caps", "pause", "pause-first"]
@@ -105,7 +105,7 @@ def load_targets_file(path: Path, tree: PowerTree) -> Sequence[LoadTarget]:
     for index, entry in enumerate(entries):
         where = f"{location_of_key(locations, ('targets', index))}: targets.{index}"
         if entry.level not in labels:
-            raise RecipeError(f"{where}.level: {entry.level}: no such level{suggest_nearest(entry.level, labels)}")
+            raise RecipeError(f"{where}.level: {describe_missing('level', entry.level, labels)}")
         if entry.start.tzinfo is None or (entry.end is not None and entry.end.tzinfo is None):
             raise RecipeError(f"{where}: expected a time with its zone, such as 2026-11-28T10:00:00Z")
         end_s = None if entry.end is None else entry.end.timestamp()

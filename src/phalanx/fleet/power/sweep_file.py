@@ -38,7 +38,7 @@ class PowerSweep(TypedMessage):
         """Return the monotone curve of each node type. A device without a power sensor counts as drawing its cap.
 
         Raises:
-            DataError: Fewer than 2 caps, or values that are not positive.
+            DataError: Fewer than 2 caps, values that are not positive, or a rate that falls by more than noise.
         """
         types = dict.fromkeys(each.node_type for each in self.caps)
         return {

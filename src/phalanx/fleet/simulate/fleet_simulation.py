@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
 from phalanx.errors import UsageError
 from phalanx.fleet.fleet_file import FleetFile, expand_entries, expand_names
-from phalanx.fleet.power_tree import NO_PARENT, NodePower, PowerTree
+from phalanx.fleet.power_tree import MAX_NODES, NO_PARENT, NodePower, PowerTree
 from phalanx.fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
 from phalanx.fleet.simulate.failures import (
     NodeHistory,
@@ -111,6 +111,9 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
         by_rack.setdefault(node.rack, []).append(index)
     groups: dict[str, NodeTypeGroup] = {}
     entries = list(by_rack.items())
+    num_added = settings.extra_racks * len(entries[-1][1]) if entries else 0
+    if len(tree.nodes) + num_added > MAX_NODES:
+        raise UsageError(f"simulate.extra_racks: {num_added:,} nodes more, expected at most {MAX_NODES:,} in all")
     for number, (rack, members) in enumerate([*entries, *entries[-1:] * settings.extra_racks]):
         first = tree.nodes[members[0]]
         group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))

@@ -18,6 +18,9 @@ from phalanx.fleet.thermal.weather import read_weather
 
 SECONDS_PER_HOUR = 3600.0
 HOURS_PER_DAY = 24
+DAYS_PER_YEAR = 365.25
+MOST_OFF_DAYS = 2
+"""A series that is so much shorter or longer than whole years is repeated as it is: 365 days, or 364."""
 SHORTEST_YEAR_H = 8736
 """364 days. A series of a year or more is repeated; a shorter one must cover the simulation."""
 MOST_MISSING_SHARE = 0.05
@@ -38,8 +41,8 @@ class HourlySeries:
     num_filled: int = 0
 
     def select(self, start_hour: int, count: int) -> NDArray[np.float64]:
-        """Return the columns of `count` hours. A series of a year or more is repeated in whole days, so that the hour
-        of day stays. DataError for hours that a shorter one does not have."""
+        """Return the columns of `count` hours. A series of a year or more is repeated by whole years of whole days, so
+        that season and hour of day stay. DataError for hours that a shorter one does not have."""
         length = self.columns.shape[1]
         offset = start_hour - self.first_hour
         if offset >= 0 and offset + count <= length:
@@ -49,8 +52,12 @@ class HourlySeries:
                 f"{self.path}: has {length} hours from {format_hour(self.first_hour)} on; the simulation needs {count} "
                 f"from {format_hour(start_hour)} on. Lower simulate.days, change simulate.site.start, or give a year"
             )
-        period = length // HOURS_PER_DAY * HOURS_PER_DAY
-        return self.columns[:, (offset + np.arange(count)) % period]
+        days = length // HOURS_PER_DAY
+        year_days = round((days + MOST_OFF_DAYS) // DAYS_PER_YEAR * DAYS_PER_YEAR)
+        period = (days if days - year_days <= MOST_OFF_DAYS else year_days) * HOURS_PER_DAY
+        hours = offset + np.arange(count)
+        outside = (hours < 0) | (hours >= length)
+        return self.columns[:, np.where(outside, hours % period, hours)]
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,7 @@ def _read_hour(path: Path, text: str) -> int:
         raise DataError(f"{path}: time {text!r}: expected a time from 1970 on, or its seconds, not milliseconds")
     hour, rest_s = divmod(time_s, SECONDS_PER_HOUR)
     if rest_s:
-        raise DataError(f"{path}: time {text!r}: expected whole hours")
+        raise DataError(f"{path}: time {text!r}: expected whole hours of UTC")
     return int(hour)
 
 

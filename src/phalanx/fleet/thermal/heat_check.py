@@ -141,7 +141,8 @@ def _has_warm_inlet(device: DeviceHeat) -> bool:
     if device.inlet_change_k is not None and device.change_k is not None:
         return device.inlet_change_k >= 0.5 * device.change_k
     if device.r_ratio is not None:
-        is_hot_at_rest = device.idle_excess_k is not None and device.idle_excess_k >= HOT_K / 2
+        rest_k = 0.0 if device.idle_excess_k is None else device.idle_excess_k
+        is_hot_at_rest = rest_k >= max(HOT_K, device.excess_k or 0.0) / 2  # an inlet warms both by as much
         return device.r_ratio < MIN_RESISTANCE_RATIO and is_hot_at_rest
     return False
 

@@ -25,6 +25,8 @@ SENSOR_LIMITS = {
     "failed_fans": (0.0, 1e4),
 }
 """Values that a sensor can give. Milliwatts and kelvins are outside, and refused."""
+LEAST_MAX_POWER_W = 3.0
+"""The busiest device of a file draws more, and fewer kilowatts."""
 
 
 def read_series_csv(path: Path, columns: Mapping[str, str], kind: str | None = None) -> list[DeviceSeries]:
@@ -48,7 +50,7 @@ def parse_time(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        found = datetime.fromisoformat(text if "T" not in text or ":" in text else f"{text}:00")
+        found = datetime.fromisoformat(text)
         value = (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
     if not np.isfinite(value):
         raise ValueError(text)
@@ -82,9 +84,13 @@ def _read_rows(table: CsvTable, places: Mapping[str, int], kind: str | None) -> 
         node = row[places["node"]]
         device = row[places["device"]] if "device" in places else "0"
         which = kind if kind is not None else row[places["kind"]]
+        if not (node.strip() and which.strip()):
+            raise DataError(f"{path}:{number}: no {'kind' if node.strip() else 'node'} in this row; expected a name")
         found.setdefault((node, device, which), []).append([time, *values])
     if not found:
         raise DataError(f"{path}: no row with power and temperature")
+    if (most_w := max(row[1] for rows in found.values() for row in rows)) < LEAST_MAX_POWER_W:
+        raise DataError(f"{path}: power_w is {most_w:g} at most; expected watts, not kilowatts")
     return [make_series(*key, np.array(values)) for key, values in sorted(found.items())]
 
 

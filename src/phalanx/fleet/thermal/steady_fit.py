@@ -21,6 +21,8 @@ MIN_INLET_SAMPLES = 6
 MIN_POWER_SPREAD_W = 10.0
 """Standard deviation of power within windows, below which a device says nothing about R."""
 MIN_FIT_SAMPLES = 24
+MAX_T0_C = 70.0
+"""Air comes in below 45 C, coolant below 60 C. The servers of the tests have 80 to 91 in degrees Fahrenheit."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,13 @@ def fit_steady(series: Sequence[DeviceSeries]) -> SteadyFit:
     used = over_inlet if has_inlet else fits
     r_k_per_w = float(np.median([each.r_k_per_w for each in used]))
     errors = np.concatenate([each.errors_of(r_k_per_w) for each in used])
+    if (t0_c := _find_t0(fits, r_k_per_w)) > MAX_T0_C:
+        raise DataError(
+            f"{series[0].kind}: without power a device would have {t0_c:.0f} °C; expected core temperatures in °C, not "
+            "in °F, and the power of the device"
+        )
     return SteadyFit(
-        t0_c=_find_t0(fits, r_k_per_w),
+        t0_c=t0_c,
         r_k_per_w=r_k_per_w,
         rmse_k=float(np.sqrt(np.mean(errors**2))),
         t0_over_inlet_k=_find_t0(over_inlet, r_k_per_w) if has_inlet else None,

@@ -63,14 +63,23 @@ def fit_steps(series: Sequence[DeviceSeries]) -> StepFit:
     best: StepFit | None = None
     for fast, slow in product(range(len(FAST_TAUS_S)), range(len(SLOW_TAUS_S))):
         columns = powers[:, (fast, len(FAST_TAUS_S) + slow)]
-        (r_fast, r_slow), *_ = np.linalg.lstsq(columns, temperatures, rcond=None)
-        rmse = float(np.sqrt(np.mean((temperatures - columns @ (r_fast, r_slow)) ** 2)))
-        if r_fast >= 0 and r_slow >= 0 and (best is None or rmse < best.rmse_k):
-            period_s = float(np.median([each.period_s for each in chosen]))
-            best = StepFit(float(r_fast), FAST_TAUS_S[fast], float(r_slow), SLOW_TAUS_S[slow], rmse, period_s)
+        for r_fast, r_slow in _list_resistances(columns, temperatures):
+            rmse = float(np.sqrt(np.mean((temperatures - columns @ (r_fast, r_slow)) ** 2)))
+            if best is None or rmse < best.rmse_k:
+                period_s = float(np.median([each.period_s for each in chosen]))
+                best = StepFit(r_fast, FAST_TAUS_S[fast], r_slow, SLOW_TAUS_S[slow], rmse, period_s)
     if best is None:
         raise DataError(f"{chosen[0].kind}: temperature falls when power rises; check that both are of one device")
     return best
+
+
+def _list_resistances(columns: Values, temperatures: Values) -> list[tuple[float, float]]:
+    """Return least squares of both poles, or of one alone where the other would be negative: a device may have one."""
+    (r_fast, r_slow), *_ = np.linalg.lstsq(columns, temperatures, rcond=None)
+    if r_fast >= 0 and r_slow >= 0:
+        return [(float(r_fast), float(r_slow))]
+    fast_alone, slow_alone = (columns.T @ temperatures / np.sum(columns**2, axis=0)).tolist()
+    return [each for each in ((fast_alone, 0.0), (0.0, slow_alone)) if max(each) > 0]
 
 
 def filter_power(series: DeviceSeries, taus_s: Sequence[float]) -> Values:

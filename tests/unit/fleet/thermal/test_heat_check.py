@@ -111,6 +111,13 @@ def test_a_warm_inlet_is_no_resistance() -> None:
     assert find_causes(make_hours(DAYS, inlet_rise_k=warm)) == {"n1 0": HeatCause.WARM_INLET}
 
 
+@pytest.mark.parametrize("day", [39.5, 40.0, 40.5])
+def test_a_lost_fan_that_also_shows_at_rest_is_no_warm_inlet(day: float) -> None:
+    """Within its newest 7 days the slope is still near that of the kind."""
+    lost = find_hours_from(DAYS, day) * 0.09
+    assert find_causes(make_hours(DAYS, extra_r_k_per_w=lost)) == {"n1 0": HeatCause.LOST_COOLING}
+
+
 def test_a_measured_inlet_decides() -> None:
     rise = find_hours_from(DAYS, 38) * 12
     series = make_hours(DAYS, inlet_rise_k=rise)

@@ -38,6 +38,19 @@ def test_fit_finds_the_constants_of_a_kind() -> None:
     assert found.rmse_k < 1.2
 
 
+def test_degrees_fahrenheit_are_refused() -> None:
+    series = make_hours()
+    with pytest.raises(DataError, match=r"without power a device would have 82 °C; expected core temperatures in °C"):
+        fit_steady([replace(series, temperature_c=1.8 * series.temperature_c + 32)])
+
+
+def test_a_device_that_follows_its_power_at_once_has_one_pole() -> None:
+    series = make_steps()
+    power = series.power_w + np.random.default_rng(1).normal(0, 3, len(series.power_w))
+    found = fit_steps([replace(series, power_w=power, temperature_c=30 + 0.05 * power)])
+    assert (found.r_fast_k_per_w, found.r_slow_k_per_w) == (pytest.approx(0.05, rel=0.02), 0.0)
+
+
 def test_a_season_of_the_inlet_is_no_resistance() -> None:
     season = 8 * np.sin(np.arange(168 * 24) / (168 * 24) * np.pi)
     assert fit_steady([make_hours(168, inlet_rise_k=season)]).r_k_per_w == pytest.approx(R_K_PER_W, rel=0.05)
