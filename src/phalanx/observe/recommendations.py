@@ -170,12 +170,11 @@ def recommend_for_low_mfu(summary: RunSummary, history: RunHistory) -> Recommend
 
 def recommend_for_precision(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """Another precision is much faster in matmul on this very machine, and `auto` did not time the model in both."""
-    rates, used, shares = summary.run_info.measured_matmul_tflops, summary.run_info.precision, summary.breakdown_shares
-    if ("precision", used) in {(key, value) for key, value, _ in summary.run_info.auto_choices}:
-        return None
-    own_rate = rates.get(used, 0.0)
+    run_info, shares = summary.run_info, summary.breakdown_shares
+    rates, used = run_info.measured_matmul_tflops, run_info.precision
+    own_rate, is_timed = rates.get(used, 0.0), ("precision", used) in {each[:2] for each in run_info.auto_choices}
     other_rates = {name: rate for name, rate in rates.items() if name != used}
-    if not other_rates or own_rate <= 0 or not shares:
+    if not other_rates or own_rate <= 0 or not shares or is_timed:
         return None
     best = max(other_rates, key=lambda name: other_rates[name])
     factor = other_rates[best] / own_rate
