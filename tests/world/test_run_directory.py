@@ -380,6 +380,15 @@ def test_evaluations_of_a_run_wait_for_those_of_other_jobs_of_its_site(
     assert json.loads((tmp_path / "stalls-s.json").read_text())["jobs"].keys() == {"other"}
 
 
+def test_an_evaluation_that_was_due_while_replicas_differed_waits_over_several_synchronizations(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_swing(tmp_path, monkeypatch)
+    changes = {"evaluation": {"every": 5}, "checkpoint": {"every": None}, "determinism": "off"}
+    ended = lab.train({**changes, "local_sgd": {"method": "average", "sync_every": 2, "warmup_steps": 0}}, 2)
+    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [10, 12]  # due in step 5
+
+
 def test_runs_of_one_site_start_as_far_apart_as_its_ramp_asks(
     lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,10 +273,11 @@ class Trainer:
     def _must_wait(self, due_steps: range) -> bool:
         """Return whether an evaluation or save that is due comes after a later step: before the next one is due."""
         step, checkpointer, turns = self.train_state.step, self.checkpointer, self._stall_turns
-        if not due_steps:  # replicas of local SGD differ, so what was due before has to wait in any case
-            return turns.are_taken and self._post_step_done < step - 1 and not self.is_done
+        if not due_steps:  # replicas of local SGD differ
+            return not self.is_done
         evaluates = self._evaluation.is_due(due_steps)
-        if not turns.are_taken or not (evaluates or checkpointer.is_save_due(due_steps)):
+        saves = checkpointer.durable_in_flight is None and checkpointer.is_save_due(due_steps)
+        if not turns.are_taken or not (evaluates or saves):
             return False
         if self._evaluation.last_step == step:  # a reconfiguration interrupted it, and a best state is not saved yet
             return False

@@ -36,7 +36,7 @@ class StallTurns:
         self._durations_s = {False: FIRST_STALL_S, True: FIRST_STALL_S}  # of saves, and of evaluations
         self._evaluates = False
         self._began_at: float | None = None  # of the stall, on rank 0
-        self._next_waited = 0  # after how many steps of waiting to ask again
+        self._asked_at = self._next_step = 0  # when this job asked, and is to ask again
         self._reported: set[str] = set()
 
     def may_stall(
@@ -46,7 +46,7 @@ class StallTurns:
         seconds; on all workers the same. They were due `waited` steps ago. After `patience` steps without a slot, and
         if it `must`, training stalls in any case."""
         is_late = waited >= patience
-        if 0 < waited < self._next_waited and not (is_late or must):
+        if self._asked_at < step < self._next_step and not (is_late or must):  # it is before that after a rollback
             return False
         wait_steps = 0
         if self._dist_env.is_rank_zero:
@@ -59,7 +59,7 @@ class StallTurns:
                     wait_steps = max(1, round(RETRY_INTERVAL_S / step_s)) if step_s > 0 else 1
                 self._warn_once(text, f"step {step}: ")
         (agreed,) = all_reduce_max(self._dist_env, [wait_steps])
-        self._next_waited = waited + int(agreed)
+        self._asked_at, self._next_step = step, step + int(agreed)
         return not agreed
 
     def end_stall(self, lock_timeout_s: float = 0.0) -> None:

@@ -1,6 +1,7 @@
 """Evaluations and saves take turns with those of other jobs of a site."""
 
 import fcntl
+import json
 import os
 import threading
 from pathlib import Path
@@ -196,6 +197,17 @@ def test_a_job_without_a_validation_set_takes_slots_for_saves_only(tmp_path: Pat
     parts.evaluate = None
     train_until_other_is_done(parts, last_step_of_other=99)
     assert steps_saved(parts) == [19, 24]
+
+
+def test_a_job_takes_no_slot_for_a_save_that_waits_for_the_one_before(tmp_path: Path) -> None:
+    parts = make_sharing_parts(tmp_path, checkpoint={"every": 1})
+    trainer = Trainer(parts, TrainState(), {})
+    steps = steps_of(trainer)
+    next(steps)
+    trainer.checkpointer.local_flags = lambda: (False, False, False)  # type: ignore[method-assign]
+    next(steps)
+    next(steps)
+    assert json.loads((tmp_path / "stalls-s.json").read_text())["jobs"] == {}
 
 
 @pytest.mark.parametrize("stall_s", [5.0, 0.0, -3600.0, MAX_STALL_S])
