@@ -15,7 +15,7 @@ FIRST_STALL_S = 600.0
 """For how long the slots of the first evaluation and of the first save are taken; they are given back after it. The
 next ones of its kind are twice as long, plus MIN_STALL_S."""
 MIN_STALL_S = 10.0
-LAST_LOCK_TIMEOUT_S = 5.0
+LAST_LOCK_TIMEOUT_S = 2.0
 """Seconds for which a job that ends waits for the lock, to give its slot back."""
 
 
