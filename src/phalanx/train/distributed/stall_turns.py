@@ -34,6 +34,7 @@ class StallTurns:
         self._slots = [StallSlots(share, clock) for share in shares]
         self._dist_env, self._warn, self._clock = dist_env, warn, clock
         self._durations_s = {False: FIRST_STALL_S, True: FIRST_STALL_S}  # of saves, and of evaluations
+        self._has_slots = bool(shares) and dist_env.is_rank_zero  # at the start of a job those of when it died
         self._evaluates = False
         self._began_at: float | None = None  # of the stall, on rank 0
         self._asked_at = self._next_step = 0  # when this job asked, and is to ask again
@@ -64,13 +65,15 @@ class StallTurns:
 
     def end_stall(self, lock_timeout_s: float = 0.0) -> None:
         """Give the slots back, if there are some. Call it after each step: it waits for no lock of another job."""
-        if self._began_at is None:
+        if not self._has_slots:
             return
-        freed = [self._use(partial(slots.free, lock_timeout_s)) for slots in self._slots]
-        if all(freed):
+        freed = [self._use(partial(slots.free, lock_timeout_s)) for slots in self._slots]  # each, whatever the others
+        if not all(freed):
+            return
+        if self._began_at is not None:
             stall_s = max(0.0, self._clock() - self._began_at)  # the clock may have been set back
             self._durations_s[self._evaluates] = min(MIN_STALL_S + 2 * stall_s, MAX_STALL_S)
-            self._began_at = None
+        self._has_slots, self._began_at = False, None
 
     def _take(self, retry_s: float, evaluates: bool, must: bool) -> str | None:
         """Take slots of all sites or, unless it `must`, of none. Return a site where the stall does not fit,
@@ -82,8 +85,9 @@ class StallTurns:
                 if not must:
                     for taken in self._slots[:number]:
                         self._use(taken.free)
+                    self._has_slots = False
                     return full_site
-        self._evaluates, self._began_at = evaluates, self._clock()
+        self._has_slots, self._evaluates, self._began_at = True, evaluates, self._clock()
         return full_site
 
     def _use(self, change: Callable[[], bool]) -> bool:

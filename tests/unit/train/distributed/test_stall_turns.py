@@ -152,6 +152,29 @@ def test_a_run_that_ends_waits_for_the_lock_to_give_its_slot_back(tmp_path: Path
     assert (tmp_path / "stalls-s.json").read_text() == '{"jobs": {}}'
 
 
+def test_a_job_that_restarts_gives_the_slot_back_that_it_had_when_it_died(tmp_path: Path) -> None:
+    clock = Clock()
+    turns, other = make_turns(tmp_path, clock)[0], open_slots(tmp_path, "other", clock)
+    assert turns.may_stall(10, 0, 9, 1.0, True)
+    make_turns(tmp_path, clock)[0].end_stall()
+    assert other.take(1.0, 1.0)
+
+
+def test_a_job_that_is_reconfigured_while_it_waits_keeps_its_place(tmp_path: Path) -> None:
+    clock = Clock()
+    before, after = make_turns(tmp_path, clock)[0], make_turns(tmp_path, clock)[0]
+    other, later = (open_slots(tmp_path, holder, clock) for holder in ("other", "later"))
+    other.take(600.0, 1.0)
+    assert not before.may_stall(10, 0, 9, 1.0, True)
+    clock.tick(1.0)
+    assert not later.take(600.0, 1.0)
+    assert not after.may_stall(10, 0, 9, 1.0, True)
+    after.end_stall()
+    other.free()
+    assert not later.take(600.0, 1.0)
+    assert after.may_stall(11, 1, 9, 1.0, True)
+
+
 def test_after_a_rollback_a_job_asks_when_an_evaluation_is_due_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
