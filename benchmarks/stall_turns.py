@@ -91,7 +91,7 @@ def train_together(folder: Path, limit: str, num_jobs: int) -> Outcome:
     for run in runs:
         events = list(read_events(run.events))
         done += [event for event in events if isinstance(event, EvaluationDone) and event.step < STEPS]
-        num_forced += sum(isinstance(event, RunWarning) and "left no slot" in event.text for event in events)
+        num_forced += sum(isinstance(event, RunWarning) and "without a slot" in event.text for event in events)
     return Outcome(
         count_together([(event.time - event.duration_s, event.time) for event in done]),
         statistics.median(event.duration_s for event in done),

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerStarted,
 )
-from train_harness import HarnessRun, TrainHarness, Values, plan_fault
+from train_harness import HarnessRun, TrainHarness, Values, limit_swing, name_fleet, plan_fault
 
 
 def by_attempt(ended: HarnessRun) -> dict[int, list[int]]:
@@ -368,25 +367,10 @@ def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(
     assert lab.train({}, 1, run).digest == lab.train_reference({}, 1).digest
 
 
-def write_fleet(path: Path, limits: str) -> None:
-    """Write a fleet file whose only node is this machine."""
-    path.write_text(f"""\
-sites: {{s: {{{limits}}}}}
-feeds: {{f: {{site: s}}}}
-rows: {{r: {{feed: f}}}}
-racks: {{k: {{row: r, node_type: h, names: {os.uname().nodename}}}}}
-node_types: {{h: {{node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}}}
-power: {{slots: .}}
-""")
-
-
 def test_evaluations_of_a_run_wait_for_those_of_other_jobs_of_its_site(
     lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_fleet(tmp_path / "fleet.yaml", "max_swing: 3 kW")
-    monkeypatch.setenv("PHALANX_CLUSTER", str(tmp_path / "fleet.yaml"))
-    stall = {"watts": 2200.0, "since": 0.0, "until": time.time() + 3000.0, "stalls": True}
-    (tmp_path / "stalls-s.json").write_text(json.dumps({"jobs": {"other": stall}}))
+    limit_swing(tmp_path, monkeypatch)
     ended = lab.train({"evaluation": {"every": 5}, "checkpoint": {"every": None}}, 2)
     assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [9, 12]  # by then the next ones are due
     assert ended.events_of_kind(RunWarning)[0].text == (
@@ -396,11 +380,19 @@ def test_evaluations_of_a_run_wait_for_those_of_other_jobs_of_its_site(
     assert json.loads((tmp_path / "stalls-s.json").read_text())["jobs"].keys() == {"other"}
 
 
+def test_an_evaluation_that_was_due_while_replicas_differed_waits_over_several_synchronizations(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_swing(tmp_path, monkeypatch)
+    changes = {"evaluation": {"every": 5}, "checkpoint": {"every": None}, "determinism": "off"}
+    ended = lab.train({**changes, "local_sgd": {"method": "average", "sync_every": 2, "warmup_steps": 0}}, 2)
+    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [10, 12]  # due in step 5
+
+
 def test_runs_of_one_site_start_as_far_apart_as_its_ramp_asks(
     lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_fleet(tmp_path / "fleet.yaml", "max_ramp: 2 kW/s")
-    monkeypatch.setenv("PHALANX_CLUSTER", str(tmp_path / "fleet.yaml"))
+    name_fleet(tmp_path, "max_ramp: 2 kW/s", monkeypatch)
     first, second = (lab.train({}, 1) for _ in range(2))
     assert first.events_of_kind(RunWarning) == []
     (note,) = second.events_of_kind(RunWarning)

@@ -20,13 +20,22 @@ from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 from phalanx.run import Event, Run
-from phalanx.run.event_types import AttemptStarted, HangDetected, RunWarning, StepDone, WorkerFailure
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone, WorkerFailure
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.inference import load_trained_model
 from phalanx.train.map_dataset import MapDatasetSource, fingerprint_dataset
 from phalanx.train.model_builder import derive_seed, seed_everything
 from read_trackers import read_tensorboard
-from train_harness import HarnessRun, TrainHarness, Values, plan_fault, send_signal_at_step, wait_until, write_faults
+from train_harness import (
+    HarnessRun,
+    TrainHarness,
+    Values,
+    limit_swing,
+    plan_fault,
+    send_signal_at_step,
+    wait_until,
+    write_faults,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("language", "vision")
@@ -160,6 +169,16 @@ def test_evaluating_in_the_loop_changes_nothing(lab: TrainHarness, scripts: Path
     evaluating = ours(lab, ["evaluates", *overrides], 2)
     assert evaluating.digest == undisturbed(lab, "dropout", *overrides, nproc=2).digest
     assert evaluating.result["steps"] == STEPS
+
+
+def test_saves_of_a_loop_wait_for_evaluations_of_other_jobs(
+    lab: TrainHarness, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_swing(tmp_path, monkeypatch)
+    ended = ours(lab, ["right"], nproc=2, faults=[SLOW])
+    assert [event.step for event in ended.events_of_kind(CheckpointSaved)] == [7, 11, 12]  # then the next one is due
+    monkeypatch.delenv("PHALANX_CLUSTER")
+    assert ended.digest == undisturbed(lab, "right", nproc=2).digest
 
 
 def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: TrainHarness, scripts: Path) -> None:

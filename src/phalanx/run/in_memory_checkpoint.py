@@ -119,7 +119,10 @@ def history_path(run: Run) -> Path:
 
 def delete_history(run: Run) -> None:
     """Invalidate all in-memory checkpoints of a run."""
-    history_path(run).unlink(missing_ok=True)
+    path = history_path(run)
+    path.unlink(missing_ok=True)
+    for draft in run.path.glob(f".{path.name}.*.tmp"):  # of a worker that was killed while it wrote the file
+        draft.unlink(missing_ok=True)
 
 
 def read_epochs(run: Run) -> tuple[Epochs, int]:

@@ -36,8 +36,7 @@ class SharedFile:
                     return False
                 text = json.dumps(change(_parse(os.pread(fd, MAX_BYTES, 0)))).encode()
                 os.pwrite(fd, text, 0)
-                os.ftruncate(fd, len(text))
-                os.fsync(fd)
+                os.ftruncate(fd, len(text))  # no fsync: that takes most of the time, and others wait for the lock
             finally:
                 os.close(fd)
         except OSError as error:

@@ -17,7 +17,7 @@ SWING_SHARES_VARIABLE = "PHALANX_SWING_SHARES"
 WAIT_LEASE_S = 10.0
 """Seconds for which a job that waits keeps its place in the queue, besides its time until it asks again."""
 MAX_STALL_S = 3600.0
-"""Seconds after which a stall is taken to be over, or its entry for an error of a clock."""
+"""Seconds after which a stall is taken to be over. An entry of twice as long is taken for an error of a clock."""
 
 
 @dataclass(frozen=True)
@@ -70,33 +70,35 @@ class StallSlots:
         self._file = SharedFile(Path(share.path), "slots for evaluations and saves")
 
     def take(self, duration_s: float, retry_s: float, must: bool = False) -> bool:
-        """Return whether the job may stall now: always if it `must`, or if no other job stalls or waits for longer. If
-        it may, it has the slot for `duration_s` seconds; if not, it is to ask again within `retry_s`.
+        """Return whether the job's stall fits: next to those of jobs that stall or wait for longer, or because there
+        are none. If it does, or `must` come, the job has the slot for `duration_s` seconds, at most MAX_STALL_S; if
+        not, it is to ask again within `retry_s`.
 
         Raises:
             UsageError: The file cannot be written or locked.
         """
-        granted = False
+        fits = False
 
         def take(found: Any) -> Any:
-            nonlocal granted
+            nonlocal fits
             now = self._clock()
             jobs = _read_entries(found, now)
             own = jobs.pop(self.share.holder, None)
             since = now if own is None or own.stalls else own.since
             ahead_w = sum(each.watts for each in jobs.values() if each.stalls or each.since < since)
-            granted = must or not ahead_w or ahead_w + self.share.swing_w <= self.share.max_swing_w
-            until = now + (duration_s if granted else retry_s + WAIT_LEASE_S)
-            jobs[self.share.holder] = StallEntry(self.share.swing_w, since, until, granted)
+            fits = not ahead_w or ahead_w + self.share.swing_w <= self.share.max_swing_w
+            stalls = fits or must
+            until = now + (min(duration_s, MAX_STALL_S) if stalls else retry_s + WAIT_LEASE_S)
+            jobs[self.share.holder] = StallEntry(self.share.swing_w, since, until, stalls)
             return asdict(StallTable(jobs))
 
         # a job that is about to train on does not wait for the lock: it asks again
         self._file.change(take, lock_timeout_s=0.0)
-        return granted or must
+        return fits
 
-    def free(self) -> bool:
-        """Give the slot back, or the place in the queue. Return whether that worked: not while another job
-        has the lock.
+    def free(self, lock_timeout_s: float = 0.0) -> bool:
+        """Give the slot back, or the place in the queue. Return whether that worked: not if another job holds the lock
+        for longer than `lock_timeout_s`.
 
         Raises:
             UsageError: The file cannot be written or locked.
@@ -107,7 +109,7 @@ class StallSlots:
             jobs.pop(self.share.holder, None)
             return asdict(StallTable(jobs))
 
-        return self._file.change(free, lock_timeout_s=0.0)
+        return self._file.change(free, lock_timeout_s)
 
 
 def _read_entries(found: Any, now: float) -> dict[str, StallEntry]:
@@ -116,4 +118,4 @@ def _read_entries(found: Any, now: float) -> dict[str, StallEntry]:
         table: StallTable = read_as(StallTable, found)
     except (ValueError, OverflowError):
         return {}
-    return {name: each for name, each in table.jobs.items() if now < each.until <= now + MAX_STALL_S}
+    return {name: each for name, each in table.jobs.items() if now < each.until <= now + 2 * MAX_STALL_S}

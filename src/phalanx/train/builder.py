@@ -159,8 +159,11 @@ def make_evaluator(
     loss_module: LossModule | PipelineRunner,
     dist_env: DistEnv,
     mesh: Mesh,
-) -> Callable[[], EvaluationResult | None]:
-    """Return what evaluates on the validation set; it returns None where there is none, or a stop was requested."""
+) -> Callable[[], EvaluationResult | None] | None:
+    """Return what evaluates on the validation set, which returns None where a stop was requested; None where there is
+    no validation set."""
+    if data.num_validation_samples == 0:
+        return None
     micro_size, heartbeat = recipe.batch.micro_size, process.heartbeat
 
     # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
@@ -177,8 +180,6 @@ def make_evaluator(
             )
 
     def evaluate_validation() -> EvaluationResult | None:
-        if data.num_validation_samples == 0:
-            return None
         heartbeat.record(phases[0])
         samples = recipe.evaluation.max_samples
         found = evaluate(

@@ -62,21 +62,25 @@ class EvaluationPolicy:
             self.improved = self._evaluate_if_due(due_steps)
             self.last_step = self._train_state.step
 
+    @property
+    def every(self) -> int | None:
+        """Steps between two evaluations; None for never."""
+        return None if self._context.evaluate is None else self._context.recipe.evaluation.every
+
     def is_due(self, due_steps: Sequence[int]) -> bool:
         """Return whether to evaluate after one of `due_steps`."""
-        recipe, step = self._context.recipe, self._train_state.step
-        every = recipe.evaluation.every
+        every, step = self.every, self._train_state.step
         if every is None or step == 0:
             return False
-        return any(due_step % every == 0 for due_step in due_steps) or step == recipe.steps
+        return any(due_step % every == 0 for due_step in due_steps) or step == self._context.recipe.steps
 
     def _evaluate_if_due(self, due_steps: Sequence[int]) -> bool:
         context, train_state = self._context, self._train_state
-        if not self.is_due(due_steps):
+        if context.evaluate is None or not self.is_due(due_steps):
             return False
         with context.parallel_model.use_global_params():
             result = context.evaluate()
-        if result is None:  # no validation set, or a stop request
+        if result is None:  # a stop request
             return False
         improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
         if improved:

@@ -48,8 +48,9 @@ class WorkerProcess:
 
 @dataclass
 class TrainContext:
-    """Everything that a trainer works with. `evaluate` evaluates on the validation set; it returns None without one, or
-    after a stop request. `prepare_batch` turns the arrays of a micro-batch into what the loss module takes."""
+    """Everything that a trainer works with. `evaluate` evaluates on the validation set and is None without one; it
+    returns None after a stop request. `prepare_batch` turns the arrays of a micro-batch into what the loss module
+    takes."""
 
     run: Run
     recipe: ResolvedRecipe
@@ -66,7 +67,7 @@ class TrainContext:
     reporter: Reporter
     stop_request: StopRequest
     units_per_sample: int
-    evaluate: Callable[[], EvaluationResult | None]
+    evaluate: Callable[[], EvaluationResult | None] | None
     prepare_batch: Callable[[Any], Any]
     heartbeat: HeartbeatWriter | NullHeartbeat = field(default_factory=NullHeartbeat, kw_only=True)
     membership_changed: Callable[[], bool] = field(default=return_false, kw_only=True)

@@ -28,7 +28,7 @@ from phalanx.train.distributed.buffer_sync import format_names
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.distributed.process_group import collect_in_background
 from phalanx.train.distributed.same_model import SameModel
-from phalanx.train.distributed.stall_turns import StallTurns
+from phalanx.train.distributed.stall_turns import LAST_LOCK_TIMEOUT_S, StallTurns
 from phalanx.train.evaluation import EvaluationPolicy
 from phalanx.train.grad_sync.autoselect import GradSyncSelector
 from phalanx.train.lr_schedule import compute_learning_rate
@@ -256,33 +256,34 @@ class Trainer:
 
     def _run_post_step(self) -> None:
         """Run evaluation and checkpoints that are due after a step, unless they wait for those of other jobs."""
-        due_steps = self._due_steps
-        if self._must_wait(due_steps):
-            return
-        self._evaluation.evaluate_if_due(due_steps)
+        step, local_sgd = self.train_state.step, self.context.parallel_model.local_sgd
+        # with local SGD those since the replicas last held the same weights
+        new_steps = range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
+        due_steps = range(min(new_steps.start, self._post_step_done + 1), new_steps.stop) if new_steps else new_steps
+        waits = self._must_wait(due_steps)
+        if not waits:
+            self._evaluation.evaluate_if_due(due_steps)
         self.timer.skip()
         if not self.is_done:
-            self.checkpointer.save_if_due(due_steps, self._evaluation.improved)
+            self.checkpointer.save_if_due(range(0) if waits else due_steps, new_steps, self._evaluation.improved)
             self.timer.lap("checkpoint_stall")
-        self._post_step_done = self.train_state.step
+        if not waits:
+            self._post_step_done = step
 
     def _must_wait(self, due_steps: range) -> bool:
         """Return whether an evaluation or save that is due comes after a later step: before the next one is due."""
         step, checkpointer, turns = self.train_state.step, self.checkpointer, self._stall_turns
-        if not due_steps:  # replicas of local SGD differ, so what was due before has to wait in any case
-            return turns.are_taken and self._post_step_done < step - 1 and not self.is_done
-        if not turns.are_taken or not (self._evaluation.is_due(due_steps) or checkpointer.is_save_due(due_steps)):
+        if not due_steps:  # replicas of local SGD differ
+            return not self.is_done
+        evaluates = self._evaluation.is_due(due_steps)
+        saves = checkpointer.durable_in_flight is None and checkpointer.is_save_due(due_steps)
+        if not turns.are_taken or not (evaluates or saves):
             return False
-        patience = min(filter(None, (self.context.recipe.evaluation.every, checkpointer.interval.steps))) - 1
-        return not turns.may_stall(step, checkpointer.step_times.usual_step_s, patience, must=self.is_done)
-
-    @property
-    def _due_steps(self) -> range:
-        """The steps of which evaluations and saves are due now: this one, those after which they had to wait, and the
-        local SGD steps that end with it, when the replicas held different weights."""
-        step, local_sgd = self.train_state.step, self.context.parallel_model.local_sgd
-        due_steps = range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
-        return range(min(due_steps.start, self._post_step_done + 1), due_steps.stop) if due_steps else due_steps
+        if self._evaluation.last_step == step:  # a reconfiguration interrupted it, and a best state is not saved yet
+            return False
+        waited, step_s = step - 1 - self._post_step_done, checkpointer.step_times.usual_step_s
+        patience = min(filter(None, (self._evaluation.every, checkpointer.interval.steps))) - 1
+        return not turns.may_stall(step, waited, patience, step_s, evaluates, must=self.is_done)
 
     @property
     def state_is_consistent(self) -> bool:
@@ -292,7 +293,7 @@ class Trainer:
     def detach(self) -> SurvivorState:
         """Restore the state at the end of the last completed step, without communication."""
         pending_save = self.checkpointer.detach()  # first: it may be copying what changes below
-        self._stall_turns.end_stall()
+        self._stall_turns.end_stall(LAST_LOCK_TIMEOUT_S)
         self.context.accumulator.reducer.close()
         in_step = self.train_state.samples_consumed == self._samples_at_step_start
         if in_step:
@@ -305,7 +306,7 @@ class Trainer:
         """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
         self.checkpointer.save_final(self._evaluation.improved)
-        self._stall_turns.end_stall()
+        self._stall_turns.end_stall(LAST_LOCK_TIMEOUT_S)
         status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
         self._report_event(RunEnded(status=status, step=self.train_state.step))
         return status

@@ -150,3 +150,12 @@ def test_a_run_whose_name_is_no_utf8_has_a_folder_of_its_own(tmp_path: Path) -> 
     variables = {"PHALANX_IN_MEMORY_DIR": str(tmp_path / "hot")}
     names = [os.fsdecode(tmp_path.as_posix().encode() + name) for name in (b"/\xe9", b"/\xe8", b"/e")]
     assert len({find_node_dir(Run(Path(name)), variables) for name in names}) == 3
+
+
+def test_with_the_history_goes_what_a_killed_worker_left_of_it(run: Run) -> None:
+    begin_epoch(run, "a")
+    left = run.path / ".in_memory.json.4711.tmp"
+    left.write_text("{")
+    delete_history(run)
+    assert not left.exists()
+    delete_history(run)

@@ -276,6 +276,7 @@ def test_the_first_evaluation_of_a_compiled_model_may_be_silent(
         cast(Any, None), tmp_path, DistEnv(), cast(Any, None), stop_request=cast(Any, stop), heartbeat=cast(Any, pulse)
     )
     score = make_evaluator(process, recipe, cast(Any, data), cast(Any, None), DistEnv(), mesh_of())
+    assert score is not None
     found = []
     for _ in range(2):
         score()

@@ -116,10 +116,11 @@ class Checkpointer:
         """Return whether a save to disk is due after one of `due_steps`."""
         return any(map(self.interval.is_due, due_steps))
 
-    def save_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
+    def save_if_due(self, due_steps: Sequence[int], copy_steps: Sequence[int], improved: bool) -> None:
         """Start a save if one is due after one of `due_steps`, the work of which is done now, or if this state is the
-        best so far (`improved`). Never while steps are skipped, when weights may be bad. Raises UsageError, after the
-        first step, if the workers together would not save all of the state."""
+        best so far (`improved`); else copy to memory if that is due after one of `copy_steps`. Never while steps are
+        skipped, when weights may be bad. Raises UsageError, after the first step, if the workers together would not
+        save all of the state."""
         if self._train_state.consecutive_skips:
             return
         if not self._is_prepared:
@@ -127,8 +128,8 @@ class Checkpointer:
             self._prepare()
         if self.interval.steps is not None:
             self._save_to_disk_if_due(due_steps, improved)
-        if self._in_flight is None and due_steps:  # a run restored from a copy must find all checkpoints before it
-            self._copy_if_due(due_steps)
+        if self._in_flight is None and copy_steps:  # a run restored from a copy must find all checkpoints before it
+            self._copy_if_due(copy_steps)
 
     def start_save(self, is_best: bool = False, is_scheduled: bool = True) -> None:
         """Start a save to disk; none may be in flight. `is_scheduled` saves are those that a run without failures would
@@ -283,7 +284,7 @@ class Checkpointer:
         self.wait_until_saved()
         self.start_save(improved, is_scheduled)
 
-    def _copy_if_due(self, due_steps: Sequence[int]) -> None:
+    def _copy_if_due(self, copy_steps: Sequence[int]) -> None:
         interval, step = self.copy_interval, self._train_state.step
         if interval.must_choose(step):
             usual_step_s = self.step_times.usual_step_s
@@ -291,7 +292,7 @@ class Checkpointer:
             chosen = interval.choose(step, self._last_step, self.interval.steps, *costs)
             if chosen is not None:
                 self._report_event(chosen)
-        if any(map(interval.is_due, due_steps)):
+        if any(map(interval.is_due, copy_steps)):
             self.start_copy()
 
     def _continue_from(self, step: int) -> None:

@@ -41,7 +41,7 @@ from phalanx.train.train_state import SurvivorState, TrainState
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
 
-EvaluatorFactory = Callable[[DistEnv, Mesh], Callable[[], EvaluationResult | None]]
+EvaluatorFactory = Callable[[DistEnv, Mesh], Callable[[], EvaluationResult | None] | None]
 """Makes the evaluation function for a new world."""
 MIN_POLL_INTERVAL_S, POLL_BACKOFF_FACTOR, MAX_POLL_INTERVAL_S = 0.001, 1.2, 0.05
 """Polling for the arrival of all workers: first interval, growth, and maximum; many workers may wait long for a few."""
