@@ -12,6 +12,7 @@ from phalanx.fleet.power.claims import describe_excesses, list_budgets
 from phalanx.fleet.power.guard import group_by_rack
 from phalanx.fleet.power.sweep_file import FILE_NAME, load_sweep
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
+from phalanx.fleet.simulate.site_hours import find_busy_pue
 from phalanx.fleet.simulate.site_series import load_site_hours
 from phalanx.planner.energy import SweptSpeeds
 from phalanx.recipe.user_text import read_user_text
@@ -154,7 +155,9 @@ def _describe_cluster(fleet: FleetFile, tree: PowerTree, path: Path, type_name: 
     values: dict[str, object] = {}
     if fleet.simulate is not None:
         site = fleet.simulate.site
-        hours = load_site_hours(site.model_copy(update={"weather": None}), None, path.parent)
+        has_plant = site.plant is not None or fleet.cooling is not None
+        changes = {} if has_plant else {"weather": None}
+        hours = load_site_hours(site.model_copy(update=changes), fleet.cooling, path.parent)
         names = {"pue": "pue", "kwh": "price_per_kwh", "currency": "currency", "carbon_g_per_kwh": "carbon_g_per_kwh"}
         values = {key: getattr(site, name) for key, name in names.items() if name in site.model_fields_set}
         values |= {
@@ -162,6 +165,9 @@ def _describe_cluster(fleet: FleetFile, tree: PowerTree, path: Path, type_name: 
             for key, series in (("kwh", hours.price), ("carbon_g_per_kwh", hours.carbon))
             if series is not None
         }
+        full_w = sum(node.power.max_w for node in tree.nodes) / site.conversion_efficiency
+        if (pue := find_busy_pue(hours, full_w)) is not None:
+            values["pue"] = pue
     try:
         cap_w = compute_common_cap(tree, type_name, fleet.power.margin)
     except UsageError as error:

@@ -97,7 +97,7 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
     ]
     if (energy := run_plan.energy) is not None:
         kwh = f"{energy.site_kwh:,.0f}" if energy.site_kwh >= 1_000 else format_significant(energy.site_kwh)
-        lines.append(f"energy     {kwh} kWh with cooling (PUE {prices.pue:g}), {energy.node_w:,.0f} W a node")
+        lines.append(f"energy     {kwh} kWh with cooling (PUE {prices.pue:.4g}), {energy.node_w:,.0f} W a node")
     if (carbon_kg := _predict_carbon_kg(run_plan)) is not None:
         lines.append(f"carbon     {carbon_kg:,.0f} kg CO2e, {prices.carbon_g_per_kwh:g} g/kWh")
     if (slowdown := run_plan.power_cap_slowdown) is not None:

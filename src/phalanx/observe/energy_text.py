@@ -34,7 +34,7 @@ def describe_cost(cost: CostSummary, unit: str) -> str:
         values = ((site_kwh, f"kWh{pue}"), (carbon_kg, "kg CO2e"), (money, cost.currency))
         return ", ".join(f"{formatting.format_significant(each)} {name}" for each, name in values if each is not None)
 
-    whole = join(cost.site_kwh, cost.carbon_kg, cost.cost, f" at the building (PUE {cost.pue:g})")
+    whole = join(cost.site_kwh, cost.carbon_kg, cost.cost, f" at the building (PUE {cost.pue:.4g})")
     share = join(cost.site_kwh_per_million, cost.carbon_kg_per_million, cost.cost_per_million)
     return f"{whole}; {share} per million {unit}" if share else whole
 

@@ -127,6 +127,19 @@ def test_prices_by_hour_count_with_their_mean(tmp_path: Path) -> None:
     assert (found.cluster.prices.kwh, found.cluster.prices.carbon_g_per_kwh) == (pytest.approx(0.1), 400)
 
 
+def test_the_pue_of_a_plant_is_that_over_its_weather(tmp_path: Path) -> None:
+    path = write_fleet(tmp_path)
+    hours = [
+        f"2026-07-{1 + hour // 24:02}T{hour % 24:02}:00,{20 + hour % 24},{15 + hour % 24 / 2}" for hour in range(48)
+    ]
+    (tmp_path / "w.csv").write_text("\n".join(["time,dry_bulb_c,wet_bulb_c", *hours]))
+    site = "site: {weather: w.csv, plant: {design_it: 100 kW}, "
+    path.write_text(path.read_text().replace("site: {pue: 1.1, ", site))
+    found = find_fleet_cluster(str(path))
+    assert found is not None
+    assert 1.01 < found.cluster.prices.pue < 1.2
+
+
 @pytest.mark.parametrize(("budget", "watts"), [("0 W", 0), ("20 kW", 20_000)])
 def test_budgets_that_no_cap_keeps_are_refused(tmp_path: Path, budget: str, watts: int) -> None:
     with pytest.raises(UsageError, match=rf"the lowest caps: .* W of a budget of {watts} W"):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -148,6 +148,14 @@ def measure_site(
             "figure is given: a setting of the plant is one that no plant has, such as a design_it of another unit"
         )
     return figures, timeline
+
+
+def find_busy_pue(hours: SiteHours, it_w: float) -> float | None:
+    """Return the PUE of a site over all hours of its weather while IT draws `it_w`; None without a plant."""
+    if hours.weather is None:
+        return None
+    count = hours.weather.columns.shape[1]
+    return _run_plant(replace(hours, start_hour=hours.weather.first_hour), np.full(count, it_w)).pue
 
 
 def _run_plant(hours: SiteHours, it_w: Values) -> PlantHours:
