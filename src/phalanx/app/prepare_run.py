@@ -22,6 +22,7 @@ from phalanx.autoconfig.resolve import (
     TrialTimes,
     cache_trials,
     describe_lost_state,
+    describe_other_load,
     make_trial_recipe,
     resolve_auto,
 )
@@ -236,6 +237,7 @@ def resolve_run(
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
     plan = {**plan, FINGERPRINT_KEY: opened.fingerprint}
     notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
+    notes += describe_other_load(cluster)
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)

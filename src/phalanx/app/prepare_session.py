@@ -1,6 +1,7 @@
 """Prepare the run of a session: check its recipe, resolve every `auto` by rules, write the run directory."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,6 @@ from phalanx.autoconfig.choices import choose_without_trials, resolve_recipe, re
 from phalanx.cluster import Machine
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, scale_batch_with_workers
-from phalanx.recipe.device_checks import has_bf16
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
@@ -75,7 +75,7 @@ def _resolve_without_trials(
     """Resolve the recipe of a new run by rules; return it and the plan."""
     scaled_recipe = scale_batch_with_workers(given, world_size)
     choices = choose_without_trials(
-        scaled_recipe, machine.physical_cores, world_size, machine.device, has_bf16(machine.capability)
+        scaled_recipe, machine.physical_cores, world_size, machine.device, machine.has_fast_bf16, os.environ
     )
     plan: dict[str, Any] = {"auto_choices": [vars(choice) for choice in choices]}
     if loop := run.read_json_or_empty(run.plan).get("session"):  # with --force the state of this optimizer is kept

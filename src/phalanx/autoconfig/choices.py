@@ -7,6 +7,7 @@ stays pinned in `resolved.yaml`; `resume_recipe` makes the recipe of a later sta
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.errors import RecipeError
@@ -40,6 +41,9 @@ MIN_STEPS_TO_COMPILE = 100
 """Steps from which compiling on a GPU is worth it: it takes 10 to 30 s and saves up to half of a step."""
 LOSS_MODES = ("whole", "chunked")
 """How trials call the loss without and with `memory.chunked_loss`."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables with which a user, torchrun or a cluster limits the threads of a process."""
+CORES_REASON = "cores for"
 COMMON_WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 PREDICTION_RULE = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
@@ -56,30 +60,43 @@ class AutoChoice:
     reason: str
 
 
-def choose_num_threads(recipe: Recipe, cores: int, world_size: int) -> AutoChoice:
-    """CPU threads of a worker."""
+def choose_num_threads(
+    recipe: Recipe, cores: int, world_size: int, environ: Mapping[str, str] = MappingProxyType({})
+) -> AutoChoice:
+    """Choose the CPU threads of a worker: OMP_NUM_THREADS where it is set, else the cores divided by the workers."""
     if recipe.num_threads != "auto":
         return AutoChoice("num_threads", recipe.num_threads, "given")
     if recipe.determinism == "elastic":
         return AutoChoice("num_threads", 1, "determinism: elastic needs the same number on any world size")
+    for name in THREAD_VARIABLES:
+        first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may list one number a nesting level
+        if first.isdecimal() and 0 < int(first) <= MOST_THREADS:
+            return AutoChoice("num_threads", int(first), f"{name}={environ[name]}")
     num_threads = min(max(1, cores // world_size), MOST_THREADS)
     return AutoChoice(
-        "num_threads", num_threads, f"{cores} cores for {world_size} {'worker' if world_size == 1 else 'workers'}"
+        "num_threads", num_threads, f"{cores} {CORES_REASON} {world_size} {'worker' if world_size == 1 else 'workers'}"
     )
 
 
+def may_take_fewer_threads(threads: AutoChoice) -> bool:
+    """Whether a number of threads comes from the number of cores alone."""
+    return threads.value > 1 and CORES_REASON in threads.reason
+
+
 def predict_precision(recipe: Recipe, device: str, bf16: bool = True) -> str:
-    """What the precision will probably be, before anything was timed. `bf16`: whether a GPU computes in that."""
+    """What the precision will probably be, before anything was timed. `bf16`: whether the device has instructions for
+    it."""
     if recipe.precision != "auto":
         return recipe.precision
     return "bf16" if device_kind_of(device).is_gpu and bf16 else "fp32"
 
 
 def precisions_to_time(recipe: Recipe, device: str, bf16: bool = True) -> list[str]:
-    """Return the precisions to time. On a GPU with `bf16` there is nothing to time: its tensor cores have no fp32."""
+    """Return the precisions to time. On a GPU with `bf16` there is nothing to time: its tensor cores have no fp32.
+    Without `bf16` there is nothing to time either: the hardware has no instructions for it."""
     if recipe.precision != "auto":
         return [recipe.precision]
-    return list(AUTO_PRECISIONS) if device == "cpu" else [predict_precision(recipe, device, bf16)]
+    return list(AUTO_PRECISIONS) if device == "cpu" and bf16 else [predict_precision(recipe, device, bf16)]
 
 
 def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool = True) -> AutoChoice:
@@ -146,11 +163,12 @@ def choose_precision(
     recipe: Recipe, seconds: Mapping[str, float], device: str = "cpu", bf16: bool = True
 ) -> AutoChoice:
     """The precision, by the time that this very model takes for forward and backward. Those that ran out of memory have
-    no time. `bf16`: whether a GPU computes in that."""
+    no time. `bf16`: whether the device has instructions for it."""
     if recipe.precision != "auto":
         return AutoChoice("precision", recipe.precision, "given")
     if not bf16:
-        return AutoChoice("precision", "fp32", "this GPU does not compute in bf16; fp16 may be faster")
+        reason = "CPU has no instructions for bf16" if device == "cpu" else "GPU has none for bf16; fp16 may be faster"
+        return AutoChoice("precision", "fp32", f"this {reason}")
     timed_precisions = [name for name in AUTO_PRECISIONS if name in seconds]
     if not timed_precisions:
         reason = f"the rule for a model on {device} that could not be timed"
@@ -200,10 +218,15 @@ def choose_warmup_steps(recipe: Recipe) -> list[AutoChoice]:
 
 
 def choose_without_trials(
-    recipe: Recipe, cores: int, world_size: int, device: str, bf16: bool = True
+    recipe: Recipe,
+    cores: int,
+    world_size: int,
+    device: str,
+    bf16: bool = True,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> list[AutoChoice]:
     """Choose threads, memory, micro-batch and precision for a session, in which the model is not tried first."""
-    num_threads = choose_num_threads(recipe, cores, world_size)
+    num_threads = choose_num_threads(recipe, cores, world_size, environ)
     micro_choice = AutoChoice("batch.micro_size", recipe.batch.micro_size, "given")
     if recipe.batch.micro_size == "auto":
         num_groups = required_divisor(recipe, world_size)

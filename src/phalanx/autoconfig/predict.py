@@ -9,6 +9,7 @@ from phalanx.autoconfig.plan import plan_run
 from phalanx.autoconfig.plan_search import predict_memory
 from phalanx.cluster import Cluster, Machine, discover_machine, load_cluster
 from phalanx.cluster.calibration import default_calibration_path
+from phalanx.cluster.calibration.anomalies import MAX_BUSY_CORES
 from phalanx.data.expected_info import expect_data_info
 from phalanx.errors import RecipeError
 from phalanx.formatting import BYTES_PER_GIB
@@ -62,12 +63,16 @@ def predict_step(
 
 
 def load_calibrated_cluster(machine: Machine) -> Cluster | None:
-    """This machine as `phalanx calibrate` measured it under today's driver and libraries; None where it did not."""
+    """Load this machine as `phalanx calibrate` measured it under today's driver and libraries; None where it did not,
+    or while other programs used the cores."""
     path = default_calibration_path(machine)
     try:
-        return load_cluster(str(path)) if path.is_file() else None
+        cluster = load_cluster(str(path)) if path.is_file() else None
     except RecipeError:  # torn, or of another version: `phalanx calibrate` makes it again, and training does without
         return None
+    if cluster is None or (cluster.measured is not None and cluster.measured.busy_cores >= MAX_BUSY_CORES):
+        return None
+    return cluster
 
 
 def predict_best_parallelism(

@@ -5,6 +5,7 @@ A trial may fill the machine's memory and die of it: that is an answer like any 
 the next best choice is tried.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from phalanx.autoconfig.choices import (
     choose_num_threads,
     choose_precision,
     choose_warmup_steps,
+    may_take_fewer_threads,
     precisions_to_time,
     predict_precision,
     resolve_recipe,
@@ -38,8 +40,10 @@ from phalanx.autoconfig.micro_batch import (
 from phalanx.autoconfig.predict import load_calibrated_cluster, predict_best_parallelism, predict_step
 from phalanx.autoconfig.trial_names import (
     MATMUL_TRIAL,
+    MAX_OTHER_LOAD,
     MEMORY_FILLING_TRIALS,
     META_PROFILE_TRIAL,
+    OTHER_LOAD_KEY,
     OUT_OF_MEMORY_KEY,
     PROFILE_TRIAL,
     TIMING_TRIAL,
@@ -53,7 +57,6 @@ from phalanx.data import open_data
 from phalanx.errors import RecipeError, SubprocessError
 from phalanx.formatting import format_bytes
 from phalanx.recipe import Recipe, ResolvedRecipe
-from phalanx.recipe.device_checks import has_bf16
 from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
     CHANGED_STATE_KEY,
@@ -66,6 +69,10 @@ from phalanx.run.cache import load_or_measure
 
 STEPS_READ = 3
 """Steps of samples that are in memory at once: one in use, two prefetched (`data/prefetch.py`)."""
+MAX_FEWER_THREADS_SLOWDOWN = 0.03
+"""Relative slowdown of forward and backward that is accepted for half of the threads."""
+MAX_TIMED_MICRO_BATCH_S = 0.25
+"""Seconds of forward and backward of a micro-batch above which fewer threads are not tried."""
 MICRO_BYTES = 512
 """Host memory that a micro-batch takes at least, in addition to its samples."""
 SubprocessCall = Callable[[str, Any], Any]
@@ -97,7 +104,7 @@ class TrialTimes:
 def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: TrialTimes) -> SubprocessCall:
     """Wrap `call` for trials, so that results of this machine from the last day are reused: a second start is faster
     and makes the same choices although times vary. The matmul rate, which takes longest, does not depend on the user's
-    code: it is reused for every recipe."""
+    code: it is reused for every recipe. Times that other processes disturbed are not kept."""
 
     def run_trial(function: str, payload: dict[str, Any]) -> Any:
         key = {
@@ -107,9 +114,14 @@ def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: 
             "machine": [machine.device_name, machine.physical_cores],
         }
         key["torch"] = version("torch")
-        return load_or_measure("trials", key, lambda: times.run(call, function, payload))
+        return load_or_measure("trials", key, lambda: times.run(call, function, payload), is_kept=is_undisturbed)
 
     return run_trial
+
+
+def is_undisturbed(trial: Mapping[str, Any]) -> bool:
+    """Whether a trial that measured times on a CPU had it almost to itself."""
+    return float(trial.get(OTHER_LOAD_KEY, 0.0)) <= MAX_OTHER_LOAD
 
 
 def call_catching_oom(call: SubprocessCall, function: str, payload: dict[str, Any]) -> Any:
@@ -132,12 +144,12 @@ def resolve_auto(
     parallelism = [] if local_cluster is None else choose_parallelism(given, folder, local_cluster, world_size)
     if parallelism:
         given = given.model_copy(update={"parallelism": parallelism[0].value})
-    threads = choose_num_threads(given, machine.physical_cores, world_size)
+    threads = choose_num_threads(given, machine.physical_cores, world_size, os.environ)
     payload = {"recipe": make_trial_recipe(given), "folder": str(folder), "threads": threads.value}
     # Workers share the memory of a CPU; under `elastic` the choice must not depend on how many there are.
     num_sharing = max(world_size, *COMMON_WORLD_SIZES) if given.determinism == "elastic" else world_size
     memory_bytes = machine.device_memory_bytes // (num_sharing if machine.device == "cpu" else 1)
-    bf16 = has_bf16(machine.capability)
+    bf16 = machine.has_fast_bf16
     memory_budget, single_budget = (
         WorkerMemory(machine.device, memory_bytes, world_size, bf16),
         WorkerMemory(machine.device, machine.device_memory_bytes, 1, bf16),
@@ -146,22 +158,26 @@ def resolve_auto(
     check_model_state(given, profile, world_size, machine.device)
     blocks = profile.get("blocks", 0)
     seconds: dict[str, float] = {}  # a model that no process holds whole cannot be timed in one
+    trial: dict[str, Any] = {}
     if is_model_sharded(given) and not fits_unsharded(given, needs, single_budget):
         chosen = choose_memory(given, needs, memory_budget)
     else:
         compiled = choose_compile(given, machine.device, blocks, has_compiler()).value
         forecast_values = {"precision": predict_precision(given, machine.device, bf16), "compile": compiled}
         forecast = make_forecast(given.model_copy(update=forecast_values), folder, local_cluster, world_size)
-        chosen, seconds = try_memory_choices(given, needs, memory_budget, payload, call, forecast, blocks)
+        chosen, seconds, trial = try_memory_choices(given, needs, memory_budget, payload, call, forecast, blocks)
     bucket = choose_bucket_mib(given, needs.trainable_parameters, world_size, num_nodes, machine.device)
     precision = choose_precision(given, seconds, machine.device, bf16)
+    if machine.device == "cpu" and seconds and may_take_fewer_threads(threads):
+        threads = choose_fewest_threads(threads, precision.value, seconds, trial, call)
     choices = [threads, *chosen, precision, *bucket, *choose_warmup_steps(given)]
     if given.compile == "auto" and machine.device != "cpu":
         choices.append(choose_compile(given, machine.device, blocks, has_compiler()))
     choices += choose_determinism(given, seconds, machine.device)
     recipe = resolve_recipe(given, choices, world_size)
     choices = [*list_parallelism_choices(parallelism), *choices]
-    matmul_rates = call(MATMUL_TRIAL, {"device": machine.device, "threads": threads.value})
+    matmul_rates = dict(call(MATMUL_TRIAL, {"device": machine.device, "threads": threads.value}))
+    other_busy_cores = max(matmul_rates.pop(OTHER_LOAD_KEY, 0.0), seconds.get(OTHER_LOAD_KEY, 0.0))
     data_sheet = find_data_sheet(machine)
     cluster = {
         "host": machine.hostname,
@@ -172,6 +188,7 @@ def resolve_auto(
         "memory_bytes": machine.memory_bytes,
         "threads_per_worker": threads.value,
         "measured_matmul_tflops": matmul_rates,
+        OTHER_LOAD_KEY: round(other_busy_cores, 1),
         "data_sheet_tflops": None if data_sheet is None else data_sheet.tflops,
         "data_sheet_source": None if data_sheet is None else data_sheet.source,
         "failures_per_device_s": None if local_cluster is None else failures_per_device_second(local_cluster),
@@ -219,6 +236,16 @@ def describe_lost_state(plan: Mapping[str, Any]) -> list[str]:
         f"forward of the model changes {state}, which is in no checkpoint and differs between workers: a resumed run "
         "may end with other bits; use a persistent buffer, or return it from get_extra_state, and draw random "
         "numbers from torch's own generator"
+    ]
+
+
+def describe_other_load(cluster: Mapping[str, Any]) -> list[str]:
+    """Warn about times that were measured while other programs used the CPU."""
+    if (cores := cluster.get(OTHER_LOAD_KEY) or 0.0) <= MAX_OTHER_LOAD:
+        return []
+    return [
+        f"other programs use {cores:.1f} cores: the rates and times measured now are too low; they are measured again "
+        "at the next start"
     ]
 
 
@@ -351,11 +378,11 @@ def try_memory_choices(
     call: SubprocessCall,
     forecast: StepTimePredictor | None = None,
     blocks: int = 0,
-) -> tuple[list[AutoChoice], dict[str, float]]:
+) -> tuple[list[AutoChoice], dict[str, float], dict[str, Any]]:
     """Try what is predicted to fit. Return the activation checkpointing, loss and micro-batch of a trial that did not
-    run out of memory, and its seconds, compiled and with deterministic kernels where the run of a model with `blocks`
-    repeated blocks will be. After a trial that runs out of memory, the next best is tried. A trial holds the whole
-    model: no seconds where one worker cannot hold it and the parallelism shards it."""
+    run out of memory, its seconds, compiled and with deterministic kernels where the run of a model with `blocks`
+    repeated blocks will be, and its payload. After a trial that runs out of memory, the next best is tried. A trial
+    holds the whole model: no seconds where one worker cannot hold it and the parallelism shards it."""
     precisions = precisions_to_time(given, memory_budget.device, memory_budget.bf16)
     failed_choices: list[tuple[str, str, int]] = []
     while True:
@@ -370,13 +397,32 @@ def try_memory_choices(
         }
         compiled = choose_compile(given, memory_budget.device, blocks, has_compiler()).value
         trial |= {"compile": compiled, "determinism": given.determinism}
-        trial["alone"] = memory_budget.world_size == 1
-        seconds = call(TIMING_TRIAL, {**trial, "offload": given.optimizer.offload})
+        trial |= {"alone": memory_budget.world_size == 1, "offload": given.optimizer.offload}
+        seconds = call(TIMING_TRIAL, trial)
         if OUT_OF_MEMORY_KEY not in seconds:
-            return choices, seconds
+            return choices, seconds, trial
         if is_model_sharded(given):  # that one worker cannot hold alone what all hold together proves nothing
-            return choices, {}
+            return choices, {}, trial
         failed_choices.append((activation_checkpointing, LOSS_MODES[loss], micro))
+
+
+def choose_fewest_threads(
+    threads: AutoChoice, precision: str, seconds: Mapping[str, float], trial: dict[str, Any], call: SubprocessCall
+) -> AutoChoice:
+    """Choose the fewest threads within `MAX_FEWER_THREADS_SLOWDOWN` of the time with all. Threads that wait for each
+    other are of no use to a small model, and on a machine that other programs use they make it many times slower. A
+    micro-batch of more than `MAX_TIMED_MICRO_BATCH_S` has matrices that are large enough for all threads."""
+    count, best_s = threads.value, seconds[precision]
+    if best_s > MAX_TIMED_MICRO_BATCH_S:
+        return threads
+    while count > 1:
+        fewer_s = call(TIMING_TRIAL, {**trial, "threads": count // 2, "precisions": [precision]})[precision]
+        if fewer_s > best_s * (1 + MAX_FEWER_THREADS_SLOWDOWN):
+            break
+        count, best_s = count // 2, min(best_s, fewer_s)
+    if count == threads.value:
+        return threads
+    return AutoChoice("num_threads", count, f"as fast as {threads.value} threads for this model")
 
 
 def make_trial_recipe(given: Recipe) -> dict[str, Any]:

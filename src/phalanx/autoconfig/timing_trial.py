@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from phalanx.autoconfig.trial_model import activation_checkpointing, compute_loss, open_trial, select_trial_device
-from phalanx.autoconfig.trial_names import OUT_OF_MEMORY_KEY
+from phalanx.autoconfig.trial_names import OTHER_LOAD_KEY, OUT_OF_MEMORY_KEY
+from phalanx.cluster.calibration.background_load import OtherLoad
 from phalanx.compat import find_nondeterministic_op, scale_in_place, set_deterministic
 from phalanx.data import RunData
 from phalanx.recipe import Recipe
@@ -35,6 +36,8 @@ from phalanx.train.train_step import to_device
 from phalanx.train.worker import configure_kernels
 
 TIMING_REPEATS = 5
+TIMING_BUDGET_S = 4.0
+"""Seconds after which no further round begins: a median of 2 rounds is exact enough for micro-batches of seconds."""
 SLOW_PRECISION_RATIO = 3.0
 """A precision that takes this many times as long as the fastest is not timed again."""
 UPDATE_KEY = "update"
@@ -98,6 +101,7 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
         head = make_lm_head(model, task, data)
     optim = Recipe.model_validate(payload["recipe"]).optimizer
     optimizer = OptimizerContainer(model, optim, offload=payload.get("offload", False))
+    load = OtherLoad()
     loss_fns = {precision: LossFn(task, precision, device) for precision in payload["precisions"]}
     layers = _enable_cached_casts(payload, model, task, data, device) if head is None else []
     times: dict[str, list[float]] = {**{precision: [] for precision in loss_fns}, UPDATE_KEY: []}
@@ -106,7 +110,10 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
             compute_loss(loss_fns[payload["precisions"][0]], model, batch, metrics=True)
     with activation_checkpointing(model, payload.get("recompute", "none")), _compile_model_blocks(model, payload):
         # The update comes first, so that the timed passes have optimizer state in memory, as those of a run do.
+        begin = time.perf_counter()
         for _ in range(TIMING_REPEATS + 1):
+            if time.perf_counter() - begin > TIMING_BUDGET_S and len(times[UPDATE_KEY]) > 1:
+                break
             for precision, loss_fn in list(loss_fns.items()):
                 loss_fn.lm_head = head
                 model.zero_grad(set_to_none=True)
@@ -134,7 +141,8 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
             optimizer.step(0.0)
             _synchronize(device)
             times[UPDATE_KEY].append(time.perf_counter() - start_time)
-    return {name: statistics.median(seconds[1:] or seconds) for name, seconds in times.items()}
+    medians = {name: statistics.median(seconds[1:] or seconds) for name, seconds in times.items()}
+    return medians | ({OTHER_LOAD_KEY: load.count_cores()} if device.type == "cpu" else {})
 
 
 def _find_slow_precisions(last_s: Mapping[str, float]) -> list[str]:

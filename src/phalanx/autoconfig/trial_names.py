@@ -13,6 +13,10 @@ MEMORY_FILLING_TRIALS = (PROFILE_TRIAL, TIMING_TRIAL)
 """Trials that may run out of memory."""
 OUT_OF_MEMORY_KEY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""
+OTHER_LOAD_KEY = "other_busy_cores"
+"""Key of what a trial returns that measured time on a CPU: the cores that other processes used meanwhile."""
+MAX_OTHER_LOAD = 0.3
+"""Cores that other processes may use in a trial whose times are kept for later starts."""
 
 
 def describe_trial(function: str, payload: Mapping[str, Any]) -> str:

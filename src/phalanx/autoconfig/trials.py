@@ -13,7 +13,9 @@ import torch
 import xxhash
 
 from phalanx.autoconfig.trial_model import open_trial
+from phalanx.autoconfig.trial_names import OTHER_LOAD_KEY
 from phalanx.cluster import measure_matmul
+from phalanx.cluster.calibration.background_load import OtherLoad
 from phalanx.data import open_data
 from phalanx.recipe import Recipe, ResolvedRecipe, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import check_known_arguments
@@ -37,8 +39,11 @@ from phalanx.train.worker import configure_torch
 
 
 def measure_matmul_rate(payload: dict[str, Any]) -> dict[str, float]:
-    """The machine's matmul rate in TFLOP/s by precision, with the threads of one worker."""
-    return measure_matmul(payload["device"], payload["threads"])
+    """Measure the machine's matmul rate in TFLOP/s by precision, with the threads of one worker. On a CPU add the load
+    of others (OTHER_LOAD_KEY)."""
+    load = OtherLoad()
+    rates = measure_matmul(payload["device"], payload["threads"])
+    return rates | ({OTHER_LOAD_KEY: load.count_cores()} if payload["device"] == "cpu" else {})
 
 
 def check_parallelism(payload: dict[str, Any]) -> None:

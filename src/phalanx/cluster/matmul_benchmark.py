@@ -59,7 +59,7 @@ def measure_matmul(
 
                 time_s = median_seconds(run, seconds / len(sizes), clock)
                 best = max(best, 2 * size**3 / time_s / 1e12)
-                if time_s > seconds:  # so slow (bf16 without hardware for it) that a larger size would only cost time
+                if time_s > seconds / len(sizes):  # bf16 without hardware for it: a larger size would only cost time
                     break
             rates[name] = best
     finally:
@@ -93,12 +93,12 @@ def _make_fp8_matmul(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
 
 
 def median_seconds(run: Callable[[], None], budget_s: float, clock: ClockFn, min_repeats: int = 3) -> float:
-    """Median duration of `run` after one run that does not count, repeated until `budget_s` seconds have gone by and at
-    least `min_repeats` times; a run that alone takes more than the budget is not repeated."""
+    """Median duration of `run` after one run that warms up, repeated until `budget_s` seconds have gone by and at least
+    `min_repeats` times. A first run that takes twice the budget is not repeated, and counts."""
     begin = clock()
     run()
-    if clock() - begin > 2 * budget_s:
-        min_repeats = 1
+    if (first_s := clock() - begin) > 2 * budget_s:
+        return first_s
     times: list[float] = []
     while sum(times) < budget_s or len(times) < min_repeats:
         begin = clock()

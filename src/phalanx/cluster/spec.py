@@ -221,6 +221,8 @@ class Measurements(StrictModel):
     """CPU threads of the process that measured."""
     drift: Measure = 0.0
     """Share by which the slowest reference product took longer than the fastest."""
+    busy_cores: Measure = 0.0
+    """Cores that other processes used before the measurements. From 0.3 on `auto` does not use the file."""
     products: list[GemmTiming] = Field(default_factory=list)
     operations: list[OpTiming] = Field(default_factory=list)
     launch_us: Figure | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.observe.history import STEP_COMPONENTS, Floats, StepTable
+from phalanx.observe.peak_rate import PeakRate
 
 MIN_NOISE_ESTIMATES = 5
 """Steps that must have added to the estimate of the gradient noise: the first ones say little."""
@@ -118,10 +119,9 @@ def model_flops_per_s(plan: Mapping[str, Any] | None, units_per_second: float | 
 def compute_mfu(
     plan: Mapping[str, Any] | None, units_per_second: float | None, available_flops: float | None
 ) -> float | None:
-    """Model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B): FLOP/s the model needed at this speed, over
-    FLOP/s available. None when either is unknown."""
+    """Compute the MFU of a whole run. None when its speed or the peak is unknown."""
     used = model_flops_per_s(plan, units_per_second)
-    return None if used is None or not available_flops else used / available_flops
+    return None if used is None or not available_flops else PeakRate(available_flops).compute_mfu(used)
 
 
 def last_noise_scale(steps: StepTable) -> float | None:

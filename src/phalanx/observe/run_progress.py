@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
+from phalanx.observe.peak_rate import PeakRate
 from phalanx.run import Event, Run
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -63,6 +64,8 @@ class RunProgress:
         self.last_evaluation: EvaluationDone | None = None
         self.evaluation_under_way: EvaluationProgress | None = None
         self.last_checkpoint: CheckpointSaved | None = None
+        rate = facts.matmul_flops_per_worker
+        self._peak_of_worker = PeakRate(rate) if rate else None
         self._window: deque[tuple[float, float, float]] = deque()
         self._window_units = self._window_s = 0.0
         self._first_step: tuple[float, int] | None = None
@@ -119,14 +122,10 @@ class RunProgress:
     def mfu(self) -> float | None:
         """MFU relative to the measured peak of all workers."""
         facts, speed = self.run_facts, self.units_per_s
-        if not facts.flops_per_sample or not facts.matmul_flops_per_worker or speed is None:
+        if not facts.flops_per_sample or self._peak_of_worker is None or speed is None:
             return None
-        return (
-            facts.flops_per_sample
-            * speed
-            / facts.units_per_sample
-            / (facts.matmul_flops_per_worker * max(1, self.world_size))
-        )
+        flops_per_s = facts.flops_per_sample * speed / facts.units_per_sample
+        return self._peak_of_worker.compute_mfu(flops_per_s / max(1, self.world_size))
 
     @property
     def eta_s(self) -> float | None:

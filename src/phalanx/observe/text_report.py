@@ -189,6 +189,8 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         measured += computed.format(
             f"{formatting.format_flops(speed.matmul_flops_per_s)} measured in {summary.run_info.precision} matmul"
         )
+        if (speed.model_flops_per_s or 0.0) > (speed.matmul_flops_per_s or 0.0):
+            measured += "; training beats this peak, so it was measured too low, on a busy machine"
     if speed.mfu_data_sheet is not None:
         source = f", {speed.data_sheet_source}" if speed.data_sheet_source else ""
         sheet += computed.format(f"{formatting.format_flops(speed.data_sheet_flops_per_s)}{source}")

@@ -338,7 +338,8 @@ class Recipe(ConfigModel):
     """Device type: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel (docs/reference/devices.md). `auto`:
     GPUs if torch finds any, else the CPU."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
-    """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here. `tf32` is fp32 with
+    """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here; a CPU without instructions
+    for bf16 takes fp32. `tf32` is fp32 with
     products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with fp8 in the linear layers of blocks that are
     measured to be faster with it; it needs an NVIDIA GPU of compute capability 8.9 or later."""
     parallelism: Parallelism | Literal["auto"] = "auto"
@@ -365,7 +366,9 @@ class Recipe(ConfigModel):
     )
     callbacks: list[str] = Field(default_factory=list, description="`module:Class` of callbacks.")
     num_threads: Annotated[int, Field(gt=0, le=MOST_THREADS), NUMBER_NOT_BOOL] | Literal["auto"] = Field(
-        "auto", description="CPU threads of each worker."
+        "auto",
+        description="CPU threads of each worker. `auto`: OMP_NUM_THREADS if it is set, else the cores divided by the "
+        "workers, or fewer where a trial on a CPU is within 3% with fewer.",
     )
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER_NOT_BOOL] = 0
     """Seed of the initial weights, the order of data and all random numbers."""

@@ -43,13 +43,14 @@ def load_or_measure(
     key: dict[str, Any],
     measure: Callable[[], dict[str, Any]],
     *,
+    is_kept: Callable[[dict[str, Any]], bool] = lambda value: True,
     folder: Path | None = None,
     now: Callable[[], float] = time.time,
 ) -> dict[str, Any]:
     """Return what `measure` returns (JSON values), or returned within the last day under the same `kind` and `key`.
     Processes that ask for the same at the same time all get what the first of them measures: two runs of one recipe
     that start together then make the same choices. Where the file is torn or unreadable, measure again; where it
-    cannot be written, nothing is cached."""
+    cannot be written, nothing is cached, and neither is a value that `is_kept` refuses."""
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     path = (cache_root() if folder is None else folder) / kind / f"{digest}.json"
     with _lock_entry(path):
@@ -59,7 +60,8 @@ def load_or_measure(
             return cached
         value = measure()
         logger.debug("%s: measured for %s", kind, path)
-        _write_entry(path, {"key": key, "value": value, "xxh3": _hash_value(value)})
+        if is_kept(value):
+            _write_entry(path, {"key": key, "value": value, "xxh3": _hash_value(value)})
     return value
 
 

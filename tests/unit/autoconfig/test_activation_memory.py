@@ -16,6 +16,7 @@ from phalanx.autoconfig.activation_memory import (
 )
 from phalanx.autoconfig.profile_trial import profile_model
 from phalanx.autoconfig.timing_trial import time_precisions
+from phalanx.autoconfig.trial_names import OTHER_LOAD_KEY
 from phalanx.data import prepare_source
 from phalanx.recipe import Recipe
 from phalanx.recipe.data_schema import DataConfig, DataSource
@@ -185,7 +186,7 @@ def test_a_race_runs_as_the_recipe_will(folder: Path, recompute: str, chunked: b
     found = time_precisions(
         payload(folder, threads=1, micro=2, precisions=["fp32"], recompute=recompute, chunked_loss=chunked)
     )
-    assert set(found) == {"fp32", "update"}
+    assert set(found) == {"fp32", "update", OTHER_LOAD_KEY}
 
 
 def test_a_race_that_runs_out_of_memory_says_so(folder: Path) -> None:

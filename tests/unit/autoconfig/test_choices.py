@@ -14,6 +14,7 @@ from phalanx.autoconfig.choices import (
     choose_precision,
     choose_warmup_steps,
     choose_without_trials,
+    may_take_fewer_threads,
     precisions_to_time,
     resolve_recipe,
     resume_parallelism,
@@ -46,6 +47,26 @@ CHOSEN = [
 @pytest.mark.parametrize(("cores", "world", "expected"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 4, 1)])
 def test_cores_are_divided_among_workers(cores: int, world: int, expected: int) -> None:
     assert choose_num_threads(recipe(), cores, world).value == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "2,1"}, 2),
+        ({"MKL_NUM_THREADS": "5"}, 5),
+        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "5"}, 1),
+        ({"OMP_NUM_THREADS": "many"}, 8),
+    ],
+)
+def test_variables_of_openmp_and_mkl_choose_the_threads(environ: dict[str, str], expected: int) -> None:
+    choice = choose_num_threads(recipe(), 8, 1, environ)
+    assert choice.value == expected
+    assert may_take_fewer_threads(choice) is (expected == 8)
+
+
+def test_a_recipe_with_threads_does_not_look_at_variables() -> None:
+    assert choose_num_threads(recipe(num_threads=4), 8, 1, {"OMP_NUM_THREADS": "1"}).value == 4
 
 
 def test_under_replicas_a_worker_has_one_thread_on_any_world() -> None:
@@ -400,6 +421,11 @@ def test_without_a_c_compiler_nothing_is_compiled_on_a_gpu_by_itself() -> None:
 def test_a_gpu_from_before_bf16_takes_fp32_unless_the_recipe_says_otherwise() -> None:
     assert [has_bf16(each) for each in ((7, 5), (8, 0), None)] == [False, True, True]
     assert precisions_to_time(recipe(), "cuda", bf16=False) == ["fp32"]
+
+
+def test_a_cpu_without_instructions_for_bf16_times_nothing_else() -> None:
+    assert precisions_to_time(recipe(), "cpu", bf16=False) == ["fp32"]
+    assert choose_precision(recipe(), {"fp32": 1.0}, "cpu", bf16=False).value == "fp32"
     assert choose_precision(recipe(), {"fp32": 1.0}, "cuda", bf16=False).value == "fp32"
     assert choose_precision(recipe(precision="bf16"), {}, "cuda", bf16=False).value == "bf16"
     assert resolve_recipe(recipe(), choose_without_trials(recipe(), 4, 2, "cuda", bf16=False), 2).precision == "fp32"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.autoconfig.choices import AutoChoice
 from phalanx.autoconfig.micro_batch import MemoryProfile, WorkerMemory
 from phalanx.autoconfig.resolve import (
     SubprocessCall,
@@ -13,12 +14,14 @@ from phalanx.autoconfig.resolve import (
     cache_trials,
     call_catching_oom,
     check_batch,
+    choose_fewest_threads,
     measure_memory,
     try_memory_choices,
 )
 from phalanx.autoconfig.trial_names import (
     MATMUL_TRIAL,
     META_PROFILE_TRIAL,
+    OTHER_LOAD_KEY,
     PROFILE_TRIAL,
     TIMING_TRIAL,
     TRACE_TRIAL,
@@ -112,7 +115,7 @@ def test_a_trial_that_fails_otherwise_is_an_error() -> None:
 @pytest.mark.parametrize(("limit", "asked"), [(16, [16]), (5, [16, 8, 4])])
 def test_the_next_smaller_micro_batch_is_tried_until_one_survives(limit: int, asked: list[int]) -> None:
     seen: list[tuple[str, int]] = []
-    choices, seconds = try_memory_choices(recipe(batch={"global_size": 16}), NEEDS, ROOM, {}, machine(limit, seen))
+    choices, seconds, _ = try_memory_choices(recipe(batch={"global_size": 16}), NEEDS, ROOM, {}, machine(limit, seen))
     assert seen == [("none", micro) for micro in asked]
     assert {choice.key: choice.value for choice in choices}["batch.micro_size"] == asked[-1]
     assert seconds == SECONDS
@@ -121,7 +124,7 @@ def test_the_next_smaller_micro_batch_is_tried_until_one_survives(limit: int, as
 def test_where_the_layout_divides_the_model_a_trial_of_the_whole_proves_nothing() -> None:
     seen: list[tuple[str, int]] = []
     of = recipe(batch={"global_size": 16}, parallelism={"shard": 2})
-    choices, seconds = try_memory_choices(of, NEEDS, WorkerMemory("cpu", 10**12, 2), {}, machine(0, seen))
+    choices, seconds, _ = try_memory_choices(of, NEEDS, WorkerMemory("cpu", 10**12, 2), {}, machine(0, seen))
     assert ([choice.value for choice in choices], seconds) == (["none", False, 8], {})
     assert seen == [("none", 8)]
 
@@ -191,3 +194,29 @@ def test_each_micro_batch_takes_memory_of_its_own(prepared: Path) -> None:
     )
     with pytest.raises(RecipeError, match=r"batch.global_size: found 100,000,000"):
         check_batch(given, 30 * 10**9, 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({4: 0.1, 2: 0.101, 1: 0.102}, 1),
+        ({4: 0.1, 2: 0.101, 1: 0.2}, 2),
+        ({4: 0.1, 2: 0.19}, 4),
+        ({4: 1.0}, 4),
+    ],
+)
+def test_a_model_has_the_fewest_threads_that_are_as_fast(seconds: dict[int, float], expected: int) -> None:
+    def call(function: str, payload: dict[str, Any]) -> dict[str, float]:
+        return {"fp32": seconds[payload["threads"]]}
+
+    threads = AutoChoice("num_threads", 4, "4 cores for 1 worker")
+    assert choose_fewest_threads(threads, "fp32", {"fp32": seconds[4]}, {"threads": 4}, call).value == expected
+
+
+def test_a_trial_that_others_disturbed_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path))
+    loads = iter([1.5, 0.0])
+    call = cache_trials(
+        lambda function, payload: {"fp32": 1.0, OTHER_LOAD_KEY: next(loads)}, discover_machine(), "code", TrialTimes()
+    )
+    assert [call("a:b", {})[OTHER_LOAD_KEY] for _ in range(3)] == [1.5, 0.0, 0.0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.calibration.background_load import OtherLoad
 from phalanx.cluster.health import CheckContext, HealthVerdict, worst_verdict
 from phalanx.cluster.health.checks import clock, cpu, disk_space, memory, network, ulimits, versions
 from phalanx.cluster.health.checks.clock import KernelClock
@@ -133,6 +134,16 @@ def test_cores_that_others_keep_busy_are_told(tmp_path: Path) -> None:
     found = looked(tmp_path, [0, 1, 2, 3], busy)
     assert found.verdict is HealthVerdict.WARN
     assert found.values["busy_cores"] == pytest.approx(2 * 50 / 80)
+
+
+def test_the_load_of_others_is_what_is_busy_without_this_process(tmp_path: Path) -> None:
+    put(tmp_path, proc__stat="cpu  10 0 10 1000 0 0 0 0 0 0\ncpu0 5 0 5 500\ncpu1 5 0 5 500")
+    load = OtherLoad(tmp_path, lambda: 0.0)
+    assert load.count_cores() == 0.0  # no tick has passed
+    load = OtherLoad(tmp_path, iter([0.0, 0.2]).__next__)
+    put(tmp_path, proc__stat="cpu  60 0 10 1030 0 0 0 0 0 0\ncpu0 5 0 5 500\ncpu1 5 0 5 500")
+    own_ticks = 0.2 * os.sysconf("SC_CLK_TCK")
+    assert load.count_cores() == pytest.approx(2 * (50 - own_ticks) / 80)
 
 
 def meminfo(available: float, swap_free: int = 8 * 2**20) -> str:

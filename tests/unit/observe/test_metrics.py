@@ -14,6 +14,7 @@ from made_events import made
 from make_run import healthy
 from phalanx.observe import metrics
 from phalanx.observe.history import StepTable, build_history, read_history
+from phalanx.observe.peak_rate import PeakRate
 from phalanx.run.event_types import StepDone, StepPhases
 
 PHASES = [each.name for each in fields(StepPhases)]
@@ -112,6 +113,12 @@ def test_mfu_is_the_flops_that_the_model_needs_over_what_all_workers_measured() 
     available = metrics.measured_matmul_flops(CLUSTER, "bf16", world_size=2)
     assert available == pytest.approx(0.8e12)
     assert metrics.compute_mfu(PLAN, 25_600.0, available) == pytest.approx(2e9 * 100 / 0.8e12)
+
+
+def test_training_that_beats_a_measured_peak_has_an_mfu_of_one() -> None:
+    assert metrics.compute_mfu(PLAN, 256e6, available_flops=0.8e12) == 1.0
+    peak = PeakRate(1e12)
+    assert [peak.compute_mfu(rate) for rate in (0.5e12, 2e12, 1e12)] == [0.5, 1.0, 0.5]
 
 
 def test_the_data_sheet_counts_machines_on_cpus_and_devices_on_gpus() -> None:

@@ -136,6 +136,7 @@ def calibrate_machine(
         key=hardware_key(machine, root),
         threads=machine.physical_cores if machine.device == "cpu" else None,
         drift=round(results.drift, 4),
+        busy_cores=round(busy_cores_before or 0.0, 2),
         products=results.gemms,
         operations=results.ops,
         launch_us=results.launch_us,

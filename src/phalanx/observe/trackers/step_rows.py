@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 from phalanx.observe.history import STEP_COMPONENTS
+from phalanx.observe.peak_rate import PeakRate
 from phalanx.observe.run_progress import RunFacts
 from phalanx.observe.trackers.tracker import MetricRow
 from phalanx.run import Event
@@ -39,6 +40,8 @@ class StepRows:
         self._rows: dict[int, MetricRow] = {}
         self._world_size, self._speed_metric = 1, f"train/{facts.unit}_per_s"
         self._is_counter_due = False
+        rate = facts.matmul_flops_per_worker
+        self._peak_of_worker = PeakRate(rate) if rate else None
         self.can_take_back = False
         """Whether steps that were sent and are done again are sent again."""
 
@@ -148,9 +151,9 @@ class StepRows:
         if event.duration_s > 0:
             units_per_s = event.units / event.duration_s
             metrics[self._speed_metric] = units_per_s
-            if self.facts.flops_per_sample and self.facts.matmul_flops_per_worker:
+            if self.facts.flops_per_sample and self._peak_of_worker is not None:
                 flops_per_s = self.facts.flops_per_sample * units_per_s / self.facts.units_per_sample
-                metrics["train/mfu"] = flops_per_s / (self.facts.matmul_flops_per_worker * self._world_size)
+                metrics["train/mfu"] = self._peak_of_worker.compute_mfu(flops_per_s / self._world_size)
         if self._is_counter_due:
             metrics |= {"run/restarts": float(self.num_restarts), "run/faults": float(self.num_faults)}
             self._is_counter_due = False
