@@ -119,7 +119,12 @@ class LocalBackend:
                     json.dump(secret_values, file)
 
         job_id = self.database.add(job, resources, self._max_queued, fill_dir)
-        self._ensure_daemon_running(self.database.folder, True)
+        try:
+            self._ensure_daemon_running(self.database.folder, True)
+        except BaseException:  # after an error nothing is queued
+            self.database.update_if(job_id, JobState.QUEUED, state=JobState.CANCELLED)
+            self.database.delete_job(job_id)
+            raise
         if not self._has_warned and (reason := self._explain_drain()) is not None:
             logger.warning("queued jobs wait: %s", reason)
             self._has_warned = True
