@@ -48,6 +48,7 @@ from phalanx.recipe.device_checks import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
+from phalanx.run.cache import check_cache_writable
 from phalanx.run.code_trust import record_trust
 from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
@@ -165,6 +166,7 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     `begins`: the run has no checkpoint yet.
     """
     loaded.check_required()
+    check_cache_writable()
     check_trackers(loaded)
     check_budget(loaded, load_prices())
     machine = find_machine(loaded)

@@ -1,6 +1,7 @@
 """Build jobs from command-line options, submit them, and follow a training run on a backend."""
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -94,7 +95,13 @@ def make_recipe_job(
     command += ["--force"] if arguments.force else []
     job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
     return _make_job(
-        name or job_name, command, snapshot=job_snapshot, run_dir=run_dir, environment=environment, **job_fields
+        name or job_name,
+        command,
+        snapshot=job_snapshot,
+        run_dir=run_dir,
+        environment=environment,
+        workers_per_node=arguments.nproc_per_node,
+        **job_fields,
     )
 
 
@@ -147,7 +154,11 @@ def make_framework_job(
     job_snapshot = None if snapshot is None else take_snapshot(snapshot, Path.cwd())
     job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
     return _make_job(
-        name or (scripts[0] if scripts else framework), launch_command, snapshot=job_snapshot, **job_fields
+        name or (scripts[0] if scripts else framework),
+        launch_command,
+        snapshot=job_snapshot,
+        workers_per_node=nproc_per_node,
+        **job_fields,
     )
 
 
@@ -189,6 +200,16 @@ def parse_duration(text: str | None) -> float | None:
         return float(number) * SECONDS_PER_UNIT[unit]
     except (ValueError, KeyError, OverflowError):
         raise UsageError(f"{text!r} is not a duration: expected one such as 90s, 15min, 2h, 1d or 01:30:00") from None
+
+
+def parse_memory(text: str | None) -> int | None:
+    """Parse `64G`, `512M` or `1.5T` (powers of 1,024, as Slurm has them) into bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([MGT])i?B?", text)
+    if match is None:
+        raise UsageError(f"--memory {text}: expected a number and a unit, such as 512M, 64G or 1.5T")
+    return int(float(match[1]) * 2 ** {"M": 20, "G": 30, "T": 40}[match[2]])
 
 
 def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out: TextIO) -> int:

@@ -6,7 +6,6 @@ import platform
 import queue
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -133,11 +132,12 @@ def serve_link_tests(port: int) -> int:
     """Serve link measurements one after another, until Ctrl-C or SIGTERM."""
     from phalanx.cluster.health.link_bandwidth import Connection, accept_connections, serve_measurement
     from phalanx.run.authentication import load_token
+    from phalanx.run.listener import open_listener
 
     token = load_token(os.environ)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        listener = socket.create_server(("", port), backlog=64)
+        listener = open_listener("", port, 64)
     except OSError as error:
         raise UsageError(f"--serve {port}: {error.strerror}; choose another port") from None
     requests: queue.SimpleQueue[Connection] = queue.SimpleQueue()

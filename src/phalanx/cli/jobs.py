@@ -75,7 +75,15 @@ def submit(
             max=100_000,
             metavar="N",
             help="CPU cores on each node.",
-            show_default="local: the job's share of the cores",
+            show_default="the job's share of a node, or a few a worker",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory on each node, such as 64G.",
+            show_default="the backend's, or a share by GPUs on slurm",
         ),
     ] = None,
     time_limit: Annotated[
@@ -154,6 +162,7 @@ def submit(
         "gpus_per_node": gpus,
         "default_gpus": app_submit.default_gpus(on, nproc_per_node) if gpus is None else None,
         "cpus_per_node": cpus,
+        "memory_bytes": app_submit.parse_memory(memory),
         "time_limit_s": app_submit.parse_duration(time_limit),
         "priority": priority,
         "environment": app_submit.parse_assignments(env or [], "--env"),

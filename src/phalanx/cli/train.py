@@ -56,6 +56,23 @@ def train(
             show_default="none",
         ),
     ] = None,
+    cpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="CPU cores on each node, with --on slurm, kubernetes or ray.",
+            show_default="the job's share of a node, or a few a worker",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory on each node, such as 64G, with --on slurm, kubernetes or ray.",
+            show_default="the backend's, or a share by GPUs on slurm",
+        ),
+    ] = None,
     time_limit: Annotated[
         str | None,
         typer.Option(
@@ -102,15 +119,18 @@ def train(
         job_fields: dict[str, Any] = {
             "num_nodes": nodes,
             "gpus_per_node": gpus,
+            "cpus_per_node": cpus,
+            "memory_bytes": submit.parse_memory(memory),
             "time_limit_s": submit.parse_duration(time_limit),
         }
         job_fields["backend_options"] = submit.parse_assignments(backend_option or [], "--backend-option")
         job = submit.make_recipe_job(arguments, None, snapshot, **job_fields)
         assert job.run_dir is not None
         return submit.submit_and_follow(on, job, job.run_dir, dry_run, sys.stderr)
-    if nodes > 1 or backend_option or gpus is not None or time_limit is not None or snapshot is not None:
+    if nodes > 1 or backend_option or any(value is not None for value in (gpus, cpus, memory, time_limit, snapshot)):
         raise UsageError(
-            "--nodes, --gpus, --time-limit, --snapshot and --backend-option need --on slurm, ray or kubernetes"
+            "--nodes, --gpus, --cpus, --memory, --time-limit, --snapshot and --backend-option need --on slurm, ray or "
+            "kubernetes"
         )
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     is_external_worker = bool(rank and world) and not os.environ.get("PHALANX_NUM_NODES")

@@ -35,6 +35,7 @@ from phalanx.data.prepare_workers import write_with_workers
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.data_schema import DataConfig, DataSource
+from phalanx.run.cache import CACHE_ADVICE, cache_root
 from phalanx.run.directory import fsync_if_supported, write_atomic
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
@@ -76,7 +77,8 @@ def prepare_source(
     except OSError as error:
         if error.errno in RETRYABLE_STORAGE_ERRNOS:
             raise
-        raise UsageError(f"{dataset_dir}: cannot be written: {error.strerror or error}") from error
+        advice = f"; {CACHE_ADVICE}" if dataset_dir.is_relative_to(cache_root()) else ""
+        raise UsageError(f"{dataset_dir}: cannot be written: {error.strerror or error}{advice}") from error
     return dataset_dir
 
 

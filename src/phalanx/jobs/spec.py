@@ -38,6 +38,11 @@ class JobState(StrEnum):
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
+CORES_PER_GPU, CORES_PER_WORKER = 4, 2
+"""Cores for each GPU, and for each worker on CPUs, of a job that does not say how many it needs: even small nodes of
+clouds have as many."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A job to run. Raises UsageError when it is invalid for every backend."""
@@ -52,6 +57,8 @@ class Job:
     """GPUs per node."""
     cpus_per_node: int | None = None
     """Cores per node; None leaves it to the backend."""
+    workers_per_node: int = 1
+    """Processes that the command starts on each node."""
     memory_bytes: int | None = None
     """Bytes of memory per node; None leaves it to the backend."""
     time_limit_s: float | None = None
@@ -93,6 +100,11 @@ class Job:
         duplicates = sorted(set(self.environment) & set(self.secrets))
         if duplicates:
             raise UsageError(f"job {self.name}: {duplicates[0]} is given as a value and as a secret; give it once")
+
+    @property
+    def min_cpus_per_node(self) -> int:
+        """The cores that a backend asks for where nothing is known of its nodes."""
+        return max(CORES_PER_GPU * self.gpus_per_node, CORES_PER_WORKER * self.workers_per_node)
 
     def _check_sizes(self) -> None:
         minimums = {"num_nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1, "memory_bytes": 1, "max_parallel": 1}

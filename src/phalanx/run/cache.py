@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, UsageError
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 from phalanx.run.private_files import check_owner
 from phalanx.safe_files import read_json
@@ -19,6 +19,7 @@ from phalanx.safe_files import read_json
 logger = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = 64 << 20
+CACHE_ADVICE = "set PHALANX_CACHE_DIR to a directory that can be written"
 MAX_AGE_S = 86400.0
 """Seconds for which a measurement is taken as it is."""
 LOCK_TIMEOUT_S = 120.0
@@ -36,6 +37,15 @@ def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
         root = Path.home() / ".cache" / "phalanx"
     check_owner(root, "the cache")
     return root
+
+
+def check_cache_writable(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UsageError, with the variable that names another, where no cache directory is and none can be made."""
+    root = cache_root(environ)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{root}: cannot be made: {error.strerror}; {CACHE_ADVICE}") from None
 
 
 def load_or_measure(

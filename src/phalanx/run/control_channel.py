@@ -25,6 +25,7 @@ from phalanx.run.authentication import (
     open_authenticated,
 )
 from phalanx.run.event_loop import EventLoop
+from phalanx.run.listener import open_listener, resolve_address
 from phalanx.run.messages import Message, ProtocolError, decode, encode
 from phalanx.run.node_messages import Introduction
 
@@ -158,9 +159,7 @@ class ControlServer:
 
     def __init__(self, address: tuple[str, int], token: bytes):
         try:
-            listener = socket.create_server(
-                (find_listen_address(address[0]), address[1]), backlog=MAX_PENDING_HANDSHAKES
-            )
+            listener = open_listener(find_listen_address(address[0]), address[1], MAX_PENDING_HANDSHAKES)
         except OSError as error:
             # Python adds to the reason what it was about, which stands here already
             reason = str(error.strerror).partition(" (while")[0]
@@ -205,11 +204,12 @@ class ControlServer:
             self._wake_writer.send(b"x")
 
 
-def find_listen_address(host: str, resolve: Callable[[str], str] = socket.gethostbyname) -> str:
+def find_listen_address(host: str, resolve: Callable[[str], str] = lambda host: resolve_address(host)[1]) -> str:
     """The address to listen on where others know this node as `host`: its own, or all of them where the name leads to
     the loopback here, as Debian has a machine call itself 127.0.1.1. OSError for a name that leads nowhere."""
     address = resolve(host)
-    is_loopback_alias = address.startswith("127.") and host != "localhost" and not host.startswith("127.")
+    is_loopback = address.startswith("127.") or address == "::1"
+    is_loopback_alias = is_loopback and host not in ("localhost", "::1") and not host.startswith("127.")
     return "" if is_loopback_alias else host
 
 

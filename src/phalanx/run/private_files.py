@@ -24,6 +24,17 @@ def state_root(environment: Mapping[str, str] = os.environ) -> Path:
     return Path.home() / ".local" / "state" / "phalanx"
 
 
+def make_state_dir(path: Path, mode: int = 0o777) -> None:
+    """Make a directory below the state directory. UsageError, with the variable that names another, where it cannot be
+    made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=mode)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be made: {error.strerror}; set PHALANX_STATE_DIR to a directory that can be written"
+        ) from None
+
+
 def is_storage_failure(error: BaseException) -> bool:
     """Whether an error of SQLite is of the storage (full, read-only, broken) and says nothing about the file."""
     code = getattr(error, "sqlite_errorcode", None)

@@ -8,7 +8,6 @@ measures two links at once. Links of the same round share switches, as in traini
 import contextlib
 import platform
 import queue
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from phalanx.errors import UsageError
 from phalanx.formatting import format_bytes
 from phalanx.run.authentication import MAX_PENDING_HANDSHAKES, AuthenticationError, load_token
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
+from phalanx.run.listener import open_listener
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.node_messages import (
@@ -113,9 +113,7 @@ def measure_all_pairs(placement: NodePlacement, on_finished: Callable[[], None] 
     backends kill a job's other nodes when one exits with an error.
     """
     connections: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-    with accept_connections(
-        socket.create_server(("", 0), backlog=MAX_PENDING_HANDSHAKES), placement.token, connections.put
-    ) as acceptor:
+    with accept_connections(open_listener("", 0, MAX_PENDING_HANDSHAKES), placement.token, connections.put) as acceptor:
         local = LocalListener(acceptor.listener.getsockname()[1], connections)
         return (
             _run_leader(placement, local, on_finished)

@@ -33,6 +33,7 @@ from phalanx.recipe import describe_exception
 from phalanx.run import heartbeat
 from phalanx.run.call_process import answer_call, import_function
 from phalanx.run.event_loop import EventLoop
+from phalanx.run.listener import open_listener
 from phalanx.run.message_socket import make_socket_pair, receive, send
 from phalanx.run.messages import Message, ProtocolError
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
@@ -197,8 +198,7 @@ class ForkServer:
         def host() -> None:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, 0), family=family)
+            listener = open_listener(address, 0)
             port, fd = listener.getsockname()[1], listener.detach()
             store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=fd)
             os.write(write, str(store.port).encode())

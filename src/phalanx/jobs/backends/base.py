@@ -5,6 +5,7 @@ would be sent; printing it is the dry run. `submit` sends exactly that. One suit
 """
 
 import itertools
+import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,10 @@ from importlib import import_module
 from typing import Protocol, runtime_checkable
 
 from phalanx.errors import UsageError
+from phalanx.jobs.job_environment import drop_local_paths, inherit_variables, list_missing_variables
 from phalanx.jobs.spec import Job, JobState, JobStatus
+
+logger = logging.getLogger(__name__)
 
 PAUSED_PREFIX = "paused: "
 """Begins the reason for which a paused job waits."""
@@ -171,6 +175,32 @@ def read_secrets(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     if missing := [name for name in job.secrets if name not in environment]:
         raise UsageError(f"job {job.name}: its secret {missing[0]} is not in your environment; export it first")
     return {name: environment[name] for name in job.secrets}
+
+
+def add_inherited_variables(job: Job, environment: Mapping[str, str], shares_files: bool) -> Job:
+    """Return a job with the variables that it inherits from the environment of the submitter. Warn about those that are
+    set there and that the job will lack.
+
+    Args:
+        shares_files: Whether the job sees the files of this machine; else it gets no variable that names one.
+    """
+    inherited = inherit_variables(environment)
+    inherited = inherited if shares_files else drop_local_paths(inherited)
+    given = {name: value for name, value in inherited.items() if name not in job.secrets}
+    job = replace(job, environment={**given, **job.environment})
+    warn_about_missing_variables(job, environment)
+    return job
+
+
+def warn_about_missing_variables(job: Job, environment: Mapping[str, str]) -> None:
+    """Warn about variables of trackers, networks, storage and the like that are set here and that the job lacks."""
+    if missing := list_missing_variables(environment, {*job.environment, *job.secrets}):
+        logger.warning(
+            "job %s does not get %s: secrets and files of this machine are passed only by --secret NAME or "
+            "--env NAME=VALUE",
+            job.name,
+            ", ".join(missing),
+        )
 
 
 class NoSuchJobError(UsageError):

@@ -16,8 +16,16 @@ from pathlib import Path
 from phalanx.cluster import Machine, discover_machine
 from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import PAUSED_PREFIX, LogReader, NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.base import (
+    PAUSED_PREFIX,
+    LogReader,
+    NoSuchJobError,
+    SubmitRequest,
+    read_secrets,
+    warn_about_missing_variables,
+)
 from phalanx.jobs.backends.nodes import BackendNode, NodeService
+from phalanx.jobs.job_environment import inherit_variables
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
 from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
 from phalanx.jobs.local_queue.drain import QueueDrain, read_drain, remove_drain, write_drain
@@ -26,8 +34,7 @@ from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
 from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, predict_starts
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.pause_file import read_pause, remove_pause, write_pause
-from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus
-from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE, SNAPSHOT_SOURCE_VARIABLE
+from phalanx.jobs.spec import Job, JobState, JobStatus
 from phalanx.run.private_files import state_root
 
 logger = logging.getLogger(__name__)
@@ -46,10 +53,8 @@ INHERITED_VARIABLES = (
     "VIRTUAL_ENV",
     "LD_LIBRARY_PATH",
 )
-INHERITED_PREFIXES = (
-    *("LC_", "XDG_", "CONDA_", "PYTHON", "CUDA_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "HF_"),
-    "PHALANX_",
-)
+INHERITED_PREFIXES = ("LC_", "XDG_", "CONDA_", "PYTHON", "CUDA_", "HIP_", "ROCR_", "ZE_")
+"""Paths of programs and libraries, and devices: they are the same for a job of this machine."""
 MAX_ID_DIGITS = 19
 """Number of digits that no job id has: SQLite's integers are shorter."""
 DAEMON_START_INTERVAL_S = 5.0
@@ -104,6 +109,7 @@ class LocalBackend:
         resources = self._resources_for(job)
         secret_values = read_secrets(job, self._environment)
         job = _replace_environment(job, {**inherit_environment(self._environment), **job.environment})
+        warn_about_missing_variables(job, self._environment)
 
         def fill_dir(home: Path) -> None:
             (home / OUTPUT_FILE).touch(mode=0o600)
@@ -113,7 +119,12 @@ class LocalBackend:
                     json.dump(secret_values, file)
 
         job_id = self.database.add(job, resources, self._max_queued, fill_dir)
-        self._ensure_daemon_running(self.database.folder, True)
+        try:
+            self._ensure_daemon_running(self.database.folder, True)
+        except BaseException:  # after an error nothing is queued
+            self.database.update_if(job_id, JobState.QUEUED, state=JobState.CANCELLED)
+            self.database.delete_job(job_id)
+            raise
         if not self._has_warned and (reason := self._explain_drain()) is not None:
             logger.warning("queued jobs wait: %s", reason)
             self._has_warned = True
@@ -295,6 +306,8 @@ class LocalBackend:
             )
         if job.backend_options:
             raise UsageError(f"option {next(iter(job.backend_options))}: the local queue has no options of its own")
+        if job.memory_bytes is not None:
+            raise UsageError(f"job {job.name}: the local queue does not limit memory; leave out --memory")
         if job.gpus_per_node > num_gpus:
             raise UsageError(f"job {job.name} wants {job.gpus_per_node} GPUs, and this machine has {num_gpus}")
         cpu_share = (
@@ -309,22 +322,13 @@ class LocalBackend:
 
 
 def inherit_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the submitter's environment that a job inherits: paths of programs and libraries, and
-    settings of Phalanx, except names that look like secrets."""
-    found = {}
+    """Return the variables of the submitter's environment that a job of this machine inherits: paths of programs and
+    libraries, devices, and what jobs inherit on every backend, except names that look like secrets."""
+    found = inherit_variables(environment)
     for name, value in environment.items():
         wanted = name in INHERITED_VARIABLES or name.startswith(INHERITED_PREFIXES)
         if wanted and not is_secret(name):
             found[name] = value
-    for name in (
-        "PHALANX_NODE_RANK",
-        "PHALANX_NUM_NODES",
-        "PHALANX_LEADER_ADDR",
-        SNAPSHOT_DIR_VARIABLE,
-        SNAPSHOT_SOURCE_VARIABLE,
-        SNAPSHOT_DIGEST_VARIABLE,
-    ):
-        found.pop(name, None)
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     return found
 

@@ -1,7 +1,6 @@
 """Have the nodes of a program of any framework exchange addresses and free ports, before `launcher.py` starts it."""
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from phalanx.jobs.frameworks.process_env import ProcessTopology
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
+from phalanx.run.listener import open_listener
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.node_messages import LauncherHello, Leave, Rejected, Topology
 
@@ -140,5 +140,5 @@ def _topology_from_message(message: Topology) -> ProcessTopology:
 def find_free_ports(count: int) -> tuple[int, ...]:
     """Ports that are free now. Frameworks open them later by their number, so another program may be quicker."""
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        socks = [stack.enter_context(open_listener("", 0)) for _ in range(count)]
         return tuple(sock.getsockname()[1] for sock in socks)

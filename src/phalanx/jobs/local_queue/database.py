@@ -18,7 +18,7 @@ from phalanx.jobs.local_queue.policy import Resources
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members, with_unpacked_snapshot
 from phalanx.run.boot_clock import BootClock
-from phalanx.run.private_files import check_owner, is_storage_failure
+from phalanx.run.private_files import check_owner, is_storage_failure, make_state_dir
 
 FORMAT_VERSION = 4
 """Of the file."""
@@ -97,7 +97,7 @@ class JobDatabase:
         self.path = folder / "queue.db"
         for path in (folder.parent, folder, self.path):  # its jobs are run
             check_owner(path, "the queue")
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_state_dir(folder, mode=0o700)
         try:
             self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, factory=_Connection)
             self._db.row_factory = sqlite3.Row

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import socket
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -11,6 +10,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from phalanx.errors import UsageError
 from phalanx.run.authentication import derive_store_key, load_token
 from phalanx.run.control_channel import find_listen_address
+from phalanx.run.listener import open_listener
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.train.distributed.environment import DistEnv, is_single_node
 from phalanx.train.distributed.signed_store import SignedStore
@@ -59,10 +59,8 @@ def _connect_store(address: str, port: int, is_host: bool, local: bool, key: byt
         store = TCPStore(address, port, None, False, timeout)
         store.set_timeout(MIN_COLLECTIVE_TIMEOUT)
     else:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:  # torch itself would listen on all interfaces
-            own = address if local or ":" in address else find_listen_address(address)
-            listener = socket.create_server((own, port), family=family)
+            listener = open_listener(address if local else find_listen_address(address), port)
         except OSError as error:
             reason = str(error.strerror).partition(" (while")[0]
             raise UsageError(

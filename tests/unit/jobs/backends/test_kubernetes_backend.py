@@ -125,6 +125,7 @@ def test_a_pause_is_a_disruption_and_no_restart_that_counts(
 ) -> None:
     """Of a pod that ends with 75 while its Job is suspended, the first rule that matches decides."""
     ident = submitted(engine)
+    caplog.clear()
     pods = [server.objects["pods", "team-a", add_pod(server, index)] for index in range(2)]
     engine.pause(ident, "for power")
     (group,) = server.objects["jobsets", "team-a", "gpt"]["spec"]["replicatedJobs"]
@@ -137,6 +138,7 @@ def test_a_pause_without_the_right_to_evict_says_that_it_may_count(
     engine: KubernetesBackend, server: FakeApiServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     ident = submitted(engine)
+    caplog.clear()
     add_pod(server, 0)
     server.refuse["POST", "pods"] = (403, "pods/eviction is forbidden")
     engine.pause(ident, "for power")

@@ -50,7 +50,7 @@ def as_kubernetes_reads(text: str) -> Any:
 
 
 def rendered(**fields: Any) -> dict[str, Any]:
-    files = KubernetesBackend().render(job(**fields)).files
+    files = KubernetesBackend(environ={}).render(job(**fields)).files
     return {name.removesuffix(".yaml"): as_kubernetes_reads(text) for name, text in files.items()}
 
 
@@ -243,7 +243,7 @@ def test_no_text_is_taken_for_a_variable(text: str) -> None:
 
 def test_a_dry_run_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
-    text = str(KubernetesBackend().render(job(secrets=("HF_TOKEN",))))
+    text = str(KubernetesBackend(environ={}).render(job(secrets=("HF_TOKEN",))))
     assert "hf_abcdef" not in text
     assert "HF_TOKEN: <from the submitter's environment>" in text
 
@@ -283,7 +283,7 @@ def test_what_kubernetes_cannot_take_is_refused(fields: dict[str, Any], told: st
 
 def test_an_image_is_asked_for() -> None:
     with pytest.raises(UsageError, match="image=REGISTRY/NAME:TAG"):
-        KubernetesBackend().render(Job(name="gpt", command=("x",), working_dir=Path("/work")))
+        KubernetesBackend(environ={}).render(Job(name="gpt", command=("x",), working_dir=Path("/work")))
 
 
 def test_the_longest_name_that_is_taken_fits() -> None:

@@ -55,6 +55,16 @@ def test_to_ask_changes_no_byte_of_a_queue_without_daemon(tmp_path: Path, ask: s
     assert content(queue) == stood
 
 
+def test_a_job_whose_queue_cannot_be_served_is_not_left_in_it(tmp_path: Path) -> None:
+    def refuse(folder: Path, may_be_idle: bool) -> bool:
+        raise UsageError("the file system has no locks")
+
+    backend = LocalBackend(tmp_path / "queue", ensure_daemon=refuse)
+    with pytest.raises(UsageError, match="no locks"):
+        backend.submit(backend.render(Job("a", ("true",), tmp_path)))
+    assert backend.database.list_jobs() == []
+
+
 def test_to_ask_makes_no_queue_where_there_is_none(tmp_path: Path) -> None:
     engine = LocalBackend(tmp_path / "state" / "queue", ensure_daemon=lambda *_: None)
     assert engine.list_jobs() == engine.list_jobs("sweep") == engine.list_ended_before(0.0) == []

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, add_inherited_variables, read_secrets
 from phalanx.jobs.backends.kubernetes import manifest
 from phalanx.jobs.backends.kubernetes.client import KubernetesClient, connect, send_signal_to_pod
 from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, translate_api_errors
@@ -78,6 +78,7 @@ class KubernetesBackend:
                 "(-o queue=NAME) lets only some run at once"
             )
         options = parse_options(job)
+        job = add_inherited_variables(job, self._environ, shares_files=False)
         objects = {"secret": manifest.make_secret(job, options), options.kind: manifest.make_workload(job, options)}
         texts = {f"{name}.yaml": to_yaml(one, flow=False) for name, one in objects.items()}
         return SubmitRequest(self.name, job, texts)

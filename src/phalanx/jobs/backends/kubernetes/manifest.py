@@ -37,6 +37,8 @@ code."""
 FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP)
 
 TOKEN_VARIABLE = "PHALANX_TOKEN"
+MIN_GIB_PER_UNIT = 2
+"""GiB of memory that a pod requests for each GPU or worker of a job that does not say what it needs."""
 GENERATED_PLACEHOLDER = "<drawn at random when it is submitted>"
 ENVIRONMENT_PLACEHOLDER = "<from the submitter's environment>"
 
@@ -222,14 +224,18 @@ def escape_literal(text: str) -> str:
 
 
 def make_resources(job: Job) -> Manifest:
-    """Return the resources of a node, as limits and equal requests, so that no other pod can take them."""
-    wanted: Mapping[str, str | None] = {
+    """Return the resources of a node: what the job asks for as limits and equal requests, so that no other pod can take
+    them. What it leaves open is requested without a limit: a pod without requests is the first to be evicted. A little
+    of each core is left to the node's own pods."""
+    asked: Mapping[str, str | None] = {
         "cpu": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "memory": None if job.memory_bytes is None else str(job.memory_bytes),
         "nvidia.com/gpu": str(job.gpus_per_node) if job.gpus_per_node else None,
     }
-    amounts = {key: value for key, value in wanted.items() if value is not None}
-    return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
+    limits = {key: value for key, value in asked.items() if value is not None}
+    gibibytes = MIN_GIB_PER_UNIT * max(job.gpus_per_node, job.workers_per_node)
+    defaults = {"cpu": f"{900 * job.min_cpus_per_node}m", "memory": f"{gibibytes}Gi"}
+    return {**({"limits": limits} if limits else {}), "requests": {**defaults, **limits}}
 
 
 def _with_working_dir(job: Job) -> tuple[str, ...]:

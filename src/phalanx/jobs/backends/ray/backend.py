@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.base import NoSuchJobError, SubmitRequest, add_inherited_variables, read_secrets
 from phalanx.jobs.backends.nodes import BackendNode, group_running_jobs
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
@@ -72,6 +72,7 @@ class RayBackend:
 
     def render(self, job: Job) -> SubmitRequest:
         """Return the request to the API."""
+        job = add_inherited_variables(job, self._environ, shares_files=False)
         options = parse_options(job)
         _check_job(job)
         task = make_driver_spec(job)
@@ -277,7 +278,7 @@ def make_driver_spec(job: Job) -> DriverSpec:
         working_dir=str(job.working_dir) if job.snapshot is None else job.snapshot.start_dir,
         num_nodes=job.num_nodes,
         gpus_per_node=job.gpus_per_node,
-        cpus_per_node=job.cpus_per_node or 1,
+        cpus_per_node=job.cpus_per_node or job.min_cpus_per_node,
         memory_bytes=job.memory_bytes,
         time_limit_s=job.time_limit_s,
         warning_s=job.warning_s,

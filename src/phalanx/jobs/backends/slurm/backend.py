@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import PAUSED_PREFIX, LogReader, NoSuchJobError, SubmitRequest, read_secrets
+from phalanx.jobs.backends.base import (
+    PAUSED_PREFIX,
+    LogReader,
+    NoSuchJobError,
+    SubmitRequest,
+    add_inherited_variables,
+    read_secrets,
+)
 from phalanx.jobs.backends.slurm.batch_script import (
     BATCH_FILE,
     CANCELLED_FILE,
@@ -36,6 +43,7 @@ from phalanx.jobs.backends.slurm.job_dirs import (
     write_private_file,
 )
 from phalanx.jobs.backends.slurm.node_changes import SlurmNodes
+from phalanx.jobs.backends.slurm.node_share import SIZES_COMMAND, NodeSize, add_node_share, parse_node_sizes
 from phalanx.jobs.backends.slurm.programs import RunProgram, clean_error, run_program
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
@@ -92,17 +100,20 @@ class SlurmBackend(SlurmNodes):
         self._environ, self._clock = environ, clock
         self._dirs = SlurmJobDirs((folder or state_root(environ) / "slurm").absolute())
         self._version: Version | None = None
+        self._node_sizes: list[NodeSize] | None = None
         self._queue: _Queue | None = None
 
     def render(self, job: Job) -> SubmitRequest:
         """Both scripts, and how they are sent. Values of secrets are not in them."""
+        version, job = self.get_version(), self._complete(job)
         folder = self._dirs.make_new_path(job.name)
-        return self._make_request((job,), folder, render_scripts(job, self.get_version(), folder))
+        return self._make_request((job,), folder, render_scripts(job, version, folder))
 
     def render_array(self, jobs: Sequence[Job]) -> SubmitRequest:
         """The scripts of a job array."""
+        version, jobs = self.get_version(), [self._complete(job) for job in jobs]
         folder = self._dirs.make_new_path(jobs[0].array_name or jobs[0].name)
-        request = self._make_request(jobs, folder, render_array_scripts(jobs, self.get_version(), folder))
+        request = self._make_request(jobs, folder, render_array_scripts(jobs, version, folder))
         return replace(request, array_jobs=tuple(jobs))
 
     def submit(self, request: SubmitRequest) -> str:
@@ -242,6 +253,17 @@ class SlurmBackend(SlurmNodes):
                 raise UsageError(f"slurm: sbatch --version says {out.strip()!r}; expected a version")
             self._version = tuple(int(number) for number in found.groups() if number is not None)
         return self._version
+
+    def _complete(self, job: Job) -> Job:
+        """Add the variables of the submitter, and the job's share of a node's cores and memory."""
+        job = add_inherited_variables(job, self._environ, shares_files=True)
+        if job.cpus_per_node is not None and job.memory_bytes is not None:
+            return job
+        if self._node_sizes is None:
+            partition = job.backend_options.get("partition")
+            command = [*SIZES_COMMAND, *([f"--partition={partition}"] if partition else [])]
+            self._node_sizes = parse_node_sizes(self._run_program(command)[1])
+        return add_node_share(job, self._node_sizes)
 
     def _make_request(self, jobs: Sequence[Job], folder: Path, texts: Mapping[str, str]) -> SubmitRequest:
         job, script = jobs[0], str(folder / BATCH_FILE)

@@ -21,6 +21,7 @@ from phalanx.jobs.backends.slurm.status import SlurmResult, parse_result
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import Job
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
+from phalanx.run.private_files import make_state_dir
 
 ID_FILE = "id"
 LOCK_TIMEOUT_S = 300.0
@@ -61,7 +62,7 @@ class SlurmJobDirs:
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
         """Prevent other processes from submitting here during the block."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_state_dir(self.root)
         with open(self.root / ".lock", "w") as lock, ExitStack() as stack:
             what = f"another command, which is submitting to Slurm in {self.root}"
             try:

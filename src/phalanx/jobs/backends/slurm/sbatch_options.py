@@ -52,7 +52,6 @@ EXPORTED_VARIABLES = (
     "LD_LIBRARY_PATH",
     "LOGNAME",
     "PATH",
-    "PHALANX_CLUSTER",
     "SHELL",
     "TMPDIR",
     "USER",
@@ -93,7 +92,7 @@ def parse_options(job: Job, version: Version) -> SbatchOptions:
         *([exclusive] if exclusive else []),
         "--requeue",
         "--open-mode=append",
-        f"--export={','.join(EXPORTED_VARIABLES)}",
+        f"--export={','.join(EXPORTED_VARIABLES)}",  # and those of the job, by the scripts
         *(f"--{name}={given[name]}" for name in PASSTHROUGH_OPTIONS if name in given),
     ]
     requeues = given.get("max-requeues", str(SlurmOptions.max_requeues))
@@ -138,7 +137,7 @@ def _exclusive_option(job: Job) -> str | None:
 
 
 def _memory_option(job: Job, exclusive: str | None) -> list[str]:
-    if job.memory_bytes is not None:
+    if job.memory_bytes is not None and exclusive != "--exclusive":
         return [f"--mem={math.ceil(job.memory_bytes / 2**20)}M"]
     return ["--mem=0"] if exclusive == "--exclusive" else []
 

@@ -28,6 +28,7 @@ from phalanx.run.authentication import (
     receive_exactly,
     receive_into,
 )
+from phalanx.run.listener import open_listener, resolve_address
 from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError
 from phalanx.train.checkpoint.in_memory.format import format_copy_name
 from phalanx.train.checkpoint.pinned_buffer import Bytes
@@ -48,11 +49,14 @@ def find_local_address(environment: Mapping[str, str] = os.environ) -> str:
     """Return this machine's address on the network that workers use: that of gloo's interface if one is named, else the
     one with the route to the master address."""
     named = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    for each in psutil.net_if_addrs().get(named, ()):
-        if each.family == socket.AF_INET:
-            return each.address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "9"))))
+    of_interface = psutil.net_if_addrs().get(named, ())
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for each in of_interface:
+            if each.family == family and "%" not in each.address:  # a link-local address needs its interface
+                return each.address
+    family, leader = resolve_address(environment.get("MASTER_ADDR", "127.0.0.1"))
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((leader, int(environment.get("MASTER_PORT", "9"))))
         address: str = sock.getsockname()[0]  # connecting a UDP socket sends nothing
         return address
 
@@ -76,7 +80,7 @@ class ReplicaServer:
 
     def listen(self, address: str) -> ListenerAddress:
         """Listen for connections; return the address and the secret."""
-        listener = socket.create_server((address, 0))
+        listener = open_listener(address, 0)
         host, port = listener.getsockname()[:2]
         # answers before `accept`, since each worker of a ring connects before it accepts
         self._handshakes = HandshakeServer(listener, self._authenticate, self._arrived.put)
