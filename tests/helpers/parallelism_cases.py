@@ -1,118 +1,96 @@
-"""Which layouts are tested with which features, as data: `world/test_parity.py` runs every cell, and the table of
-docs/how-to/parallelism.md is made of nothing else.
+"""The parity matrix as data: which runs are compared with one process. `world/test_parity.py` trains them, and the
+table of docs/how-to/parallelism.md is made of nothing else.
 
-    python tests/helpers/parallelism_cases.py          # the table, in Markdown
+    python tests/helpers/parallelism_cases.py          # write the table into docs/how-to/parallelism.md
+
+The runs cover each pair of values of two factors (a parallelism with a model, an optimizer with a precision, ...).
 """
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Values = dict[str, Any]
 
 STEPS = 20
-SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+GLOBAL_SIZE = 8
+MICRO_SIZE = 2
 TRAINING: Values = {
     "steps": STEPS,
-    "batch": {"global_size": 16, "micro_size": 2},
-    "checkpoint": {"every": 10},
-    "evaluation": {"every": 20},
+    "batch": {"global_size": GLOBAL_SIZE, "micro_size": MICRO_SIZE},
+    "checkpoint": {"every": None},
+    "evaluation": {"every": STEPS},
     "callbacks": [],
-    # The recipe's own default: AdamW makes steps of full size of gradients that are mostly rounding, so a higher rate
-    # shows how fast rounding grows, not whether the gradient is right.
-    "optimizer": {"lr": 1e-3, "schedule": {"warmup_steps": 5}},
+    "memory": {"activation_checkpointing": "none"},
 }
+# The default rate of AdamW: it makes steps of full size of gradients that are mostly rounding, so a higher one shows
+# how fast rounding grows, not whether the gradient is right.
+LEARNING_RATE = {"adamw": 1e-3, "muon": 1e-3, "lamb": 1e-2}
+BLOCKS = 4
+SIZES: Values = {"layers": BLOCKS, "hidden_size": 32, "num_heads": 4}
+TOKENS: Values = {"source": {"text": "few.txt"}, "seq_len": 32}
+IMAGES: Values = {"source": {"text": None, "idx": {"images": "parity.images", "labels": "parity.labels"}}}
 
 
 @dataclass(frozen=True)
-class Case:
-    """A run that is compared with one process, and the features that are on in it."""
+class Model:
+    """A kind of model: how a recipe builds it, and the parallelisms that a recipe with it is refused for."""
 
-    name: str
-    features: tuple[str, ...]
-    changes: Values = field(default_factory=dict)
+    build: str
+    args: Values = field(default_factory=dict)
+    dropout_args: tuple[str, ...] = ("dropout",)
+    changes: Values = field(default_factory=lambda: {"data": TOKENS})
+    refused: frozenset[str] = frozenset({"expert"})
 
-
-def first(layers: int) -> Case:
-    """Everything summed, averaged and clipped, with one weight in two places."""
-    model = {"args": {**SIZES, "layers": layers, "tie_embeddings": True}}
-    return Case(
-        f"tied-{layers}",
-        ("accumulation", "clipping", "tied embeddings"),
-        {**TRAINING, "model": model, "optimizer": {**TRAINING["optimizer"], "max_grad_norm": 0.5}},
-    )
+    @property
+    def is_text(self) -> bool:
+        return "task" not in self.changes
 
 
-def second(layers: int) -> Case:
-    """Several documents in a sample, parts that do not train, activations made again."""
-    return Case(
-        f"packed-{layers}",
-        ("sequence packing", "frozen parameters", "activation checkpointing"),
-        {
-            **TRAINING,
-            "model": {"build": "user_models:frozen", "args": {**SIZES, "layers": layers, "tie_embeddings": False}},
-            "data": {"source": [{"jsonl": "documents.jsonl"}], "document_masking": True},
-            "memory": {"activation_checkpointing": "full"},
-        },
-    )
-
-
-MIXTURE = {
-    "layers": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "num_experts": 4,
-    "dense_layers": 1,
-    "shared_expert_hidden_size": 16,
+MODELS = {
+    "transformer": Model("user_models:partly_frozen", {**SIZES, "num_kv_heads": 2, "tie_embeddings": True}),
+    "mixture of experts": Model(
+        "phalanx.models:moe",
+        {**SIZES, "num_experts": 4, "dense_layers": 1, "shared_expert_hidden_size": 16, "tie_embeddings": False},
+        refused=frozenset(),
+    ),
+    "hf Llama": Model("hf:parity-llama", dropout_args=("attention_dropout",)),
+    "hf Mixtral": Model(
+        "hf:parity-mixtral", dropout_args=("attention_dropout",), refused=frozenset({"expert", "tensor"})
+    ),
+    "hf GPT-2": Model("hf:parity-gpt2", dropout_args=("attn_pdrop", "resid_pdrop", "embd_pdrop")),
+    "image classifier": Model(
+        "user_models:image_classifier",
+        {"hidden_size": 32, "blocks": BLOCKS},
+        changes={"data": IMAGES, "task": "classification"},
+        refused=frozenset({"expert", "tensor", "context"}),
+    ),
 }
-EXPERTS = Case(
-    "experts",
-    ("accumulation", "clipping", "tied embeddings"),
-    {
-        **TRAINING,
-        "model": {"build": "phalanx.models:moe", "args": MIXTURE},
-        "optimizer": {**TRAINING["optimizer"], "max_grad_norm": 0.5},
-    },
-)
-PACKED_EXPERTS = Case(
-    "packed-experts",
-    ("sequence packing", "frozen parameters", "activation checkpointing"),
-    {
-        **second(2).changes,
-        "model": {"build": "user_models:frozen_experts", "args": {**MIXTURE, "tie_embeddings": False}},
-    },
-)
-MIXTURES = (EXPERTS, PACKED_EXPERTS)
-DENSE, DEEP = (first(2), second(2)), (first(4), second(4))
-FIRST = DENSE[0]
-MOVED = "checkpoint read under another parallelism"
-FEATURES = (*DENSE[0].features, *DENSE[1].features, MOVED)
+DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout, the cases that are run under it, and the layout under which its checkpoint is read and written anew."""
+    """A parallelism, and the one under which its checkpoint is read and written again."""
 
     values: Values
-    cases: tuple[Case, ...] = DENSE
     moved_to: Values = field(default_factory=lambda: {"replicate": 1})
 
     @property
     def workers(self) -> int:
         product = 1
-        for name in ("replicate", "shard", "tensor", "pipeline", "context"):
-            product *= self.values.get(name, 1)
+        for name in DIMENSIONS:
+            product *= self.values.get(name, 1) if name != "expert" else 1
         return product
 
-    @property
-    def batch(self) -> Values:
-        """As few micro-batches as accumulate, or fill a pipeline: what costs time here is how often workers wait for
-        each other."""
-        whole, groups = TRAINING["batch"]["global_size"], self.values.get("replicate", 1) * self.values.get("shard", 1)
-        count = 4 if "pipeline" in self.values else 2
-        return {"global_size": whole, "micro_size": whole // groups // count}
+    def fits(self, model: Model) -> bool:
+        """Whether a recipe with the model may ask for this parallelism."""
+        return not model.refused & set(self.values)
 
     def __str__(self) -> str:
-        sizes = [f"{name} {size}" for name, size in self.values.items() if isinstance(size, int) and name != "async_tp"]
+        sizes = [f"{name} {self.values[name]}" for name in DIMENSIONS if name in self.values]
         more = [str(self.values["pipeline_schedule"])] if "pipeline_schedule" in self.values else []
         more += ["async_tp"] if "async_tp" in self.values else []
         if "layers_per_stage" in self.values:
@@ -127,42 +105,179 @@ LAYOUTS = (
     Layout({"tensor": 2, "async_tp": True}, moved_to={"tensor": 2}),
     Layout({"context": 2}, moved_to={"replicate": 2}),
     Layout({"pipeline": 2}, moved_to={"context": 2}),
-    Layout({"pipeline": 2, "pipeline_schedule": "gpipe", "layers_per_stage": [1, 3]}, DEEP, {"shard": 2}),
-    Layout({"pipeline": 2, "pipeline_schedule": "interleaved"}, DEEP, {"shard": 2}),
-    Layout({"pipeline": 2, "pipeline_schedule": "zero-bubble"}, DEEP, {"tensor": 2}),
-    Layout({"shard": 2, "expert": 2}, MIXTURES, {"shard": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "gpipe", "layers_per_stage": [1, 3]}, {"shard": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "interleaved"}, {"shard": 2}),
+    Layout({"pipeline": 2, "pipeline_schedule": "zero-bubble"}, {"tensor": 2}),
+    Layout({"shard": 2, "expert": 2}, {"shard": 2}),
     Layout({"shard": 4}, moved_to={"shard": 2, "tensor": 2}),
     Layout({"context": 4}),
-    Layout({"pipeline": 4}, DEEP, {"pipeline": 2}),
+    Layout({"pipeline": 4}, {"pipeline": 2}),
     Layout({"replicate": 2, "shard": 2}, moved_to={"tensor": 2}),
     Layout({"replicate": 2, "tensor": 2}, moved_to={"shard": 4}),
     Layout({"replicate": 2, "pipeline": 2}),
+    Layout({"replicate": 2, "context": 2}, moved_to={"shard": 2}),
     Layout({"shard": 2, "tensor": 2}, moved_to={"pipeline": 2}),
     Layout({"shard": 2, "pipeline": 2}, moved_to={"tensor": 2}),
     Layout({"shard": 2, "context": 2}, moved_to={"shard": 2}),
     Layout({"tensor": 2, "context": 2}, moved_to={"replicate": 2}),
     Layout({"tensor": 2, "pipeline": 2}, moved_to={"shard": 2}),
     Layout({"context": 2, "pipeline": 2}, moved_to={"shard": 2}),
-    Layout({"shard": 4, "expert": 2}, MIXTURES, {"shard": 2, "expert": 2}),
-    Layout({"shard": 2, "tensor": 2, "expert": 2}, MIXTURES),
-    Layout({"context": 2, "pipeline": 2, "expert": 2}, MIXTURES, {"shard": 2}),
-    Layout({"replicate": 2, "shard": 2, "tensor": 2}, DENSE, {"shard": 2}),
-    Layout({"replicate": 2, "shard": 2, "context": 2}, DENSE, {"shard": 2}),
+    Layout({"shard": 4, "expert": 2}, {"shard": 2, "expert": 2}),
+    Layout({"shard": 2, "tensor": 2, "expert": 2}),
+    Layout({"context": 2, "pipeline": 2, "expert": 2}, {"shard": 2}),
+    Layout({"replicate": 2, "shard": 2, "tensor": 2}, {"shard": 2}),
+    Layout({"replicate": 2, "shard": 2, "context": 2}, {"shard": 2}),
     Layout({"shard": 2, "tensor": 2, "pipeline": 2}, moved_to={"replicate": 2}),
-    Layout({"shard": 2, "tensor": 2, "context": 2}, DENSE, {"tensor": 2}),
-    Layout({"replicate": 2, "shard": 2, "tensor": 2, "expert": 2}, MIXTURES, {"shard": 4, "expert": 4}),
+    Layout({"shard": 2, "tensor": 2, "context": 2}, {"tensor": 2}),
+    Layout({"replicate": 2, "shard": 2, "tensor": 2, "expert": 2}, {"shard": 4, "expert": 4}),
 )
 
 
+@dataclass(frozen=True)
+class Case:
+    """A run of the matrix. `documents`: plain windows, or packed documents with masks, activation checkpointing, and
+    frozen parameters where the model has some. `evaluation`: whether its last micro-batch is as large as the others."""
+
+    layout: Layout
+    model: str
+    precision: str
+    dropout: float
+    optimizer: str
+    documents: str
+    evaluation: str
+
+    @property
+    def changes(self) -> Values:
+        """The recipe without its parallelism: what the run has in common with one process."""
+        return self._make_changes(self.dropout, MICRO_SIZE)
+
+    def changes_with_micro_size(self, micro_size: int) -> Values:
+        """The recipe without dropout, whose masks differ by micro-batch size, on micro-batches of another size."""
+        return self._make_changes(0.0, micro_size)
+
+    def _make_changes(self, dropout: float, micro_size: int) -> Values:
+        model = MODELS[self.model]
+        args = {**model.args, **dict.fromkeys(model.dropout_args, dropout)}
+        data = model.changes["data"]
+        if self.documents == "packed":
+            data = {**data, "source": [{"jsonl": "documents.jsonl"}], "document_masking": True}
+            args |= {"num_frozen": 2} if model.build == "user_models:partly_frozen" else {}
+        max_samples = 4 * MICRO_SIZE - (self.evaluation == "uneven")
+        return {
+            **TRAINING,
+            **model.changes,
+            "data": data,
+            "model": {"build": model.build, "args": args},
+            "precision": self.precision,
+            "batch": {"global_size": GLOBAL_SIZE, "micro_size": micro_size},
+            "evaluation": {**TRAINING["evaluation"], "max_samples": max_samples},
+            "memory": {"activation_checkpointing": "full" if self.documents == "packed" else "none"},
+            "optimizer": {
+                "name": self.optimizer,
+                "lr": LEARNING_RATE[self.optimizer],
+                "max_grad_norm": 0.5,
+                "schedule": {"warmup_steps": 5},
+            },
+        }
+
+    def __str__(self) -> str:
+        choices = (self.precision, f"dropout {self.dropout:g}", self.optimizer, self.documents, self.evaluation)
+        return f"{self.layout}, {self.model}, {', '.join(choices)}"
+
+
+FACTORS: dict[str, list[Any]] = {
+    "layout": list(LAYOUTS),
+    "model": list(MODELS),
+    "precision": ["fp32", "bf16"],
+    "dropout": [0.0, 0.2],
+    "optimizer": ["adamw", "muon", "lamb"],
+    "documents": ["plain", "packed"],
+    "evaluation": ["even", "uneven"],
+}
+
+
+def _is_allowed(row: Values) -> bool:
+    """Whether the values of these factors may stand in one recipe."""
+    if "model" not in row:
+        return True
+    model = MODELS[row["model"]]
+    if "layout" in row and not row["layout"].fits(model):
+        return False
+    return model.is_text or row.get("documents") != "packed"
+
+
+def _cover_pairs() -> list[Case]:
+    """Choose rows that hold each allowed pair of values of two factors, greedily: a row begins with the first pair that
+    is not covered, and takes of each other factor the value that covers most, then the one that was used least."""
+    pairs = [
+        ((first, i), (second, j))
+        for first, second in itertools.combinations(FACTORS, 2)
+        for i in range(len(FACTORS[first]))
+        for j in range(len(FACTORS[second]))
+        if _is_allowed({first: FACTORS[first][i], second: FACTORS[second][j]})
+    ]
+    missing = dict.fromkeys(pairs)
+    uses: Counter[tuple[str, int]] = Counter()
+    rows: list[Case] = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for name in sorted(FACTORS.keys() - row.keys(), key=["model", *FACTORS].index):
+            scores = [(_count_new({**row, name: i}, missing), -uses[name, i]) for i in range(len(FACTORS[name]))]
+            row[name] = scores.index(max(scores))
+        uses.update(row.items())
+        for pair in _pairs_of(row):
+            missing.pop(pair, None)
+        rows.append(Case(**{name: FACTORS[name][index] for name, index in row.items()}))
+    return rows
+
+
+def _pairs_of(row: dict[str, int]) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Pairs of factors and indices of their values, in the order of FACTORS."""
+    items = [(name, row[name]) for name in FACTORS if name in row]
+    return list(itertools.combinations(items, 2))
+
+
+def _count_new(row: dict[str, int], missing: dict[Any, None]) -> int:
+    """Count the pairs of a row that are not covered; -1 if the row is refused."""
+    if not _is_allowed({name: FACTORS[name][index] for name, index in row.items()}):
+        return -1
+    return sum(pair in missing for pair in _pairs_of(row))
+
+
+CASES = tuple(_cover_pairs())
+
+
+def _choose_moved() -> list[Case]:
+    """Choose a case of each parallelism whose model can also have the one that its checkpoint is read under."""
+    return [
+        next(case for case in CASES if case.layout == layout and Layout(layout.moved_to).fits(MODELS[case.model]))
+        for layout in LAYOUTS
+    ]
+
+
+MOVED = _choose_moved()
+
+
 def table() -> str:
-    """Layouts x features, in Markdown: what is tested, cell by cell."""
-    lines = ["| workers | parallelism | " + " | ".join(FEATURES) + " |", "|---:|---|" + ":-:|" * len(FEATURES)]
+    """Parallelisms x models in Markdown: what is tested, and what a recipe is refused for."""
+    lines = ["| workers | parallelism | " + " | ".join(MODELS) + " |", "|---:|---|" + ":-:|" * len(MODELS)]
+    tested = {(str(case.layout), case.model) for case in CASES}
     for layout in sorted(LAYOUTS, key=lambda layout: layout.workers):
-        tested = {feature for case in layout.cases for feature in case.features} | {MOVED}
-        cells = " | ".join("yes" if feature in tested else "" for feature in FEATURES)
-        lines.append(f"| {layout.workers} | {layout} | {cells} |")
+        words = ("yes" if (str(layout), name) in tested else "refused" for name in MODELS)
+        lines.append(f"| {layout.workers} | {layout} | {' | '.join(words)} |")
     return "\n".join(lines) + "\n"
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "parallelism.md"
+FIRST_CELL = "| workers | parallelism |"
+
+
+def replace_table(page: str) -> str:
+    """Return the page with the table of this module in the place of the one it has."""
+    before, _, rest = page.partition(FIRST_CELL)
+    _, separator, after = rest.partition("\n\n")
+    return before + table() + (separator[1:] + after if separator else "")
+
+
 if __name__ == "__main__":
-    print(table(), end="")
+    PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -25,6 +25,48 @@ def frozen_experts(vocab_size, seq_len, **arguments):
     return model
 
 
+def partly_frozen(vocab_size, seq_len, num_frozen=0, **arguments):
+    """A transformer whose first blocks do not train."""
+    model = transformer(vocab_size, seq_len, **arguments)
+    model.blocks[:num_frozen].requires_grad_(False)
+    return model
+
+
+class MixerBlock(nn.Module):
+    """Mix patches, then features, each with dropout on the way back."""
+
+    def __init__(self, patches, width, dropout):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(patches, patches)
+        self.expand, self.contract = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.dropout(self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2))
+        return x + self.dropout(self.contract(torch.relu(self.expand(self.norm(x)))))
+
+
+class ImageClassifier(nn.Module):
+    """A mixer of the 16 patches of images of 1 x 8 x 8."""
+
+    def __init__(self, num_classes, hidden_size, blocks, dropout):
+        super().__init__()
+        self.patches = nn.Conv2d(1, hidden_size, 2, stride=2)
+        self.blocks = nn.ModuleList(MixerBlock(16, hidden_size, dropout) for _ in range(blocks))
+        self.head = nn.Linear(hidden_size, num_classes)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def image_classifier(num_classes, hidden_size, blocks, dropout=0.0):
+    """Build a small classifier of images with dropout."""
+    return ImageClassifier(num_classes, hidden_size, blocks, dropout)
+
+
 def slow_on_one(vocab_size, seq_len, *, rank, **arguments):
     """A transformer whose forward takes 30 ms longer on one rank."""
     model = transformer(vocab_size, seq_len, **arguments)
