@@ -1,6 +1,6 @@
 """The optimizers of a run combined: one step, and their state as tensors by logical names."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distr
 from phalanx.train.optim.adamw_8bit import SCALE_SUFFIX, AdamW8bit, decode_state, encode_state, scale_shape
 from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
-from phalanx.train.optim.factory import build_optimizers, trainable_parameters
+from phalanx.train.optim.factory import build_optimizers, select_muon_matrices
 from phalanx.train.optim.lars_lamb import LAMB, LARS
 
 OPTIMIZER_PREFIX = "optimizer/"
@@ -36,8 +36,8 @@ class OptimizerContainer:
     """One or two torch optimizers that act as one. `parameter_names` are their parameters, in the model's order.
 
     `seed` is the run's, for stochastic rounding. `offload` keeps the state of GPU parameters in host memory. `norm_fn`
-    computes norms of whole parameters that tensor parallelism shards. `is_pipeline_stage`: the model is one stage of a
-    pipeline, which may have nothing to train; any other model without trainable parameters raises RecipeError.
+    computes norms of whole parameters that tensor parallelism shards. `muon_matrices` is the result of
+    `select_muon_matrices` for the whole model, if `model` is a part of it; a pipeline stage may have nothing to train.
     """
 
     def __init__(
@@ -48,14 +48,17 @@ class OptimizerContainer:
         seed: int = 0,
         offload: bool = False,
         norm_fn: NormFn = compute_norms,
-        is_pipeline_stage: bool = False,
+        muon_matrices: Collection[str] | None = None,
     ):
-        found = dict(model.named_parameters()) if is_pipeline_stage else trainable_parameters(model)
-        self.parameter_names = {parameter: name for name, parameter in found.items() if parameter.requires_grad}
+        if muon_matrices is None:
+            muon_matrices = select_muon_matrices(model, spec)
+        self.parameter_names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizers = (
             []
             if not self.parameter_names
-            else build_optimizers(model, self.parameter_names, spec, seed=seed, offload=offload, norm_fn=norm_fn)
+            else build_optimizers(
+                self.parameter_names, spec, muon_matrices, seed=seed, offload=offload, norm_fn=norm_fn
+            )
         )
 
     def step(self, lr: float) -> None:
