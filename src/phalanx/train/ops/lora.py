@@ -18,15 +18,11 @@ from torch.nn import functional as F
 from phalanx.errors import RecipeError
 from phalanx.recipe.name_patterns import matches_pattern
 from phalanx.recipe.schema import LoraConfig
+from phalanx.train.ops.weight_matrices import is_linear
 
 LORA_A_NAME, LORA_B_NAME = "lora_a", "lora_b"
 LEAVE_REGION_ATTR = "leave_region"
 """Attribute of a layer with sharded inputs: the function that reduces the partial results of tensor-parallel ranks."""
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module supports an adapter: nn.Linear and transformers' Conv1D do."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def select_lora_layers(model: nn.Module, spec: LoraConfig) -> dict[str, nn.Module]:

@@ -14,12 +14,13 @@ from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
 from phalanx.train.optim.factory import build_optimizers, select_muon_matrices
 from phalanx.train.optim.lars_lamb import LAMB, LARS
+from phalanx.train.optim.muon import Muon
 
 OPTIMIZER_PREFIX = "optimizer/"
 STATE_ENTRIES: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     torch.optim.SGD: frozenset({"momentum_buffer"}),
-    torch.optim.Muon: frozenset({"momentum_buffer"}),
+    Muon: frozenset({"momentum_buffer"}),
     LARS: frozenset({"momentum_buffer"}),
     LAMB: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     AdamWBf16: frozenset({"step", "exp_avg", "exp_avg_sq"}),

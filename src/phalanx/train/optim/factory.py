@@ -16,11 +16,12 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.dtensor_utils import NormFn, first_row
-from phalanx.train.ops.lora import is_linear
+from phalanx.train.ops.weight_matrices import find_expert_stacks, is_linear
 from phalanx.train.optim.adamw_8bit import AdamW8bit
 from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW, ParamOrigin
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
 from phalanx.train.optim.lars_lamb import LAMB, LARS
+from phalanx.train.optim.muon import Muon
 
 ParamGroup = dict[str, Any]
 OptimizerFactory = Callable[[list[ParamGroup], Mapping[Tensor, ParamOrigin]], torch.optim.Optimizer]
@@ -37,15 +38,16 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def find_hidden_matrices(model: nn.Module) -> frozenset[str]:
-    """Return the names of the weights that Muon is meant for: those of linear layers of a whole model, except the
-    output layer (the last linear layer outside the blocks; the last of all if there are no blocks) and weights that an
-    embedding shares."""
+    """Return the names of the weights that Muon is meant for: fused experts and those of linear layers of a whole
+    model, except the output layer (the last linear layer outside the blocks; the last of all if there are no blocks)
+    and weights that an embedding shares."""
     blocks = tuple(f"{name}." for name in find_blocks(model))
     linear = [name for name, module in model.named_modules() if is_linear(module)]
     outside = [name for name in linear if not name.startswith(blocks)]
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_submodule(outside[-1]).weight if outside else None
     hidden = {id(model.get_submodule(name).weight) for name in linear} - embedded - {id(head)}
+    hidden |= set(map(id, find_expert_stacks(model).values()))
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in hidden)
 
 
@@ -130,15 +132,7 @@ def _build_muon_and_adamw(
     others = [parameter for parameter, name in names.items() if name not in muon_matrices]
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
-        # match_rms_adamw scales updates like AdamW's, so that both use the same learning rate.
-        muon = torch.optim.Muon(
-            hidden,
-            lr=spec.lr,
-            weight_decay=spec.weight_decay,
-            momentum=spec.momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        optimizers.append(muon)
+        optimizers.append(Muon(hidden, spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay))
     if others:
         optimizers.append(_build_adamw(_make_param_groups(others, spec.weight_decay), spec))
     return optimizers
