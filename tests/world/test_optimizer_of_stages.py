@@ -8,7 +8,7 @@ from train_harness import HarnessRun, TrainHarness, Values
 
 CHANGES: Values = {
     "model": {"args": {"layers": 4, "hidden_size": 32, "num_heads": 4, "tie_embeddings": False}},
-    "optimizer": {"name": "muon", "lr": 1e-2},
+    "optimizer": {"name": "muon", "lr": 1e-2, "schedule": {"warmup_steps": 0, "decay": "constant"}},
     "evaluation": {"every": None},
     "checkpoint": {"every": 6},
     "steps": 12,
@@ -34,7 +34,7 @@ def test_muon_keeps_its_losses_when_it_resumes_over_other_stages(
 
 def test_state_of_another_optimizer_is_named_and_left_out_by_force_only(lab: TrainHarness) -> None:
     run = lab.train({**CHANGES, "steps": 6}).run
-    other = {**CHANGES, "optimizer": {"name": "adamw", "lr": 1e-2}}
+    other = {**CHANGES, "optimizer": {**CHANGES["optimizer"], "name": "adamw"}}
     resumed = lab.train(other, 1, run, force=True)
     assert resumed.code == ExitCode.DONE, resumed.message
     assert any("optimizer state of another kind" in event.text for event in resumed.events_of_kind(RunWarning))
