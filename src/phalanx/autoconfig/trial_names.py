@@ -13,6 +13,8 @@ MEMORY_FILLING_TRIALS = (PROFILE_TRIAL, TIMING_TRIAL)
 """Trials that may run out of memory."""
 OUT_OF_MEMORY_KEY = "out_of_memory"
 """Key of what a trial returns that ran out of memory."""
+ADAPTERS_KEY, UNCALLED_ADAPTERS_KEY = "adapters", "uncalled_adapters"
+"""Keys of a model's profile: how many matrices have adapters, in words, and layers with one that are never called."""
 
 
 def describe_trial(function: str, payload: Mapping[str, Any]) -> str:
