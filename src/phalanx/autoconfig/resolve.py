@@ -337,7 +337,7 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
         )
     if uncalled := profile.get(UNCALLED_ADAPTERS_KEY):
         raise RecipeError(
-            f"lora.target_modules: the model never calls {uncalled[0]}, whose weight it uses in a function, so an "
+            f"lora.target_modules: the model never calls {uncalled[0]}, but uses its weight in a function, so an "
             f"adapter there would not learn ({len(uncalled)} such layers); name the others in lora.target_modules"
         )
     parallelism, changed_parameters = given.parallelism, profile.get(CHANGED_PARAMETERS_KEY)

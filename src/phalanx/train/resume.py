@@ -104,7 +104,9 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
     Every worker calls it."""
     trained = list(trainable_parameters(context.model))
     in_checkpoint = restored.manifest.meta.get("trained_parameters", trained)
-    not_fitting = [each for unused in all_gather_json(context.dist_env, context.optimizer.unused_state) for each in unused]
+    not_fitting = [
+        each for unused in all_gather_json(context.dist_env, context.optimizer.unused_state) for each in unused
+    ]
     problems = {
         "holds state without a place in the model": find_unused_entries(context.model, restored.manifest.tensors),
         "holds optimizer state of another kind of optimizer": sorted(set(not_fitting)),

@@ -101,18 +101,18 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
             f"init_from: {path} was trained with LoRA adapters ({lora_names[0]}), which this recipe does not have; "
             "give the same `lora`, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
         )
-    model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
-    if left := [name for name in find_unused_entries(model, model_names) if name not in lora_names]:
-        raise DataError(
-            f"init_from: {path} holds {len(left)} tensors that the model does not have, such as {left[0]}; build the "
-            "model that was trained there (model.args)"
-        )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
         if record is None and not is_lora_name(name):
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
         if record is not None and record.shape != tuple(tensor.shape):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
+    model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
+    if left := [name for name in find_unused_entries(model, model_names) if name not in lora_names]:
+        raise DataError(
+            f"init_from: {path} holds {len(left)} tensors that the model does not have, such as {left[0]}; build the "
+            "model that was trained there (model.args)"
+        )
     return CheckpointWeights(path, manifest)
 
 

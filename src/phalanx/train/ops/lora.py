@@ -113,9 +113,7 @@ def _select_in_blocks(model: nn.Module, targets: Mapping[str, LoraTarget]) -> di
     return selected
 
 
-def _select_by_pattern(
-    model: nn.Module, targets: Mapping[str, LoraTarget], spec: LoraConfig
-) -> dict[str, LoraTarget]:
+def _select_by_pattern(model: nn.Module, targets: Mapping[str, LoraTarget], spec: LoraConfig) -> dict[str, LoraTarget]:
     patterns = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules or []
     selected: set[str] = set()
     for pattern in patterns:
@@ -128,7 +126,9 @@ def _select_by_pattern(
         if not matches:
             kinds = {name: type(module).__name__ for name, module in model.named_modules()}
             kinds |= {name: f"parameter {list(p.shape)}" for name, p in model.named_parameters()}
-            other = next((f" ({name} is a {kind})" for name, kind in kinds.items() if _matches_layer(pattern, name)), "")
+            other = next(
+                (f" ({name} is a {kind})" for name, kind in kinds.items() if _matches_layer(pattern, name)), ""
+            )
             raise RecipeError(
                 f"lora.target_modules: {pattern!r} fits no linear layer{other}; there are {_layer_kinds(targets)}"
             )

@@ -39,7 +39,7 @@ class OptimizerContainer:
     `seed` is the run's, for stochastic rounding. `offload` keeps the state of GPU parameters in host memory. `norm_fn`
     computes norms of whole parameters that tensor parallelism shards. `muon_matrices` is the result of
     `select_muon_matrices` for the whole model, if `model` is a part of it; a pipeline stage may have nothing to train.
-    `unused_state` names the parameters whose state `load` could not use.
+    `unused_state` names the parameters with saved state that `load` could not use.
     """
 
     unused_state: list[str]
@@ -119,7 +119,7 @@ class OptimizerContainer:
         """Restore the result of `state`; the optimizer may keep the tensors. For a DTensor parameter they are DTensors
         with its placements, or plain tensors of its local part.
 
-        AdamW's state of another precision is converted. A parameter whose entries are not those of its optimizer starts
+        AdamW's state of another precision is converted. A parameter with entries of another kind of optimizer starts
         without state, and `unused_state` names it. Raises DataError naming the tensor and `where` if it belongs to no
         parameter of this model or has another shape.
         """

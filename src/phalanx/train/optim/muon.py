@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is orthogonalized, for hidden matrices (Jordan et al. 2024)."""
+"""Muon: orthogonalized momentum, for hidden matrices (Jordan et al. 2024)."""
 
 from collections.abc import Iterable
 from typing import Any

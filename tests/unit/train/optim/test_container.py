@@ -69,10 +69,12 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
 def test_muon_leaves_a_tied_output_layer_and_all_norms_alone() -> None:
     torch.manual_seed(0)
     model = transformer(vocab_size=VOCAB, seq_len=4, layers=1, hidden_size=16, num_heads=2, tie_embeddings=True)
-    assert find_hidden_matrices(model) == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
+    assert find_hidden_matrices(model) == {
+        n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2
+    }
 
 
-def test_muon_takes_fused_experts_and_the_last_layer_of_a_model_whose_head_is_a_function() -> None:
+def test_muon_takes_fused_experts_and_the_last_layer_where_the_head_is_a_function() -> None:
     model = moe(vocab_size=VOCAB, seq_len=4, layers=2, hidden_size=16, num_heads=2, num_experts=2)
     experts = {name for name, p in model.named_parameters() if p.dim() == 3}
     assert experts
