@@ -164,8 +164,9 @@ def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | No
                 partial(_add_lora_output, scale=lora_scale(spec), dropout=spec.dropout, transposed=transposed)
             )
     for user, its_targets in by_user.items():
-        user.register_forward_pre_hook(partial(_add_to_weights, targets=its_targets, scale=lora_scale(spec)))
-        user.register_forward_hook(partial(_restore_weights, targets=its_targets), always_call=True)
+        # Not by hooks: activation checkpointing repeats `forward` only.
+        vars(user)["forward"] = partial(_forward_with_adapters, user.forward, its_targets, lora_scale(spec))
+        user.register_forward_pre_hook(_do_nothing)  # torch's encoder layers call no attention without a hook
 
 
 def find_uncalled_adapters(model: nn.Module, run: Callable[[], Any]) -> list[str]:
@@ -276,19 +277,23 @@ def _add_lora_output(
     return output + scale * (inner @ b if transposed else F.linear(inner, b))
 
 
-def _add_to_weights(user: nn.Module, args: tuple[Any, ...], *, targets: Sequence[LoraTarget], scale: float) -> None:
-    """Forward pre-hook: let the module compute with adapted weights, which hide the parameters."""
+def _forward_with_adapters(
+    forward: Callable[..., Any], targets: Sequence[LoraTarget], scale: float, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute a module's forward with adapted weights, which hide its parameters meanwhile."""
     for target in targets:
         a, b = (getattr(target.module, name) for name in target.lora_names)
         adapted = getattr(target.module, target.attribute) + scale * (b @ a)
         object.__setattr__(target.module, target.attribute, adapted)
-
-
-def _restore_weights(user: nn.Module, args: tuple[Any, ...], output: Any, *, targets: Sequence[LoraTarget]) -> None:
-    """Forward hook: make the parameters visible again."""
-    for target in targets:
-        if target.attribute in vars(target.module):
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for target in targets:
             object.__delattr__(target.module, target.attribute)
+
+
+def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
+    pass
 
 
 def _matches_layer(pattern: str, name: str) -> bool:

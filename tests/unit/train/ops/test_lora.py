@@ -10,6 +10,7 @@ from torch import nn
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
 from phalanx.recipe.schema import LoraConfig, OptimizerConfig
+from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
 from phalanx.train.ops.lora import (
     add_lora,
     describe_adapters,
@@ -151,6 +152,23 @@ def test_adapters_of_experts_and_attention_learn_and_are_merged(build: Callable[
     merged.load_state_dict(merge_lora_tensors(model.state_dict(), lora_scale(SPEC)))
     torch.testing.assert_close(model.eval()(tokens()), merged.eval()(tokens()), rtol=1e-4, atol=1e-4)
     assert model.state_dict().keys() >= merged.state_dict().keys()
+
+
+def test_the_second_forward_of_activation_checkpointing_has_the_adapters() -> None:
+    def gradients(mode: ActivationCheckpointing) -> list[torch.Tensor]:
+        model = disturbed(adapted(LoraConfig(rank=4, target_modules=["experts"]), mixture()))
+        apply_activation_checkpointing(model, ["blocks.0.ffn.experts", "blocks.1.ffn.experts"], mode)
+        model(tokens()).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, gradients("none"), gradients("full")))
+
+
+def test_torchs_encoder_layers_use_the_adapters_of_attention_also_in_an_evaluation() -> None:
+    model = disturbed(adapted(LoraConfig(rank=4, target_modules=["in_proj_weight"]), encoder()))
+    trained = model(tokens())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens()), trained)
 
 
 def test_experts_are_adapted_and_their_router_is_not() -> None:
