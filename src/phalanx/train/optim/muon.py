@@ -56,7 +56,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     iterations; in bf16 on a GPU, and in fp32 on the CPU, where bf16 is no faster."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = x.shape[-2] > x.shape[-1]
-    result = x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+    result: Tensor = x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
     result = result.mT if is_tall else result
     result = result / result.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # spectral norm of at most 1
     for _ in range(NEWTON_SCHULZ_STEPS):
