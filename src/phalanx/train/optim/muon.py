@@ -62,4 +62,5 @@ def orthogonalize(x: Tensor) -> Tensor:
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = result @ result.mT
         result = a * result + (b * gram + c * gram @ gram) @ result
-    return (result.mT if is_tall else result).to(x.dtype)
+    result = result.mT if is_tall else result
+    return result.to(x.dtype)
