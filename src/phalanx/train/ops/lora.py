@@ -198,7 +198,8 @@ def describe_adapters(model: nn.Module) -> str:
         return text
     sizes = {name: parameter.numel() for name, parameter in parameters.items() if not is_lora_name(name)}
     share = sum(sizes[name] for name in frozen) / sum(sizes.values())
-    return f"{text}; {len(frozen)} in blocks have none ({share:.0%} of the model), such as {max(frozen, key=sizes.__getitem__)}"
+    largest = max(frozen, key=sizes.__getitem__)
+    return f"{text}; {len(frozen)} in blocks have none ({share:.0%} of the model), such as {largest}"
 
 
 def _check_tied_weights(model: nn.Module, targets: Mapping[str, LoraTarget]) -> None:
