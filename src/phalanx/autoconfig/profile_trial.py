@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx.autoconfig.activation_memory import measure_bytes_per_sample
 from phalanx.autoconfig.causality_check import check_causal, check_document_masking, check_split
 from phalanx.autoconfig.trial_model import activation_checkpointing, compute_loss, open_trial, select_trial_device
-from phalanx.autoconfig.trial_names import OUT_OF_MEMORY_KEY
+from phalanx.autoconfig.trial_names import ADAPTERS_KEY, OUT_OF_MEMORY_KEY, UNCALLED_ADAPTERS_KEY
 from phalanx.compat import fake_tensor_mode
 from phalanx.data import RunData
 from phalanx.errors import RecipeError
@@ -35,6 +35,7 @@ from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.distributed.same_model import new_buffer, other_parameter
 from phalanx.train.loss import LossFn
 from phalanx.train.model_builder import seed_everything
+from phalanx.train.ops.lora import describe_adapters, find_uncalled_adapters, is_lora_name
 from phalanx.train.optim import trainable_parameters
 from phalanx.train.precision import autocast_context
 from phalanx.train.tasks import LanguageModeling, Task
@@ -91,6 +92,8 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
             compute_loss(LossFn(task, precision, device), model, batch)
         flops.append(counter.get_total_flops())
 
+    has_adapters = any(map(is_lora_name, built))
+    uncalled_adapters = find_uncalled_adapters(model, lambda: count(1)) if has_adapters else []
     changed, unsaved = find_forward_changes(model, lambda: count(1)) if with_values else ([], [])
     if not with_values:
         count(1)
@@ -117,6 +120,8 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
         "unit": "tokens" if data.info.kind == "tokens" else "samples",
         "units_per_sample": count_units_per_sample(data.info),
         "blocks": len(find_blocks(model)),
+        ADAPTERS_KEY: describe_adapters(model) if has_adapters else "",
+        UNCALLED_ADAPTERS_KEY: uncalled_adapters,
         CHANGED_PARAMETERS_KEY: [name for name, weight in before.items() if now.get(name) != weight],
         CHANGED_STATE_KEY: format_names(changed),
         UNSAVED_STATE_KEY: format_names(unsaved),

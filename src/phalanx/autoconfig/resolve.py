@@ -48,6 +48,7 @@ from phalanx.autoconfig.trial_names import (
     PROFILE_TRIAL,
     TIMING_TRIAL,
     TRACE_TRIAL,
+    UNCALLED_ADAPTERS_KEY,
     describe_trial,
 )
 from phalanx.cluster import Cluster, Machine, find_data_sheet
@@ -360,6 +361,11 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
         raise RecipeError(
             "memory.chunked_loss: true needs a language model that computes its logits with one nn.Linear without "
             "bias and without adapter, as its last operation; use auto or false"
+        )
+    if uncalled := profile.get(UNCALLED_ADAPTERS_KEY):
+        raise RecipeError(
+            f"lora.target_modules: the model never calls {uncalled[0]}, but uses its weight in a function, so an "
+            f"adapter there would not learn ({len(uncalled)} such layers); name the others in lora.target_modules"
         )
     parallelism, changed_parameters = given.parallelism, profile.get(CHANGED_PARAMETERS_KEY)
     if changed_parameters and isinstance(parallelism, Parallelism) and parallelism.shard * parallelism.context > 1:

@@ -31,6 +31,7 @@ class RunInfo:
     model: str
     model_args: dict[str, Any]
     parameters: int | None
+    adapters: str
     task: str
     data: str
     global_batch: int | None
@@ -159,6 +160,7 @@ def read_run_info(
         model=str(session.get("model") or model.get("build", "?")),
         model_args=dict(_sub_mapping(model, "args")),
         parameters=_int_or_none(plan.get("trainable_parameters")),
+        adapters=str(plan.get("adapters") or ""),
         task=task,
         data=str(session.get("data") or _describe_data(_sub_mapping(recipe, "data"), task)),
         global_batch=_int_or_none(batch.get("global_size")),

@@ -54,10 +54,10 @@ class LoraConfig(ConfigModel):
     alpha: Rate = 16.0
     """Scale of the adapter; it is divided by `rank`."""
     target_modules: str | list[str] | None = None
-    """Names of linear layers, or their last parts (`q_proj`); `*` matches one part. null: all linear layers in the
-    blocks."""
+    """Names of linear layers or fused experts, or their last parts (`q_proj`); `*` matches one part. null: all in the
+    blocks but routers."""
     dropout: Fraction = 0.0
-    """Dropout on the inputs of A, in training."""
+    """Dropout on the inputs of A, in training; 0 with experts."""
 
 
 class BatchConfig(ConfigModel):
@@ -119,7 +119,8 @@ class OptimizerConfig(ConfigModel):
     model_config = ConfigDict(title="Optimizer")
 
     name: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"
-    """Which optimizer. For large batches, `lars` replaces `sgd` and `lamb` replaces `adamw`."""
+    """Which optimizer. For large batches, `lars` replaces `sgd` and `lamb` replaces `adamw`. `muon` trains the matrices
+    of linear layers and experts; embeddings, the output layer and vectors use `adamw`."""
     lr: Rate = 1e-3
     """Peak learning rate. For `lars` it is usually 1 to 30."""
     weight_decay: Annotated[float, Field(ge=0, le=MAX_RATE), NUMBER_NOT_BOOL] = 0.1

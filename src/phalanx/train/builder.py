@@ -31,7 +31,13 @@ from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
 from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_same_initial_values
 from phalanx.train.ops.collectives import all_reduce_copy
 from phalanx.train.ops.lora import has_lora
-from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms
+from phalanx.train.optim import (
+    NormFn,
+    OptimizerContainer,
+    compute_norms,
+    compute_squared_norms,
+    select_muon_matrices,
+)
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
@@ -103,6 +109,7 @@ def build_context(
     if mesh.is_pure_ddp:
         allocate_meta_parameters([model], dist_env.device)
     model.train()
+    muon_matrices = select_muon_matrices(model, recipe.optimizer)
     loss_fn = make_loss_fn(recipe, task, model, mesh, dist_env, data)
     scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size * count_units_per_sample(data.info))
     seeds = MicroBatchSeeds(recipe.seed, dist_env.device)
@@ -123,7 +130,7 @@ def build_context(
         seed=recipe.seed,
         offload=recipe.optimizer.offload,
         norm_fn=make_norm_fn(parallel_model),
-        is_pipeline_stage=mesh.pipeline_group is not None,
+        muon_matrices=muon_matrices,
     )
     units = count_units_per_sample(data.info)
     accumulator = make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)

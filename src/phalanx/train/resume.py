@@ -1,7 +1,7 @@
 """Resume training from the newest checkpoint, and report where an attempt starts and how the run ends."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
 from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name, list_checkpoints
 from phalanx.train.checkpoint.in_memory.restore import prune_stale
-from phalanx.train.checkpoint.load_plan import get_state_tensors
+from phalanx.train.checkpoint.load_plan import find_unused_entries, get_state_tensors
 from phalanx.train.checkpoint.restore import restore_newest
+from phalanx.train.checkpoint.restore_disk import RestoredCheckpoint
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
+from phalanx.train.optim import trainable_parameters
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
 
@@ -66,6 +68,7 @@ def resume_training(
         if context.dist_env.is_rank_zero:
             context.reporter.report_event(RunWarning(text=f"forced: the run continues with other data {fingerprints}"))
     check_resumed_recipe(context, restored.path, meta, force)
+    _check_restored_state(context, restored, force)
     train_state = TrainState.from_meta(meta)
     prune_stale(context.run, context.dist_env, train_state.step, restored.path if restored.in_memory else None)
     return train_state
@@ -94,6 +97,35 @@ def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, A
         for text in (f"forced: {each}" for each in found):
             if text not in earlier_warnings:  # where the recipes were compared as they were given
                 context.reporter.report_event(RunWarning(text=text))
+
+
+def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, force: bool) -> None:
+    """DataError when the checkpoint has state that was not used, or none for a trained parameter; a warning if forced.
+    Every worker calls it."""
+    trained = list(trainable_parameters(context.model))
+    in_checkpoint = restored.manifest.meta.get("trained_parameters", trained)
+    not_fitting = [
+        each for unused in all_gather_json(context.dist_env, context.optimizer.unused_state) for each in unused
+    ]
+    problems = {
+        "holds state without a place in the model": find_unused_entries(context.model, restored.manifest.tensors),
+        "holds optimizer state of another kind of optimizer": sorted(set(not_fitting)),
+        "has no optimizer state of parameters that were not trained before": sorted(set(trained) - set(in_checkpoint)),
+    }
+    texts = [f"{problem}: {_count_names(names)}" for problem, names in problems.items() if names]
+    if not texts:
+        return
+    if not force:
+        raise DataError(
+            f"{restored.path}: {'; '.join(texts)}; resume with the model and optimizer that it was trained with, or "
+            "use --force to continue without this state"
+        )
+    if context.dist_env.is_rank_zero:
+        context.reporter.report_event(RunWarning(text=f"forced: the checkpoint {'; '.join(texts)}"))
+
+
+def _count_names(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}, such as {names[0]}"
 
 
 def report_start(context: TrainContext, samples: int, train_state: TrainState, scaled_up: bool = False) -> None:

@@ -130,7 +130,9 @@ class Session:
             raise UsageError(
                 f"session.prepare: make_optimizer(model) returned {type(optimizer).__name__}, expected an optimizer"
             )
-        user_optimizer = UserOptimizer(model, optimizer, is_sharded=not self._mesh.is_pure_ddp)
+        user_optimizer = UserOptimizer(
+            model, optimizer, is_sharded=not self._mesh.is_pure_ddp, is_sliced=bool(parallel_model.dim_shards)
+        )
         scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size)
         kind = type(optimizer).__name__
         plan_facts = {

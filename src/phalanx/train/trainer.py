@@ -33,6 +33,7 @@ from phalanx.train.evaluation import EvaluationPolicy
 from phalanx.train.grad_sync.autoselect import GradSyncSelector
 from phalanx.train.lr_schedule import compute_learning_rate
 from phalanx.train.nonfinite import check_rollback_count, count_nonfinite, load_last_good_checkpoint
+from phalanx.train.optim import trainable_parameters
 from phalanx.train.step_metrics import finite_or_none
 from phalanx.train.step_timer import HeartbeatTimer, make_step_timer
 from phalanx.train.train_context import MembershipChanged, TrainContext, return_false
@@ -62,8 +63,9 @@ class Trainer:
         self._rollback_counts: Counter[int] = Counter()
         recipe, dist_env, accumulator = context.recipe, context.dist_env, context.accumulator
         mesh, flush = context.parallel_model.mesh, context.reporter.flush
+        meta = {**common_meta, "trained_parameters": list(trainable_parameters(context.model))}
         save_context = SaveContext(
-            context.run, dist_env, mesh, common_meta, self._report_event, flush, context.check_membership
+            context.run, dist_env, mesh, meta, self._report_event, flush, context.check_membership
         )
         self.checkpointer = Checkpointer(
             save_context, recipe.checkpoint, recipe.steps, LiveState(context.app_state), survivor_state

@@ -114,6 +114,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path, model: nn.Module, message: s
         open_initial_weights("", tmp_path, model)
 
 
+def test_a_tensor_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    model = tiny_lm()
+    model.gate = nn.Linear(2, 2, bias=False)
+    saved(tmp_path, model)
+    with pytest.raises(DataError, match=r"holds 1 tensors that the model does not have, such as gate\.weight"):
+        open_initial_weights("", tmp_path, tiny_lm())
+
+
 def test_a_directory_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="init_from: found 'hf:nowhere', expected hf:PATH"):
         open_initial_weights("hf:nowhere", tmp_path, tiny_lm())

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 from phalanx.compat import scale_in_place
 from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.checkpoint.load_plan import get_state_tensors, load_full_state, load_model_tensors
+from phalanx.train.checkpoint.load_plan import (
+    find_unused_entries,
+    get_state_tensors,
+    load_full_state,
+    load_model_tensors,
+)
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
@@ -94,6 +99,16 @@ def test_a_state_that_does_not_fit_the_optimizer_is_named_with_where_it_was() ->
     state = {**get_state_tensors(model, optimizer, scale), "optimizer/gone/step": torch.tensor(1.0)}
     with pytest.raises(DataError, match="step-9: has optimizer state for 'gone'"):
         load_full_state(model, optimizer, scale, state, "step-9")
+
+
+def test_saved_state_without_a_place_in_the_model_is_found() -> None:
+    model, optimizer, scale = trained()
+    names = get_state_tensors(model, optimizer, scale)
+    assert find_unused_entries(model, names) == []
+    lost = ["gate.weight", "extra/gate", "optimizer/gate.weight/step", "optimizer/norm.bias/step"]
+    model.norm.bias.requires_grad_(False)
+    found = find_unused_entries(model, [*lost, "grad_sync/residual/gate.weight", "norm.bias"])
+    assert found == lost
 
 
 def test_weights_load_into_a_model_whatever_else_there_is() -> None:

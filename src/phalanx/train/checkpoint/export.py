@@ -25,7 +25,7 @@ from phalanx.train.checkpoint.format import CheckpointManifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
-from phalanx.train.ops.lora import LORA_A_NAME, LORA_B_NAME, is_lora_name, lora_scale, merge_lora_tensors
+from phalanx.train.ops.lora import is_lora_name, lora_names, lora_scale, lora_weight_name, merge_lora_tensors
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 _MAX_FILE_BYTES = 5_000_000_000
@@ -134,7 +134,7 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
     """Plan which tensors are written, and under which names."""
     names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_lora_name(name))
-    adapted = {f"{name.rpartition('.')[0]}.weight" for name in manifest.tensors if is_lora_name(name)}
+    adapted = {lora_weight_name(name) for name in manifest.tensors if is_lora_name(name)}
     converted = {tuple(each["tensors"]): each["held"] for each in origin.get("converted", [])}
     for name in (name for group in converted for name in group):
         if name not in manifest.tensors:
@@ -192,13 +192,7 @@ def _make_group_tensors(
     """Return the tensors of a group under their exported names, with adapters merged."""
     from phalanx.train.hf.weight_conversion import revert_conversion
 
-    paths = [name.rpartition(".")[0] for name in group if name.endswith(".weight")]
-    adapters = [
-        f"{path}.{part}"
-        for path in paths
-        for part in (LORA_A_NAME, LORA_B_NAME)
-        if f"{path}.{part}" in manifest.tensors
-    ]
+    adapters = [name for weight in group for name in lora_names(weight) if name in manifest.tensors]
     loaded = load_tensors(
         checkpoint, [*(plan.source_names.get(name, name) for name in group), *adapters], manifest=manifest
     )

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from phalanx.errors import DataError
 from phalanx.recipe import huggingface_directory
-from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, read_manifest
-from phalanx.train.distributed.module_state import get_persistent_buffers
+from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, load_tensors, read_manifest
+from phalanx.train.checkpoint.load_plan import find_unused_entries
+from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persistent_buffers, load_extra_state
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
 from phalanx.train.ops.lora import is_lora_name
+from phalanx.train.optim import OPTIMIZER_PREFIX
 
 
 class InitialWeights(Protocol):
@@ -74,15 +76,20 @@ class CheckpointWeights:
                     part = torch.empty(block.extent, dtype=record.torch_dtype)
                     converted.append((target, part))
                 requested.append((name, block.global_offset, part))
+        extra = [name for name in self.manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)]
         load_blocks(self.path, requested, 2, self.manifest)
         for target, part in converted:
             target.copy_(part)
+        extra_state = load_tensors(self.path, extra, manifest=self.manifest)
+        for module in parallel_model.modules:
+            load_extra_state(module, extra_state, str(self.path))
 
 
 def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:
     """Open the weights that `init_from` names (`hf:PATH`, a checkpoint, or a run: its newest checkpoint) for a whole
     model, the parameters of which may be on the meta device. Only headers are read. Raises DataError for tensors that
-    are missing or differ in shape, and for LoRA adapters that the model lacks, unless `lora_added_later`."""
+    are missing, differ in shape or have no place in the model, and for LoRA adapters that the model lacks, unless
+    `lora_added_later`."""
     if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return open_hf_weights(directory, model)
     path = find_newest_checkpoint(folder / where)
@@ -100,6 +107,12 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
         if record is not None and record.shape != tuple(tensor.shape):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
+    model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
+    if left := [name for name in find_unused_entries(model, model_names) if name not in lora_names]:
+        raise DataError(
+            f"init_from: {path} holds {len(left)} tensors that the model does not have, such as {left[0]}; build the "
+            "model that was trained there (model.args)"
+        )
     return CheckpointWeights(path, manifest)
 
 

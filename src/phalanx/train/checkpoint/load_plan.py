@@ -12,6 +12,7 @@ from phalanx.train.checkpoint import CheckpointManifest, load_blocks
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.module_state import (
     EXTRA_STATE_PREFIX,
+    find_extra_state_modules,
     get_extra_state,
     get_model_tensors,
     load_extra_state,
@@ -20,6 +21,9 @@ from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
+
+RECIPE_STATE_PREFIXES = ("scaler/", SETTINGS_PREFIX, "grad_sync/", "local_sgd/")
+"""Prefixes of the logical names of state that a run has or has not by its recipe."""
 
 
 def get_state_tensors(model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler) -> dict[str, Tensor]:
@@ -173,6 +177,20 @@ def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) 
     left = next((name for name in saved if "/" not in name and name not in known), None)
     if left is not None:
         raise DataError(f"{where}: holds {left!r}, which the model does not have: was its code changed since?")
+
+
+def find_unused_entries(model: nn.Module, saved: Iterable[str]) -> list[str]:
+    """Return the saved tensors of parameters, buffers and modules that the whole model does not have. State of keys of
+    the recipe, such as the loss scale, is left out: a run resumes with other keys by `--force` only."""
+    known = {*get_model_tensors(model), *(EXTRA_STATE_PREFIX + name for name in find_extra_state_modules(model))}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def is_used(key: str) -> bool:
+        if key.startswith(OPTIMIZER_PREFIX):
+            return key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0] in trained
+        return key.startswith(RECIPE_STATE_PREFIXES) or key in known
+
+    return [key for key in saved if not is_used(key)]
 
 
 def execute_load_plan(

@@ -1,13 +1,18 @@
-"""LoRA adapters: linear layers keep their weights frozen and learn a low-rank addition to them.
+"""LoRA adapters: layers keep their weights frozen and learn a low-rank addition to them.
 
 A layer y = W x becomes y = W x + alpha / rank x B A x, with A [rank, in] and B [out, rank]. B starts at zero, so the
 model is unchanged at first (Hu et al. 2021). A and B are parameters of the layer itself, `lora_a` and `lora_b`, applied
 by a hook, so no other name in the model changes. For transformers' `Conv1D`, which has a weight [in, out], both
 matrices are transposed.
+
+Fused experts [experts, ., .] and the weights of nn.MultiheadAttention are not used by calling a layer. There the
+module that uses the weight computes with W + alpha / rank x B A in each forward, which takes the memory of the weight
+until its backward. The parameters are `NAME_lora_a` and `NAME_lora_b`, and have a pair of matrices for each expert.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,69 +23,186 @@ from torch.nn import functional as F
 from phalanx.errors import RecipeError
 from phalanx.recipe.name_patterns import matches_pattern
 from phalanx.recipe.schema import LoraConfig
+from phalanx.train.ops.weight_matrices import (
+    find_expert_stacks,
+    find_router_names,
+    is_linear,
+    is_torch_layer,
+    names_in_blocks,
+)
 
 LORA_A_NAME, LORA_B_NAME = "lora_a", "lora_b"
 LEAVE_REGION_ATTR = "leave_region"
 """Attribute of a layer with sharded inputs: the function that reduces the partial results of tensor-parallel ranks."""
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module supports an adapter: nn.Linear and transformers' Conv1D do."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+@dataclass(frozen=True)
+class LoraTarget:
+    """A matrix, or a stack of them, that an adapter can be added to: a parameter of `module`. `user` is the module that
+    uses it in its forward; None: `module` is a layer that is called."""
+
+    module: nn.Module
+    attribute: str = "weight"
+    user: nn.Module | None = None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module.get_parameter(self.attribute)
+
+    @property
+    def smaller_side(self) -> int:
+        return min(self.weight.shape[-2:])
+
+    @property
+    def lora_names(self) -> tuple[str, str]:
+        """The attributes that hold A and B."""
+        return lora_names(self.attribute)
 
 
-def select_lora_layers(model: nn.Module, spec: LoraConfig) -> dict[str, nn.Module]:
-    """Return the layers that get an adapter, by name. Without `spec.target_modules` these are all linear layers in
-    blocks, which excludes the head. Raises RecipeError naming a pattern that matches no linear layer, and the layers
-    that exist."""
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+def find_lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
+    """Return all that an adapter can be added to, by the name of the layer or else of the parameter: linear layers,
+    projections of nn.MultiheadAttention, and parameters that are stacks of matrices."""
+    targets: dict[str, LoraTarget] = {}
+    attention = {id(module.out_proj): module for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    for name, module in model.named_modules():
+        if is_linear(module):
+            targets[name] = LoraTarget(module, user=attention.get(id(module)))
+            continue
+        is_attention = isinstance(module, nn.MultiheadAttention)
+        for key, parameter in module.named_parameters(recurse=False):
+            is_stack = parameter.dim() == 3 and not is_torch_layer(module)
+            if is_stack or (is_attention and parameter.dim() == 2):
+                targets[f"{name}.{key}".lstrip(".")] = LoraTarget(module, key, module)
+    return targets
+
+
+def select_lora_targets(model: nn.Module, spec: LoraConfig) -> dict[str, LoraTarget]:
+    """Return what gets an adapter, by name. Without `spec.target_modules` these are all linear layers, projections of
+    nn.MultiheadAttention and fused experts in blocks that are larger than the rank, which excludes the head, and except
+    routers. Raises RecipeError naming a pattern that matches nothing of this kind, and what there is, and for a rank
+    or a dropout that does not fit."""
+    targets = find_lora_targets(model)
+    selected = _select_by_pattern(model, targets, spec) if spec.target_modules is not None else None
+    if selected is None:
+        selected = _select_in_blocks(model, targets)
+        fitting = {name: target for name, target in selected.items() if target.smaller_side > spec.rank}
+        selected = fitting or selected
+    for name, target in selected.items():
+        if spec.rank >= target.smaller_side:
+            raise RecipeError(f"lora.rank: {spec.rank} must be below {target.smaller_side}, the smaller side of {name}")
+        if spec.dropout and target.user is not None:
+            raise RecipeError(
+                f"lora.dropout: is for layers that are called, and {name} is used as a weight; give 0, or name other "
+                "layers in lora.target_modules"
+            )
+    return selected
+
+
+def _select_in_blocks(model: nn.Module, targets: Mapping[str, LoraTarget]) -> dict[str, LoraTarget]:
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    if spec.target_modules is None:
-        found = {name: module for name, module in linear.items() if name.startswith(lists)} if lists else {}
-        if not found:
-            raise RecipeError(
-                f"lora.target_modules: the model has no blocks with linear layers; name some of {_layer_kinds(linear)}"
+    experts, routers = find_expert_stacks(model), find_router_names(model)
+    selected = {
+        name: target
+        for name, target in targets.items()
+        if name.startswith(lists) and name not in routers and (target.weight.dim() == 2 or name in experts)
+    }
+    if not selected:
+        raise RecipeError(
+            f"lora.target_modules: the model has no blocks with linear layers; name some of {_layer_kinds(targets)}"
+        )
+    return selected
+
+
+def _select_by_pattern(model: nn.Module, targets: Mapping[str, LoraTarget], spec: LoraConfig) -> dict[str, LoraTarget]:
+    patterns = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules or []
+    selected: set[str] = set()
+    for pattern in patterns:
+        matches = {
+            name
+            for name, target in targets.items()
+            if _matches_layer(pattern, name)
+            or (target.attribute != "weight" and _matches_layer(pattern, name.rpartition(".")[0]))
+        }
+        if not matches:
+            kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+            kinds |= {name: f"parameter {list(p.shape)}" for name, p in model.named_parameters()}
+            other = next(
+                (f" ({name} is a {kind})" for name, kind in kinds.items() if _matches_layer(pattern, name)), ""
             )
-        return found
-    patterns = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules
-    fitting = {pattern: [name for name in linear if _matches_layer(pattern, name)] for pattern in patterns}
-    for pattern, names in fitting.items():
-        if not names:
             raise RecipeError(
-                f"lora.target_modules: {pattern!r} fits no linear layer; there are {_layer_kinds(linear)}"
+                f"lora.target_modules: {pattern!r} fits no linear layer{other}; there are {_layer_kinds(targets)}"
             )
-    selected = {name for names in fitting.values() for name in names}
-    return {name: module for name, module in linear.items() if name in selected}
+        selected |= matches
+    return {name: target for name, target in targets.items() if name in selected}
 
 
 def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | None = None) -> None:
     """Freeze the model and add adapters to the selected layers, in place. A is initialized on the CPU, so that it does
     not depend on the device. Raises RecipeError if no layer matches or `spec.rank` is too large for one."""
-    layers = select_lora_layers(model, spec)
-    _check_tied_weights(model, layers)
-    for name, module in layers.items():
-        smaller = min(_weight(module).shape)
-        if spec.rank >= smaller:
-            raise RecipeError(f"lora.rank: {spec.rank} must be below {smaller}, the smaller side of {name}")
+    targets = select_lora_targets(model, spec)
+    _check_tied_weights(model, targets)
     model.requires_grad_(False)
-    for module in layers.values():
-        weight = _weight(module)
-        transposed = not isinstance(module, nn.Linear)
-        outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+    by_user: dict[nn.Module, list[LoraTarget]] = {}
+    for target in targets.values():
+        weight, module = target.weight, target.module
+        transposed = not isinstance(module, nn.Linear) and target.user is None
+        *stack, outputs, inputs = weight.shape
+        if transposed:
+            outputs, inputs = inputs, outputs
         bound = 1 / math.sqrt(inputs)  # as nn.Linear initializes its weight
-        lora_a = torch.empty(spec.rank, inputs).uniform_(-bound, bound, generator=generator)
-        zeros = torch.zeros(outputs, spec.rank)
-        for name, value in ((LORA_A_NAME, lora_a), (LORA_B_NAME, zeros)):
+        lora_a = torch.empty(*stack, spec.rank, inputs).uniform_(-bound, bound, generator=generator)
+        zeros = torch.zeros(*stack, outputs, spec.rank)
+        for name, value in zip(target.lora_names, (lora_a, zeros), strict=True):
             # If the weight is on the meta device and loaded later, the adapter already has values on the CPU.
             device = value.device if weight.is_meta else weight.device
             lora_b_or_a = (value.T if transposed else value).contiguous().to(device, weight.dtype)
             module.register_parameter(name, nn.Parameter(lora_b_or_a))
-        module.register_forward_hook(
-            partial(_add_lora_output, scale=lora_scale(spec), dropout=spec.dropout, transposed=transposed)
-        )
+        if target.user is not None:
+            by_user.setdefault(target.user, []).append(target)
+        else:
+            module.register_forward_hook(
+                partial(_add_lora_output, scale=lora_scale(spec), dropout=spec.dropout, transposed=transposed)
+            )
+    for user, its_targets in by_user.items():
+        # Not by hooks: activation checkpointing repeats `forward` only.
+        vars(user)["forward"] = partial(_forward_with_adapters, user.forward, its_targets, lora_scale(spec))
+        user.register_forward_pre_hook(_do_nothing)  # torch's encoder layers call no attention without a hook
 
 
-def _check_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+def find_uncalled_adapters(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """Return the names of layers with an adapter that `run()`, a forward of the model, does not call: their weight is
+    used in a function, where the adapter would never learn."""
+    layers = {
+        name: target.module
+        for name, target in find_lora_targets(model).items()
+        if target.user is None and has_lora(target.module)
+    }
+    called: set[nn.Module] = set()
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: called.add(layer)) for layer in layers.values()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name, layer in layers.items() if layer not in called]
+
+
+def describe_adapters(model: nn.Module) -> str:
+    """Return how many matrices have adapters, and how many in blocks have none, with their share of the model."""
+    parameters = dict(model.named_parameters())
+    adapted = {lora_weight_name(name) for name in parameters if is_lora_name(name)}
+    matrices = [name for name, p in parameters.items() if p.dim() >= 2 and not is_lora_name(name)]
+    frozen = [name for name in names_in_blocks(model, matrices) if name not in adapted]
+    text = f"adapters on {len(adapted)} matrices"
+    if not frozen:
+        return text
+    sizes = {name: parameter.numel() for name, parameter in parameters.items() if not is_lora_name(name)}
+    share = sum(sizes[name] for name in frozen) / sum(sizes.values())
+    largest = max(frozen, key=sizes.__getitem__)
+    return f"{text}; {len(frozen)} in blocks have none ({share:.0%} of the model), such as {largest}"
+
+
+def _check_tied_weights(model: nn.Module, targets: Mapping[str, LoraTarget]) -> None:
     """Raise RecipeError if a selected layer shares its weight with another module: the adapter must not change the
     other module, so it could never be merged. Models of transformers can be untied (`checkpoint/export.py`)."""
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
@@ -89,8 +211,8 @@ def _check_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> No
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(id(parameter), []).append(name)
-    for name, module in layers.items():
-        others = [other for other in users[id(_weight(module))] if other != name]
+    for name, target in targets.items():
+        others = [other for other in users[id(target.weight)] if model.get_submodule(other) is not target.module]
         if others:
             raise RecipeError(
                 f"lora.target_modules: {name} shares its weight with {others[0]}, so an adapter there could not be "
@@ -108,18 +230,32 @@ def merge_lora_tensors(tensors: Mapping[str, Tensor], scale: float) -> dict[str,
     computed in fp32 and rounded to its dtype, without the adapters."""
     merged = {name: tensor for name, tensor in tensors.items() if not is_lora_name(name)}
     for name, a in tensors.items():
-        path, _, last = name.rpartition(".")
-        if last == LORA_A_NAME:
-            b, weight = tensors[f"{path}.{LORA_B_NAME}"], merged[f"{path}.weight"]
+        if is_lora_name(name) and name.endswith(LORA_A_NAME):
+            b, weight_name = tensors[name.removesuffix(LORA_A_NAME) + LORA_B_NAME], lora_weight_name(name)
+            weight = merged[weight_name]
             # `add_lora` ensures that the rank is the smaller dimension of each.
-            product = b.float() @ a.float() if a.shape[0] < a.shape[1] else a.float() @ b.float()
-            merged[f"{path}.weight"] = (weight.float() + scale * product).to(weight.dtype)
+            product = b.float() @ a.float() if a.shape[-2] < a.shape[-1] else a.float() @ b.float()
+            merged[weight_name] = (weight.float() + scale * product).to(weight.dtype)
     return merged
 
 
 def is_lora_name(name: str) -> bool:
     """Return whether a parameter of this name is part of an adapter."""
-    return name.rpartition(".")[2] in (LORA_A_NAME, LORA_B_NAME)
+    last = name.rpartition(".")[2]
+    return last in (LORA_A_NAME, LORA_B_NAME) or last.endswith((f"_{LORA_A_NAME}", f"_{LORA_B_NAME}"))
+
+
+def lora_names(weight_name: str) -> tuple[str, str]:
+    """Return the names of A and B of a weight."""
+    path, dot, last = weight_name.rpartition(".")
+    prefix = path + dot + ("" if last == "weight" else f"{last}_")
+    return prefix + LORA_A_NAME, prefix + LORA_B_NAME
+
+
+def lora_weight_name(name: str) -> str:
+    """Return the name of the weight that a parameter of an adapter belongs to."""
+    path = name.removesuffix(LORA_A_NAME).removesuffix(LORA_B_NAME)
+    return path.removesuffix("_") if path.endswith("_") else f"{path}weight"
 
 
 def has_lora(module: nn.Module) -> bool:
@@ -142,8 +278,23 @@ def _add_lora_output(
     return output + scale * (inner @ b if transposed else F.linear(inner, b))
 
 
-def _weight(module: nn.Module) -> nn.Parameter:
-    return module.get_parameter("weight")
+def _forward_with_adapters(
+    forward: Callable[..., Any], targets: Sequence[LoraTarget], scale: float, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute a module's forward with adapted weights, which hide its parameters meanwhile."""
+    for target in targets:
+        a, b = (getattr(target.module, name) for name in target.lora_names)
+        adapted = getattr(target.module, target.attribute) + scale * (b @ a)
+        object.__setattr__(target.module, target.attribute, adapted)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for target in targets:
+            object.__delattr__(target.module, target.attribute)
+
+
+def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
+    pass
 
 
 def _matches_layer(pattern: str, name: str) -> bool:
@@ -152,6 +303,6 @@ def _matches_layer(pattern: str, name: str) -> bool:
     return matches_pattern(pattern, ".".join(parts[-length:]))
 
 
-def _layer_kinds(linear: Mapping[str, nn.Module]) -> str:
-    """Return the last components of the layers' names, each once."""
-    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
+def _layer_kinds(targets: Mapping[str, LoraTarget]) -> str:
+    """Return the last components of the targets' names, each once."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in targets)) or "none"

@@ -11,7 +11,7 @@ from phalanx.train.optim.container import (
     OptimizerContainer,
     state_entry_shape,
 )
-from phalanx.train.optim.factory import find_hidden_matrices, trainable_parameters
+from phalanx.train.optim.factory import find_hidden_matrices, select_muon_matrices, trainable_parameters
 
 __all__ = [
     "OPTIMIZER_PREFIX",
@@ -22,6 +22,7 @@ __all__ = [
     "compute_norms",
     "compute_squared_norms",
     "find_hidden_matrices",
+    "select_muon_matrices",
     "state_entry_shape",
     "trainable_parameters",
 ]

@@ -1,6 +1,6 @@
 """The optimizers of a run combined: one step, and their state as tensors by logical names."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,15 @@ from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distr
 from phalanx.train.optim.adamw_8bit import SCALE_SUFFIX, AdamW8bit, decode_state, encode_state, scale_shape
 from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
-from phalanx.train.optim.factory import build_optimizers, trainable_parameters
+from phalanx.train.optim.factory import build_optimizers, select_muon_matrices
 from phalanx.train.optim.lars_lamb import LAMB, LARS
+from phalanx.train.optim.muon import Muon
 
 OPTIMIZER_PREFIX = "optimizer/"
 STATE_ENTRIES: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     torch.optim.SGD: frozenset({"momentum_buffer"}),
-    torch.optim.Muon: frozenset({"momentum_buffer"}),
+    Muon: frozenset({"momentum_buffer"}),
     LARS: frozenset({"momentum_buffer"}),
     LAMB: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     AdamWBf16: frozenset({"step", "exp_avg", "exp_avg_sq"}),
@@ -36,9 +37,12 @@ class OptimizerContainer:
     """One or two torch optimizers that act as one. `parameter_names` are their parameters, in the model's order.
 
     `seed` is the run's, for stochastic rounding. `offload` keeps the state of GPU parameters in host memory. `norm_fn`
-    computes norms of whole parameters that tensor parallelism shards. `is_pipeline_stage`: the model is one stage of a
-    pipeline, which may have nothing to train; any other model without trainable parameters raises RecipeError.
+    computes norms of whole parameters that tensor parallelism shards. `muon_matrices` is the result of
+    `select_muon_matrices` for the whole model, if `model` is a part of it; a pipeline stage may have nothing to train.
+    `unused_state` names the parameters with saved state that `load` could not use.
     """
+
+    unused_state: list[str]
 
     def __init__(
         self,
@@ -48,14 +52,18 @@ class OptimizerContainer:
         seed: int = 0,
         offload: bool = False,
         norm_fn: NormFn = compute_norms,
-        is_pipeline_stage: bool = False,
+        muon_matrices: Collection[str] | None = None,
     ):
-        found = dict(model.named_parameters()) if is_pipeline_stage else trainable_parameters(model)
-        self.parameter_names = {parameter: name for name, parameter in found.items() if parameter.requires_grad}
+        self.unused_state = []
+        if muon_matrices is None:
+            muon_matrices = select_muon_matrices(model, spec)
+        self.parameter_names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizers = (
             []
             if not self.parameter_names
-            else build_optimizers(model, self.parameter_names, spec, seed=seed, offload=offload, norm_fn=norm_fn)
+            else build_optimizers(
+                self.parameter_names, spec, muon_matrices, seed=seed, offload=offload, norm_fn=norm_fn
+            )
         )
 
     def step(self, lr: float) -> None:
@@ -111,9 +119,9 @@ class OptimizerContainer:
         """Restore the result of `state`; the optimizer may keep the tensors. For a DTensor parameter they are DTensors
         with its placements, or plain tensors of its local part.
 
-        AdamW's state of another precision is converted. State of another kind of optimizer (a run forced to resume with
-        a new one) is ignored, and this optimizer starts without state. Raises DataError naming the tensor and `where`
-        if it belongs to no parameter of this model or has another shape.
+        AdamW's state of another precision is converted. A parameter with entries of another kind of optimizer starts
+        without state, and `unused_state` names it. Raises DataError naming the tensor and `where` if it belongs to no
+        parameter of this model or has another shape.
         """
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         owners = {
@@ -132,13 +140,15 @@ class OptimizerContainer:
                 shapes = f"{list(value.shape)}, the model's parameter has {list(expected)}"
                 raise DataError(f"{where}: {key} has shape {shapes}")
             found.setdefault(parameter, {})[entry] = to_local(value)
-        fitted = {p: _convert_entries(_optimizer_type(owners[p]), to_local(p), entries) for p, entries in found.items()}
-        if all(entries.keys() <= STATE_ENTRIES[_optimizer_type(owners[p])] for p, entries in fitted.items()):
-            for parameter, entries in fitted.items():
-                for entry, value in entries.items():
-                    owners[parameter].state[parameter][entry] = _move_entry_to_owner(
-                        owners[parameter], parameter, entry, value
-                    )
+        self.unused_state = []
+        for parameter, entries in found.items():
+            owner = owners[parameter]
+            fitted = _convert_entries(_optimizer_type(owner), to_local(parameter), entries)
+            if not _is_complete(_optimizer_type(owner), fitted.keys()):
+                self.unused_state.append(self.parameter_names[parameter])
+                continue
+            for entry, value in fitted.items():
+                owner.state[parameter][entry] = _move_entry_to_owner(owner, parameter, entry, value)
 
 
 def state_entry_shape(entry: str, shape: torch.Size) -> torch.Size:
@@ -148,6 +158,13 @@ def state_entry_shape(entry: str, shape: torch.Size) -> torch.Size:
 
 def _optimizer_type(owner: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     return owner.optimizer_type if isinstance(owner, OffloadedOptimizer) else type(owner)
+
+
+def _is_complete(kind: type[torch.optim.Optimizer], entries: Set[str]) -> bool:
+    """Return whether these are the entries that this kind of optimizer keeps for a parameter: no other, and all except
+    scales, which only large ones have."""
+    required = {entry for entry in STATE_ENTRIES[kind] if not entry.endswith(SCALE_SUFFIX)}
+    return required <= entries <= STATE_ENTRIES[kind]
 
 
 def _convert_entries(kind: type[torch.optim.Optimizer], part: Tensor, entries: StateEntries) -> StateEntries:

@@ -1,10 +1,11 @@
 """Build the optimizers of a recipe, and assign each parameter to one.
 
 Matrices get weight decay, vectors (norms, biases) do not. `muon` orthogonalizes the momentum of hidden matrices;
-embeddings, the output layer and everything that is not a matrix use AdamW (Jordan et al. 2024).
+embeddings, the output layer and everything that is not a matrix use AdamW (Jordan et al. 2024). Which these are is
+decided on the whole model, by name, before it is divided: a pipeline stage cannot know which layer is the last.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.dtensor_utils import NormFn, first_row
+from phalanx.train.ops.weight_matrices import find_expert_stacks, is_linear
 from phalanx.train.optim.adamw_8bit import AdamW8bit
 from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW, ParamOrigin
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
 from phalanx.train.optim.lars_lamb import LAMB, LARS
+from phalanx.train.optim.muon import Muon
 
 ParamGroup = dict[str, Any]
 OptimizerFactory = Callable[[list[ParamGroup], Mapping[Tensor, ParamOrigin]], torch.optim.Optimizer]
@@ -33,25 +37,43 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def find_hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the weights that Muon is meant for: those of linear layers, except the output layer (the last linear layer
-    of the model) and weights that an embedding shares."""
-    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linear = [p for m in model.modules() if isinstance(m, nn.Linear) for p in [m.weight] if isinstance(p, nn.Parameter)]
-    return {weight for weight in linear[:-1] if id(weight) not in embedded}
+def find_hidden_matrices(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights that Muon is meant for: fused experts and those of linear layers of a whole
+    model, except the output layer (the last linear layer outside the blocks; the last of all if there are no blocks)
+    and weights that an embedding shares."""
+    blocks = tuple(f"{name}." for name in find_blocks(model))
+    linear = [name for name, module in model.named_modules() if is_linear(module)]
+    outside = [name for name in linear if not name.startswith(blocks)]
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_submodule(outside[-1]).weight if outside else None
+    hidden = {id(model.get_submodule(name).weight) for name in linear} - embedded - {id(head)}
+    hidden |= set(map(id, find_expert_stacks(model).values()))
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in hidden)
+
+
+def select_muon_matrices(model: nn.Module, spec: OptimizerConfig) -> frozenset[str]:
+    """Return the names of the parameters of a whole model that Muon trains: none with another optimizer. Raises
+    RecipeError if the model, or Muon, has nothing to train."""
+    trained = trainable_parameters(model)
+    if spec.name != "muon":
+        return frozenset()
+    matrices = find_hidden_matrices(model) & trained.keys()
+    if not matrices:
+        raise RecipeError("optimizer.name: muon is for hidden matrices, and this model has none to train; use adamw")
+    return matrices
 
 
 def build_optimizers(
-    model: nn.Module,
     names: Mapping[nn.Parameter, str],
     spec: OptimizerConfig,
+    muon_matrices: Collection[str],
     *,
     seed: int,
     offload: bool,
     norm_fn: NormFn,
 ) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a recipe for the parameters in `names`. Raises RecipeError if the recipe's options are
-    incompatible or do not fit the model."""
+    """Build the optimizers of a recipe for the parameters in `names`, of which Muon trains `muon_matrices`. Raises
+    RecipeError if the recipe's options are incompatible."""
     parameters = list(names)
     if spec.state_dtype != "fp32" and spec.name != "adamw":
         raise RecipeError(
@@ -68,7 +90,7 @@ def build_optimizers(
     if spec.name == "lamb":
         return [LAMB(_make_param_groups(parameters, spec.weight_decay), spec.lr, betas=spec.betas, norm_fn=norm_fn)]
     if spec.name == "muon":
-        return _build_muon_and_adamw(model, parameters, spec)
+        return _build_muon_and_adamw(names, spec, muon_matrices)
     make = _make_optimizer_factory(spec, seed)
     groups = _make_param_groups(parameters, spec.weight_decay)
     origins: dict[Tensor, ParamOrigin] = {p: ParamOrigin(name, first_row(p)) for p, name in names.items()}
@@ -103,22 +125,17 @@ def _make_optimizer_factory(spec: OptimizerConfig, seed: int) -> OptimizerFactor
 
 
 def _build_muon_and_adamw(
-    model: nn.Module, parameters: list[nn.Parameter], spec: OptimizerConfig
+    names: Mapping[nn.Parameter, str], spec: OptimizerConfig, muon_matrices: Collection[str]
 ) -> list[torch.optim.Optimizer]:
-    matrices = find_hidden_matrices(model)
-    hidden = [p for p in parameters if p in matrices]
-    if not hidden:
-        raise RecipeError("optimizer.name: muon is for hidden matrices, and this model has none to train; use adamw")
-    # match_rms_adamw scales updates like AdamW's, so that both use the same learning rate.
-    muon = torch.optim.Muon(
-        hidden,
-        lr=spec.lr,
-        weight_decay=spec.weight_decay,
-        momentum=spec.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    others = [p for p in parameters if p not in matrices]
-    return [muon, _build_adamw(_make_param_groups(others, spec.weight_decay), spec)] if others else [muon]
+    """Build Muon and AdamW; only one of them if there is nothing for the other, as in some pipeline stages."""
+    hidden = [parameter for parameter, name in names.items() if name in muon_matrices]
+    others = [parameter for parameter, name in names.items() if name not in muon_matrices]
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        optimizers.append(Muon(hidden, spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay))
+    if others:
+        optimizers.append(_build_adamw(_make_param_groups(others, spec.weight_decay), spec))
+    return optimizers
 
 
 def _build_adamw(groups: list[ParamGroup], spec: OptimizerConfig) -> torch.optim.Optimizer:

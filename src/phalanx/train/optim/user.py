@@ -25,6 +25,20 @@ SCHEDULER_REFUSED_HINT = (
     "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
 )
 
+ELEMENTWISE_OPTIMIZERS = (
+    torch.optim.Adam,  # and its subclass AdamW
+    torch.optim.SGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+"""Optimizers that update each element on its own, so that they may have a slice of a matrix."""
+
 
 class UserOptimizer(OptimizerContainer):
     """`base_lr` is the highest initial learning rate of the groups. The schedule's factor is applied to it; the other
@@ -32,10 +46,13 @@ class UserOptimizer(OptimizerContainer):
 
     Raises UsageError unless the optimizer trains exactly the model's parameters: an optimizer that was built before the
     model was parallelized would train nothing. `is_sharded` says that workers hold parts of parameters: then the state
-    must have the same shards.
+    must have the same shards. `is_sliced`: tensor or expert parallelism cuts matrices into plain tensors, of which an
+    optimizer cannot know the rest; then it must update each element on its own.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, is_sharded: bool = False):
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, is_sharded: bool = False, is_sliced: bool = False
+    ):
         self.parameter_names = {parameter: name for name, parameter in trainable_parameters(model).items()}
         owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if strange := owned - set(model.parameters()):
@@ -48,12 +65,18 @@ class UserOptimizer(OptimizerContainer):
                 f"session.prepare: the optimizer leaves out {len(missing)} parameters that require a gradient, such as "
                 f"{missing[0]}; give it all, or freeze these in build() by requires_grad_(False)"
             )
-        self.optimizers = [optimizer]
+        self.optimizers, self.unused_state = [optimizer], []
         self._initial_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.base_lr = max(self._initial_lrs)
         if self.base_lr <= 0:
             raise UsageError(
                 "session.prepare: the optimizer's learning rate is 0; give the highest, the schedule lowers it"
+            )
+        if is_sliced and not isinstance(optimizer, ELEMENTWISE_OPTIMIZERS):
+            raise UsageError(
+                f"session.prepare: under parallelism.tensor and expert {type(optimizer).__name__} would see slices of "
+                "matrices, and it is not known to update each element on its own; use parallelism.shard, or an "
+                "optimizer of torch.optim such as AdamW or SGD, or a subclass of one"
             )
         if _needs_closure(optimizer):
             raise UsageError(

@@ -1,5 +1,6 @@
 """Low-rank adapters: nothing changes at first, only they learn, and folded in they compute the same."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,18 @@ import torch
 from torch import nn
 
 from phalanx.errors import RecipeError
-from phalanx.models import transformer
+from phalanx.models import moe, transformer
 from phalanx.recipe.schema import LoraConfig, OptimizerConfig
-from phalanx.train.ops.lora import add_lora, is_lora_name, lora_scale, merge_lora_tensors, select_lora_layers
+from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
+from phalanx.train.ops.lora import (
+    add_lora,
+    describe_adapters,
+    find_uncalled_adapters,
+    is_lora_name,
+    lora_scale,
+    merge_lora_tensors,
+    select_lora_targets,
+)
 from phalanx.train.optim import OptimizerContainer, trainable_parameters
 
 BLOCK = {
@@ -52,7 +62,7 @@ def tokens() -> torch.Tensor:
 
 
 def test_without_a_choice_all_linear_layers_of_the_blocks_are_adapted_and_the_head_is_not() -> None:
-    assert select_lora_layers(small(), SPEC).keys() == {f"blocks.{i}.{name}" for i in range(2) for name in BLOCK}
+    assert select_lora_targets(small(), SPEC).keys() == {f"blocks.{i}.{name}" for i in range(2) for name in BLOCK}
 
 
 @pytest.mark.parametrize(
@@ -64,28 +74,134 @@ def test_without_a_choice_all_linear_layers_of_the_blocks_are_adapted_and_the_he
     ],
 )
 def test_patterns_choose_by_the_last_parts_of_a_name(modules: str | list[str], expected: set[str]) -> None:
-    assert select_lora_layers(small(), LoraConfig(target_modules=modules)).keys() == expected
+    assert select_lora_targets(small(), LoraConfig(target_modules=modules)).keys() == expected
 
 
 def test_a_pattern_that_fits_nothing_is_named_with_what_there_is() -> None:
     with pytest.raises(
         RecipeError, match=r"lora.target_modules: 'q_proj' fits no linear layer; there are query, key, value"
     ):
-        select_lora_layers(small(), LoraConfig(target_modules=["query", "q_proj"]))
+        select_lora_targets(small(), LoraConfig(target_modules=["query", "q_proj"]))
 
 
 def test_a_model_without_blocks_needs_a_choice() -> None:
     with pytest.raises(
         RecipeError, match=r"lora.target_modules: the model has no blocks with linear layers; name some of 0"
     ):
-        select_lora_layers(nn.Sequential(nn.Linear(4, 4)), SPEC)
+        select_lora_targets(nn.Sequential(nn.Linear(4, 4)), SPEC)
 
 
 def test_a_rank_that_saves_nothing_is_refused() -> None:
     with pytest.raises(
         RecipeError, match=r"lora.rank: 16 must be below 16, the smaller side of blocks.0.attention.key"
     ):
-        adapted(LoraConfig(rank=16))
+        adapted(LoraConfig(rank=16, target_modules=["key"]))
+
+
+def test_without_a_choice_layers_that_are_no_larger_than_the_rank_are_left_out() -> None:
+    names = select_lora_targets(small(), LoraConfig(rank=16)).keys()
+    assert {name.partition(".")[2].partition(".")[2] for name in names} == BLOCK - {"attention.key", "attention.value"}
+    with pytest.raises(RecipeError, match=r"lora.rank: 32 must be below"):
+        select_lora_targets(small(), LoraConfig(rank=32))
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder layers: attention uses the weight of its output layer in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+        self.embedding = nn.Embedding(64, 32)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.embedding(tokens))
+
+
+class Functional(nn.Module):
+    """Blocks that use the weight of one of their layers in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.linear(layer["a"](x), layer["b"].weight)
+        return x
+
+
+def mixture() -> nn.Module:
+    torch.manual_seed(0)
+    return moe(vocab_size=64, seq_len=16, layers=2, hidden_size=32, num_heads=4, num_experts=4)
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Encoder()
+
+
+@pytest.mark.parametrize("build", [mixture, encoder])
+def test_adapters_of_experts_and_attention_learn_and_are_merged(build: Callable[[], nn.Module]) -> None:
+    model = adapted(SPEC, build())
+    model(tokens()).square().mean().backward()
+    unused = [name for name, p in model.named_parameters() if name.endswith("lora_b") and not p.grad.any()]
+    assert unused == []
+    disturbed(model)
+    merged = build()
+    merged.load_state_dict(merge_lora_tensors(model.state_dict(), lora_scale(SPEC)))
+    torch.testing.assert_close(model.eval()(tokens()), merged.eval()(tokens()), rtol=1e-4, atol=1e-4)
+    assert model.state_dict().keys() >= merged.state_dict().keys()
+
+
+def test_the_second_forward_of_activation_checkpointing_has_the_adapters() -> None:
+    def gradients(mode: ActivationCheckpointing) -> list[torch.Tensor]:
+        model = disturbed(adapted(LoraConfig(rank=4, target_modules=["experts"]), mixture()))
+        apply_activation_checkpointing(model, ["blocks.0.ffn.experts", "blocks.1.ffn.experts"], mode)
+        model(tokens()).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, gradients("none"), gradients("full")))
+
+
+def test_torchs_encoder_layers_use_the_adapters_of_attention_also_in_an_evaluation() -> None:
+    model = disturbed(adapted(LoraConfig(rank=4, target_modules=["in_proj_weight"]), encoder()))
+    trained = model(tokens())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens()), trained)
+
+
+def test_experts_are_adapted_and_their_router_is_not() -> None:
+    names = {name.partition("ffn.")[2] for name in select_lora_targets(mixture(), LoraConfig(rank=8)) if "ffn" in name}
+    assert names == {name for name, p in mixture().blocks[0].ffn.named_parameters() if p.dim() == 3}
+    assert select_lora_targets(mixture(), LoraConfig(rank=2, target_modules=["score"])).keys() == {
+        "blocks.0.ffn.router.score",
+        "blocks.1.ffn.router.score",
+    }
+    assert len(select_lora_targets(mixture(), LoraConfig(target_modules=["experts"]))) == 2 * len(names)
+
+
+def test_a_name_that_fits_no_layer_says_what_has_it() -> None:
+    with pytest.raises(RecipeError, match=r"'embedding' fits no linear layer \(embedding is a Embedding\); there are"):
+        select_lora_targets(mixture(), LoraConfig(target_modules=["embedding"]))
+
+
+def test_dropout_on_experts_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"lora.dropout: is for layers that are called, and blocks.0.ffn.experts"):
+        select_lora_targets(mixture(), LoraConfig(rank=4, dropout=0.1))
+
+
+def test_an_adapter_that_is_never_called_is_found() -> None:
+    model = adapted(SPEC, Functional())
+    assert find_uncalled_adapters(model, lambda: model(torch.zeros(1, 8))) == ["layers.0.b", "layers.1.b"]
+    called = adapted(SPEC, encoder())
+    assert find_uncalled_adapters(called, lambda: called(tokens())) == []
+
+
+def test_what_stays_frozen_is_counted() -> None:
+    assert describe_adapters(adapted()) == "adapters on 14 matrices"
+    text = describe_adapters(adapted(LoraConfig(rank=4, target_modules=["query"]), mixture()))
+    assert text.startswith("adapters on 2 matrices; 14 in blocks have none (9")
 
 
 def test_a_layer_that_shares_its_weight_is_refused() -> None:

@@ -110,6 +110,13 @@ def test_a_learning_rate_of_zero_is_told() -> None:
         UserOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
 
 
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    with pytest.raises(UsageError, match=r"under parallelism.tensor and expert Muon would see slices of matrices"):
+        UserOptimizer(model, torch.optim.Muon(model.parameters()), is_sharded=True, is_sliced=True)
+    UserOptimizer(model, torch.optim.AdamW(model.parameters()), is_sharded=True, is_sliced=True)
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number that is no tensor."""
 
