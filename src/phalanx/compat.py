@@ -149,6 +149,21 @@ def is_compiled(module: "nn.Module") -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def call_after(module: "nn.Module", action: "Callable[[nn.Module], None]") -> None:
+    """Call `action` after each forward of a module, outside of what `module.compile()` has compiled."""
+    compiled: Callable[..., Any] | None = getattr(module, "_compiled_call_impl", None)
+    if compiled is None:
+        module.register_forward_hook(lambda module, args, output: action(module))
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = compiled(*args, **kwargs)
+        action(module)
+        return output
+
+    module._compiled_call_impl = call
+
+
 def causal_lower_right(queries: int, keys: int) -> "torch.Tensor":
     """The bias of torch.nn.attention by which the last query sees the last key. torch cannot make one while operations
     are dispatched to a mode, as selective recomputation, memory measurements and FLOP counters have them."""

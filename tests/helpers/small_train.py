@@ -22,7 +22,7 @@ from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.reducer import GradReducer, LocalReducer
 from phalanx.train.loss import LossFn, LossModule
-from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.signals import StopRequest

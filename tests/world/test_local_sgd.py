@@ -19,7 +19,7 @@ from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.local_sgd.local_sgd import LocalSGD
 from phalanx.train.local_sgd.sync_schedule import SyncSchedule
-from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_timer import HostStepTimer

@@ -24,7 +24,7 @@ from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetecte
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.inference import load_trained_model
 from phalanx.train.map_dataset import MapDatasetSource, fingerprint_dataset
-from phalanx.train.model_builder import derive_seed, seed_everything
+from phalanx.train.ops.random_draws import derive_seed, seed_everything
 from read_trackers import read_tensorboard
 from train_harness import (
     HarnessRun,

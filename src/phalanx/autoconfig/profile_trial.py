@@ -34,8 +34,8 @@ from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.distributed.same_model import new_buffer, other_parameter
 from phalanx.train.loss import LossFn
-from phalanx.train.model_builder import seed_everything
 from phalanx.train.ops.lora import describe_adapters, find_uncalled_adapters, is_lora_name
+from phalanx.train.ops.random_draws import seed_everything
 from phalanx.train.optim import trainable_parameters
 from phalanx.train.precision import autocast_context
 from phalanx.train.tasks import LanguageModeling, Task

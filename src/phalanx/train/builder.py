@@ -16,6 +16,7 @@ from phalanx.run import Run
 from phalanx.run.event_types import EvaluationProgress
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
+from phalanx.train.distributed.context_parallel import local_runs
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.float8_select import Float8Selector, make_float8_selector, measure_layer_rows
 from phalanx.train.distributed.mesh import Mesh, build_mesh
@@ -27,10 +28,11 @@ from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.grad_sync.reducer_choice import choose_reducer
 from phalanx.train.lm_head import eval_mode, find_lm_head
 from phalanx.train.local_sgd.step import make_local_sgd_accumulator
-from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
-from phalanx.train.model_builder import MicroBatchSeeds, build_model, check_same_initial_values
-from phalanx.train.ops.collectives import all_reduce_copy
+from phalanx.train.loss import ContextSplit, LMHead, LossFn, LossModule, plan_context_split
+from phalanx.train.model_builder import build_model, check_same_initial_values
+from phalanx.train.ops.collectives import all_reduce_copy, group_rank, group_size
 from phalanx.train.ops.lora import has_lora
+from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
 from phalanx.train.optim import (
     NormFn,
     OptimizerContainer,
@@ -59,6 +61,16 @@ def make_accumulator(
     slots = num_metric_slots(recipe.batch.global_size // recipe.batch.micro_size)
     reducer = choose_reducer(recipe, dist_env, parallel_model, slots)
     return GradientAccumulator(recipe, dist_env, parallel_model, optimizer.parameter_names, reducer, scaler, seeds)
+
+
+def make_held_slices(mesh: Mesh, batch: int, length: int | None, split: ContextSplit | None) -> HeldSlices | None:
+    """Which slices of a forward's tensors this rank holds; None where it holds whole tensors."""
+    if mesh.tensor_group is None and split is None:
+        return None
+    positions: Runs = () if length is None else ((0, length),)
+    if split is not None and length is not None:
+        positions = local_runs(length, split.method, split.group)
+    return HeldSlices(batch, length, positions, group_rank(mesh.tensor_group), group_size(mesh.tensor_group))
 
 
 def make_norm_fn(parallel_model: ParallelModel) -> NormFn:
@@ -121,6 +133,7 @@ def build_context(
     parallel_model, loss_module = _build_parallel_model(
         recipe, model, loss_fn, mesh, dist_env, data, seeds, scaler, fp8
     )
+    seeds.slices = make_held_slices(mesh, recipe.batch.micro_size, data.info.seq_len, loss_fn.context_split)
     allocate_meta_parameters(parallel_model.modules, dist_env.device)
     if initial_weights is not None:
         initial_weights.fill_parameters(parallel_model)
@@ -295,7 +308,7 @@ def _build_parallel_model(
         dist_env,
         config,
         recipe.batch.global_size // (micro_size * mesh.dp_size),
-        seeds.seed_stage,
+        seeds.seed_micro_batch,
         (lambda: scaler.scale) if scaler.dynamic else None,
     )
 

@@ -25,44 +25,10 @@ from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
 from phalanx.train.ops.lora import add_lora
+from phalanx.train.ops.random_draws import derive_seed, seed_everything
 
 BUILT_IN_PREFIX = "phalanx.models:"
 """Prefix of built-in models, which can be built without memory for parameters."""
-
-
-def derive_seed(*components: object) -> int:
-    """Return a 63-bit seed that is a pure function of its components."""
-    return xxhash.xxh3_64_intdigest("/".join(map(str, components)).encode()) >> 1
-
-
-def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed the generators that modules use: those of the CPU and of this device."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits every other backend: 100 times slower
-    if device.type not in ("cpu", "meta"):
-        torch.get_device_module(device).manual_seed(seed)
-
-
-class MicroBatchSeeds:
-    """Random seeds of a run's forwards: a pure function of seed, step and micro-batch, independent of the worker."""
-
-    def __init__(self, seed: int, device: torch.device):
-        self._seed, self._device = seed, device
-        self._step = 0
-        self._micro_batch_indices = range(1 << 62)
-
-    def start_step(self, step: int, micro_batch_indices: range) -> None:
-        """Start a step in which this worker computes these micro-batches."""
-        self._step, self._micro_batch_indices = step, micro_batch_indices
-
-    def seed_micro_batch(self, micro_batch: int) -> None:
-        """Seed the forward of this worker's micro-batch with this number within the step."""
-        seed_everything(derive_seed(self._seed, self._step, self._micro_batch_indices[micro_batch]), self._device)
-
-    def seed_stage(self, micro_batch: int, stage: int) -> None:
-        """Same as `seed_micro_batch`, for one stage of a pipeline; each stage has a different seed."""
-        seed_everything(
-            derive_seed(self._seed, self._step, self._micro_batch_indices[micro_batch], stage), self._device
-        )
 
 
 def model_facts(facts: DataInfo) -> dict[str, int | None]:

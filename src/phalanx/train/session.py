@@ -28,7 +28,7 @@ from phalanx.recipe import ResolvedRecipe, dump_recipe, load_recipe, load_resolv
 from phalanx.recipe.grad_sync_defaults import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
 from phalanx.run import Run
 from phalanx.run.directory import write_atomic, write_json
-from phalanx.train.builder import make_accumulator
+from phalanx.train.builder import make_accumulator, make_held_slices
 from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir
 from phalanx.train.distributed.environment import DistEnv
@@ -47,7 +47,8 @@ from phalanx.train.map_dataset import (
     check_map_dataset,
     fingerprint_dataset,
 )
-from phalanx.train.model_builder import MicroBatchSeeds, check_same_initial_values, derive_seed, seed_everything
+from phalanx.train.model_builder import check_same_initial_values
+from phalanx.train.ops.random_draws import MicroBatchSeeds, derive_seed, seed_everything
 from phalanx.train.optim.user import UserOptimizer
 from phalanx.train.precision import GradScaler, autocast_context
 from phalanx.train.resume import make_result, report_start, resume_training
@@ -201,6 +202,8 @@ class Session:
         # The schedule scales the learning rate that the loop gave its optimizer, and events report the result.
         optim = self._recipe.optimizer.model_copy(update={"lr": optimizer.base_lr})
         recipe = self._recipe.model_copy(update={"optimizer": optim})
+        seeds = MicroBatchSeeds(recipe.seed, dist_env.device)
+        seeds.slices = make_held_slices(parallel_model.mesh, recipe.batch.micro_size, None, None)
         view = RunContext(self._run.path, dist_env.rank, dist_env.world_size, prepared.model)
         return TrainContext(
             run=self._run,
@@ -212,9 +215,7 @@ class Session:
             parallel_model=parallel_model,
             optimizer=optimizer,
             scaler=scaler,
-            accumulator=make_accumulator(
-                recipe, dist_env, parallel_model, optimizer, scaler, MicroBatchSeeds(recipe.seed, dist_env.device)
-            ),
+            accumulator=make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds),
             callbacks=Callbacks(load_callbacks(recipe.callbacks, self._folder), view),
             reporter=self._reporter,
             stop_request=self._stop,

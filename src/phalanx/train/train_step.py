@@ -16,8 +16,8 @@ from phalanx.train.distributed.buffer_sync import BufferSync
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, find_bucketed_reducer
-from phalanx.train.model_builder import MicroBatchSeeds
 from phalanx.train.ops.collectives import all_reduce_copy
+from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import (
@@ -234,6 +234,7 @@ class GradientAccumulator:
             pending = dist.all_reduce(self.metrics.values, async_op=True)
         self.reducer.reduce_gradients()
         self.grads_reduced = True
+        self._seeds.end_step()
         if pending is not None:
             pending.wait()
         elif needs_all_reduce:

@@ -13,7 +13,8 @@ from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
 from phalanx.recipe.builder_arguments import fill_arguments
 from phalanx.recipe.schema import ModelConfig
-from phalanx.train.model_builder import build_model, derive_seed, has_batch_norm, model_facts, seed_everything
+from phalanx.train.model_builder import build_model, has_batch_norm, model_facts
+from phalanx.train.ops.random_draws import derive_seed, seed_everything
 
 TEXT = DataInfo("tokens", 256, None, 64, None)
 IMAGES = DataInfo("images", None, 10, None, (28, 28, 1))

@@ -27,7 +27,7 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.reducer import LocalReducer
-from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.resume import report_start, resume_training

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.train.distributed.block_state import BlockState, has_mutable_state
 from phalanx.train.distributed.context_parallel import make_checkpoint_contexts
+from phalanx.train.ops.random_draws import WholeFeatures
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
@@ -125,7 +126,8 @@ def _nest_contexts(state: Callable[[], _ContextPair], selective: Callable[[], _C
     """Return the contexts of forward and recomputation: those of selective checkpointing, nested in those of the
     block's state and of context parallelism."""
     found = make_checkpoint_contexts()
-    for inner in (state, selective):
+    whole = contextlib.nullcontext(), WholeFeatures()  # a recomputation may have ended before the block's last layer
+    for inner in (lambda: whole, state, selective):
         if inner is not None:
             forward, backward_context = inner()
             found = _NestedContext(found[0], forward), _NestedContext(found[1], backward_context)

@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from phalanx.compat import causal_lower_right
 from phalanx.errors import RecipeError
 from phalanx.train.ops.collectives import Group, all_to_all_rows, gather_from_group, group_rank, group_size
+from phalanx.train.ops.random_draws import attend_dropping, cut_heads, draw_kept_scores
 
 ContextMethod = Literal["gather", "alltoall"]
 
@@ -82,6 +83,7 @@ def attention_over_context(
     causal: bool,
     masks: tuple[Tensor, ...] | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys and values [b, g, s/n, d] of the whole sequence.
 
@@ -92,7 +94,7 @@ def attention_over_context(
     """
     query, key, value = (_cast_to_autocast_dtype(x) for x in (query, key, value))
     attention_fn = _attention_all_gather if method == "gather" else _attention_all_to_all
-    return attention_fn(query, key, value, group, causal, masks, scale)
+    return attention_fn(query, key, value, group, causal, masks, scale, dropout_p)
 
 
 def _attention_all_gather(
@@ -103,12 +105,16 @@ def _attention_all_gather(
     causal: bool,
     masks: tuple[Tensor, ...] | None,
     scale: float | None,
+    dropout_p: float,
 ) -> Tensor:
     n = group_size(group)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     whole = gather_from_group(torch.cat([key, value], dim=-1), group, dim=2)  # [b, g, s, d + dv], in rank order
     widths = [key.shape[-1], value.shape[-1]]
-    if not causal and masks is None:  # the order of keys does not matter
+    kept = None
+    if dropout_p > 0:
+        kept = draw_kept_scores(query, *cut_heads(query.shape[1]), query.shape[2] * n, dropout_p)
+    if not causal and masks is None and kept is None:  # the order of keys does not matter
         keys, values = whole.split(widths, dim=-1)
         return scaled_dot_product_attention(query, keys, values, **options)
     keys, values = _to_sequence_order(whole, n).split(widths, dim=-1)
@@ -116,7 +122,14 @@ def _attention_all_gather(
     chunks, _ = local_chunks("gather", group_rank(group), n)
     results = []
     for index, (chunk, queries) in enumerate(zip(chunks, query.split(size, dim=2), strict=True)):
-        end = (chunk + 1) * size
+        end = (chunk + 1) * size if causal or masks is not None else size * 2 * n
+        if kept is not None:
+            rows = kept[:, :, chunk * size : (chunk + 1) * size, :end]
+            seen = _causal_mask_at_end(size, end, query.device) if causal else None
+            seen = seen if masks is None else masks[index]
+            part = (queries, keys[:, :, :end], values[:, :, :end])
+            results.append(attend_dropping(*part, rows, dropout_p, mask=seen, scale=scale))
+            continue
         if masks is not None:
             mask: dict[str, Any] = {"attn_mask": masks[index]}
         elif end == size:
@@ -133,6 +146,10 @@ def _causal_bias_at_end(queries: int, keys: int, device: torch.device) -> Tensor
     the time of attention without one."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
+    return _causal_mask_at_end(queries, keys, device)
+
+
+def _causal_mask_at_end(queries: int, keys: int, device: torch.device) -> Tensor:
     positions = torch.arange(keys, device=device)
     return positions[keys - queries :, None] >= positions
 
@@ -152,6 +169,7 @@ def _attention_all_to_all(
     causal: bool,
     masks: tuple[Tensor, ...] | None,
     scale: float | None,
+    dropout_p: float,
 ) -> Tensor:
     n, heads, kv_heads = group_size(group), query.shape[1], key.shape[1]
     if heads % n:
@@ -163,11 +181,18 @@ def _attention_all_to_all(
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     query, key, value = _shard_heads_not_sequence([query, key, value], group)
+    mask = None if masks is None else masks[0]
+    if dropout_p > 0:
+        first, num_heads = cut_heads(heads)
+        kept = draw_kept_scores(query, first + group_rank(group) * query.shape[1], num_heads, query.shape[2], dropout_p)
+        is_causal = causal and mask is None
+        out = attend_dropping(query, key, value, kept, dropout_p, mask=mask, causal=is_causal, scale=scale)
+        return _shard_sequence_not_heads(out, group)
     out = scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=None if masks is None else masks[0],
+        attn_mask=mask,
         is_causal=causal and masks is None,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -10,7 +10,7 @@ to those of the whole batch: they must be summed over the group.
         logits = model(mine["tokens"], positions=mine["positions"])
 
 Only self-attention is supported, causal or full, of tensors [b, h, s/n, d]. Calls that would give wrong results raise
-RecipeError: attention dropout, a mask that cannot be extended to the whole sequence, sliding windows, a model that
+RecipeError: a mask that cannot be extended to the whole sequence, sliding windows, a model that
 takes no positions. The attention itself is in context_attention.py.
 """
 
@@ -33,15 +33,19 @@ from phalanx.train.distributed.context_attention import (
     make_document_masks,
 )
 from phalanx.train.ops.collectives import Group, group_rank, group_size
+from phalanx.train.ops.random_draws import SDPA_NAME, Runs
 
-SDPA_NAME = "scaled_dot_product_attention"
+
+def local_runs(length: int, method: ContextMethod, group: Group) -> Runs:
+    """Return the runs of positions in a sequence of `length` that this rank holds, in its order."""
+    chunks, count = local_chunks(method, group_rank(group), group_size(group))
+    size = length // count
+    return tuple((chunk * size, (chunk + 1) * size) for chunk in chunks)
 
 
 def local_positions(length: int, method: ContextMethod, group: Group, device: torch.device) -> Tensor:
     """Return the positions in a sequence of `length` that this rank holds, in its order: int64 [s/n]."""
-    chunks, count = local_chunks(method, group_rank(group), group_size(group))
-    size = length // count
-    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks])
+    return torch.cat([torch.arange(start, end, device=device) for start, end in local_runs(length, method, group)])
 
 
 def shard_batch(batch: dict[str, Tensor], group: Group, method: ContextMethod) -> dict[str, Tensor]:
@@ -181,11 +185,6 @@ class ContextParallel:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if dropout_p > 0:
-            raise RecipeError(
-                f"parallelism.context: the model drops out attention (dropout_p={dropout_p}), which cannot be split "
-                "along the sequence; set the model's attention dropout to 0"
-            )
         _check_shapes(query, key)
         if attn_mask is not None and self.masks is None and not self.replace_masks:
             raise RecipeError(
@@ -204,6 +203,7 @@ class ContextParallel:
             causal=causal,
             masks=self.masks if causal else None,
             scale=scale,
+            dropout_p=dropout_p,
         )
 
 

@@ -36,6 +36,7 @@ from phalanx.train.distributed.tensor_parallel import apply_tensor_parallel, che
 from phalanx.train.distributed.tp_plans import find_divisible_sizes, find_tp_plan
 from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts
 from phalanx.train.ops.collectives import Group
+from phalanx.train.ops.random_draws import refuse_draws, seed_after_blocks
 from phalanx.train.precision import AUTOCAST_DTYPES
 
 
@@ -146,9 +147,14 @@ def parallelize_part(
             [*linear_names_in_blocks(model, blocks), *filter(None, [config.lm_head])],
             AUTOCAST_DTYPES[config.precision],
         )
+    if mesh.parallelism.tensor * mesh.parallelism.context * mesh.parallelism.expert > 1:
+        for name, experts_module in find_expert_modules(model).items():
+            experts_module.forward = refuse_draws(name, experts_module.forward)
     apply_activation_checkpointing(model, blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(model, [modules[name] for name in blocks], graphs=config.compile == "cuda-graphs")
+    named = dict(model.named_modules())  # stubs too: a stage's forward passes the blocks before its own
+    seed_after_blocks([named[name] for name in model_plan.blocks if name in named])
     if mesh.fsdp_mesh is not None:
         experts = [
             m for m in modules.values() if mesh.expert_group is not None and getattr(m, "expert_parallel", False)

@@ -35,6 +35,7 @@ from phalanx.train.ops.collectives import (
 )
 from phalanx.train.ops.float8 import Float8Linear
 from phalanx.train.ops.lora import LEAVE_REGION_ATTR, LORA_A_NAME, LORA_B_NAME, has_lora
+from phalanx.train.ops.random_draws import enter_columns, leave_columns, leave_rows
 
 TP_PLAN_KEY = "model.tp_plan"
 VOCAB_STYLES = ("vocabulary", "head")
@@ -141,7 +142,13 @@ def apply_tensor_parallel(
         parameter.data = torch.cat(pieces, dim_shard.dim).clone(memory_format=torch.contiguous_format)
     for name, style in styles.items():
         in_region = any(styles.get(parent) == "region" for parent in _name_and_parents(name))
-        _APPLY_STYLE[style.partition(":")[0]](modules[name], _TPComm(group, sequence_parallel, in_region, async_tp))
+        kind, _, fused = style.partition(":")
+        _APPLY_STYLE[kind](modules[name], _TPComm(group, sequence_parallel, in_region, async_tp))
+        if kind.startswith("columns"):
+            modules[name].register_forward_pre_hook(lambda *_: enter_columns())
+            modules[name].register_forward_hook(_note_cut_features(int(fused or 1)))
+        elif kind.startswith("rows"):
+            modules[name].register_forward_hook(lambda *_: leave_rows())
     for pattern, attributes in (divided_attributes or {}).items():
         for name in find_matching(pattern, modules):
             for attribute in attributes:
@@ -338,6 +345,15 @@ def _transform_first_output(change: Callable[[Tensor], Tensor]) -> Callable[...,
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         return change(output) if isinstance(output, Tensor) else (change(output[0]), *output[1:])
+
+    return hook
+
+
+def _note_cut_features(parts: int) -> Callable[..., None]:
+    """Return a forward hook of a layer with outputs cut into parts of `parts` fused matrices."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        leave_columns(output.shape[-1], parts)
 
     return hook
 

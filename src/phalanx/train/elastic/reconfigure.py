@@ -33,7 +33,7 @@ from phalanx.train.distributed.process_group import abort_process_group, init_pr
 from phalanx.train.distributed.store import open_attempt_store
 from phalanx.train.elastic.membership import MembershipUpdates, SocketRegistry
 from phalanx.train.evaluation import EvaluationResult
-from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.resume import report_start
 from phalanx.train.train_context import MembershipChanged, TrainContext, WorkerProcess
 from phalanx.train.train_state import SurvivorState, TrainState

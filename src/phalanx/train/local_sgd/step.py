@@ -22,7 +22,7 @@ from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD
 from phalanx.train.local_sgd.state import LocalSGDState, saved_during_local_sgd
 from phalanx.train.local_sgd.sync_schedule import SyncSchedule
-from phalanx.train.model_builder import MicroBatchSeeds
+from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepTotals

@@ -267,13 +267,13 @@ def _add_lora_output(
     module: nn.Module, args: tuple[Any, ...], output: Tensor, *, scale: float, dropout: float, transposed: bool
 ) -> Tensor:
     """Forward hook: add the adapter's output to the layer's."""
+    # If tensor-parallel ranks hold parts of the inputs, their partial results must be reduced
+    # (`train/distributed/tensor_parallel.py`).
+    leave = vars(module).get(LEAVE_REGION_ATTR)
     x = F.dropout(args[0], dropout, module.training)
     a: Tensor = getattr(module, LORA_A_NAME)  # not a parameter while `functional_call` replaces it
     b: Tensor = getattr(module, LORA_B_NAME)
     inner = x @ a if transposed else F.linear(x, a)
-    # If tensor-parallel ranks hold parts of the inputs, their partial results must be reduced
-    # (`train/distributed/tensor_parallel.py`).
-    leave = vars(module).get(LEAVE_REGION_ATTR)
     inner = inner if leave is None else leave(inner)
     return output + scale * (inner @ b if transposed else F.linear(inner, b))
 

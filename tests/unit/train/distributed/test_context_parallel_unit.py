@@ -128,7 +128,6 @@ def attention(**options: Any) -> Tensor:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "drops out attention": {"dropout_p": 0.1, "is_causal": True},
     "a mask of its own": {"attn_mask": torch.ones(4, 4, dtype=torch.bool)},
 }
 
@@ -173,7 +172,7 @@ def test_the_innermost_acts_and_none_after_all_are_left() -> None:
 def test_an_error_inside_leaves_the_ordinary_attention_behind() -> None:
     ordinary = F.scaled_dot_product_attention
     with pytest.raises(RecipeError), ContextParallel(ranks(0, 2), "gather"):
-        attention(dropout_p=0.1)
+        attention(attn_mask=torch.ones(4, 4, dtype=torch.bool))
     assert F.scaled_dot_product_attention is ordinary
 
 

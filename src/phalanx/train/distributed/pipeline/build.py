@@ -106,7 +106,7 @@ def build_pipeline(
     dist_env: DistEnv,
     config: ParallelConfig,
     micro_batches: int,
-    seed: Callable[[int, int], None],
+    seed: Callable[[int], None],
     get_loss_scale: Callable[[], float] | None,
 ) -> tuple[ParallelModel, PipelineRunner]:
     """Build this worker's stages of `model`, parallelized, and the pipeline that runs them. The stages take over the

@@ -300,9 +300,8 @@ class StageModule(nn.Module):
     `set_batches` sets the batches of a step, and `micro_batch_index` is the micro-batch that the next forward computes.
     On the last stage `results` holds the loss function's result for each, detached.
 
-    In training mode `seed(micro_batch, stage)` seeds the random numbers before each forward; it must mix in the stage,
-    otherwise the stages' dropout masks would be equal. Because each stage is seeded, dropout differs from that of a
-    single process, but is the same in every run with the same stages. `context` makes a new context for each forward:
+    In training mode `seed(micro_batch)` seeds the random numbers before each forward; after each block, also one of
+    another stage, they are seeded again (`ops/random_draws.py`). `context` makes a new context for each forward:
     autocast.
     """
 
@@ -313,7 +312,7 @@ class StageModule(nn.Module):
         index: int,
         loss_fn: ModelLossFn,
         *,
-        seed: Callable[[int, int], None] | None = None,
+        seed: Callable[[int], None] | None = None,
         context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ):
         super().__init__()
@@ -345,7 +344,7 @@ class StageModule(nn.Module):
             partial_model.set_device(device)
             self._device = device
         if self._seed is not None and self.training:
-            self._seed(self.micro_batch_index, self.index)
+            self._seed(self.micro_batch_index)
         if partial_model.stage_input is not None:
             partial_model.stage_input.hidden = hidden
         try:

@@ -1,0 +1,129 @@
+"""Random numbers of a forward under every parallelism: the losses and gradient norms of one process, as without."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import noisy_models
+from phalanx.errors import ExitCode
+from phalanx.run.event_types import StepDone
+from train_harness import HarnessRun, TrainHarness, Values
+
+TOLERANCE = 1e-5
+STEPS = 20
+TRAINING: Values = {
+    "steps": STEPS,
+    "batch": {"global_size": 8, "micro_size": 2},
+    "checkpoint": {"every": None},
+    "evaluation": {"every": None},
+    "callbacks": [],
+    "optimizer": {"lr": 1e-3, "schedule": {"warmup_steps": 5}},
+}
+SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "dropout": 0.2}
+EXPERTS = {"layers": 2, "hidden_size": 32, "num_heads": 4, "num_experts": 4, "dense_layers": 1, "dropout": 0.2}
+
+
+@pytest.fixture(autouse=True)
+def models(lab: TrainHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of this file, and no arguments for ours unless a case has them."""
+    import train_harness
+
+    monkeypatch.setattr(train_harness, "BASE_RECIPE", {**train_harness.BASE_RECIPE, "model": {}})
+    source = Path(noisy_models.__file__).read_text(encoding="utf-8")
+    (lab.folder / "noisy_models.py").write_text(source, encoding="utf-8")
+
+
+def noisy(**args: Any) -> Values:
+    return {"model": {"build": "noisy_models:noisy", "args": args, "tp_plan": noisy_models.PLAN}}
+
+
+def hugging_face(lab: TrainHarness, kind: str, **options: Any) -> Values:
+    tiny: Any = pytest.importorskip("tiny_huggingface")
+    transformers: Any = pytest.importorskip("transformers")
+    folder = lab.folder / f"dropout-{kind}"
+    if not folder.is_dir():
+        torch.manual_seed(0)
+        config = tiny.make_config(kind, vocab_size=257, **options)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return {"model": {"build": f"hf:{folder.name}"}}
+
+
+def changes_of(lab: TrainHarness, case: str) -> Values:
+    full: Values = {"memory": {"activation_checkpointing": "full"}}
+    match case:
+        case "ours":
+            own: Values = {"model": {"args": {**SIZES, "layers": 2}}, **full}
+        case "deep":
+            own = {"model": {"args": {**SIZES, "layers": 4}}}
+        case "experts":
+            own = {"model": {"build": "phalanx.models:moe", "args": EXPERTS}}
+        case "adapters":
+            own = {"model": {"args": {**SIZES, "layers": 2, "dropout": 0.0}}, "lora": {"rank": 4, "dropout": 0.2}}
+        case "noisy":
+            own = {**noisy(), **full}
+        case "own attention":
+            own = noisy(own_attention=True)
+        case "gpt2":  # dropout of 0.1 in three places is its default
+            own = hugging_face(lab, "gpt2")
+        case "llama":
+            own = {**hugging_face(lab, "llama", attention_dropout=0.1), **full}
+        case _:
+            own = {**hugging_face(lab, "gpt2"), "lora": {"rank": 4, "dropout": 0.2}}
+    return {**TRAINING, **own}
+
+
+def workers_of(layout: Values) -> int:
+    count = 1
+    for name in ("replicate", "shard", "tensor", "pipeline", "context"):
+        count *= layout.get(name, 1)
+    return count
+
+
+def numbers(run: HarnessRun) -> torch.Tensor:
+    assert run.code == ExitCode.DONE, run.message
+    return torch.tensor([[event.loss, event.grad_norm] for event in run.events_of_kind(StepDone)], dtype=torch.float64)
+
+
+TENSOR, CONTEXT, PIPELINE = {"tensor": 2}, {"context": 2}, {"pipeline": 2}
+PAIR = {"tensor": 2, "context": 2}
+OFTEN: list[tuple[str, Values]] = [
+    ("noisy", TENSOR),
+    ("noisy", CONTEXT),
+    ("noisy", PIPELINE),
+    ("ours", PAIR),
+    ("experts", {"shard": 2, "expert": 2}),
+    ("gpt2", TENSOR),
+    ("gpt2", CONTEXT),
+    ("adapters", TENSOR),
+]
+REST: list[tuple[str, Values]] = [
+    *[("ours", layout) for layout in ({"replicate": 2}, {"shard": 2}, TENSOR, CONTEXT, PIPELINE)],
+    ("ours", {"tensor": 2, "async_tp": True}),
+    *[("deep", {"pipeline": 2, "pipeline_schedule": name}) for name in ("gpipe", "interleaved", "zero-bubble")],
+    *[("noisy", layout) for layout in ({"shard": 2}, {"context": 4}, PAIR, {"tensor": 2, "pipeline": 2})],
+    ("noisy", {"context": 2, "pipeline": 2}),
+    ("own attention", TENSOR),
+    *[("experts", layout) for layout in (TENSOR, CONTEXT, {"shard": 2, "tensor": 2, "expert": 2})],
+    ("experts", {"context": 2, "pipeline": 2, "expert": 2}),
+    *[("gpt2", layout) for layout in (PIPELINE, PAIR)],
+    *[("llama", layout) for layout in (TENSOR, CONTEXT, {"context": 4}, PIPELINE, PAIR)],
+    *[("adapters", layout) for layout in (CONTEXT, PIPELINE, {"shard": 2})],
+    *[("gpt2 adapters", layout) for layout in (TENSOR, PAIR)],
+]
+
+
+def cell(case: str, layout: Values, marks: Any = ()) -> Any:
+    return pytest.param(case, layout, id=f"{case}-{' '.join(f'{k} {v}' for k, v in layout.items())}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"), [cell(*one) for one in OFTEN] + [cell(*one, marks=pytest.mark.slow) for one in REST]
+)
+def test_random_numbers_are_those_of_one_process(lab: TrainHarness, case: str, layout: Values) -> None:
+    changes = changes_of(lab, case)
+    alone = numbers(lab.train_reference(changes))
+    divided = numbers(lab.train({**changes, "parallelism": layout}, workers_of(layout)))
+    assert len(divided) == STEPS
+    torch.testing.assert_close(divided, alone, rtol=TOLERANCE, atol=0)
