@@ -43,6 +43,7 @@ from phalanx.recipe import (
     scale_batch_with_workers,
 )
 from phalanx.recipe.checks import check_task
+from phalanx.recipe.data_schema import MIXTURE_ORDER
 from phalanx.recipe.device_checks import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
@@ -216,6 +217,7 @@ def resolve_run(
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
     data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
+    data = data.model_copy(update={"order": MIXTURE_ORDER if previous is None else previous.data.order})
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
