@@ -43,14 +43,14 @@ def first(layers: int) -> Case:
 
 
 def second(layers: int) -> Case:
-    """Several documents in a sample, parts that do not train, activations made again."""
+    """Several documents and padding in a sample, parts that do not train, activations made again."""
     return Case(
         f"packed-{layers}",
         ("sequence packing", "frozen parameters", "activation checkpointing"),
         {
             **TRAINING,
             "model": {"build": "user_models:frozen", "args": {**SIZES, "layers": layers, "tie_embeddings": False}},
-            "data": {"source": [{"jsonl": "documents.jsonl"}], "document_masking": True},
+            "data": {"source": [{"jsonl": "documents.jsonl"}], "document_masking": True, "packing": "whole"},
             "memory": {"activation_checkpointing": "full"},
         },
     )

@@ -24,7 +24,7 @@ _BLOCK_STRIDE = 1265  # odd, and about 0.618 of the blocks of a period, so that 
 _SPREAD_RATIOS = tuple(
     ratio for root in ((5**0.5 - 1) / 2, 2**0.5 - 1, 3**0.5 - 1, 7**0.5 - 2) for ratio in (root, 1 - root)
 )
-"""Multiples of them are spread evenly between whole numbers. One of several, so that all sources meet in micro-batches."""
+"""Multiples of them are spread evenly between whole numbers. One of several, so that all sources meet."""
 
 
 def _splitmix64(x: UInt64Array) -> UInt64Array:

@@ -93,7 +93,7 @@ class DataConfig(ConfigModel):
     document is cut only if it is longer than `seq_len`, and the rest of a sample is padded; validation shares no
     document with training."""
     order: Annotated[int, Field(ge=1, le=MIXTURE_ORDER), NUMBER_NOT_BOOL] = 1
-    """Version of the order in which several sources are mixed. A run's resolved.yaml has that of the run; in a recipe it
+    """Version of the order in which several sources are mixed. resolved.yaml has that of the run; in a recipe it
     has no effect."""
 
 
