@@ -50,7 +50,7 @@ RUNS = [
 def documents(lab: TrainHarness) -> None:
     """Many short documents, so that most samples hold several."""
     text = (lab.folder / "few.txt").read_text()
-    lines = [json.dumps({"text": text[start : start + 23]}) for start in range(0, len(text), 23)]
+    lines = [json.dumps({"text": text[start : start + 11]}) for start in range(0, len(text), 11)]
     (lab.folder / "documents.jsonl").write_text("\n".join(lines))
 
 

@@ -240,6 +240,7 @@ def resolve_run(
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
     plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
+    notes += describe_short_sources(opened, recipe)
     notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
@@ -257,6 +258,19 @@ def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: boo
             f"{run.path}: was trained on other data (fingerprint {before}, now {fingerprint}); {RESTORE_FILES_HINT}"
         )
     return {**plan, FINGERPRINT_KEY: fingerprint}
+
+
+def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
+    """Describe the sources that have fewer samples than a step takes of them."""
+    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+    total = sum(source.weight for source in sources)
+    shares = [recipe.batch.global_size * source.weight / total for source in sources]
+    return [
+        f"data.source.{number}: has {format_plural(num_samples, 'training sample')}, and a step takes about "
+        f"{share:.0f} of it: they repeat within each step"
+        for number, (num_samples, share) in enumerate(zip(data.num_train_samples_by_source, shares, strict=True))
+        if len(sources) > 1 and num_samples < math.floor(share)
+    ]
 
 
 def describe_data(data: RunData, recipe: Recipe) -> str:

@@ -154,9 +154,10 @@ class SampleReader:
         self._is_validation = is_validation
         self._located = _LocatedSamples(-1, [], [])
         self._units_before = (-1, np.zeros(0, np.int64))
-        self.num_samples = sum(
+        self.num_samples_by_source = [
             order.num_validation if is_validation else order.num_samples - order.num_validation for order in orders
-        )
+        ]
+        self.num_samples = sum(self.num_samples_by_source)
         self._last_first = -1
 
     def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[SampleRanges]]:
@@ -268,6 +269,7 @@ class RunData:
         self.fingerprint = fingerprint
         self.num_train_samples = train.num_samples  # in one epoch of every source
         self.num_validation_samples = validation.num_samples
+        self.num_train_samples_by_source = train.num_samples_by_source
         self.padding_fraction = padding_fraction
         """Share of the positions of training samples that is padding; None where documents are cut instead."""
         self._train, self._validation, self._validation_parts = train, validation, validation_parts

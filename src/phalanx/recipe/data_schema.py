@@ -77,7 +77,7 @@ class DataConfig(ConfigModel):
 
     model_config = ConfigDict(title="Data")
 
-    source: DataSource | list[DataSource] = Field(
+    source: DataSource | Annotated[list[DataSource], Field(min_length=1)] = Field(
         default_factory=lambda: DataSource(text=PYTHON_STDLIB_GLOB, exclude=INSTALLED_PACKAGES_GLOBS)
     )
     """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
