@@ -134,7 +134,7 @@ def _find_impossible_values(folder: Path, manifest: DatasetManifest, entry: Shar
 
 def inspect_dataset(folder: Path, max_tokens: int = 200, seq_len: int | None = None) -> TextContent | ImageContent:
     """Describe a dataset directory, with its first `max_tokens` tokens decoded, or its first labels. `seq_len`: say how
-    whole documents fill windows of so many tokens."""
+    whole documents fill windows of this many tokens."""
     manifest = read_manifest(folder)
     first = MappedShard(folder, manifest.shards[0], np.dtype(manifest.dtype))
     content = DatasetContent(

@@ -130,7 +130,7 @@ class StepMixture:
 
     Sources are arcs of a circle of 16,384 positions, as long as their weights. The samples of a step are spread evenly
     over the circle, neighbours far from each other, and each step turns the circle: by one turn within each eighth of
-    it in every 8 steps, in an order that the seed draws anew for every 8, so that no stride meets the same sources.
+    it in every 8 steps, in an order that the seed draws for every 8, so that no stride meets the same sources.
     """
 
     def __init__(self, weights: Sequence[float], global_size: int, seed: int):

@@ -100,31 +100,31 @@ def _cut_long_documents(documents: TokenRanges, seq_len: int) -> TokenRanges:
 
 
 class _OpenWindows:
-    """Windows by the room that is left in them."""
+    """Windows by the space that is left in them."""
 
     def __init__(self) -> None:
         self._windows: dict[int, list[Int64Array]] = {}
-        self._rooms: list[int] = []  # sorted
+        self._spaces: list[int] = []  # sorted
 
-    def add(self, room: int, windows: Int64Array) -> None:
-        """Keep windows with this room left."""
-        if room and len(windows):
-            if room not in self._windows:
-                self._windows[room] = []
-                insort(self._rooms, room)
-            self._windows[room].append(windows)
+    def add(self, space: int, windows: Int64Array) -> None:
+        """Keep windows with this space left."""
+        if space and len(windows):
+            if space not in self._windows:
+                self._windows[space] = []
+                insort(self._spaces, space)
+            self._windows[space].append(windows)
 
     def take_fullest(self, size: int) -> tuple[int, Int64Array] | None:
-        """Take all windows with the least room that is at least `size`; None where there is none."""
-        if (at := bisect_left(self._rooms, size)) == len(self._rooms):
+        """Take all windows with the least space that is at least `size`; None where there is none."""
+        if (at := bisect_left(self._spaces, size)) == len(self._spaces):
             return None
-        room = self._rooms.pop(at)
-        return room, np.concatenate(self._windows.pop(room))
+        space = self._spaces.pop(at)
+        return space, np.concatenate(self._windows.pop(space))
 
 
 def _best_fit_decreasing(length: Int64Array, capacity: int) -> npt.NDArray[np.int32]:
     """Return the window of each item of `length`, which is 1 to `capacity`. Items of a length, and windows with the
-    same room left, are handled together, in order."""
+    same space left, are handled together, in order."""
     window = np.empty(len(length), np.int32)
     # numpy sorts integers of 16 bits in linear time
     shortness = (capacity - length).astype(np.uint16 if capacity < 1 << 16 else np.int64)
@@ -135,18 +135,18 @@ def _best_fit_decreasing(length: Int64Array, capacity: int) -> npt.NDArray[np.in
         while len(items):
             fullest = open_windows.take_fullest(size)
             if fullest is None:
-                room, windows = capacity, np.arange(num_windows, num_windows - (-len(items) // (capacity // size)))
+                space, windows = capacity, np.arange(num_windows, num_windows - (-len(items) // (capacity // size)))
                 num_windows += len(windows)
             else:
-                room, windows = fullest
-            of_each = room // size
+                space, windows = fullest
+            of_each = space // size
             num_full, num_in_last = divmod(min(len(items), len(windows) * of_each), of_each)
             num_placed = num_full * of_each + num_in_last
             window[items[:num_placed]] = np.repeat(windows, of_each)[:num_placed]
-            open_windows.add(room - of_each * size, windows[:num_full])
+            open_windows.add(space - of_each * size, windows[:num_full])
             if num_in_last:
-                open_windows.add(room - num_in_last * size, windows[num_full : num_full + 1])
+                open_windows.add(space - num_in_last * size, windows[num_full : num_full + 1])
                 num_full += 1
-            open_windows.add(room, windows[num_full:])
+            open_windows.add(space, windows[num_full:])
             items = items[num_placed:]
     return window

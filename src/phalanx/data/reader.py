@@ -39,7 +39,7 @@ Batch = dict[str, npt.NDArray[Any]]
 the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]."""
 
 IGNORE_INDEX = -100
-PADDING_TOKEN = 0  # any would do: it is no target, and no token before it attends to it
+PADDING_TOKEN = 0  # any would do: it is no target, and no earlier token attends to it
 _LOCATED_SAMPLES = 1 << 13  # samples that are located at once: enough to amortize numpy's cost per call
 
 
@@ -424,7 +424,7 @@ def _open_source(
 
 
 def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float, seed: int, weight: float) -> _Source:
-    """Open a source whose documents stay whole, each in training or in validation."""
+    """Open a source and keep its documents whole, each in training or in validation."""
     folder, manifest = dataset.folder, dataset.manifest
     train, validation = (
         pack_documents(documents, seq_len) for documents in list_documents(folder, manifest, holdout_fraction)

@@ -278,12 +278,12 @@ def test_packing_is_best_fit_decreasing(lengths, capacity):
     stop = np.cumsum(lengths)
     documents = TokenRanges(np.zeros(len(lengths), np.int32), stop - lengths, stop)
     packed = pack_documents(documents, capacity)
-    rooms: list[int] = []
+    spaces: list[int] = []
     for length in sorted(lengths, reverse=True):
-        fitting = [room for room in rooms if room >= length]
-        rooms.remove(min(fitting)) if fitting else None
-        rooms.append((min(fitting) if fitting else capacity) - length)
-    assert sorted(packed.num_tokens.tolist()) == sorted(capacity - room for room in rooms)
+        fitting = [space for space in spaces if space >= length]
+        spaces.remove(min(fitting)) if fitting else None
+        spaces.append((min(fitting) if fitting else capacity) - length)
+    assert sorted(packed.num_tokens.tolist()) == sorted(capacity - space for space in spaces)
     ranges = zip(packed.ranges.start.tolist(), packed.ranges.stop.tolist(), strict=True)
     assert sorted(ranges) == list(zip((stop - lengths).tolist(), stop.tolist(), strict=True))
 
