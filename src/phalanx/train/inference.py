@@ -95,8 +95,8 @@ def given_device(run: Run) -> str:
 
 
 def check_data(recipe: ResolvedRecipe) -> None:
-    """Raise DataError if prepared data of a resolved recipe are missing, as from a cache that was emptied, or not named.
-    They are not prepared here: the run may come from another user, and its sources may name any files."""
+    """Raise DataError if prepared data of a resolved recipe are not named, or missing, as from a cache that was
+    emptied. They are not prepared here: the run may come from another user, and its sources may name any files."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
     scored = [] if recipe.evaluation.source is None else [recipe.evaluation.source]
     for source in (*sources, *scored):
