@@ -8,6 +8,7 @@ method 3: generalised Feistel with cycle walking).
 
 from collections.abc import Sequence
 from math import gcd, isqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -180,7 +181,7 @@ def _divide_period(weights: Sequence[float]) -> Int64Array:
     return counts
 
 
-def _rank(values: npt.NDArray[np.float64]) -> Int64Array:
+def _rank(values: npt.NDArray[np.floating[Any]]) -> Int64Array:
     """Return the place of each value among all, from the smallest."""
     ranks = np.empty(len(values), np.int64)
     ranks[np.argsort(values, kind="stable")] = np.arange(len(values))

@@ -82,9 +82,9 @@ class PreparedDataset:
         stop = start + self.sample_length
         return [(values,) for values in zip(shard.tolist(), start.tolist(), stop.tolist(), strict=True)]
 
-    def count_units(self, sample: Int64Array) -> Int64Array:
-        """Tokens of each sample that are no padding; 1 for an image."""
-        return np.full(len(sample), self._stride if self.manifest.kind == "tokens" else 1)
+    def count_tokens(self, sample: Int64Array) -> Int64Array:
+        """Tokens of each sample that are no padding."""
+        return np.full(len(sample), self._stride)
 
     def open_shard(self, number: int) -> MappedShard:
         """A shard, mapped into memory."""
@@ -115,7 +115,7 @@ class PackedDataset(PreparedDataset):
         columns = ranges.shard, ranges.start, ranges.stop
         return [tuple(zip(*(column[part].tolist() for column in columns), strict=True)) for part in parts]
 
-    def count_units(self, sample: Int64Array) -> Int64Array:
+    def count_tokens(self, sample: Int64Array) -> Int64Array:
         """Tokens of each sample that are no padding."""
         return self._windows.num_tokens[sample]
 
@@ -153,7 +153,7 @@ class SampleReader:
         self._datasets, self._orders, self._mixture = datasets, orders, mixture
         self._is_validation = is_validation
         self._located = _LocatedSamples(-1, [], [])
-        self._units_before = (-1, np.zeros(0, np.int64))
+        self._tokens_before = (-1, np.zeros(0, np.int64))
         self.num_samples_by_source = [
             order.num_validation if is_validation else order.num_samples - order.num_validation for order in orders
         ]
@@ -183,19 +183,19 @@ class SampleReader:
                 filled += stop - start
         return rows, located
 
-    def count_units(self, first_sample: int, count: int) -> int:
-        """Tokens of those samples that are no padding, or images. Reads nothing."""
+    def count_tokens(self, first_sample: int, count: int) -> int:
+        """Tokens of those samples that are no padding. Reads nothing."""
         total = 0
         for sample_number in range(
             first_sample // _LOCATED_SAMPLES * _LOCATED_SAMPLES, first_sample + count, _LOCATED_SAMPLES
         ):
-            first, before = self._units_before
+            first, before = self._tokens_before
             if first != sample_number:
-                units = np.zeros(_LOCATED_SAMPLES, np.int64)
+                tokens = np.zeros(_LOCATED_SAMPLES, np.int64)
                 for dataset, own, sample in self._find_samples(sample_number):
-                    units[own] = dataset.count_units(sample)
-                before = np.concatenate([[0], np.cumsum(units)])
-                self._units_before = sample_number, before
+                    tokens[own] = dataset.count_tokens(sample)
+                before = np.concatenate([[0], np.cumsum(tokens)])
+                self._tokens_before = sample_number, before
             start, stop = np.clip(
                 (first_sample - sample_number, first_sample + count - sample_number), 0, _LOCATED_SAMPLES
             )
@@ -281,7 +281,9 @@ class RunData:
 
     def count_units(self, first_sample: int, count: int) -> int:
         """Tokens of those training samples, without padding, or images."""
-        return self._train.count_units(first_sample, count)
+        if self.padding_fraction is None:
+            return count * (self.info.seq_len or 1)
+        return self._train.count_tokens(first_sample, count)
 
     def read_validation(self, start: int, count: int) -> Batch:
         """Return the validation samples start .. start + count - 1, all below `num_validation_samples`."""

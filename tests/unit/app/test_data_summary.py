@@ -22,7 +22,10 @@ def recipe_of(folders: list[Path], **data: object) -> Recipe:
 @pytest.mark.parametrize(
     ("packing", "expected"),
     [
-        (None, "499 samples an epoch; validation on 7 samples (5 + 2 by source), cut from documents that are trained on"),
+        (
+            None,
+            "499 samples an epoch; validation on 7 samples (5 + 2 by source), cut from documents that are trained on",
+        ),
         ("whole", "198 samples an epoch, 17% of their positions padding; validation on 3 samples (2 + 1 by source)"),
     ],
 )
