@@ -287,7 +287,7 @@ def test_prepared_data_that_are_gone_are_named_with_what_prepares_them_again(tmp
     with pytest.raises(DataError, match=r"dataset: the run's prepared data are gone; `phalanx train RECIPE --dry-run`"):
         check_data(recipe)
     unresolved = RECIPE.model_copy(update={"data": DataConfig(source=DataSource(text="/etc/*"), seq_len=16)})
-    with pytest.raises(DataError, match="^data.source: the run's prepared data are gone"):
+    with pytest.raises(DataError, match=r"^data\.source: the run's prepared data are gone"):
         check_data(unresolved)
-    with pytest.raises(RecipeError, match="^data.source: found text, expected `prepared`"):
+    with pytest.raises(RecipeError, match=r"^data\.source: found text, expected `prepared`"):
         open_data(unresolved.data, unresolved.evaluation, 0)
