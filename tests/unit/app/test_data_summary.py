@@ -24,9 +24,9 @@ def recipe_of(folders: list[Path], **data: object) -> Recipe:
     [
         (
             None,
-            "499 samples an epoch; validation on 7 samples (5 + 2 by source), cut from documents that are trained on",
+            "500 samples an epoch; validation on 6 samples (5 + 1 by source), cut from documents",
         ),
-        ("whole", "198 samples an epoch, 17% of their positions padding; validation on 3 samples (2 + 1 by source)"),
+        ("whole", "200 samples an epoch, 17% of their positions padding; validation on 3 samples (2 + 1 by source)"),
     ],
 )
 def test_samples_padding_and_validation_are_counted(folders: list[Path], packing: str | None, expected: str) -> None:
