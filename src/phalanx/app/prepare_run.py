@@ -284,7 +284,7 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
     text += f"; validation on {format_plural(sum(counts), 'sample')}"
     if len(counts) > 1:
         text += f" ({' + '.join(map(str, counts))} by source)"
-    if recipe.evaluation.source is None and sum(counts) and data.info.kind == "tokens" and not recipe.data.packing:
+    if recipe.evaluation.source is None and any(counts) and data.info.kind == "tokens" and not recipe.data.packing:
         text += ", cut from documents that are trained on, too"
     return text
 
