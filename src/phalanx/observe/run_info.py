@@ -218,7 +218,7 @@ def _int_or_none(value: Any) -> int | None:
     return int(value) if _is_number(value) else None
 
 
-def _describe_data(data: Mapping[str, Any], task: str, summary: str | None) -> str:
+def _describe_data(data: Mapping[str, Any], task: str, summary: str | None = None) -> str:
     samples = "" if summary is None else f"; {summary}"
     sources = data.get("source")
     source_names = []
