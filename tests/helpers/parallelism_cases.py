@@ -160,7 +160,7 @@ class Case:
         args = {**model.args, **dict.fromkeys(model.dropout_args, dropout)}
         data = model.changes["data"]
         if self.documents == "packed":
-            data = {**data, "source": [{"jsonl": "documents.jsonl"}], "document_masking": True}
+            data = {**data, "source": [{"jsonl": "documents.jsonl"}], "document_masking": True, "packing": "whole"}
             args |= {"num_frozen": 2} if model.build == "user_models:partly_frozen" else {}
         max_samples = 4 * MICRO_SIZE - (self.evaluation == "uneven")
         return {

@@ -52,10 +52,11 @@ def numbered(count: int) -> np.ndarray:
 def opened(*folders: Path, sequence: int = 8, share: float = 0.0, seed: int = 0, **options: Any) -> RunData:
     """`open_data` on dataset directories; `weights` go with them, other options into the recipe."""
     weights = options.pop("weights", [1.0] * len(folders))
+    global_size = options.pop("global_size", 1)
     evaluate = options.pop("evaluation", {"holdout_fraction": share})
     sources = [{"prepared": str(folder), "weight": w} for folder, w in zip(folders, weights, strict=True)]
     data = data_schema.DataConfig.model_validate({"source": sources, "seq_len": sequence, **options})
-    return open_data(data, data_schema.EvaluationConfig.model_validate(evaluate), seed)
+    return open_data(data, data_schema.EvaluationConfig.model_validate(evaluate), seed, global_size)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data import Batch, DataInfo
+from phalanx.data.reader import ValidationPart
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunEvent
@@ -89,6 +90,9 @@ class Samples:
         self.asked.append((consumed, count))
         rows = np.arange(consumed, consumed + count) % self.num_train_samples
         return {name: values[rows] for name, values in self._train.items()}
+
+    def choose_validation_parts(self, max_samples: int) -> list[ValidationPart]:
+        return [ValidationPart(0, min(max_samples, self.num_validation_samples), 1.0)]
 
     def read_validation(self, start: int, count: int) -> Batch:
         assert start + count <= self.num_validation_samples
@@ -273,7 +277,7 @@ def make_parts(
         callbacks=Callbacks(callbacks, RunContext(path, 0, 1, model)),
         reporter=Remembering(),
         stop_request=stop,
-        units_per_sample=6,
+        count_units=lambda first_sample, count: 6 * count,
         evaluate=score,
         prepare_batch=lambda arrays: to_device(arrays, torch.device("cpu")),
     )

@@ -44,7 +44,7 @@ RUNS = [pytest.param(case, id=str(case), marks=marks(index, case)) for index, ca
 def inputs(lab: TrainHarness) -> None:
     """Write short documents, images, and Hugging Face models beside the recipes."""
     text = (lab.folder / "few.txt").read_text()
-    lines = [json.dumps({"text": text[start : start + 23]}) for start in range(0, len(text), 23)]
+    lines = [json.dumps({"text": text[start : start + 11]}) for start in range(0, len(text), 11)]
     (lab.folder / "documents.jsonl").write_text("\n".join(lines))
     random = np.random.default_rng(0)
     for name, shape, num_values in (("images", (200, 8, 8), 256), ("labels", (200,), 10)):

@@ -29,9 +29,10 @@ from phalanx.autoconfig.resolve import (
 from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
 from phalanx.cluster import Machine, collect_environment, discover_machine
 from phalanx.cluster.discovery import check_threads, check_workers
-from phalanx.data import PrepareProgress, open_data, prepare_all_sources
+from phalanx.data import PrepareProgress, RunData, open_data, prepare_all_sources
 from phalanx.data.reader import RESTORE_FILES_HINT
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, UsageError
+from phalanx.formatting import format_percent, format_plural
 from phalanx.recipe import (
     Recipe,
     ResolvedRecipe,
@@ -44,6 +45,7 @@ from phalanx.recipe import (
     scale_batch_with_workers,
 )
 from phalanx.recipe.checks import check_task
+from phalanx.recipe.data_schema import MIXTURE_ORDER
 from phalanx.recipe.device_checks import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
@@ -56,6 +58,7 @@ from phalanx.run.lock import lock_run
 from phalanx.train.lr_schedule import peak_learning_rate
 
 FINGERPRINT_KEY = "data_fingerprint"
+DATA_SUMMARY_KEY = "data_summary"
 """Key of plan.json."""
 
 
@@ -219,6 +222,7 @@ def resolve_run(
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
     data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
+    data = data.model_copy(update={"order": MIXTURE_ORDER if previous is None else previous.data.order})
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
@@ -232,12 +236,14 @@ def resolve_run(
         plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
         plan = check_same_data(run, plan, opened.fingerprint, request.force)
+        plan = {**plan, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
         check_run_budget(run, recipe, world_size, _step_seconds(plan))
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(prepared, world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
-    plan = {**plan, FINGERPRINT_KEY: opened.fingerprint}
+    plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
+    notes += describe_short_sources(opened, recipe)
     notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
     notes += describe_other_load(cluster)
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
@@ -256,6 +262,35 @@ def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: boo
             f"{run.path}: was trained on other data (fingerprint {before}, now {fingerprint}); {RESTORE_FILES_HINT}"
         )
     return {**plan, FINGERPRINT_KEY: fingerprint}
+
+
+def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
+    """Describe the sources that have fewer samples than a step takes of them."""
+    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+    total = sum(source.weight for source in sources)
+    shares = [recipe.batch.global_size * source.weight / total for source in sources]
+    return [
+        f"data.source.{number}: has {format_plural(num_samples, 'training sample')}, and a step takes about "
+        f"{share:.0f} of it: they repeat within each step"
+        for number, (num_samples, share) in enumerate(zip(data.num_train_samples_by_source, shares, strict=True))
+        if len(sources) > 1 and num_samples < math.floor(share)
+    ]
+
+
+def describe_data(data: RunData, recipe: Recipe) -> str:
+    """Describe the training and validation samples of a run in one line."""
+    text = f"{format_plural(data.num_train_samples, 'sample')} an epoch"
+    if data.padding_fraction is not None:
+        text += f", {format_percent(data.padding_fraction)} of their positions padding"
+    if recipe.evaluation.every is None:
+        return text
+    counts = [part.count for part in data.choose_validation_parts(recipe.evaluation.max_samples)]
+    text += f"; validation on {format_plural(sum(counts), 'sample')}"
+    if len(counts) > 1:
+        text += f" ({' + '.join(map(str, counts))} by source)"
+    if recipe.evaluation.source is None and any(counts) and data.info.kind == "tokens" and not recipe.data.packing:
+        text += ", cut from documents that are trained on, too"
+    return text
 
 
 def _step_seconds(plan: dict[str, Any]) -> float | None:

@@ -28,7 +28,7 @@ def open_trial(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, T
     prefer_oom_kill()
     recipe = Recipe.model_validate(payload["recipe"])
     folder = Path(payload["folder"])
-    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
     device = select_trial_device(payload) if load else torch.device("cpu")
     if load:
         check_model_fits_memory(recipe.model, data.info, folder, discover_machine().memory_bytes)

@@ -70,7 +70,7 @@ def profile_recipe_steps(payload: dict[str, Any]) -> dict[str, Any]:
     recipe, folder = ResolvedRecipe.model_validate(payload["recipe"]), Path(payload["folder"])
     dist_env = dist_env_from_environment({}, recipe.device)
     configure_torch(recipe, dist_env)
-    data = open_data(recipe.data, recipe.evaluation, recipe.seed)
+    data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
     scratch_run = Run(Path(payload["out"]).parent)
     process = WorkerProcess(scratch_run, folder, dist_env, RunReporter(scratch_run, is_rank_zero=False))
     context = build_context(process, recipe, data)

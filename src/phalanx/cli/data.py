@@ -113,6 +113,10 @@ def verify(
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
     tokens: Annotated[int, typer.Option(min=0, max=10**9, metavar="N", help="Number of tokens to show as text.")] = 200,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, max=10**9, metavar="N", help="Show the padding of whole documents in samples of N tokens."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a dataset contains.
@@ -121,7 +125,7 @@ def inspect(
     """
     from phalanx.app.data import inspect_dataset
 
-    _print_dataset(inspect_dataset(folder, tokens), as_json)
+    _print_dataset(inspect_dataset(folder, tokens, seq_len), as_json)
 
 
 def _parse_source(

@@ -127,6 +127,8 @@ def format_introduction(prepared: PreparedRun) -> str:
         f"measured matmul TFLOP/s: {rates_text}",
         f"workers  {num_workers} x {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
     ]
+    if data_summary := plan.get("data_summary"):
+        lines.append(f"data     {data_summary}")
     for choice in plan.get("auto_choices", []):
         if choice["reason"] != "given" and choice["key"] != "num_threads":
             value = choice["value"]

@@ -9,10 +9,12 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from phalanx.data.manifest import LABEL_BYTES, MANIFEST_FILE, DatasetManifest, ShardEntry, read_manifest
+from phalanx.data.packing import list_documents, pack_documents
 from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer
-from phalanx.errors import DataError, describe_os_error, is_storage_error
+from phalanx.errors import DataError, UsageError, describe_os_error, is_storage_error
+from phalanx.formatting import format_percent
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class TextContent(DatasetContent):
     num_documents: int
     vocab_size: int | None
     tokenizer: str
+    padding: str | None
+    """Padding of whole documents in windows of a length that was given."""
     begins: str
     """The first tokens, decoded."""
 
@@ -128,8 +132,9 @@ def _find_impossible_values(folder: Path, manifest: DatasetManifest, entry: Shar
     return []
 
 
-def inspect_dataset(folder: Path, max_tokens: int = 200) -> TextContent | ImageContent:
-    """Describe a dataset directory, with its first `max_tokens` tokens decoded, or its first labels."""
+def inspect_dataset(folder: Path, max_tokens: int = 200, seq_len: int | None = None) -> TextContent | ImageContent:
+    """Describe a dataset directory, with its first `max_tokens` tokens decoded, or its first labels. `seq_len`: say how
+    whole documents fill windows of this many tokens."""
     manifest = read_manifest(folder)
     first = MappedShard(folder, manifest.shards[0], np.dtype(manifest.dtype))
     content = DatasetContent(
@@ -142,12 +147,19 @@ def inspect_dataset(folder: Path, max_tokens: int = 200) -> TextContent | ImageC
         fingerprint=manifest.fingerprint,
     )
     if manifest.kind == "tokens":
-        return _describe_text(content, folder, manifest, first, max_tokens)
+        return _describe_text(content, folder, manifest, first, max_tokens, seq_len)
+    if seq_len is not None:
+        raise UsageError(f"--seq-len is for text, and {folder} has images: omit it")
     return _describe_images(content, manifest, first)
 
 
 def _describe_text(
-    content: DatasetContent, folder: Path, manifest: DatasetManifest, shard: MappedShard, max_tokens: int
+    content: DatasetContent,
+    folder: Path,
+    manifest: DatasetManifest,
+    shard: MappedShard,
+    max_tokens: int,
+    seq_len: int | None,
 ) -> TextContent:
     tokenizer = load_tokenizer(folder)
     count = min(max_tokens, len(shard.values))
@@ -158,7 +170,19 @@ def _describe_text(
         num_documents=manifest.documents,
         vocab_size=manifest.vocab,
         tokenizer=tokenizer.name,
+        padding=None if seq_len is None else _describe_padding(folder, manifest, seq_len),
         begins=begins,
+    )
+
+
+def _describe_padding(folder: Path, manifest: DatasetManifest, seq_len: int) -> str:
+    """Describe how whole documents fill windows of `seq_len` tokens."""
+    documents, _ = list_documents(folder, manifest, 0.0)
+    windows = pack_documents(documents, seq_len)
+    num_cut = int((documents.stop - documents.start > seq_len + 1).sum())
+    return (
+        f"{format_percent(windows.padding_fraction)} of {len(windows.ends):,} windows of {seq_len} tokens "
+        f"(data.packing: whole); {num_cut:,} of {len(documents.start):,} documents are longer and cut"
     )
 
 

@@ -8,6 +8,7 @@ method 3: generalised Feistel with cycle walking).
 
 from collections.abc import Sequence
 from math import gcd, isqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,12 @@ Int64Array = npt.NDArray[np.int64]
 _FEISTEL_ROUNDS = 6
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 _MIXTURE_PERIOD = 1 << 14  # resolution of mixture weights: 0.006%
+_BLOCK_STEPS = 8
+_BLOCK_STRIDE = 1265  # odd, and about 0.618 of the blocks of a period, so that consecutive ones differ much
+_SPREAD_RATIOS = tuple(
+    ratio for root in ((5**0.5 - 1) / 2, 2**0.5 - 1, 3**0.5 - 1, 7**0.5 - 2) for ratio in (root, 1 - root)
+)
+"""Multiples of them are spread evenly between whole numbers. One of several, so that all sources meet."""
 
 
 def _splitmix64(x: UInt64Array) -> UInt64Array:
@@ -83,12 +90,16 @@ class ShuffleOrder:
 
 
 def num_validation_samples(num_samples: int, holdout_fraction: float) -> int:
-    """Return how many of `num_samples` are validation samples: the fraction, but at least one, and never all."""
-    return 0 if holdout_fraction == 0 else min(max(round(num_samples * holdout_fraction), 1), num_samples - 1)
+    """Return how many of `num_samples` are validation samples: the fraction, but at least one and not all, unless it
+    is 0 or 1."""
+    if holdout_fraction in (0, 1):
+        return num_samples * int(holdout_fraction)
+    return min(max(round(num_samples * holdout_fraction), 1), num_samples - 1)
 
 
 class SourceMixture:
-    """Which source each sample of a run comes from: a fixed pattern, repeated, as even as the weights allow.
+    """Which source each sample of a run of order 1 comes from: a fixed pattern, repeated, as even as the weights allow.
+    It may repeat in step with the global batch, so that a worker sees some sources only.
 
     Among any n consecutive samples from the start, source i has its share of n to within one or two.
     """
@@ -112,10 +123,93 @@ class SourceMixture:
         source = self._pattern[position]
         return source, period * self.counts[source] + self._index_in_source[position]
 
-    def max_samples_within(self, sizes: Sequence[int]) -> int:
-        """How many samples from the start on need no more than `sizes[i]` samples of any source i."""
-        limits = (
-            size // int(count) * len(self._pattern) + int(positions[size % int(count)])
-            for size, count, positions in zip(sizes, self.counts, self._positions, strict=True)
-        )
-        return min(limits)
+
+class StepMixture:
+    """Which source each sample of a run comes from, so that the sources of every step have the shares of their weights,
+    and so have those of each place in a step over 8 steps, to within one sample: whichever worker or micro-batch the
+    place belongs to.
+
+    Sources are arcs of a circle of 16,384 positions, as long as their weights. The samples of a step are spread evenly
+    over the circle, neighbours far from each other, and each step turns the circle: by one turn within each eighth of
+    it in every 8 steps, in an order that the seed draws for every 8, so that no stride meets the same sources.
+    """
+
+    def __init__(self, weights: Sequence[float], global_size: int, seed: int):
+        self.counts = counts = _divide_period(weights)
+        self._global_size = global_size
+        self._ends = np.cumsum(counts)
+        ranks = [_rank((np.arange(global_size) * ratio) % 1) for ratio in _SPREAD_RATIOS]
+        self._offsets = np.array(ranks) * _MIXTURE_PERIOD // global_size
+        num_blocks = _MIXTURE_PERIOD // _BLOCK_STEPS
+        block, step_in_block = np.divmod(np.arange(_MIXTURE_PERIOD, dtype=np.uint64), np.uint64(_BLOCK_STEPS))
+        keys = _splitmix64(block * np.uint64(_GOLDEN_RATIO_64) + np.uint64(hash_key("mixture", seed)))
+        eighth = permute(step_in_block, _BLOCK_STEPS, keys).astype(np.int64)
+        self._turns = eighth * num_blocks + block.astype(np.int64) * _BLOCK_STRIDE % num_blocks
+        self._spread = (keys % np.uint64(len(_SPREAD_RATIOS))).astype(np.int64)
+        # how many samples of each source a period has before each of its steps
+        ends = self._count_below(self._ends - self._turns[:, None]) - self._count_below(-self._turns)[:, None]
+        of_step = np.diff(ends, axis=1, prepend=0)
+        self._samples_before = np.cumsum(of_step, axis=0) - of_step
+
+    def _count_below(self, position: Int64Array) -> Int64Array:
+        """Return how many of a step's offsets, repeated around the circle without end, are in 0 .. position - 1."""
+        turns, rest = np.divmod(position, _MIXTURE_PERIOD)
+        return turns * self._global_size + np.searchsorted(np.sort(self._offsets[0]), rest)
+
+    def locate(self, sample_number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Source of each sample `sample_number`, and how many samples that source has given before it."""
+        step, place = np.divmod(sample_number, self._global_size)
+        steps, row = np.unique(step, return_inverse=True)
+        period, step_in_period = np.divmod(steps, _MIXTURE_PERIOD)
+        turned = self._offsets[self._spread[step_in_period]] + self._turns[step_in_period, None]
+        source = np.searchsorted(self._ends, turned % _MIXTURE_PERIOD, side="right")
+        index = np.empty_like(source)
+        for number, count in enumerate(self.counts):
+            own = source == number
+            before = period * count * self._global_size + self._samples_before[step_in_period, number]
+            np.copyto(index, before[:, None] + np.cumsum(own, axis=1) - 1, where=own)
+        return source[row, place], index[row, place]
+
+
+def _divide_period(weights: Sequence[float]) -> Int64Array:
+    """Return the positions of the circle that each source has: at least one, and all of them together."""
+    exact = np.array(weights) / sum(weights) * _MIXTURE_PERIOD
+    counts = np.maximum(exact.astype(np.int64), 1)
+    for _ in range(abs(_MIXTURE_PERIOD - int(counts.sum()))):
+        missing = np.where(counts > 1, counts - exact, -np.inf) if counts.sum() > _MIXTURE_PERIOD else exact - counts
+        counts[np.argmax(missing)] += np.sign(_MIXTURE_PERIOD - counts.sum())
+    return counts
+
+
+def _rank(values: npt.NDArray[np.floating[Any]]) -> Int64Array:
+    """Return the place of each value among all, from the smallest."""
+    ranks = np.empty(len(values), np.int64)
+    ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return ranks
+
+
+class SourceSequence:
+    """All samples of the first source, then all of the second, and so on: the order of a validation set."""
+
+    def __init__(self, sizes: Sequence[int]):
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self._starts = self._ends - np.array(sizes, np.int64)
+
+    def locate(self, sample_number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Source of each sample `sample_number`, and its number in that source."""
+        source = np.searchsorted(self._ends, sample_number, side="right")
+        return source, sample_number - self._starts[source]
+
+
+def divide_samples(max_samples: int, sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Divide at most `max_samples` among sources by weight. A source of fewer than its share gives all that it has, and
+    the others share the rest; each gives one at least where that is possible."""
+    counts, left = [0] * len(sizes), max_samples
+    order = sorted((source for source, size in enumerate(sizes) if size), key=lambda each: sizes[each] / weights[each])
+    weight_left = float(sum(weights[source] for source in order))
+    for num_done, source in enumerate(order, 1):
+        share = min(round(left * weights[source] / weight_left), left - (len(order) - num_done))
+        counts[source] = min(sizes[source], max(share, min(left, 1)))
+        left -= counts[source]
+        weight_left -= weights[source]
+    return counts

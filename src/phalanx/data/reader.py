@@ -2,23 +2,34 @@
 is first touched in an epoch, and for validation samples in an evaluation.
 
 A sample of tokens is a window of sequence + 1 tokens of one shard: the first `seq_len` are the input, the last
-`seq_len` the targets. Windows begin every `seq_len` tokens, so every token is a target once in an epoch. A sample of
-images is one record. Which sample has which number is decided in `order.py`; nothing here depends on rank or world.
+`seq_len` the targets. Windows begin every `seq_len` tokens, so every token is a target once in an epoch; or they hold
+whole documents and padding (`packing.py`). A sample of images is one record. Which sample has which number is decided
+in `order.py`; nothing here depends on rank or world.
 """
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, read_manifest
-from phalanx.data.order import Int64Array, ShuffleOrder, SourceMixture, num_validation_samples
+from phalanx.data.order import (
+    Int64Array,
+    ShuffleOrder,
+    SourceMixture,
+    SourceSequence,
+    StepMixture,
+    divide_samples,
+    num_validation_samples,
+)
+from phalanx.data.packing import PackedWindows, list_documents, pack_documents
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
@@ -28,6 +39,7 @@ Batch = dict[str, npt.NDArray[Any]]
 the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]."""
 
 IGNORE_INDEX = -100
+PADDING_TOKEN = 0  # any would do: it is no target, and no earlier token attends to it
 _LOCATED_SAMPLES = 1 << 13  # samples that are located at once: enough to amortize numpy's cost per call
 
 
@@ -41,6 +53,10 @@ class DataInfo:
     num_classes: int | None
     seq_len: int | None
     image_shape: tuple[int, int, int] | None
+
+
+TokenRange = tuple[int, int, int]
+"""Shard, and the values start .. stop - 1 of it."""
 
 
 class PreparedDataset:
@@ -59,10 +75,16 @@ class PreparedDataset:
         self.num_samples = int(self._sample_ends[-1]) if counts else 0
         self._shards: dict[int, MappedShard] = {}
 
-    def locate(self, sample: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Shard of each sample, and the place of its first value there."""
+    def locate(self, sample: Int64Array) -> list[tuple[TokenRange, ...]]:
+        """The ranges of values of each sample."""
         shard = np.searchsorted(self._sample_ends, sample, side="right")
-        return shard, (sample - np.where(shard > 0, self._sample_ends[shard - 1], 0)) * self._stride
+        start = (sample - np.where(shard > 0, self._sample_ends[shard - 1], 0)) * self._stride
+        stop = start + self.sample_length
+        return [(values,) for values in zip(shard.tolist(), start.tolist(), stop.tolist(), strict=True)]
+
+    def count_tokens(self, sample: Int64Array) -> Int64Array:
+        """Tokens of each sample that are no padding."""
+        return np.full(len(sample), self._stride)
 
     def open_shard(self, number: int) -> MappedShard:
         """A shard, mapped into memory."""
@@ -77,14 +99,45 @@ class PreparedDataset:
             shard.reset_verification()
 
 
+class PackedDataset(PreparedDataset):
+    """Samples that are windows of whole documents."""
+
+    def __init__(self, folder: Path, windows: PackedWindows):
+        super().__init__(folder, windows.seq_len)
+        self._windows = windows
+        self.num_samples = len(windows.ends)
+
+    def locate(self, sample: Int64Array) -> list[tuple[TokenRange, ...]]:
+        """The ranges of tokens of each sample, one after the other. Padding follows them."""
+        ranges, ends = self._windows.ranges, self._windows.ends
+        begins = np.where(sample > 0, ends[sample - 1], 0)
+        parts = [slice(*edges) for edges in zip(begins.tolist(), ends[sample].tolist(), strict=True)]
+        columns = ranges.shard, ranges.start, ranges.stop
+        return [tuple(zip(*(column[part].tolist() for column in columns), strict=True)) for part in parts]
+
+    def count_tokens(self, sample: Int64Array) -> Int64Array:
+        """Tokens of each sample that are no padding."""
+        return self._windows.num_tokens[sample]
+
+
+class Mixture(Protocol):
+    """Which source has the sample of a number."""
+
+    def locate(self, sample_number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Source of each sample, and its number in that source."""
+
+
 @dataclass
 class _LocatedSamples:
     """Where samples first .. first + 8191 of a run lie, as plain lists: a loop reads them faster than arrays."""
 
     first_sample: int
     source: list[int]
-    shard: list[int]
-    start_offset: list[int]
+    ranges: list[tuple[TokenRange, ...]]
+
+
+SampleRanges = list[tuple[MappedShard, int, int]]
+"""The shards of a sample's values, and the ranges start .. stop - 1 in them."""
 
 
 class SampleReader:
@@ -94,36 +147,64 @@ class SampleReader:
         self,
         datasets: Sequence[PreparedDataset],
         orders: Sequence[ShuffleOrder],
-        mixture: SourceMixture,
+        mixture: Mixture,
         is_validation: bool,
     ):
         self._datasets, self._orders, self._mixture = datasets, orders, mixture
         self._is_validation = is_validation
-        self._located = _LocatedSamples(-1, [], [], [])
-        self._epoch_samples = max(sum(order.num_samples - order.num_validation for order in orders), 1)
+        self._located = _LocatedSamples(-1, [], [])
+        self._tokens_before = (-1, np.zeros(0, np.int64))
+        self.num_samples_by_source = [
+            order.num_validation if is_validation else order.num_samples - order.num_validation for order in orders
+        ]
+        self.num_samples = sum(self.num_samples_by_source)
         self._last_first = -1
 
-    def read_samples(self, first_sample: int, count: int) -> ValueArray:
-        """The samples number first .. first + count - 1, one a row."""
+    def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[SampleRanges]]:
+        """The samples number first .. first + count - 1, one a row, and the ranges that they were read from. What these
+        leave is padding."""
+        epoch_samples = max(self.num_samples, 1)
         if (
             first_sample <= self._last_first
             if self._is_validation
-            else first_sample // self._epoch_samples != self._last_first // self._epoch_samples
+            else first_sample // epoch_samples != self._last_first // epoch_samples
         ):
             for dataset in self._datasets:  # what was right then may be damaged by now
                 dataset.reset_verification()
         self._last_first = first_sample
-        rows = np.empty((count, self._datasets[0].sample_length), self._datasets[0].manifest.dtype)
-        for row, (shard, start) in zip(rows, self.locate_samples(first_sample, count), strict=True):
-            stop = start + len(row)
-            if not shard.all_verified:
-                shard.verify_range(start, stop)
-            row[:] = shard.values[start:stop]
-        return rows
+        rows = np.full((count, self._datasets[0].sample_length), PADDING_TOKEN, self._datasets[0].manifest.dtype)
+        located = self._locate_samples(first_sample, count)
+        for row, ranges in zip(rows, located, strict=True):
+            filled = 0
+            for shard, start, stop in ranges:
+                if not shard.all_verified:
+                    shard.verify_range(start, stop)
+                row[filled : filled + stop - start] = shard.values[start:stop]
+                filled += stop - start
+        return rows, located
 
-    def locate_samples(self, first_sample: int, count: int) -> list[tuple[MappedShard, int]]:
-        """Shard and first value of each of those samples."""
-        locations: list[tuple[MappedShard, int]] = []
+    def count_tokens(self, first_sample: int, count: int) -> int:
+        """Tokens of those samples that are no padding. Reads nothing."""
+        total = 0
+        for sample_number in range(
+            first_sample // _LOCATED_SAMPLES * _LOCATED_SAMPLES, first_sample + count, _LOCATED_SAMPLES
+        ):
+            first, before = self._tokens_before
+            if first != sample_number:
+                tokens = np.zeros(_LOCATED_SAMPLES, np.int64)
+                for dataset, own, sample in self._find_samples(sample_number):
+                    tokens[own] = dataset.count_tokens(sample)
+                before = np.concatenate([[0], np.cumsum(tokens)])
+                self._tokens_before = sample_number, before
+            start, stop = np.clip(
+                (first_sample - sample_number, first_sample + count - sample_number), 0, _LOCATED_SAMPLES
+            )
+            total += int(before[stop] - before[start])
+        return total
+
+    def _locate_samples(self, first_sample: int, count: int) -> list[SampleRanges]:
+        """The shards of each of those samples, and its ranges of values there."""
+        locations: list[SampleRanges] = []
         while len(locations) < count:
             sample_number = first_sample + len(locations)
             block = self._locate_block(sample_number // _LOCATED_SAMPLES * _LOCATED_SAMPLES)
@@ -132,33 +213,43 @@ class SampleReader:
                 min(sample_number - block.first_sample + count - len(locations), _LOCATED_SAMPLES),
             )
             locations += [
-                (self._datasets[source].open_shard(shard), start)
-                for source, shard, start in zip(
-                    block.source[part], block.shard[part], block.start_offset[part], strict=True
-                )
+                [(self._datasets[source].open_shard(shard), start, stop) for shard, start, stop in ranges]
+                for source, ranges in zip(block.source[part], block.ranges[part], strict=True)
             ]
         return locations
 
     def _locate_block(self, first: int) -> _LocatedSamples:
         located = self._located  # replaced as a whole, so that two threads may read at once
         if located.first_sample != first:
-            number = np.arange(first, first + _LOCATED_SAMPLES)
-            source, index = self._mixture.locate(number)
-            shard, start = np.empty_like(number), np.empty_like(number)
-            for source_index, (dataset, order) in enumerate(zip(self._datasets, self._orders, strict=True)):
-                own = np.flatnonzero(source == source_index)
-                sample = (
-                    order.validation_samples(index[own] % max(order.num_validation, 1))
-                    if self._is_validation
-                    else order.training_samples(index[own])
-                )
-                shard[own], start[own] = dataset.locate(sample)
-            self._located = located = _LocatedSamples(first, source.tolist(), shard.tolist(), start.tolist())
+            located = _LocatedSamples(first, [0] * _LOCATED_SAMPLES, [()] * _LOCATED_SAMPLES)
+            for number, (dataset, own, sample) in enumerate(self._find_samples(first)):
+                for place, ranges in zip(own.tolist(), dataset.locate(sample), strict=True):
+                    located.source[place], located.ranges[place] = number, ranges
+            self._located = located
         return located
+
+    def _find_samples(self, first: int) -> Iterator[tuple[PreparedDataset, Int64Array, Int64Array]]:
+        """For each dataset, which of the samples first .. first + 8191 are its, and their numbers in it. A validation
+        set ends before."""
+        number = np.arange(first, first + _LOCATED_SAMPLES)
+        source, index = self._mixture.locate(number[: self.num_samples - first] if self._is_validation else number)
+        for source_index, (dataset, order) in enumerate(zip(self._datasets, self._orders, strict=True)):
+            own = np.flatnonzero(source == source_index)
+            samples_of = order.validation_samples if self._is_validation else order.training_samples
+            yield dataset, own, samples_of(index[own])
 
 
 RESTORE_FILES_HINT = "restore the files that the recipe's data.source matched, or use --force to continue with these"
 """For a run that resumes with other data."""
+
+
+@dataclass(frozen=True)
+class ValidationPart:
+    """Validation samples first .. first + count - 1, all of one source, and that source's weight."""
+
+    first: int
+    count: int
+    weight: float
 
 
 class RunData:
@@ -169,21 +260,30 @@ class RunData:
         info: DataInfo,
         fingerprint: str,
         train: SampleReader,
-        num_train_samples: int,
         validation: SampleReader,
-        num_validation_samples: int,
+        validation_parts: Sequence[ValidationPart],
         document_masking: bool,
+        padding_fraction: float | None,
     ):
         self.info = info
         self.fingerprint = fingerprint
-        self.num_train_samples = num_train_samples  # in one epoch of every source
-        self.num_validation_samples = num_validation_samples
-        self._train, self._validation = train, validation
+        self.num_train_samples = train.num_samples  # in one epoch of every source
+        self.num_validation_samples = validation.num_samples
+        self.num_train_samples_by_source = train.num_samples_by_source
+        self.padding_fraction = padding_fraction
+        """Share of the positions of training samples that is padding; None where documents are cut instead."""
+        self._train, self._validation, self._validation_parts = train, validation, validation_parts
         self._document_masking = document_masking
 
     def read_training(self, first_sample: int, count: int) -> Batch:
         """The run's samples number consumed .. consumed + count - 1. Epochs follow one another without end."""
         return self._read_batch(self._train, first_sample, count)
+
+    def count_units(self, first_sample: int, count: int) -> int:
+        """Tokens of those training samples, without padding, or images."""
+        if self.padding_fraction is None:
+            return count * (self.info.seq_len or 1)
+        return self._train.count_tokens(first_sample, count)
 
     def read_validation(self, start: int, count: int) -> Batch:
         """Return the validation samples start .. start + count - 1, all below `num_validation_samples`."""
@@ -191,91 +291,158 @@ class RunData:
             raise ValueError(f"validation samples {start} to {start + count - 1} of {self.num_validation_samples}")
         return self._read_batch(self._validation, start, count)
 
+    def choose_validation_parts(self, max_samples: int) -> list[ValidationPart]:
+        """Return at most `max_samples` validation samples: of each source a number by its weight, as far as it has
+        them."""
+        parts = self._validation_parts
+        counts = divide_samples(max_samples, [part.count for part in parts], [part.weight for part in parts])
+        return [replace(part, count=count) for part, count in zip(parts, counts, strict=True)]
+
     def _read_batch(self, pool: SampleReader, first: int, count: int) -> Batch:
-        rows = pool.read_samples(first, count)
+        rows, located = pool.read_samples(first, count)
         if self.info.image_shape is not None:
             labels = rows[:, :LABEL_BYTES].copy().view("<u4")[:, 0].astype(np.int64)
             pixels = np.ascontiguousarray(rows[:, LABEL_BYTES:])
             return {"images": pixels.reshape(count, *self.info.image_shape), "labels": labels}
         batch: Batch = {"tokens": rows[:, :-1].astype(np.int64), "targets": rows[:, 1:].astype(np.int64)}
+        if self.padding_fraction is not None:
+            num_tokens = np.array([sum(stop - start for _, start, stop in ranges) for ranges in located])
+            is_padding = np.arange(1, rows.shape[1]) >= num_tokens[:, None]
+            np.putmask(batch["targets"], is_padding, IGNORE_INDEX)
         if self._document_masking:
-            begins = _document_start_mask(pool.locate_samples(first, count), rows.shape[1])
+            begins = _document_start_mask(located, rows.shape[1])
             np.putmask(batch["targets"], begins[:, 1:], IGNORE_INDEX)
             batch["documents"] = np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)
         return batch
 
 
-def _document_start_mask(locations: list[tuple[MappedShard, int]], length: int) -> npt.NDArray[np.bool_]:
-    """Where in every sample [b, length] a document begins behind another; never at its first token."""
-    begins = np.zeros((len(locations), length), np.bool_)
-    for row, (shard, start) in zip(begins, locations, strict=True):
-        starts = shard.document_starts
-        for at in range(bisect_right(starts, start), bisect_left(starts, start + length)):
-            row[starts[at] - start] = True
+def _document_start_mask(located: list[SampleRanges], length: int) -> npt.NDArray[np.bool_]:
+    """Where in every sample [b, length] a document, or padding, begins behind another; never at its first token."""
+    begins = np.zeros((len(located), length), np.bool_)
+    for row, ranges in zip(begins, located, strict=True):
+        filled = 0
+        for shard, start, stop in ranges:
+            row[filled] = filled > 0
+            starts = shard.document_starts
+            for at in range(bisect_right(starts, start), bisect_left(starts, stop)):
+                row[filled + starts[at] - start] = True
+            filled += stop - start
+        row[filled : filled + 1] = True
     return begins
 
 
-def open_data(data: data_schema.DataConfig, evaluation: data_schema.EvaluationConfig, seed: int) -> RunData:
-    """Open what a recipe names, its sources all `prepared`. Nothing but manifests is read yet.
+@dataclass(frozen=True)
+class _Source:
+    """A source's samples to train on and to validate on, each with its order."""
 
-    RecipeError when the sources do not fit each other or are too small; DataError when one is damaged.
+    train: tuple[PreparedDataset, ShuffleOrder]
+    validation: tuple[PreparedDataset, ShuffleOrder]
+    weight: float
+    padding_fraction: float | None = None
+
+    @property
+    def num_validation(self) -> int:
+        return self.validation[1].num_validation
+
+
+def open_data(
+    data: data_schema.DataConfig, evaluation: data_schema.EvaluationConfig, seed: int, global_size: int = 1
+) -> RunData:
+    """Open what a recipe names, its sources all `prepared`. Samples are not read yet.
+
+    Args:
+        global_size: samples of a step, over which several sources are mixed evenly.
+
+    Raises:
+        RecipeError: the sources do not fit each other or are too small.
+        DataError: one is damaged.
     """
-    sources = data.source if isinstance(data.source, list) else [data.source]
+    named_sources = data.source if isinstance(data.source, list) else [data.source]
     holdout_fraction = 0.0 if evaluation.source else evaluation.holdout_fraction
-    train = [_open_prepared(source, data.seq_len) for source in sources]
-    info = _common_info(train, data.seq_len)
-    orders = [_make_order(dataset, holdout_fraction, seed) for dataset in train]
+    sources = [_open_source(source, data, holdout_fraction, seed, "data.source") for source in named_sources]
+    datasets = [source.train[0] for source in sources]
+    info = _common_info(datasets, data.seq_len)
     weights = [source.weight for source in sources]
-    mixture = SourceMixture(weights)
+    mixture: Mixture = SourceMixture(weights) if data.order < 2 else StepMixture(weights, global_size, seed)
+    scored = sources
     if evaluation.source:
-        dataset = _open_prepared(evaluation.source, data.seq_len)
-        _common_info([*train, dataset], data.seq_len, has_validation=True)
-        whole_order = ShuffleOrder(dataset.num_samples, dataset.num_samples, dataset.manifest.fingerprint, 0)
-        validation, num_validation_samples = (
-            SampleReader([dataset], [whole_order], SourceMixture([1]), is_validation=True),
-            dataset.num_samples,
-        )
-    else:
-        validation_datasets = [
-            _open_prepared(source, data.seq_len) for source in sources
-        ]  # verified at other times than the training data
-        validation = SampleReader(validation_datasets, orders, mixture, is_validation=True)
-        num_validation_samples = mixture.max_samples_within([order.num_validation for order in orders])
-    fingerprint_inputs = {
-        "datasets": [dataset.manifest.fingerprint for dataset in train],
-        "mixture": mixture.counts.tolist(),
-        "held": [order.num_validation for order in orders],
+        scored = [_open_source(evaluation.source, data, 1.0, 0, "evaluation.source")]
+        _common_info([*datasets, scored[0].validation[0]], data.seq_len, has_validation=True)
+    sizes = [source.num_validation for source in scored]
+    fingerprint_inputs: dict[str, Any] = {
+        "datasets": [dataset.manifest.fingerprint for dataset in datasets],
+        "mixture": SourceMixture(weights).counts.tolist(),
+        "held": [source.num_validation for source in sources],
         "sequence": info.seq_len,
         "documents": "separate" if data.document_masking else "join",  # as it was first written: it is hashed
     }
+    # Runs of before these keys have fingerprints without them.
+    if len(sources) > 1 and data.order > 1:
+        fingerprint_inputs["order"] = data.order
+    if data.packing is not None:
+        fingerprint_inputs["packing"] = data.packing
+    shares = [source.weight * source.padding_fraction for source in sources if source.padding_fraction is not None]
     return RunData(
         info,
         xxh3_128_hexdigest(json.dumps(fingerprint_inputs, sort_keys=True).encode()),
-        SampleReader(train, orders, mixture, is_validation=False),
-        sum(order.num_samples - order.num_validation for order in orders),
-        validation,
-        num_validation_samples,
+        SampleReader(datasets, [source.train[1] for source in sources], mixture, is_validation=False),
+        SampleReader(
+            [source.validation[0] for source in scored],
+            [source.validation[1] for source in scored],
+            SourceSequence(sizes),
+            is_validation=True,
+        ),
+        [
+            ValidationPart(first, size, source.weight)
+            for first, size, source in zip(accumulate(sizes, initial=0), sizes, scored, strict=False)
+        ],
         document_masking=data.document_masking and info.kind == "tokens",
+        padding_fraction=sum(shares) / sum(weights) if shares else None,
     )
 
 
-def _open_prepared(source: data_schema.DataSource, seq_len: int) -> PreparedDataset:
+def _open_source(
+    source: data_schema.DataSource, data: data_schema.DataConfig, holdout_fraction: float, seed: int, key: str
+) -> _Source:
+    """Open a source, of which `holdout_fraction` is for validation; 1: all of it."""
     if source.prepared is None:
-        raise ValueError("a source must be prepared before it is opened")
-    dataset = PreparedDataset(Path(source.prepared), seq_len)
+        kind = next(kind for kind in data_schema.SOURCE_KINDS if getattr(source, kind) is not None)
+        raise RecipeError(f"{key}: found {kind}, expected `prepared`: a run's resolved.yaml names prepared directories")
+    folder = Path(source.prepared)
+    dataset = PreparedDataset(folder, data.seq_len)
+    if data.packing == "whole" and dataset.manifest.kind == "tokens":
+        return _open_packed(dataset, data.seq_len, holdout_fraction, seed, source.weight)
     if not dataset.num_samples:
         shards = dataset.manifest.shards
         in_shard = "" if len(shards) == 1 else f" in the longest of its {len(shards)} shards"
         raise RecipeError(
-            f"data.seq_len: {seq_len} tokens and the next need at least {seq_len + 1}, but {source.prepared} has only "
+            f"data.seq_len: {data.seq_len} tokens and the next need at least {data.seq_len + 1}, but {folder} has only "
             f"{max(shard.count for shard in shards)} tokens{in_shard}"
         )
-    return dataset
+    size = dataset.num_samples
+    order = ShuffleOrder(size, num_validation_samples(size, holdout_fraction), dataset.manifest.fingerprint, seed)
+    validation = PreparedDataset(folder, data.seq_len)  # verified at other times than the training data
+    return _Source((dataset, order), (validation, order), source.weight)
 
 
-def _make_order(dataset: PreparedDataset, holdout_fraction: float, seed: int) -> ShuffleOrder:
-    num_validation = num_validation_samples(dataset.num_samples, holdout_fraction)
-    return ShuffleOrder(dataset.num_samples, num_validation, dataset.manifest.fingerprint, seed)
+def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float, seed: int, weight: float) -> _Source:
+    """Open a source and keep its documents whole, each in training or in validation."""
+    folder, manifest = dataset.folder, dataset.manifest
+    train, validation = (
+        pack_documents(documents, seq_len) for documents in list_documents(folder, manifest, holdout_fraction)
+    )
+    num_validation = len(validation.ends)
+    if holdout_fraction < 1 and not len(train.ends):
+        raise RecipeError(f"data.source: {folder} has no tokens to train on")
+    return _Source(
+        (PackedDataset(folder, train), ShuffleOrder(len(train.ends), 0, manifest.fingerprint, seed)),
+        (
+            PackedDataset(folder, validation),
+            ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed),
+        ),
+        weight,
+        train.padding_fraction,
+    )
 
 
 def _mixing_requirements(manifest: DatasetManifest) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
             listed = "".join(f"  {name} {formatting.format_loss(value)}" for name, value in event.metrics.items())
             best = "  (best so far)" if event.is_best else ""
             return (
-                f"evaluation at step {event.step}: validation loss {formatting.format_loss(event.loss)}{listed}{best}"
+                f"evaluation at step {event.step}: validation loss {formatting.format_loss(event.loss)} "
+                f"on {formatting.format_plural(event.num_samples, 'sample')}{listed}{best}"
             )
         case CheckpointSaved():
             return (

@@ -95,7 +95,9 @@ NUMBER_KEYS = frozenset(
     {"trainable_parameters", "flops_per_sample", "units_per_sample", "predicted_step_s", "calibrated_step_s"}
     | {"physical_cores", "device_count", "threads_per_worker", "steps"}
 )
-TEXT_KEYS = frozenset({"unit", "flops_rule", "device", "device_name", "data_sheet_source", "host", "status", "digest"})
+TEXT_KEYS = frozenset(
+    {"unit", "data_summary", "flops_rule", "device", "device_name", "data_sheet_source", "host", "status", "digest"}
+)
 MAPPING_KEYS = frozenset({"measured_matmul_tflops", "data_sheet_tflops", "predicted_breakdown_s", "session", "git"})
 LIST_KEYS = frozenset({"auto_choices"})
 
@@ -162,7 +164,7 @@ def read_run_info(
         parameters=_int_or_none(plan.get("trainable_parameters")),
         adapters=str(plan.get("adapters") or ""),
         task=task,
-        data=str(session.get("data") or _describe_data(_sub_mapping(recipe, "data"), task)),
+        data=str(session.get("data") or _describe_data(_sub_mapping(recipe, "data"), task, plan.get("data_summary"))),
         global_batch=_int_or_none(batch.get("global_size")),
         micro_batch=_int_or_none(batch.get("micro_size")),
         unit=unit,
@@ -218,7 +220,8 @@ def _int_or_none(value: Any) -> int | None:
     return int(value) if _is_number(value) else None
 
 
-def _describe_data(data: Mapping[str, Any], task: str) -> str:
+def _describe_data(data: Mapping[str, Any], task: str, summary: str | None = None) -> str:
+    samples = "" if summary is None else f"; {summary}"
     sources = data.get("source")
     source_names = []
     for source in sources if isinstance(sources, list) else [sources]:
@@ -229,10 +232,10 @@ def _describe_data(data: Mapping[str, Any], task: str) -> str:
                 source_names.append(", ".join(map(str, found)) if isinstance(found, list) else str(found))
     text = " + ".join(source_names) or "?"
     if task == "classification":
-        return text
+        return text + samples
     tokenizer = data.get("tokenizer", "?")
     tokenizer = f"bpe {tokenizer.get('bpe')}" if isinstance(tokenizer, Mapping) else tokenizer
-    return f"{text}; tokenizer {tokenizer}, sequence {data.get('seq_len', '?')}"
+    return f"{text}; tokenizer {tokenizer}, sequence {data.get('seq_len', '?')}{samples}"
 
 
 def _describe_optimizer(optimizer: Mapping[str, Any], session_optimizer: str | None = None) -> str:

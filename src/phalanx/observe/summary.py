@@ -57,6 +57,8 @@ class LossSummary:
     validation_last: float | None = None
     validation_best: float | None = None
     validation_best_step: int | None = None
+    num_validation_samples: int | None = None
+    """Samples of the last evaluation."""
     metrics: dict[str, float] | None = None
     """Metrics of the last evaluation."""
     noise_scale: float | None = None
@@ -296,6 +298,7 @@ def _summarize_loss(history: RunHistory) -> LossSummary:
         validation_last=evaluations[-1][0] if evaluations else None,
         validation_best=best[0] if best else None,
         validation_best_step=best[1] if best else None,
+        num_validation_samples=evals[-1].num_samples if evals else None,
         metrics={name: as_float(value) for name, value in evals[-1].metrics.items()} if evals else None,
         noise_scale=metrics.last_noise_scale(steps),
     )

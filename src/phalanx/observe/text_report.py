@@ -127,6 +127,8 @@ def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
     )
     if loss.validation_best is not None:
         validation_text += f", best {formatting.format_loss(loss.validation_best)} at step {loss.validation_best_step}"
+    if loss.num_validation_samples is not None:
+        validation_text += f", on {formatting.format_plural(loss.num_validation_samples, 'sample')}"
     facts.append(("validation", validation_text))
     if loss.metrics:
         facts.append(

@@ -39,7 +39,7 @@ SOURCES_WITH = {
     "image_size": ("images",),
 }
 """Key of a source -> kinds of sources that use it."""
-OF_TEXT = ("tokenizer", "seq_len", "document_masking")
+OF_TEXT = ("tokenizer", "seq_len", "document_masking", "packing")
 """Keys of `data` that pictures do not use."""
 
 

@@ -1,6 +1,6 @@
 """The part of a recipe that says what to train and to evaluate on: sources, tokenizer, sequence length."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -20,6 +20,8 @@ SOURCE_KINDS = ("text", "jsonl", "parquet", "idx", "images", "prepared")
 PYTHON_STDLIB_GLOB = "${python.stdlib}/**/*.py"
 INSTALLED_PACKAGES_GLOBS = ["**/site-packages/**", "**/dist-packages/**"]
 """Installed packages are below the standard library, but differ between machines."""
+MIXTURE_ORDER = 2
+"""Version of the order in which runs mix sources that begin now. A run keeps the one that it began with."""
 Side = Annotated[int, Field(gt=0, le=LARGEST_SIDE), NUMBER_NOT_BOOL]
 
 
@@ -75,7 +77,7 @@ class DataConfig(ConfigModel):
 
     model_config = ConfigDict(title="Data")
 
-    source: DataSource | list[DataSource] = Field(
+    source: DataSource | Annotated[list[DataSource], Field(min_length=1)] = Field(
         default_factory=lambda: DataSource(text=PYTHON_STDLIB_GLOB, exclude=INSTALLED_PACKAGES_GLOBS)
     )
     """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
@@ -86,6 +88,13 @@ class DataConfig(ConfigModel):
     """Tokens of one training sample."""
     document_masking: bool = False
     """Whether attention and targets stay within a document; false: they continue past its end."""
+    packing: Literal["whole"] | None = None
+    """How documents are put into samples. null: they follow one another, and are cut where a sample ends. `whole`: a
+    document is cut only if it is longer than `seq_len`, and the rest of a sample is padded; validation shares no
+    document with training."""
+    order: Annotated[int, Field(ge=1, le=MIXTURE_ORDER), NUMBER_NOT_BOOL] = 1
+    """Version of the order in which several sources are mixed. resolved.yaml has that of the run; in a recipe it
+    has no effect."""
 
 
 class EvaluationConfig(ConfigModel):

@@ -82,7 +82,8 @@ def incompatible_changes(given_old: Recipe, resolved_old: Recipe, given_new: Rec
             result += _diff_values(resolved_value, difference.new_value, difference.key)
         else:
             result.append(difference)
-    return [difference for difference in result if not is_free_on_resume(difference.key)]
+    # `data.order` is that of the run, whatever a recipe says.
+    return [each for each in result if not is_free_on_resume(each.key) and each.key != "data.order"]
 
 
 def _to_dict(recipe: Recipe) -> dict[str, Any]:

@@ -142,8 +142,8 @@ class EvaluationProgress(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationDone(RunEvent):
-    """The validation set was scored after `step`. `loss` and `metrics` are None where they are not finite; `is_best`:
-    the lowest loss so far."""
+    """`num_samples` of the validation set were scored after `step`. `loss` and `metrics` are None where they are not
+    finite; with several sources `metrics` have the loss of each. `is_best`: the lowest loss so far."""
 
     kind: ClassVar[str] = "evaluation"
     step: int

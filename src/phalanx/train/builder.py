@@ -145,7 +145,6 @@ def build_context(
         norm_fn=make_norm_fn(parallel_model),
         muon_matrices=muon_matrices,
     )
-    units = count_units_per_sample(data.info)
     accumulator = make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
     if callbacks is None:
         view = RunContext(run.path, dist_env.rank, dist_env.world_size, model)
@@ -164,7 +163,7 @@ def build_context(
         callbacks=callbacks,
         reporter=process.reporter,
         stop_request=process.stop_request,
-        units_per_sample=units,
+        count_units=data.count_units,
         evaluate=make_evaluator(process, recipe, data, loss_module, dist_env, mesh),
         prepare_batch=lambda arrays: to_device(arrays, dist_env.device),
         heartbeat=process.heartbeat,

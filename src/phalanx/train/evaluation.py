@@ -129,20 +129,26 @@ def evaluate(
     The many arguments replace a recipe: a checkpoint is also evaluated on its own, without a run's context.
 
     Micro-batch i is evaluated by data-parallel rank i mod dp_size. The sums of each micro-batch have a slot of their
-    own and are added in order, so the result does not depend on the world size.
+    own and are added in order, so the result does not depend on the world size. With several sources the result is the
+    mean of theirs, weighted as they are in training, and the metrics have the loss of each.
     """
     start_time = last_report_at = clock()
-    total = min(max_samples, data.num_validation_samples)
-    starts = range(0, total, micro_size)
+    parts = data.choose_validation_parts(max_samples)
+    total = sum(part.count for part in parts)
+    micro_batches = [
+        (number, start, min(micro_size, part.first + part.count - start))
+        for number, part in enumerate(parts)
+        for start in range(part.first, part.first + part.count, micro_size)
+    ]
     rows: dict[int, list[float]] = {}
     names: list[str] = []
     with _evaluation_mode(loss_module), torch.no_grad():
-        for round_start in range(0, len(starts), mesh.dp_size):
+        for round_start in range(0, len(micro_batches), mesh.dp_size):
             index = round_start + mesh.dp_rank
-            mine = index < len(starts)
+            mine = index < len(micro_batches)
             if mine or mesh.fsdp_size > 1:  # all ranks that shard parameters must run forward, to take part in gathers
-                start = starts[index if mine else -1]
-                batch = to_device(data.read_validation(start, min(micro_size, total - start)), dist_env.device)
+                _, start, count = micro_batches[index if mine else -1]
+                batch = to_device(data.read_validation(start, count), dist_env.device)
                 sums = loss_module(batch, metrics=True)
                 if mesh.owns_loss:
                     names = [name for name, _, _ in sums[1:]]
@@ -153,14 +159,37 @@ def evaluate(
             if clock() >= last_report_at + PROGRESS_INTERVAL_S:
                 last_report_at = clock()
                 report_progress(min(total, (round_start + mesh.dp_size) * micro_size), total)
-    added = _sum_metric_rows(rows, len(starts), dist_env)
-    means = [added[i] / max(added[i + 1], 1.0) for i in range(0, len(added), 2)]
+    table = _gather_metric_rows(rows, len(micro_batches), dist_env)
+    names = _broadcast_metric_names(names, dist_env, mesh.first_loss_rank)
+    means_by_source = {
+        number: _divide_sums(
+            [row for (source, _, _), row in zip(micro_batches, table, strict=True) if source == number]
+        )
+        for number, part in enumerate(parts)
+        if part.count
+    }
+    weights = [parts[number].weight for number in means_by_source]
+    loss, *metrics = (_weighted_mean(means, weights) for means in zip(*means_by_source.values(), strict=True))
+    source_losses = {f"source_{number}_loss": means[0] or 0.0 for number, means in means_by_source.items()}
     return EvaluationResult(
-        means[0],
-        dict(zip(_broadcast_metric_names(names, dist_env, mesh.first_loss_rank), means[1:], strict=True)),
+        loss,
+        dict(zip(names, metrics, strict=True)) | (source_losses if len(parts) > 1 else {}),
         total,
         clock() - start_time,
     )
+
+
+def _divide_sums(rows: list[list[float]]) -> list[float | None]:
+    """Return the means of the loss and the metrics over the micro-batches of a source; None without a single term."""
+    added = [sum(column) for column in zip(*rows, strict=True)]
+    return [added[i] / added[i + 1] if added[i + 1] else None for i in range(0, len(added), 2)]
+
+
+def _weighted_mean(means: Sequence[float | None], weights: Sequence[float]) -> float:
+    """Return the mean over the sources that have one; 0 where none has."""
+    weighted = [(mean, weight) for mean, weight in zip(means, weights, strict=True) if mean is not None]
+    total = sum(weight for _, weight in weighted)
+    return sum((mean * (weight / total) for mean, weight in weighted), 0.0)
 
 
 @contextlib.contextmanager
@@ -183,19 +212,18 @@ def _any_rank(flag: bool, dist_env: DistEnv) -> bool:
     return bool(value.item())
 
 
-def _sum_metric_rows(rows: dict[int, list[float]], count: int, dist_env: DistEnv) -> list[float]:
-    """Add the rows of all workers, in order; every row has the same length."""
+def _gather_metric_rows(rows: dict[int, list[float]], count: int, dist_env: DistEnv) -> list[list[float]]:
+    """Return the rows of all workers, in order; every row has the same length."""
     if dist_env.world_size == 1:
-        table = [rows[index] for index in range(count)]
-    else:
-        width = torch.tensor(max((len(row) for row in rows.values()), default=0), device=dist_env.device)
-        dist.all_reduce(width, dist.ReduceOp.MAX)
-        slots = torch.zeros(count, int(width), dtype=torch.float64, device=dist_env.device)
-        for index, row in rows.items():
-            slots[index] = torch.tensor(row, dtype=torch.float64, device=dist_env.device)
-        dist.all_reduce(slots)
-        table = slots.tolist()
-    return [sum(column) for column in zip(*table, strict=True)]
+        return [rows[index] for index in range(count)]
+    width = torch.tensor(max((len(row) for row in rows.values()), default=0), device=dist_env.device)
+    dist.all_reduce(width, dist.ReduceOp.MAX)
+    slots = torch.zeros(count, int(width), dtype=torch.float64, device=dist_env.device)
+    for index, row in rows.items():
+        slots[index] = torch.tensor(row, dtype=torch.float64, device=dist_env.device)
+    dist.all_reduce(slots)
+    table: list[list[float]] = slots.tolist()
+    return table
 
 
 def _broadcast_metric_names(names: list[str], dist_env: DistEnv, source_rank: int) -> list[str]:

@@ -95,15 +95,15 @@ def given_device(run: Run) -> str:
 
 
 def check_data(recipe: ResolvedRecipe) -> None:
-    """Raise DataError if prepared data of a resolved recipe are missing, as from a cache that was emptied. They are not
-    prepared here: the run may come from another user, and its sources may name any files."""
+    """Raise DataError if prepared data of a resolved recipe are not named, or missing, as from a cache that was
+    emptied. They are not prepared here: the run may come from another user, and its sources may name any files."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
     scored = [] if recipe.evaluation.source is None else [recipe.evaluation.source]
     for source in (*sources, *scored):
-        if source.prepared is not None and not is_dataset(Path(source.prepared)):
+        if source.prepared is None or not is_dataset(Path(source.prepared)):
             raise DataError(
-                f"{source.prepared}: the run's prepared data are gone; `phalanx train RECIPE --dry-run`, with the "
-                "recipe and the overrides that the run was started with, prepares them again"
+                f"{source.prepared or 'data.source'}: the run's prepared data are gone; `phalanx train RECIPE "
+                "--dry-run`, with the recipe and the overrides that the run was started with, prepares them again"
             )
 
 

@@ -219,7 +219,7 @@ class Session:
             callbacks=Callbacks(load_callbacks(recipe.callbacks, self._folder), view),
             reporter=self._reporter,
             stop_request=self._stop,
-            units_per_sample=tokens,
+            count_units=lambda first_sample, count: count * tokens,
             evaluate=None,
             prepare_batch=lambda batch: batch_to_device(batch, dist_env.device),
             heartbeat=self._heartbeat,

@@ -66,7 +66,8 @@ class TrainContext:
     callbacks: Callbacks
     reporter: Reporter
     stop_request: StopRequest
-    units_per_sample: int
+    count_units: Callable[[int, int], int]
+    """Tokens, without padding, or samples of the training samples n .. n + count - 1, given n and the count."""
     evaluate: Callable[[], EvaluationResult | None] | None
     prepare_batch: Callable[[Any], Any]
     heartbeat: HeartbeatWriter | NullHeartbeat = field(default_factory=NullHeartbeat, kw_only=True)

@@ -323,7 +323,7 @@ class Trainer:
             timer.lap("grad_sync")
         self.checkpointer.step_done(result.flags)
         timer.lap("checkpoint_stall")
-        units = recipe.batch.global_size * context.units_per_sample
+        units = context.count_units(train_state.samples_consumed, recipe.batch.global_size)
         train_state.step = context.callbacks.run_context.step = step
         train_state.samples_consumed += recipe.batch.global_size
         self._mutating = self._rolled_back = False

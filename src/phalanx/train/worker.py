@@ -202,7 +202,7 @@ class Attempt:
                 clean_checkpoint_dir(run.checkpoints)
         self.process = replace(process, dist_env=dist_env, swing_shares=shares)
         self.recipe = recipe = ensure_data_prepared(recipe, run, process.folder)
-        self.data = open_data(recipe.data, recipe.evaluation, recipe.seed)
+        self.data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
         assert_same_on_all_ranks(dist_env, self.data.fingerprint, "data", SAME_DATA_HINT)
         self.checkpoint_meta: dict[str, Any] = {
             "fingerprint": self.data.fingerprint,
@@ -314,6 +314,7 @@ def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> Reso
         return recipe
     given_recipe = load_recipe(run.recipe).recipe
     data, evaluate = prepare_all_sources(given_recipe.data, given_recipe.evaluation, folder)
+    data = data.model_copy(update={"order": recipe.data.order})
     return recipe.model_copy(update={"data": data, "evaluation": evaluate})
 
 

@@ -35,6 +35,18 @@ def test_prepare_verify_inspect(texts, capsys):
     assert printed.endswith("\n\ntext 0\ntext \n")
 
 
+def test_inspect_says_how_whole_documents_fill_samples(texts, capsys):
+    lines = ['{"text": "%s"}\n' % ("x" * length) for length in (*[31] * 3, *[15] * 3, 40)]
+    write_texts(texts / "texts", {"a.jsonl": "".join(lines)})
+    assert data("prepare", "a.jsonl", "--jsonl", "--out", texts / "out") == 0
+    capsys.readouterr()
+    assert data("inspect", texts / "out", "--seq-len", 32) == 0
+    assert (
+        "padding       3.6% of 6 windows of 32 tokens (data.packing: whole); 1 of 7 documents are longer and cut"
+        in capsys.readouterr().out
+    )
+
+
 def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     write_texts(texts / "texts", {"a.jsonl": '{"body": "some words and some more words"}\n' * 50})
     words = ["a.jsonl", "--jsonl", "--text-field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]

@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.order import ShuffleOrder, SourceMixture, hash_key, num_validation_samples, permute
+from phalanx.data.order import (
+    ShuffleOrder,
+    SourceMixture,
+    SourceSequence,
+    StepMixture,
+    divide_samples,
+    hash_key,
+    num_validation_samples,
+    permute,
+)
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1))
@@ -105,18 +114,81 @@ def test_where_a_sample_comes_from_does_not_depend_on_where_one_asks_from():
     assert np.array_equal(index[90_000:90_010], late_index)
 
 
-@given(weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4), sizes=st.lists(st.integers(0, 300), min_size=4))
-@settings(max_examples=40, deadline=None)
-def test_samples_within_is_the_longest_beginning_that_no_source_is_too_small_for(weights, sizes):
-    mixture, sizes = SourceMixture(weights), sizes[: len(weights)]
-    count = mixture.max_samples_within(sizes)
-    source, index = mixture.locate(np.arange(count + 1))
-    needed = [int(index[: count + 1][source == which].max(initial=-1)) + 1 for which in range(len(sizes))]
-    assert any(need > size for need, size in zip(needed, sizes, strict=True))
-    source, index = source[:count], index[:count]
-    assert all(index[source == which].max(initial=-1) < size for which, size in enumerate(sizes))
+WEIGHTS = ([1, 1], [7, 1], [1, 1, 1, 1], [3, 1, 4], [5, 2, 1.3], [100, 1])
 
 
-@pytest.mark.parametrize(("samples", "share", "held"), [(100, 0.0, 0), (100, 0.01, 1), (10, 0.01, 1), (1, 0.5, 0)])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("global_size", [1, 2, 8, 24, 56, 840])
+def test_every_step_and_every_worker_has_the_share_of_each_source(weights, global_size):
+    mixture, shares = StepMixture(weights, global_size, seed=3), np.array(weights) / sum(weights)
+    steps = mixture.locate(np.arange(37 * global_size, 137 * global_size))[0].reshape(100, global_size)
+    for source, share in enumerate(shares):
+        assert np.abs((steps == source).sum(1) - share * global_size).max() < 1.01
+    for workers in (count for count in range(1, 9) if global_size % count == 0):
+        for part in np.split(steps, workers, axis=1):
+            of_worker = np.bincount(part.ravel(), minlength=len(weights)) / part.size
+            assert np.abs(of_worker - shares).max() < 0.035
+
+
+@pytest.mark.parametrize("stride", [2, 5, 8, 10, 64, 100])
+def test_no_stride_of_steps_meets_one_source_more_than_the_others(stride):
+    steps = StepMixture([1, 1, 2], 4, seed=0).locate(np.arange(4 * 16384))[0].reshape(-1, 4)
+    for first in (0, stride - 1):
+        of_first_place = np.bincount(steps[first::stride, 0], minlength=3) / len(steps[first::stride])
+        assert np.abs(of_first_place - [0.25, 0.25, 0.5]).max() < 2.5 * (0.25 / len(steps[first::stride])) ** 0.5
+
+
+def test_all_pairs_of_sources_meet_in_micro_batches():
+    pairs = StepMixture([1, 1, 1, 1], 8, seed=0).locate(np.arange(8 * 200))[0].reshape(-1, 2)
+    assert len({tuple(sorted(pair)) for pair in pairs.tolist()}) == 6
+
+
+@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5), global_size=st.integers(1, 40))
+@settings(max_examples=25, deadline=None)
+def test_each_source_gives_its_samples_in_order_wherever_one_asks_from(weights, global_size):
+    mixture = StepMixture(weights, global_size, seed=1)
+    source, index = mixture.locate(np.arange(3000))
+    for number in range(len(weights)):
+        assert np.array_equal(index[source == number], np.arange((source == number).sum()))
+    late = 16384 * global_size  # the first sample of the second period
+    later_source, later_index = mixture.locate(np.arange(late - 7, late + 9))
+    for number, count in enumerate(mixture.counts):
+        own = later_index[later_source == number]
+        assert own.tolist() == list(range(int(own[0]), int(own[0]) + len(own))) if len(own) else True
+        assert mixture.counts.sum() == 16384
+        second = later_index[7:][later_source[7:] == number]
+        assert not len(second) or second[0] == count * global_size
+
+
+def test_a_mixture_of_order_2_is_the_same_in_every_release():
+    source, index = StepMixture([3, 1], 4, seed=7).locate(np.arange(100_000, 100_012))
+    assert source.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0]
+    assert index[:4].tolist() == [75_000, 75_001, 75_002, 25_000]
+
+
+def test_the_samples_of_a_validation_set_follow_source_by_source():
+    source, index = SourceSequence([2, 0, 3]).locate(np.arange(5))
+    assert (source.tolist(), index.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("max_samples", "sizes", "weights", "counts"),
+    [
+        (512, [62, 1], [1, 1], [62, 1]),
+        (100, [500, 1], [1, 1], [99, 1]),
+        (100, [500, 500], [3, 1], [75, 25]),
+        (100, [500, 10, 500], [1, 8, 1], [45, 10, 45]),
+        (2, [500, 500, 500], [1, 1, 1], [1, 1, 0]),
+        (100, [500, 500], [1000, 1], [99, 1]),
+        (7, [0, 5], [1, 1], [0, 5]),
+    ],
+)
+def test_validation_samples_are_divided_by_weight_as_far_as_each_source_goes(max_samples, sizes, weights, counts):
+    assert divide_samples(max_samples, sizes, weights) == counts
+
+
+@pytest.mark.parametrize(
+    ("samples", "share", "held"), [(100, 0.0, 0), (100, 0.01, 1), (10, 0.01, 1), (1, 0.5, 0), (1, 1.0, 1)]
+)
 def test_the_held_out_share_is_at_least_one_sample_and_never_all(samples, share, held):
     assert num_validation_samples(samples, share) == held

@@ -6,6 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data import IGNORE_INDEX, Prefetcher, RankBatch, shard
+from phalanx.data.manifest import DatasetManifest
+from phalanx.data.packing import TokenRanges, pack_documents
+from phalanx.data.reader import PADDING_TOKEN
+from phalanx.data.shard import ShardWriter
 from phalanx.errors import DataError, RecipeError
 from small_data import dataset, numbered, opened
 
@@ -137,6 +141,151 @@ def test_a_mixture_holds_out_a_share_of_every_source(three):
     assert set((held[:, 0] // 10_000).tolist()) == {0, 1, 2}
     assert len(np.unique(held[:, 0])) == len(held)
     assert not trained & set(held.ravel().tolist())
+
+
+def sources_of(batch):
+    return batch["tokens"][:, 0] // 10_000
+
+
+def test_the_sources_of_a_step_do_not_depend_on_the_number_of_workers(three):
+    options = {"weights": [3, 1, 4], "order": 2, "global_size": 12}
+    whole = np.concatenate(steps_on(opened(*three, **options), 1, 0, 100))
+    for world in (2, 3, 6):
+        assert np.concatenate(steps_on(opened(*three, **options), world, 0, 100)).tobytes() == whole.tobytes()
+        for part in np.split(whole.reshape(100, 12, -1), world, axis=1):
+            shares = np.bincount(part[:, :, 0].ravel() // 10_000, minlength=3) / (1200 / world)
+            assert np.abs(shares - np.array([3, 1, 4]) / 8).max() < 0.03
+
+
+def test_a_run_of_order_1_keeps_its_order_and_fingerprint(three):
+    old, new = (opened(*three, weights=[3, 1, 4], order=order, global_size=8) for order in (1, 2))
+    assert old.fingerprint == "8d574a55c4575b5a08abbbad777cf8a3"
+    assert old.read_training(0, 4)["tokens"][:, 0].tolist() == [22384, 376, 22304, 96]
+    assert new.fingerprint != old.fingerprint
+    assert opened(three[0], order=1).fingerprint == opened(three[0], order=2).fingerprint
+
+
+def test_each_source_is_validated_as_far_as_it_goes(three):
+    data = opened(*three, share=0.1)
+    assert [(part.count, part.weight) for part in data.choose_validation_parts(512)] == [(11, 1.0), (4, 1.0), (50, 1.0)]
+    assert data.num_validation_samples == 65
+    for part, number in zip(data.choose_validation_parts(20), range(3), strict=True):
+        assert set(sources_of(data.read_validation(part.first, part.count)).tolist()) == {number}
+    assert [part.count for part in data.choose_validation_parts(20)] == [8, 4, 8]
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    """500 documents of 5 to 40 tokens and one of 100 in two shards; each token tells its place."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("examples") / "dataset"
+    folder.mkdir()
+    entries, documents, first = [], [], 1
+    for number in range(2):
+        with ShardWriter(folder, number, np.dtype("<u4")) as writer:
+            for length in (*rng.integers(5, 41, 250), *([100] if number else [])):
+                writer.start_document()
+                writer.append_values(numbered(first + length)[first:])
+                documents.append(range(first, first + length))
+                first += length
+            entries.append(writer.commit())
+    DatasetManifest("tokens", "<u4", tuple(entries), 2**32 - 1, {"name": "bytes"}).write(folder)
+    return folder, documents
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_whole_packing_cuts_no_document_and_pads_the_rest(examples, masking):
+    folder, documents = examples
+    data = opened(folder, sequence=48, packing="whole", document_masking=masking)
+    batch = data.read_training(0, data.num_train_samples)
+    ends_with = {document[-1]: document for document in documents}
+    met, num_tokens = [], 0
+    for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
+        filled = [token for token in tokens if token != PADDING_TOKEN]
+        num_tokens += len(filled)
+        assert tokens == filled + [PADDING_TOKEN] * (48 - len(filled))
+        assert set(targets[len(filled) :]) <= {IGNORE_INDEX}
+        for place, (token, target) in enumerate(zip(filled, targets, strict=False)):
+            if (document := ends_with.get(token)) is not None:
+                met.append(document)
+                size = len(document) if len(document) <= 48 else (len(document) - 1) % 48 + 1
+                assert filled[place + 1 - size : place + 1] == list(document[-size:])
+                is_last = place + 1 == len(filled)
+                assert target == (IGNORE_INDEX if masking or is_last else filled[place + 1])
+            else:
+                assert target == token + 1
+    assert sorted(map(len, met)) == sorted(map(len, documents))
+    assert data.padding_fraction == pytest.approx(1 - num_tokens / batch["tokens"].size)
+    assert data.count_units(0, data.num_train_samples) == num_tokens
+
+
+def test_validation_of_whole_documents_shares_none_with_training(examples):
+    folder, documents = examples
+    data = opened(folder, sequence=48, packing="whole", share=0.2, document_masking=True)
+    document_of = {token: number for number, document in enumerate(documents) for token in document}
+    trained = data.read_training(0, data.num_train_samples)
+    scored = data.read_validation(0, data.num_validation_samples)
+    of_training, of_validation = (
+        {document_of[token] for token in batch["targets"][batch["targets"] != IGNORE_INDEX].tolist()}
+        for batch in (trained, scored)
+    )
+    assert not of_training & of_validation
+    assert len(of_training | of_validation) == 501
+    assert len(of_validation) == 100
+
+
+def test_units_of_packed_samples_do_not_depend_on_how_they_are_asked_for(examples):
+    data = opened(examples[0], sequence=48, packing="whole")
+    counts = [data.count_units(number, 1) for number in range(0, 20_000, 1)]
+    assert data.count_units(0, 20_000) == sum(counts)
+    assert data.count_units(8190, 5) == sum(counts[8190:8195])
+
+
+def test_a_long_document_is_cut_without_losing_a_target(tmp_path):
+    folder = dataset(tmp_path / "dataset", [numbered(100) + 1], vocab=2**32 - 1)
+    for sequence in (7, 9, 33, 99, 100, 120):
+        data = opened(folder, sequence=sequence, packing="whole", document_masking=True)
+        targets = data.read_training(0, data.num_train_samples)["targets"]
+        assert sorted(targets[targets != IGNORE_INDEX].tolist()) == list(range(2, 101))
+
+
+def test_a_document_that_continues_in_the_next_shard_is_on_one_side(tmp_path):
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    entries = []
+    for number, starts in enumerate(((0, 10), (), (20, 25))):
+        with ShardWriter(folder, number, np.dtype("<u4")) as writer:
+            for token in range(30):
+                if token in starts:
+                    writer.start_document()
+                writer.append_values(np.array([30 * number + token + 1]))
+            entries.append(writer.commit())
+    DatasetManifest("tokens", "<u4", tuple(entries), 2**32 - 1, {"name": "bytes"}).write(folder)
+    documents = [range(1, 11), range(11, 81), range(81, 86), range(86, 91)]
+    for share in (0.3, 0.5, 0.75):
+        data = opened(folder, sequence=16, packing="whole", share=share)
+        scored = data.read_validation(0, data.num_validation_samples)["tokens"]
+        trained = set(data.read_training(0, data.num_train_samples)["tokens"].ravel().tolist())
+        sides = [({*document} & {*scored.ravel().tolist()}, {*document} & trained) for document in documents]
+        assert all(not validated or not learnt for validated, learnt in sides)
+        assert sum(bool(validated) for validated, _ in sides) == round(4 * share)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=120), capacity=st.integers(5, 60))
+@settings(max_examples=50, deadline=None)
+def test_packing_is_best_fit_decreasing(lengths, capacity):
+    lengths = [min(length, capacity) for length in lengths]
+    stop = np.cumsum(lengths)
+    documents = TokenRanges(np.zeros(len(lengths), np.int32), stop - lengths, stop)
+    packed = pack_documents(documents, capacity)
+    spaces: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [space for space in spaces if space >= length]
+        spaces.remove(min(fitting)) if fitting else None
+        spaces.append((min(fitting) if fitting else capacity) - length)
+    assert sorted(packed.num_tokens.tolist()) == sorted(capacity - space for space in spaces)
+    ranges = zip(packed.ranges.start.tolist(), packed.ranges.stop.tolist(), strict=True)
+    assert sorted(ranges) == list(zip((stop - lengths).tolist(), stop.tolist(), strict=True))
 
 
 def test_sources_with_other_tokenizers_do_not_mix(three, tmp_path):

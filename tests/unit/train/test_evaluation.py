@@ -1,9 +1,12 @@
 """Scores on held-out data."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from phalanx.data.reader import ValidationPart
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.tasks import LanguageModeling, TensorBatch
@@ -77,6 +80,33 @@ def test_scoring_leaves_no_gradient() -> None:
     model = tiny_lm()
     score(model)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class TwoSources(Samples):
+    """The first samples are of one source, the last 3 of another of three times its weight."""
+
+    def choose_validation_parts(self, max_samples: int) -> list[ValidationPart]:
+        return [ValidationPart(0, 10, 1.0), ValidationPart(10, 3, 3.0)]
+
+
+@pytest.mark.parametrize("micro", [1, 4, 50])
+def test_sources_are_scored_one_by_one_and_their_mean_is_weighted(micro: int) -> None:
+    of = TwoSources(token_batch(4), token_batch(13, seed=1, ignored=0.3))
+    both = score(tiny_lm(), micro=micro, of=of)
+    parts = [of.read_validation(0, 10), of.read_validation(10, 3)]
+    first, second = (score(tiny_lm(), of=Samples(token_batch(4), part)) for part in parts)
+    assert both.loss == pytest.approx((first.loss + 3 * second.loss) / 4, rel=1e-6)
+    assert both.metrics["hits"] == pytest.approx((first.metrics["hits"] + 3 * second.metrics["hits"]) / 4)
+    assert both.metrics["source_0_loss"] == pytest.approx(first.loss, rel=1e-6)
+    assert both.metrics["source_1_loss"] == pytest.approx(second.loss, rel=1e-6)
+    assert both.num_samples == 13
+
+
+def test_a_loss_that_is_no_number_is_not_hidden_by_another_source() -> None:
+    model = tiny_lm()
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    assert math.isnan(score(model, of=TwoSources(token_batch(4), token_batch(13))).loss)
 
 
 def test_a_wish_to_stop_ends_it_without_scores_and_with_the_model_as_it_was() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.cli import main
-from phalanx.data import DataInfo, prepare_source
+from phalanx.data import DataInfo, open_data, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe
 from phalanx.recipe.data_schema import DataConfig, DataSource
@@ -286,3 +286,8 @@ def test_prepared_data_that_are_gone_are_named_with_what_prepares_them_again(tmp
     shutil.rmtree(place)
     with pytest.raises(DataError, match=r"dataset: the run's prepared data are gone; `phalanx train RECIPE --dry-run`"):
         check_data(recipe)
+    unresolved = RECIPE.model_copy(update={"data": DataConfig(source=DataSource(text="/etc/*"), seq_len=16)})
+    with pytest.raises(DataError, match=r"^data\.source: the run's prepared data are gone"):
+        check_data(unresolved)
+    with pytest.raises(RecipeError, match=r"^data\.source: found text, expected `prepared`"):
+        open_data(unresolved.data, unresolved.evaluation, 0)
