@@ -43,6 +43,7 @@ from phalanx.recipe import (
     scale_batch_with_workers,
 )
 from phalanx.recipe.checks import check_task
+from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.device_checks import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
@@ -215,7 +216,10 @@ def resolve_run(
     loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
-    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
+    kept = (
+        [] if previous is None else [Path(str(it.prepared)) for it in list_sources(previous.data, previous.evaluation)]
+    )
+    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress, kept=kept)
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)

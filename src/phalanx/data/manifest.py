@@ -174,7 +174,8 @@ def _is_valid_tokenizer(value: object, vocab: int) -> bool:
     """Whether a dataset can have such a tokenizer: `bytes`, or one that lies in its folder."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
-    separator = value.get("separator")
-    if separator is not None and not (type(separator) is int and 0 <= separator < vocab):
+    separator, begin = value.get("separator"), value.get("begin", [])
+    around = [*begin, *([] if separator is None else [separator])] if isinstance(begin, list) else [None]
+    if not all(type(token) is int and 0 <= token < vocab for token in around):
         return False
     return "file" not in value or (value["file"] == TOKENIZER_FILE and isinstance(value.get("xxh3"), str))

@@ -13,7 +13,7 @@ from phalanx.data import DataInfo, open_data
 from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import ResolvedRecipe, diff_recipes, load_recipe, load_resolved_recipe
-from phalanx.recipe.data_schema import DataSource
+from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.diff import is_mathematics
 from phalanx.run import Run
 from phalanx.run.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
@@ -97,9 +97,7 @@ def given_device(run: Run) -> str:
 def check_data(recipe: ResolvedRecipe) -> None:
     """Raise DataError if prepared data of a resolved recipe are missing, as from a cache that was emptied. They are not
     prepared here: the run may come from another user, and its sources may name any files."""
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    scored = [] if recipe.evaluation.source is None else [recipe.evaluation.source]
-    for source in (*sources, *scored):
+    for source in list_sources(recipe.data, recipe.evaluation):
         if source.prepared is not None and not is_dataset(Path(source.prepared)):
             raise DataError(
                 f"{source.prepared}: the run's prepared data are gone; `phalanx train RECIPE --dry-run`, with the "
@@ -123,15 +121,10 @@ def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: lis
     if differing:
         notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
         return trained
-    if any(each.prepared is None for each in _sources(now)):
+    if any(source.prepared is None for source in list_sources(now.data, now.evaluation)):
         notes.append(f"{run.resolved}: is not resolved; the recipe is taken from {checkpoint.name}")
         return trained
     return now
-
-
-def _sources(recipe: ResolvedRecipe) -> list[DataSource]:
-    source = recipe.data.source
-    return [*(source if isinstance(source, list) else [source]), *filter(None, [recipe.evaluation.source])]
 
 
 def _folder(run: Run) -> Path:
