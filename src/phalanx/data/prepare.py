@@ -17,6 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.cluster.discovery import count_free_cores
 from phalanx.data.file_format import check_file_format
 from phalanx.data.manifest import TOKENIZER_FILE, DatasetManifest, ShardEntry, is_dataset, narrowest_token_dtype
 from phalanx.data.prepare_plan import (
@@ -67,7 +68,7 @@ def prepare_source(
             logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
             if claim is not None:
                 try:
-                    _write_dataset(plan, claim, num_workers or len(os.sched_getaffinity(0)), reporter)
+                    _write_dataset(plan, claim, num_workers or count_free_cores(), reporter)
                 except PhalanxError as error:
                     if error.code != ExitCode.UNFINISHED:  # the fix makes another plan, with no use for this work
                         shutil.rmtree(claim.working_dir)
@@ -165,13 +166,11 @@ def _report_warnings(
     if lost_bytes:
         (path, times), *others = lost_bytes.most_common()
         also = f", and so in {len(others)} more files" if others else ""
-        what = f"bytes that are not UTF-8 became U+FFFD in {times} places{also}; convert such files, for example with iconv"
+        what, cure = "bytes that are not UTF-8 became U+FFFD", "convert such files, for example with iconv"
         if plan.tokenizer == "bytes":
-            what = (
-                f"byte 0, which ends a document for the tokenizer bytes, is in the text in {times} places{also}; remove "
-                "it, for example with tr -d '\\000', or use another tokenizer"
-            )
-        reporter.report_note(f"warning: {path}: {what}")
+            what = "byte 0, which ends a document for the tokenizer bytes, is part of the text"
+            cure = "remove it, for example with tr -d '\\000', or use another tokenizer"
+        reporter.report_note(f"warning: {path}: {what} in {times} places{also}; {cure}")
     if (
         plan.tokenizer not in (None, "bytes")
         and load_plan_tokenizer(plan, Path(job.dataset_dir)).separator_token is None

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, narrowest_token_dtype, read_manifest
+from phalanx.data.manifest import (
+    TOKENIZER_FILE,
+    is_dataset,
+    is_tokenizer_description,
+    narrowest_token_dtype,
+    read_manifest,
+)
 from phalanx.data.shard import ValueArray
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig
@@ -390,6 +396,26 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if not stored.is_file() or xxh3_128_hexdigest(read_bytes(stored, MAX_TOKENIZER_BYTES)) != described["xxh3"]:
         raise DataError(f"{stored}: missing, or not the tokenizer that this dataset was prepared with")
     return HuggingFaceTokenizer(stored, described["name"], ends_in_manifest(described))
+
+
+def load_run_tokenizer(path: Path, described: object) -> Tokenizer:
+    """The tokenizer.json of a run, or `bytes`. `described`: what the run's plan says of it. Runs
+    of before say nothing: nothing began their documents."""
+    if not path.exists():
+        return ByteTokenizer()
+    tokenizer = HuggingFaceTokenizer(path)
+    known = isinstance(described, dict) and is_tokenizer_description(described, tokenizer.vocab_size)
+    ends = ends_in_manifest(described) if known else replace(tokenizer.ends, begin=())  # type: ignore[arg-type]
+    return HuggingFaceTokenizer(path, ends=ends)
+
+
+def find_stop_tokens(folder: Path) -> list[int]:
+    """The tokens at which generation ends by a Hugging Face directory: there may be several."""
+    for file in ("generation_config.json", "config.json"):
+        value = _read_config(folder / file).get("eos_token_id")
+        if numbers := [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]:
+            return numbers
+    return []
 
 
 def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
