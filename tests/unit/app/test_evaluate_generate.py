@@ -20,6 +20,7 @@ from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
 from phalanx.train.distributed.module_state import get_model_tensors
+from phalanx.train.inference import set_threads
 from phalanx.train.model_builder import build_model
 from resolved_recipes import resolved_recipe
 
@@ -97,3 +98,46 @@ def test_an_empty_prompt_is_refused_before_anything_is_generated(trained: Run) -
 def test_a_character_of_several_bytes_is_decoded_when_it_is_whole() -> None:
     tokens = iter("aé€".encode())
     assert list(decode_incrementally(load_tokenizer("bytes"), tokens)) == ["a", "", "é", "", "", "€"]
+
+
+def test_an_unfinished_character_at_the_end_is_written() -> None:
+    assert "".join(decode_incrementally(load_tokenizer("bytes"), iter(b"a\xe2\x82"))) == "a\ufffd"
+
+
+def test_generation_stops_at_the_end_of_a_text_and_says_so(
+    trained: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.app.generate.generate_tokens", lambda *_: iter(b"one.\0two."))
+    assert main.main(["generate", str(trained.path), "--prompt", "", "--tokens", "9"]) == 64
+    capsys.readouterr()
+    assert main.main(["generate", str(trained.path), "--prompt", ">", "--tokens", "9"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ">one.\n"
+    assert "the text ended with byte 0 after 5 tokens; --ignore-eos continues behind it" in printed.err
+    assert main.main(["generate", str(trained.path), "--prompt", ">", "--tokens", "9", "--ignore-eos"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ">one.\u27e6byte 0\u27e7two.\n"
+    assert "ended" not in printed.err
+
+
+def test_further_ends_of_a_text_stop_generation(trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(shutil.copytree(trained.path, tmp_path / "run"))
+    described = {"name": "bytes", "separator": 0, "stops": [33, 63]}
+    write_json(run.plan, {**run.read_json_or_empty(run.plan), "tokenizer": described})
+    monkeypatch.setattr("phalanx.app.generate.generate_tokens", lambda *_: iter(b"is it? yes"))
+    assert "".join(generate_text(run, NEWEST, ">", SamplingOptions())) == "is it"
+
+
+def test_evaluation_takes_the_threads_of_training_and_no_more_than_there_are(
+    trained: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("phalanx.train.inference.count_free_cores", lambda: 3)
+    for threads, variable in ((2, ""), (8, ""), (8, "1,4")):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        set_threads(threads)
+    assert chosen == [2, 3, 1]
+    monkeypatch.setattr("phalanx.train.inference.set_threads", lambda threads: chosen.append(threads + 100))
+    evaluate_run(trained, NEWEST, max_samples=4)
+    assert chosen[3:] == [101]
