@@ -91,7 +91,8 @@ def decode_incrementally(
             yield show_control_token(tokenizer.control_tokens.get(token, str(token)))
         else:
             yield decoder.decode(token)
-    yield decoder.finish()
+    if rest := decoder.finish():
+        yield rest
 
 
 class _IncrementalDecoder:
