@@ -141,3 +141,48 @@ def test_evaluation_takes_the_threads_of_training_and_no_more_than_there_are(
     monkeypatch.setattr("phalanx.train.inference.set_threads", lambda threads: chosen.append(threads + 100))
     evaluate_run(trained, NEWEST, max_samples=4)
     assert chosen[3:] == [101]
+
+
+def test_the_loss_of_one_document_is_that_of_the_tokenizers_own_call(tmp_path: Path) -> None:
+    tiny = pytest.importorskip("tiny_huggingface")
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    model = tiny.save_random_model(tmp_path / "origin", "llama")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}, "<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<unk>", "<s>", "</s>"])
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(tmp_path / "origin")
+    text = "a b b a a b " * 5
+    (tmp_path / "words.txt").write_text(text)
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "origin")(text, return_tensors="pt")["input_ids"]
+    data = DataConfig(source=DataSource(text="words.txt"), tokenizer="origin")
+    prepared = prepare_source(data.source, data, tmp_path, tmp_path / "data", num_workers=1)  # type: ignore[arg-type]
+    source = {"prepared": str(prepared)}
+    recipe = resolved_recipe(
+        name="small",
+        model={"build": "hf:origin"},
+        data={"source": source, "seq_len": tokens.numel() - 1},
+        evaluation={"source": source},
+        batch={"micro_size": 1},
+        precision="fp32",
+        device="cpu",
+    )
+    run = Run(tmp_path / "run")
+    run.create()
+    run.resolved.write_text(dump_recipe(recipe))
+    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
+    write_json(run.plan, {"data_info": asdict(facts)})
+    write_json(run.environment, {"folder": str(tmp_path)})
+    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
+    tensors = get_model_tensors(build_model(recipe.model, facts, tmp_path, 0, torch.device("cpu")))
+    meta = {"step": 2, "recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
+    saver.start(2, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
+    saver.poll_when_idle()
+    saver.commit()
+    with torch.no_grad():
+        expected = float(model(input_ids=tokens, labels=tokens).loss)
+    assert evaluate_run(run, NEWEST).result.loss == pytest.approx(expected, abs=1e-5)
