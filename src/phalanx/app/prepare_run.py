@@ -268,7 +268,9 @@ def check_same_image_processor(run: Run, recipe: ResolvedRecipe, folder: Path) -
     """Raise DataError where the image preprocessing of the model's directory is not what the run began with. A run of
     an earlier version knows none: it was trained on pixel values in -1..1."""
     directory = huggingface_directory(recipe.model.build, folder)
-    for name in () if directory is None else IMAGE_PROCESSOR_FILES:
+    if directory is None:
+        return
+    for name in IMAGE_PROCESSOR_FILES:
         now = read_contained(directory / name, directory)
         if now != read_contained(run.companions / name, run.path):
             raise DataError(

@@ -116,7 +116,7 @@ class ByteTokenizer:
         return np.frombuffer(data, np.uint8)
 
     def encode_prompt(self, text: str) -> list[int]:
-        return self.encode(text).tolist()
+        return [int(token) for token in self.encode(text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token).decode(errors="replace")
