@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from phalanx.data import DataInfo
+from phalanx.errors import DataError
 from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.run import Run
 from phalanx.run.companions import (
@@ -57,7 +58,10 @@ def write_image_processor(meta: Mapping[str, Any], run: Run, folder: Path) -> No
     followed = "image_normalization" in meta or meta.get("recipe", {}).get("task") == "classification"
     if not followed or not isinstance(facts, Mapping) or facts.get("kind") != "images":
         return
-    info = TypeAdapter(DataInfo).validate_python(facts)
+    try:
+        info = TypeAdapter(DataInfo).validate_python(facts)
+    except ValidationError as error:
+        raise DataError(f"{run.plan}: data_info is not what data have ({error.errors()[0]['msg']})") from None
     normalization = from_meta(meta.get("image_normalization")) or ImageNormalization()
     _write_json(folder / IMAGE_PROCESSOR_FILES[0], describe_for_export(normalization, info))
     (folder / IMAGE_PROCESSOR_FILES[1]).unlink(missing_ok=True)
