@@ -18,6 +18,7 @@ from phalanx.train.checkpoint import (
 )
 from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
 from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
+from phalanx.train.inference import set_threads
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ def verify_selected(checkpoint: Path) -> VerifiedCheckpoint:
 def export_to_huggingface(checkpoint: Path, out: Path) -> ExportedCheckpoint:
     """Export the weights as a Hugging Face directory, which is created."""
     notes: list[str] = []
+    num_threads = read_manifest(checkpoint).meta.get("recipe", {}).get("num_threads")
+    if isinstance(num_threads, int) and num_threads > 0:
+        set_threads(num_threads)
     files = sorted(file.name for file in export_huggingface(checkpoint, out, notes=notes.append).iterdir())
     return ExportedCheckpoint(checkpoint, tuple(files), tuple(notes))
 

@@ -11,7 +11,7 @@ from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.inference import check_data, given_device
 from phalanx.train.loss import LossFn, LossModule
-from phalanx.train.tasks import load_task
+from phalanx.train.tasks import Classification, load_task
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,11 @@ def evaluate_run(
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     if data.num_validation_samples == 0:
         raise UsageError(f"{run.path}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)")
+    task = load_task(recipe.task, trained.folder)
+    if isinstance(task, Classification):
+        task.normalization = trained.image_normalization
     result = evaluate(
-        LossModule(trained.model, LossFn(load_task(recipe.task, trained.folder), recipe.precision, dist_env.device)),
+        LossModule(trained.model, LossFn(task, recipe.precision, dist_env.device)),
         data,
         dist_env=dist_env,
         mesh=make_single_worker_mesh(),

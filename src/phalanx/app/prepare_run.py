@@ -29,8 +29,10 @@ from phalanx.autoconfig.resolve import (
 from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
 from phalanx.cluster import Machine, collect_environment, discover_machine
 from phalanx.cluster.discovery import check_threads, check_workers
-from phalanx.data import PrepareProgress, RunData, open_data, prepare_all_sources
+from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
+from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
+from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, UsageError
 from phalanx.formatting import format_percent, format_plural
 from phalanx.recipe import (
@@ -45,21 +47,22 @@ from phalanx.recipe import (
     scale_batch_with_workers,
 )
 from phalanx.recipe.checks import check_task
-from phalanx.recipe.data_schema import MIXTURE_ORDER
+from phalanx.recipe.data_schema import MIXTURE_ORDER, list_sources
 from phalanx.recipe.device_checks import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.cache import check_cache_writable
 from phalanx.run.code_trust import record_trust
+from phalanx.run.companions import IMAGE_PROCESSOR_FILES, keep_companions, read_contained
 from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
 from phalanx.run.lock import lock_run
+from phalanx.safe_files import read_bytes
 from phalanx.train.lr_schedule import peak_learning_rate
 
-FINGERPRINT_KEY = "data_fingerprint"
-DATA_SUMMARY_KEY = "data_summary"
-"""Key of plan.json."""
+FINGERPRINT_KEY, TOKENIZER_KEY, DATA_SUMMARY_KEY = "data_fingerprint", "tokenizer", "data_summary"
+"""Keys of plan.json."""
 
 
 class TrialProcess(Protocol):
@@ -221,7 +224,10 @@ def resolve_run(
     loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
-    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
+    kept = (
+        [] if previous is None else [Path(str(it.prepared)) for it in list_sources(previous.data, previous.evaluation)]
+    )
+    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress, kept=kept)
     data = data.model_copy(update={"order": MIXTURE_ORDER if previous is None else previous.data.order})
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
@@ -237,6 +243,8 @@ def resolve_run(
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
         plan = check_same_data(run, plan, opened.fingerprint, request.force)
         plan = {**plan, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
+        if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
+            check_same_image_processor(run, recipe, folder)
         check_run_budget(run, recipe, world_size, _step_seconds(plan))
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(prepared, world_size)
@@ -293,6 +301,21 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
     return text
 
 
+def check_same_image_processor(run: Run, recipe: ResolvedRecipe, folder: Path) -> None:
+    """Raise DataError where the image preprocessing of the model's directory is not what the run began with. A run of
+    an earlier version knows none: it was trained on pixel values in -1..1."""
+    directory = huggingface_directory(recipe.model.build, folder)
+    if directory is None:
+        return
+    for name in IMAGE_PROCESSOR_FILES:
+        now = read_contained(directory / name, directory)
+        if now != read_contained(run.companions / name, run.path):
+            raise DataError(
+                f"{run.path}: was trained with other image preprocessing than that of {directory / name}, or by an "
+                "earlier version with none; restore that file, remove it, or use --force to continue with it"
+            )
+
+
 def _step_seconds(plan: dict[str, Any]) -> float | None:
     """Predicted seconds of a step; None in a plan that has none, or is damaged."""
     found = plan.get("predicted_step_s")
@@ -313,8 +336,8 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     run.result.unlink(missing_ok=True)  # result of an earlier start
     write_atomic(run.recipe, dump_recipe(loaded.recipe))
     write_atomic(run.resolved, dump_recipe(prepared.recipe))
-    write_json(run.plan, prepared.plan)
-    copy_tokenizer(prepared)
+    described = copy_tokenizer(prepared)
+    write_json(run.plan, {**prepared.plan, **({} if described is None else {TOKENIZER_KEY: described})})
     prices = load_prices()
     write_json(run.cluster, {**prepared.cluster, **({} if prices is None else {"prices": prices.model_dump()})})
     write_json(
@@ -324,10 +347,30 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     record_trust(prepared.recipe, prepared.recipe_dir)
 
 
-def copy_tokenizer(prepared: PreparedRun) -> None:
-    """Copy the tokenizer into the run, so that the run stays whole without the data."""
-    source = prepared.recipe.data.source
-    first = source[0] if isinstance(source, list) else source
-    tokenizer_path = Path(str(first.prepared)) / prepared.run.tokenizer.name  # missing for data of a session
-    if tokenizer_path.is_file():
-        write_atomic(prepared.run.tokenizer, tokenizer_path.read_text(encoding="utf-8"))
+def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
+    """Copy the tokenizer into the run, so that the run stays whole without the data, and what belongs to it of the
+    directory that the recipe names. Return its description: of its dataset, and the tokens at which generation stops.
+    """
+    run, recipe, folder = prepared.run, prepared.recipe, prepared.recipe_dir
+    dataset = Path(str(list_sources(recipe.data, recipe.evaluation)[0].prepared))
+    if not is_dataset(dataset):  # as in a session
+        return None
+    described = read_manifest(dataset).tokenizer
+    model = huggingface_directory(recipe.model.build, folder)
+    if described is None and model is not None:  # a model of images
+        keep_companions(run, model, prepared.notes.append)
+    if described is None or "file" not in described:
+        return described
+    content = read_bytes(dataset / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
+    write_atomic(run.tokenizer, content)
+    described = {
+        **described,
+        "of_model": model is not None and read_contained(model / TOKENIZER_FILE, model) == content,
+    }
+    named = [] if recipe.data.tokenizer == "bytes" else [folder / str(recipe.data.tokenizer)]
+    for path in (*named, *filter(None, [model])):
+        directory = path if path.is_dir() else path.parent
+        if read_contained(directory / TOKENIZER_FILE, directory) == content and not is_dataset(directory):
+            keep_companions(run, directory, prepared.notes.append)
+            return {**described, "stops": find_stop_tokens(directory)}
+    return described

@@ -14,7 +14,14 @@ from phalanx.std_streams import escape_control_chars
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")] = "def ",
+    prompt: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="Text to continue. Names of control tokens in it, such as <|im_start|>, are these tokens. It begins "
+            "as the documents do that were trained on.",
+        ),
+    ] = "def ",
     tokens: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Number of tokens to generate.")] = 300,
     temperature: Annotated[
         float,
@@ -26,6 +33,9 @@ def generate(
         int | None, typer.Option(min=1, max=10**9, metavar="K", help="Sample among the K most likely tokens.")
     ] = None,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, metavar="S", help="Seed of the sampling.")] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue behind the end of a text, which is shown in brackets.")
+    ] = False,
     step: Annotated[
         int | None, typer.Option(min=0, max=10**10, metavar="N", help="Step of the checkpoint.", show_default="newest")
     ] = None,
@@ -44,10 +54,22 @@ def generate(
     from phalanx.app.trained_model import CheckpointSelection
 
     sampling = SamplingOptions(tokens, temperature, top_k, seed)
-    pieces = generate_text(run_dir, CheckpointSelection(step, best, trust_code), prompt, sampling, print_warning)
+    stops: list[str] = []
+    pieces = generate_text(
+        run_dir,
+        CheckpointSelection(step, best, trust_code),
+        prompt,
+        sampling,
+        print_warning,
+        ignore_end=ignore_eos,
+        report_stop=stops.append,
+    )
     shown = escape_control_chars if sys.stdout.isatty() else str  # what a model writes may steer a terminal
     sys.stdout.write(prompt)
     for piece in pieces:
         sys.stdout.write(shown(piece))
         sys.stdout.flush()
     sys.stdout.write("\n")
+    sys.stdout.flush()
+    for stop in stops:
+        print(stop, file=sys.stderr)

@@ -120,8 +120,7 @@ def discover_machine(
     down all others unnoticed.
     """
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
-    quota = read_cgroup_cores(root)
-    threads = len(cpus) if quota is None else max(1, min(len(cpus), math.floor(quota)))
+    threads = count_free_cores(root, cpus)
     memory = parse_memory_total((root / "proc/meminfo").read_text())
     limit = read_cgroup_memory(root)
     memory = memory if limit is None else min(memory, limit)
@@ -215,6 +214,12 @@ def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
         if text and int(text) > 0:
             return int(text) / 1e6
     return None
+
+
+def count_free_cores(root: Path = Path("/"), cpus: Sequence[int] | None = None) -> int:
+    """Count the logical cores that this process may use: of these CPUs, those that its control group grants."""
+    count, quota = len(os.sched_getaffinity(0) if cpus is None else cpus), read_cgroup_cores(root)
+    return count if quota is None else max(1, min(count, math.floor(quota)))
 
 
 def count_physical_cores(root: Path, cpus: Sequence[int]) -> int:

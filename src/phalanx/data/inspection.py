@@ -12,7 +12,7 @@ from phalanx.data.manifest import LABEL_BYTES, MANIFEST_FILE, DatasetManifest, S
 from phalanx.data.packing import list_documents, pack_documents
 from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
-from phalanx.data.tokenizers import load_tokenizer
+from phalanx.data.tokenizers import load_tokenizer, show_tokens
 from phalanx.errors import DataError, UsageError, describe_os_error, is_storage_error
 from phalanx.formatting import format_percent
 
@@ -52,7 +52,7 @@ class TextContent(DatasetContent):
     padding: str | None
     """Padding of whole documents in windows of a length that was given."""
     begins: str
-    """The first tokens, decoded."""
+    """The first tokens, decoded; control tokens have their names in brackets."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _describe_text(
     tokenizer = load_tokenizer(folder)
     count = min(max_tokens, len(shard.values))
     shard.verify_range(0, count)
-    begins = tokenizer.decode(shard.values[:count].tolist())
+    begins = show_tokens(tokenizer, shard.values[:count].tolist())
     return TextContent(
         **vars(content),
         num_documents=manifest.documents,

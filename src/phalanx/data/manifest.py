@@ -156,7 +156,9 @@ def _validate_manifest(manifest: DatasetManifest) -> None:
         raise ValueError(f"values of {manifest.dtype!r}, expected {dtype.str!r}")
     if manifest.labels is not None and len(manifest.labels) != manifest.classes:
         raise ValueError(f"{len(manifest.labels)} labels for {manifest.classes} classes")
-    if not (_is_valid_tokenizer(manifest.tokenizer, manifest.vocab or 0) if tokens else manifest.tokenizer is None):
+    if not (
+        is_tokenizer_description(manifest.tokenizer, manifest.vocab or 0) if tokens else manifest.tokenizer is None
+    ):
         raise ValueError(f"tokenizer {manifest.tokenizer}")
     if not manifest.shards:
         raise ValueError("no shards")
@@ -170,11 +172,12 @@ def _validate_manifest(manifest: DatasetManifest) -> None:
             raise ValueError(f"{shard.file} cannot have {shard.count} {manifest.kind} in {shard.bytes} bytes")
 
 
-def _is_valid_tokenizer(value: object, vocab: int) -> bool:
+def is_tokenizer_description(value: object, vocab: int) -> bool:
     """Whether a dataset can have such a tokenizer: `bytes`, or one that lies in its folder."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False
-    separator = value.get("separator")
-    if separator is not None and not (type(separator) is int and 0 <= separator < vocab):
+    separator, begin = value.get("separator"), value.get("begin", [])
+    around = [*begin, *([] if separator is None else [separator])] if isinstance(begin, list) else [None]
+    if not all(type(token) is int and 0 <= token < vocab for token in around):
         return False
     return "file" not in value or (value["file"] == TOKENIZER_FILE and isinstance(value.get("xxh3"), str))

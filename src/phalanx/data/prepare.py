@@ -17,6 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.cluster.discovery import count_free_cores
 from phalanx.data.file_format import check_file_format
 from phalanx.data.manifest import TOKENIZER_FILE, DatasetManifest, ShardEntry, is_dataset, narrowest_token_dtype
 from phalanx.data.prepare_plan import (
@@ -68,7 +69,7 @@ def prepare_source(
             logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
             if claim is not None:
                 try:
-                    _write_dataset(plan, claim, num_workers or len(os.sched_getaffinity(0)), reporter)
+                    _write_dataset(plan, claim, num_workers or count_free_cores(), reporter)
                 except PhalanxError as error:
                     if error.code != ExitCode.UNFINISHED:  # the fix makes another plan, with no use for this work
                         shutil.rmtree(claim.working_dir)
@@ -146,31 +147,32 @@ def _write_dataset(plan: PreparePlan, working_dir: _WorkingDir, num_workers: int
             writer.write_piece(number, piece, reporter.add_progress)
     else:
         write_with_workers(job, pending, num_workers, reporter, working_dir.lock_fd)
-    shards, replaced_bytes = [], Counter[str]()
-    for entry, replaced in filter(None, (read_done_file(folder, number) for number in range(len(plan.pieces)))):
-        replaced_bytes += replaced
+    shards, lost_bytes = [], Counter[str]()
+    for entry, lost in filter(None, (read_done_file(folder, number) for number in range(len(plan.pieces)))):
+        lost_bytes += lost
         if entry.count:
             shards.append(entry)
         else:
             (folder / entry.file).unlink(missing_ok=True)
             (folder / entry.sidecar).unlink(missing_ok=True)
-    _report_warnings(plan, job, replaced_bytes, reporter)
+    _report_warnings(plan, job, lost_bytes, reporter)
     if not shards:
         raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no text")
     _build_manifest(plan, tuple(shards), folder).write(folder)
 
 
 def _report_warnings(
-    plan: PreparePlan, job: PrepareJob, replaced_bytes: "Counter[str]", reporter: ProgressReporter
+    plan: PreparePlan, job: PrepareJob, lost_bytes: "Counter[str]", reporter: ProgressReporter
 ) -> None:
-    """Warn of what is not as it was in the files. `replaced_bytes`: what was no UTF-8, by file."""
-    if replaced_bytes:
-        (path, times), *others = replaced_bytes.most_common()
+    """Warn of what is not as it was in the files. `lost_bytes`: what was no UTF-8 or, for `bytes`, 0, by file."""
+    if lost_bytes:
+        (path, times), *others = lost_bytes.most_common()
         also = f", and so in {len(others)} more files" if others else ""
-        reporter.report_note(
-            f"warning: {path}: bytes that are not UTF-8 became U+FFFD in {times} places{also}; convert such files, for "
-            "example with iconv"
-        )
+        what, cure = "bytes that are not UTF-8 became U+FFFD", "convert such files, for example with iconv"
+        if plan.tokenizer == "bytes":
+            what = "byte 0, which ends a document for the tokenizer bytes, is part of the text"
+            cure = "remove it, for example with tr -d '\\000', or use another tokenizer"
+        reporter.report_note(f"warning: {path}: {what} in {times} places{also}; {cure}")
     if (
         plan.tokenizer not in (None, "bytes")
         and load_plan_tokenizer(plan, Path(job.dataset_dir)).separator_token is None

@@ -20,7 +20,14 @@ from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, S
 from phalanx.data.shard import ShardWriter
 from phalanx.data.source_files import SourceFile, find_files, to_glob_list
 from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_parquet_file, split_source_file
-from phalanx.data.tokenizers import HuggingFaceTokenizer, Tokenizer, find_tokenizer_file, load_tokenizer
+from phalanx.data.tokenizers import (
+    NO_ENDS,
+    HuggingFaceTokenizer,
+    TextEnds,
+    Tokenizer,
+    find_tokenizer_file,
+    load_tokenizer,
+)
 from phalanx.errors import RecipeError
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource
 from phalanx.run.directory import write_json
@@ -29,6 +36,9 @@ MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 256 << 20  # bytes of a piece; betwe
 
 READER_VERSION = 3
 """What files become: another number where the same files become something else than before."""
+TOKENIZING_VERSION = 2
+"""What tokenizers other than `bytes` make of a text. In 1, names of control tokens in it became these tokens, and
+nothing began a document."""
 
 PreparePiece = tuple[FilePart, ...]
 ReportProgress = Callable[[int, int], None]
@@ -45,7 +55,7 @@ class PreparePlan:
     pieces: tuple[PreparePiece, ...]
     tokenizer: str | None = None
     tokenizer_xxh3: str | None = None
-    separator_token: int | None = None
+    ends: TextEnds = NO_ENDS
     image_shape: tuple[int, int, int] | None = None
     num_classes: int | None = None
     class_names: tuple[str, ...] | None = None
@@ -53,11 +63,23 @@ class PreparePlan:
     @property
     def cache_key(self) -> str:
         """Names what would come out: it changes when a file's path, size or time does, or the tokenizer."""
+        return self._hash_with({"tokenizing": TOKENIZING_VERSION, "ends": asdict(self.ends)})
+
+    @property
+    def earlier_cache_key(self) -> str:
+        """The name of what came out with TOKENIZING_VERSION 1."""
+        return self._hash_with({})
+
+    def _hash_with(self, tokenizing: Mapping[str, Any]) -> str:
+        fields = asdict(replace(self, pieces=()))
+        del fields["ends"]
         parts = {
             "format": DATASET_FORMAT,
             "reading": READER_VERSION,
-            **asdict(replace(self, pieces=())),
+            **fields,
+            "separator_token": self.ends.separator,
             "weights": list(map(piece_bytes, self.pieces)),
+            **({} if self.tokenizer in (None, "bytes") else tokenizing),
         }
         return xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
@@ -104,15 +126,15 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         parts = [part for file in files for part in split_source_file(file, size)]
     if not parts:
         raise RecipeError(f"data.source: the {len(files)} file(s) found contain no text")
-    tokenizer, checksum, separator = "bytes", None, None
+    tokenizer, checksum, ends = "bytes", None, NO_ENDS
     if isinstance(data.tokenizer, BpeTokenizerConfig):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":
         tokenizer = str(find_tokenizer_file(recipe_dir / data.tokenizer))
-        separator = load_tokenizer(tokenizer).separator_token  # it says what is wrong before anything is written
+        ends = load_tokenizer(tokenizer).ends  # it says what is wrong before anything is written
         checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
     pieces = tuple(_group_into_pieces(parts))
-    return PreparePlan(kind, source.text_field, tuple(files), pieces, tokenizer, checksum, separator)  # type: ignore[arg-type]
+    return PreparePlan(kind, source.text_field, tuple(files), pieces, tokenizer, checksum, ends)  # type: ignore[arg-type]
 
 
 def _choose_piece_size(total_bytes: int) -> int:
@@ -144,64 +166,70 @@ class PrepareJob:
     text_field: str
     tokenizer: str | None  # `bytes`, or the path of a tokenizer.json
     image_shape: tuple[int, int, int] | None
-    separator_token: int | None = None  # of a tokenizer.json
+    ends: TextEnds = NO_ENDS  # of a tokenizer.json
 
     @classmethod
     def from_plan(cls, plan: PreparePlan, folder: Path) -> "PrepareJob":
         """Return the job of a plan. If it has a tokenizer of its own, that is already in `folder`."""
         if plan.tokenizer in (None, "bytes"):
             return cls(str(folder), plan.kind, plan.text_field, plan.tokenizer, plan.image_shape)
-        separator = load_plan_tokenizer(plan, folder).separator_token
-        return cls(str(folder), plan.kind, plan.text_field, str(folder / TOKENIZER_FILE), plan.image_shape, separator)
+        ends = load_plan_tokenizer(plan, folder).ends
+        return cls(str(folder), plan.kind, plan.text_field, str(folder / TOKENIZER_FILE), plan.image_shape, ends)
 
 
 def load_plan_tokenizer(plan: PreparePlan, folder: Path) -> HuggingFaceTokenizer:
     """The tokenizer.json of a plan that lies in `folder`."""
     if plan.tokenizer is not None and plan.tokenizer.startswith("bpe:"):
         return HuggingFaceTokenizer(folder / TOKENIZER_FILE, plan.tokenizer)
-    return HuggingFaceTokenizer(folder / TOKENIZER_FILE, TOKENIZER_FILE, plan.separator_token)
+    return HuggingFaceTokenizer(folder / TOKENIZER_FILE, TOKENIZER_FILE, plan.ends)
 
 
 class PieceWriter:
-    """Writes pieces of one job. `replaced_bytes`: by file, how often in the last piece bytes were no UTF-8, which the
-    tokenizer sees as U+FFFD."""
+    """Writes pieces of one job. `lost_bytes`: by file, how often in the last piece bytes were not what they are to the
+    tokenizer: no UTF-8, which it sees as U+FFFD, or for `bytes` 0, which separates documents."""
 
     def __init__(self, job: PrepareJob):
         self._job = job
-        self.replaced_bytes: Counter[str] = Counter()
+        self.lost_bytes: Counter[str] = Counter()
         self._tokenizer: Tokenizer | None = None
         if job.tokenizer is not None:
             path = Path(job.tokenizer)
-            known = None if job.tokenizer == "bytes" else HuggingFaceTokenizer(path, separator=job.separator_token)
+            known = None if job.tokenizer == "bytes" else HuggingFaceTokenizer(path, ends=job.ends)
             self._tokenizer = known or load_tokenizer("bytes")
 
     def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> None:
         """Write the piece as shard `number`, and an entry file next to it that marks it as finished."""
         folder = Path(self._job.dataset_dir)
-        self.replaced_bytes = Counter()
+        self.lost_bytes = Counter()
         if self._tokenizer is not None:
             entry = self._write_tokens(folder, number, piece, report, self._tokenizer)
         else:
             entry = self._write_images(folder, number, piece, report)
-        write_done_file(folder, number, entry, self.replaced_bytes)
+        write_done_file(folder, number, entry, self.lost_bytes)
 
     def _write_tokens(
         self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress, tokenizer: Tokenizer
     ) -> ShardEntry:
         dtype = narrowest_token_dtype(tokenizer.vocab_size)
         separator = np.array([] if tokenizer.separator_token is None else [tokenizer.separator_token], dtype)
+        begin = np.array(tokenizer.begin_tokens, dtype)
+        count_lost = count_zeros if tokenizer.name == "bytes" else count_undecodable
         with ShardWriter(folder, number, dtype) as writer:
             bytes_read = reported = 0
             in_document = False  # a document that has given tokens is not over
+            is_new = False  # a document that has begun and given no tokens
             for part in piece:
                 for chunk in iterate_documents(part, self._job.kind, self._job.text_field):
                     tokens = tokenizer.encode_bytes(chunk.data, chunk.before, chunk.after)
-                    if tokenizer.name != "bytes" and (times := count_undecodable(chunk.data)):
-                        self.replaced_bytes[part.path] += times
+                    if times := count_lost(chunk.data):
+                        self.lost_bytes[part.path] += times
+                    is_new = is_new or chunk.starts_document
                     if tokens.size:
-                        if chunk.starts_document or not in_document:
+                        if is_new or not in_document:
                             writer.start_document()
-                        in_document = True
+                        if is_new:
+                            writer.append_values(begin)
+                        in_document, is_new = True, False
                         writer.append_values(tokens)
                     if chunk.ends_document and in_document:
                         writer.append_values(separator)
@@ -228,6 +256,11 @@ class PieceWriter:
             return writer.commit()
 
 
+def count_zeros(data: bytes) -> int:
+    """How often a byte of a text is 0."""
+    return data.count(0)
+
+
 def count_undecodable(data: bytes) -> int:
     """How often decoding puts U+FFFD in the place of bytes that are no UTF-8."""
     try:
@@ -249,9 +282,9 @@ def iterate_sample_texts(plan: PreparePlan, max_bytes: int) -> Iterator[str]:
                 break
 
 
-def write_done_file(folder: Path, number: int, entry: ShardEntry, replaced_bytes: Mapping[str, int]) -> None:
+def write_done_file(folder: Path, number: int, entry: ShardEntry, lost_bytes: Mapping[str, int]) -> None:
     """Record that a shard is finished; only then is it not written again."""
-    write_json(_done_path(folder, number), {"entry": asdict(entry), "lost": replaced_bytes})
+    write_json(_done_path(folder, number), {"entry": asdict(entry), "lost": lost_bytes})
 
 
 def read_done_file(folder: Path, number: int) -> "tuple[ShardEntry, Counter[str]] | None":

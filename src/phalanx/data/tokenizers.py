@@ -4,16 +4,27 @@ The last two need the `tokenizers` extra, which is imported only when such a tok
 keeps its tokenizer.json, so that a run's data can be decoded wherever it is moved.
 """
 
+import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, narrowest_token_dtype, read_manifest
+from phalanx.data.manifest import (
+    TOKENIZER_FILE,
+    is_dataset,
+    is_tokenizer_description,
+    narrowest_token_dtype,
+    read_manifest,
+)
 from phalanx.data.shard import ValueArray
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig
@@ -45,22 +56,48 @@ _END_OF_TEXT_NAMES = (
 """What ends a text is called, letters only: `<|im_end|>` of ChatML, `<|eot_id|>` of Llama 3, `[EOS]`."""
 
 
+_BYTE_PIECES_REGEX = "(?<=<)(?=0x[0-9A-F]{2}>)"
+"""Within the text of a byte's token, such as `<0x0A>`."""
+
+
+@dataclass(frozen=True)
+class TextEnds:
+    """What is put around every document: `begin` before it, `separator` behind it; and further control tokens, which
+    only the files next to a tokenizer.json call so."""
+
+    separator: int | None = None
+    begin: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+
+
+NO_ENDS = TextEnds()
+
+
 class Tokenizer(Protocol):
-    """Text to tokens and back. `separator_token` is put behind every document; None where the vocabulary has none."""
+    """Text to tokens and back. `begin_tokens` are put before every document, as the tokenizer does it itself, and
+    `separator_token` behind it; None where the vocabulary has none."""
 
     name: str
     vocab_size: int
+    begin_tokens: tuple[int, ...]
     separator_token: int | None
+    control_tokens: Mapping[int, str]
+    """Names of the tokens that are no text."""
 
     def encode(self, text: str) -> ValueArray:
-        """Tokens of a text, without any special ones; unsigned, as narrow as the vocabulary allows."""
+        """Tokens of a document's text, without those around it; unsigned, as narrow as the vocabulary allows. The name
+        of a control token in it is text."""
 
     def encode_bytes(self, data: bytes, before: bytes = b"", after: bytes = b"") -> ValueArray:
         """Tokens of a file's bytes, which are UTF-8 as a rule but need not be, as they come out where `before` and
         `after` surround them: those that begin in `data`."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a text that is to be continued: behind what begins a document, once. The name of a control token in
+        it is that token."""
+
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without separators; what is not UTF-8 becomes U+FFFD."""
+        """The text of tokens, without those around documents; what is not UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
@@ -68,13 +105,18 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 256
+    begin_tokens: tuple[int, ...] = ()
     separator_token: int | None = 0
+    control_tokens: Mapping[int, str] = {0: "byte 0"}
 
     def encode(self, text: str) -> ValueArray:
         return self.encode_bytes(text.encode(errors="replace"))
 
     def encode_bytes(self, data: bytes, before: bytes = b"", after: bytes = b"") -> ValueArray:
         return np.frombuffer(data, np.uint8)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [int(token) for token in self.encode(text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token).decode(errors="replace")
@@ -83,11 +125,12 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json."""
 
-    def __init__(self, path: Path, name: str = TOKENIZER_FILE, separator: int | Literal["found"] | None = "found"):
-        """`separator_token`: its number where that is known, else what the files that lie with it say."""
+    def __init__(self, path: Path, name: str = TOKENIZER_FILE, ends: TextEnds | None = None):
+        """`ends`: what is around a document, where that is known; else as the files that lie with it say."""
         library = _import_tokenizers()
         try:
-            self._tokenizer = library.Tokenizer.from_str(read_text(path, MAX_TOKENIZER_BYTES))
+            self._json = read_text(path, MAX_TOKENIZER_BYTES)
+            self._tokenizer = library.Tokenizer.from_str(self._json)
             tokens = self._tokenizer.get_vocab(with_added_tokens=True).values()
         except FileNotFoundError:
             raise RecipeError(
@@ -105,13 +148,22 @@ class HuggingFaceTokenizer:
         if not tokens:
             raise RecipeError(f"{path}: its vocabulary is empty")
         self.vocab_size = max(tokens) + 1
-        self.separator_token: int | None = (
-            find_end_of_text(path, self._tokenizer) if separator == "found" else separator
-        )
+        self.ends = find_text_ends(path, self._tokenizer) if ends is None else ends
+        self.begin_tokens, self.separator_token = self.ends.begin, self.ends.separator
+        around = (*self.begin_tokens, self.separator_token, *self.ends.others)
+        special = (number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+        numbers = sorted({*special, *(number for number in around if number is not None)})
+        self.control_tokens: Mapping[int, str] = {number: self._tokenizer.id_to_token(number) for number in numbers}
         self._dtype = narrowest_token_dtype(self.vocab_size)
 
     def encode(self, text: str) -> ValueArray:
         return np.array(self._encoded(text).ids, self._dtype)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        with self._working():
+            tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        begin = list(self.begin_tokens)
+        return tokens if tokens[: len(begin)] == begin else begin + tokens
 
     def encode_bytes(self, data: bytes, before: bytes = b"", after: bytes = b"") -> ValueArray:
         text = data.decode(errors="replace")
@@ -124,13 +176,22 @@ class HuggingFaceTokenizer:
         return np.array(inside, self._dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        kept = [int(token) for token in tokens if token != self.separator_token]
+        around = (*self.begin_tokens, self.separator_token)
+        kept = [int(token) for token in tokens if token not in around]
         with self._working():
             return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def _encoded(self, text: str) -> Any:
         with self._working():
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._text_tokenizer.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _text_tokenizer(self) -> Any:
+        """The same tokenizer, but no text becomes a control token."""
+        described = hide_control_tokens(self._json, self.control_tokens)
+        tokenizer = _import_tokenizers().Tokenizer.from_str(json.dumps(described))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -148,6 +209,50 @@ class HuggingFaceTokenizer:
 def _is_theirs(error: BaseException) -> bool:
     """Whether the library may have raised it: its panics are no Exception."""
     return isinstance(error, Exception) or type(error).__name__ == RUST_PANIC_NAME
+
+
+def hide_control_tokens(tokenizer_json: str, control_tokens: Mapping[int, str]) -> dict[str, Any]:
+    """The contents of a tokenizer.json in which these tokens have names that no text has. Numbers stay. The library's
+    own `encode_special_tokens` only keeps added tokens from being looked for: models of whole words and of pieces find
+    them nevertheless."""
+    described: dict[str, Any] = json.loads(tokenizer_json)
+    secret = os.urandom(8).hex()
+    hidden = {name: f"\uffff{secret}-{number}" for number, name in control_tokens.items()}
+    described |= {"truncation": None, "padding": None, "post_processor": None}
+    for token in described.get("added_tokens") or []:
+        token["content"] = hidden.get(token["content"], token["content"])
+    model = described["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {hidden.get(piece, piece): number for piece, number in vocab.items()}
+    else:
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    if merges := model.get("merges"):
+        pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in merges)
+        model["merges"] = [merge for merge, pair in pairs if hidden.keys().isdisjoint((*pair, "".join(pair)))]
+    if isinstance(vocab, list) and model.get("byte_fallback"):  # else the text `<0x0A>` is a new line
+        cut = {"type": "Split", "pattern": {"Regex": _BYTE_PIECES_REGEX}, "behavior": "Isolated", "invert": False}
+        before = [described["pre_tokenizer"]] if described.get("pre_tokenizer") else []
+        described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*before, cut]}
+    return described
+
+
+def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of tokens, with the names of control tokens in brackets."""
+    names = tokenizer.control_tokens
+    return "".join(
+        "".join(map(show_control_token, (names[token] for token in group)))
+        if is_control
+        else tokenizer.decode(list(group))
+        for is_control, group in groupby(tokens, lambda token: token in names)
+    )
+
+
+def show_control_token(name: str) -> str:
+    """The name of a control token as it is shown within text, which cannot be taken for it."""
+    return f"\u27e6{name}\u27e7"
 
 
 def train_bpe_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> None:
@@ -170,13 +275,39 @@ def train_bpe_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> No
     path.write_text(tokenizer.to_str(), encoding="utf-8")
 
 
-def find_end_of_text(path: Path, tokenizer: Any) -> int | None:
-    """The token that ends a text for the tokenizer.json at `path`: as the dataset or the Hugging Face files that lie
-    with it say, else what the tokenizer itself puts behind a text, else a special token that is called so."""
+def find_text_ends(path: Path, tokenizer: Any) -> TextEnds:
+    """What is around a document by the tokenizer.json at `path`: as the dataset or the Hugging Face files that lie with
+    it say, else as the tokenizer itself puts it."""
     if path.name == TOKENIZER_FILE and is_dataset(path.parent):
         with suppress(DataError):  # a manifest of something else
-            return (read_manifest(path.parent).tokenizer or {}).get("separator")
-    found = [*_iterate_configured_ends(path.parent), *_iterate_appended_ends(tokenizer), *_SEPARATOR_TOKENS]
+            return ends_in_manifest(read_manifest(path.parent).tokenizer or {})
+    numbers = (tokenizer.token_to_id(name) for name in _iterate_named_tokens(path.parent))
+    others = tuple(sorted({number for number in numbers if number is not None}))
+    return TextEnds(_find_end_of_text(path.parent, tokenizer), find_begin_of_text(path.parent, tokenizer), others)
+
+
+def ends_in_manifest(described: Mapping[str, Any]) -> TextEnds:
+    """What is around the documents of a dataset, by its manifest."""
+    return TextEnds(described.get("separator"), tuple(described.get("begin", ())))
+
+
+def find_begin_of_text(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """What a tokenizer puts before every text: by its template, or by `add_bos_token` of its folder."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    if num_added := next((at for at, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0):
+        return tuple(encoding.ids[:num_added])
+    config = _read_config(folder / "tokenizer_config.json")
+    if config.get("add_bos_token") is not True:
+        return ()
+    named = config.get("bos_token") or _read_config(folder / "special_tokens_map.json").get("bos_token")
+    number = tokenizer.token_to_id(_token_name(named) or "")
+    return () if number is None else (number,)
+
+
+def _find_end_of_text(folder: Path, tokenizer: Any) -> int | None:
+    """The token that ends a text: as the Hugging Face files of a folder say, else what the tokenizer itself puts behind
+    a text, else a special token that is called so."""
+    found = [*_iterate_configured_ends(folder), *_iterate_appended_ends(tokenizer), *_SEPARATOR_TOKENS]
     ids = (each if isinstance(each, int) else tokenizer.token_to_id(each) for each in found)
     known = next((number for number in ids if number is not None and tokenizer.id_to_token(number) is not None), None)
     if known is not None:
@@ -189,13 +320,37 @@ def find_end_of_text(path: Path, tokenizer: Any) -> int | None:
     return next((special[name] for name in _END_OF_TEXT_NAMES if name in special), None)
 
 
+def _iterate_named_tokens(folder: Path) -> Iterator[str]:
+    """Names of control tokens by a folder's Hugging Face files."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        config = _read_config(folder / file)
+        for key, value in config.items():
+            if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):
+                yield from filter(None, map(_token_name, value if isinstance(value, list) else [value]))
+        added = config.get("added_tokens_decoder")
+        for token in added.values() if isinstance(added, dict) else ():
+            if isinstance(token, dict) and token.get("special"):
+                yield from filter(None, [_token_name(token)])
+
+
+def _token_name(value: object) -> str | None:
+    """The name of a token as Hugging Face's files write it: alone, or with its properties."""
+    name = value.get("content") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A JSON file of a Hugging Face directory; empty where there is none that can be read."""
+    try:
+        return read_json(path, MAX_TOKENIZER_BYTES)
+    except (OSError, DataError):
+        return {}
+
+
 def _iterate_configured_ends(folder: Path) -> Iterator[str | int]:
     """Ends of text by a folder's Hugging Face files, by name or number."""
     for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
-        try:
-            values = read_json(folder / file, MAX_TOKENIZER_BYTES)
-        except (OSError, DataError):
-            continue
+        values = _read_config(folder / file)
         for key in ("eos_token", "eos_token_id"):
             value = values.get(key)
             value = value.get("content") if isinstance(value, dict) else value
@@ -219,6 +374,7 @@ def describe_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     return {
         "name": tokenizer.name,
         "separator": tokenizer.separator_token,
+        **({"begin": list(tokenizer.begin_tokens)} if tokenizer.begin_tokens else {}),
         "file": TOKENIZER_FILE,
         "xxh3": xxh3_128_hexdigest(stored.read_bytes()),
     }
@@ -239,7 +395,27 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     stored = path / described["file"]
     if not stored.is_file() or xxh3_128_hexdigest(read_bytes(stored, MAX_TOKENIZER_BYTES)) != described["xxh3"]:
         raise DataError(f"{stored}: missing, or not the tokenizer that this dataset was prepared with")
-    return HuggingFaceTokenizer(stored, described["name"], described.get("separator"))
+    return HuggingFaceTokenizer(stored, described["name"], ends_in_manifest(described))
+
+
+def load_run_tokenizer(path: Path, described: object) -> Tokenizer:
+    """The tokenizer.json of a run, or `bytes`. `described`: what the run's plan says of it. Runs
+    of before say nothing: nothing began their documents."""
+    if not path.exists():
+        return ByteTokenizer()
+    tokenizer = HuggingFaceTokenizer(path)
+    known = isinstance(described, dict) and is_tokenizer_description(described, tokenizer.vocab_size)
+    ends = ends_in_manifest(described) if known else replace(tokenizer.ends, begin=())  # type: ignore[arg-type]
+    return HuggingFaceTokenizer(path, ends=ends)
+
+
+def find_stop_tokens(folder: Path) -> list[int]:
+    """The tokens at which generation ends by a Hugging Face directory: there may be several."""
+    for file in ("generation_config.json", "config.json"):
+        value = _read_config(folder / file).get("eos_token_id")
+        if numbers := [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]:
+            return numbers
+    return []
 
 
 def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
@@ -264,6 +440,24 @@ def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
             f"data.tokenizer: found {asked}, but {dataset} was prepared with {described['name']}; leave it out, or "
             f"prepare the data again: phalanx data prepare --tokenizer {asked}"
         )
+
+
+def describe_missing_begin(data: DataConfig, folder: Path, dataset: Path) -> str | None:
+    """What a dataset lacks that was prepared before documents began as their tokenizer begins a text."""
+    described = read_manifest(dataset).tokenizer or {}
+    if "file" not in described or "begin" in described:
+        return None
+    path = dataset / TOKENIZER_FILE
+    if isinstance(data.tokenizer, str) and data.tokenizer != ByteTokenizer.name:
+        path = find_tokenizer_file(folder / data.tokenizer)
+    tokenizer = HuggingFaceTokenizer(path, ends=NO_ENDS)._tokenizer
+    if not (begin := find_begin_of_text(path.parent, tokenizer)):
+        return None
+    return (
+        f"{dataset}: its documents do not begin with {' '.join(map(tokenizer.id_to_token, begin))}, as its tokenizer "
+        "begins a text: an earlier version prepared them. Prompts begin as they do; prepare the data again to train "
+        "with it"
+    )
 
 
 def find_tokenizer_file(path: Path) -> Path:

@@ -112,3 +112,9 @@ class EvaluationConfig(ConfigModel):
     )
     source: DataSource | None = None
     """Separate validation data, instead of a fraction of the training data."""
+
+
+def list_sources(data: DataConfig, evaluation: EvaluationConfig) -> list[DataSource]:
+    """Return all sources of a recipe, that of the validation set last."""
+    training = data.source if isinstance(data.source, list) else [data.source]
+    return [*training, *filter(None, [evaluation.source])]

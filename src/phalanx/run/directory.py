@@ -112,6 +112,11 @@ class Run:
         return self.path / "tokenizer.json"
 
     @property
+    def companions(self) -> Path:
+        """The other files of the directory from which the tokenizer comes."""
+        return self.path / "huggingface"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
@@ -245,12 +250,12 @@ def fsync_if_supported(fd: int) -> None:
             raise
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             fsync_if_supported(file.fileno())
         os.replace(temporary, path)

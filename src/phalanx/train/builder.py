@@ -42,7 +42,7 @@ from phalanx.train.optim import (
 )
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, open_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_step import GradientAccumulator, to_device
 
@@ -109,7 +109,7 @@ def build_context(
     `callbacks`: those that exist already; `connection_scope` as for `build_mesh`."""
     run, folder, dist_env = process.run, process.folder, process.dist_env
     mesh = build_mesh(recipe.parallelism, dist_env, recipe, connection_scope)
-    task = load_task(recipe.task, folder)
+    task = open_task(recipe, folder, data.info)
     # A model that will be sharded is built on the host or the meta device: it need not fit on one device.
     device = dist_env.device if mesh.is_pure_ddp or mesh.pipeline_group is not None else torch.device("cpu")
     model = build_model(

@@ -1,5 +1,6 @@
 """Load a trained model from a run, for text generation, evaluation, or anything else that only needs the weights."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from phalanx.cluster.discovery import count_free_cores
 from phalanx.data import DataInfo, open_data
 from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import ResolvedRecipe, diff_recipes, load_recipe, load_resolved_recipe
-from phalanx.recipe.data_schema import DataSource
+from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.diff import is_mathematics
 from phalanx.run import Run
 from phalanx.run.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
@@ -31,6 +33,7 @@ from phalanx.train.checkpoint.recipe import recipe_in
 from phalanx.train.checkpoint.retention import best_checkpoint_file
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules, get_model_tensors
+from phalanx.train.hf.image_processor import ImageNormalization, from_meta
 from phalanx.train.hf.inputs import get_logits
 from phalanx.train.model_builder import build_model
 
@@ -47,6 +50,8 @@ class TrainedModel:
     facts: DataInfo
     folder: Path | None
     checkpoint: Path
+    image_normalization: ImageNormalization | None = None
+    """With which it was trained; None for pixel values in -1..1."""
     notes: tuple[str, ...] = ()
     """Messages about files of the run that are lost or damaged, and what was used instead."""
 
@@ -69,6 +74,7 @@ def load_trained_model(
             f"`phalanx checkpoint export {word_of(run.path)} OUT` writes its weights"
         )
     recipe = _recipe(run, checkpoint, manifest, notes)
+    set_threads(recipe.num_threads)
     facts = _parse_facts(run, recipe, notes)
     # Unless the run has user code, do not search for modules in its folder, which an untrusted run may have named.
     modules = _folder(run) if list_user_code(recipe) or recipe.model.build.startswith(HUGGING_FACE_PREFIX) else None
@@ -81,8 +87,21 @@ def load_trained_model(
     with torch.no_grad():
         load_model_tensors(model, load_tensors(checkpoint, names), str(checkpoint))
     return TrainedModel(
-        model.eval(), recipe, facts, modules if list_user_code(recipe) else None, checkpoint, tuple(notes)
+        model.eval(),
+        recipe,
+        facts,
+        modules if list_user_code(recipe) else None,
+        checkpoint,
+        from_meta(manifest.meta.get("image_normalization")),
+        tuple(notes),
     )
+
+
+def set_threads(num_threads: int) -> None:
+    """Use as many threads as training, but no more than there are free cores, and no more than OMP_NUM_THREADS."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    limits = [num_threads, count_free_cores(), *([int(limit)] if limit.isdecimal() and int(limit) else [])]
+    torch.set_num_threads(min(limits))
 
 
 def given_device(run: Run) -> str:
@@ -97,9 +116,7 @@ def given_device(run: Run) -> str:
 def check_data(recipe: ResolvedRecipe) -> None:
     """Raise DataError if prepared data of a resolved recipe are not named, or missing, as from a cache that was
     emptied. They are not prepared here: the run may come from another user, and its sources may name any files."""
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    scored = [] if recipe.evaluation.source is None else [recipe.evaluation.source]
-    for source in (*sources, *scored):
+    for source in list_sources(recipe.data, recipe.evaluation):
         if source.prepared is None or not is_dataset(Path(source.prepared)):
             raise DataError(
                 f"{source.prepared or 'data.source'}: the run's prepared data are gone; `phalanx train RECIPE "
@@ -123,15 +140,10 @@ def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: lis
     if differing:
         notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
         return trained
-    if any(each.prepared is None for each in _sources(now)):
+    if any(source.prepared is None for source in list_sources(now.data, now.evaluation)):
         notes.append(f"{run.resolved}: is not resolved; the recipe is taken from {checkpoint.name}")
         return trained
     return now
-
-
-def _sources(recipe: ResolvedRecipe) -> list[DataSource]:
-    source = recipe.data.source
-    return [*(source if isinstance(source, list) else [source]), *filter(None, [recipe.evaluation.source])]
 
 
 def _folder(run: Run) -> Path:

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
-from phalanx.recipe import describe_exception, import_object
+from phalanx.recipe import Recipe, describe_exception, import_object
+from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs
 from phalanx.train.hf.inputs import get_logits
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
@@ -60,10 +62,17 @@ class LanguageModeling:
 
 
 class Classification:
-    """Cross-entropy over classes. Images are uint8 [b, h, w, c] and are passed as floats [b, c, h, w] in -1..1."""
+    """Cross-entropy over classes. Images are uint8 [b, h, w, c] and are passed as floats [b, c, h, w]: in -1..1, or as
+    the Hugging Face directory of the model normalizes them."""
+
+    normalization: ImageNormalization | None = None
+    """Set for a model that has one of its own."""
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (batch["images"].permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1.0),), {}
+        images = batch["images"].permute(0, 3, 1, 2).to(torch.float32)
+        if self.normalization is not None:
+            return (self.normalization.apply_(images),), {}
+        return (images.div_(127.5).sub_(1.0),), {}
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, int]:
         labels = batch["labels"]
@@ -75,6 +84,14 @@ class Classification:
 
 
 BUILT_IN_TASKS: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}
+
+
+def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo) -> Task:
+    """Load the task of a recipe, for its model and data. Raises RecipeError also where images do not fit the model."""
+    task = load_task(recipe.task, folder)
+    if isinstance(task, Classification) and (inputs := find_image_inputs(recipe.model.build, folder, facts)):
+        task.normalization = inputs.normalization
+    return task
 
 
 def load_task(name: str, folder: Path | None) -> Task:

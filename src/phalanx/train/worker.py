@@ -26,7 +26,7 @@ from phalanx.errors import ExitCode, PhalanxError, describe_os_error, is_storage
 from phalanx.recipe import ResolvedRecipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Event, Run
-from phalanx.run.event_types import WorkerStarted
+from phalanx.run.event_types import RunWarning, WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
 from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import StandbyReady, WorkerFinishing
@@ -53,11 +53,13 @@ from phalanx.train.elastic.reconfigure import (
     requires_reconfiguration,
 )
 from phalanx.train.elastic.sharded_recovery import ShardedRecovery
+from phalanx.train.hf.image_processor import find_image_inputs, to_meta
 from phalanx.train.model_builder import describe_model
 from phalanx.train.precision import set_matmul_precision
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import make_result, report_start, resume_training
 from phalanx.train.signals import StopRequest
+from phalanx.train.tasks import Classification, load_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_state import SurvivorState, TrainState
 from phalanx.train.trainer import Trainer
@@ -207,9 +209,26 @@ class Attempt:
         self.checkpoint_meta: dict[str, Any] = {
             "fingerprint": self.data.fingerprint,
             "recipe": recipe.model_dump(mode="json"),
+            **self._describe_image_inputs(),
             "model": describe_model(recipe.model, self.data.info, process.folder),
         }
         self._reconfiguration: Reconfiguration | None = None
+
+    def _describe_image_inputs(self) -> dict[str, Any]:
+        """Return what checkpoints hold of a Hugging Face model's image preprocessing, and warn of what training does
+        not follow."""
+        recipe, folder = self.recipe, self.process.folder
+        if self.data.info.kind != "images" or not isinstance(load_task(recipe.task, folder), Classification):
+            return {}
+        inputs = find_image_inputs(recipe.model.build, folder, self.data.info)
+        if inputs is None:
+            return {"image_normalization": None}
+        if inputs.not_followed and self.process.dist_env.is_rank_zero:
+            text = (
+                f"the model's own image preprocessing also has {', '.join(inputs.not_followed)}, which is not followed"
+            )
+            self.process.reporter.report_event(RunWarning(text=text))
+        return {"image_normalization": to_meta(inputs.normalization)}
 
     def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         """Turn an allocation failure into an error that names a micro-batch that would fit."""

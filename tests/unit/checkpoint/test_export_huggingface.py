@@ -15,6 +15,8 @@ from phalanx.data import DataInfo
 from phalanx.data.tokenizers import train_bpe_tokenizer
 from phalanx.errors import DataError
 from phalanx.recipe.schema import LoraConfig, ModelConfig
+from phalanx.run import Run
+from phalanx.run.companions import keep_companions
 from phalanx.train.checkpoint import export_huggingface
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.model_builder import build_model, describe_model
@@ -86,12 +88,19 @@ def test_names_without_the_prefix_of_the_base_come_back(tmp_path: Path) -> None:
 
 def test_tokenizer_files_come_along_and_weights_of_the_origin_do_not(tmp_path: Path) -> None:
     tiny.save_random_model(tmp_path / "origin", "llama")
-    for name in ("tokenizer.json", "special_tokens_map.json", "pytorch_model.bin", "modeling_own.py"):
+    for name in ("special_tokens_map.json", "pytorch_model.bin", "modeling_own.py"):
         (tmp_path / "origin" / name).write_text("{}")
     model, meta = load(tmp_path / "origin")
+    run = Run(tmp_path / "run")
+    run.create()
+    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, run.tokenizer)
+    keep_companions(run, tmp_path / "origin")
+    run.plan.write_text('{"tokenizer": {"name": "tokenizer.json", "separator": 0, "of_model": true}}')
+    shutil.rmtree(tmp_path / "origin")
     out = export(tmp_path, get_model_tensors(model), meta)
     beside = {"config.json", "generation_config.json", "tokenizer.json", "special_tokens_map.json", "model.safetensors"}
     assert {file.name for file in out.iterdir()} == beside
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 2  # the model's own
 
 
 def test_without_the_origin_the_runs_own_tokenizer_goes_along(tmp_path: Path) -> None:
@@ -99,9 +108,9 @@ def test_without_the_origin_the_runs_own_tokenizer_goes_along(tmp_path: Path) ->
     model, meta = load(tmp_path / "origin")
     shutil.rmtree(tmp_path / "origin")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, tmp_path / "run" / "tokenizer.json")
     out = export(tmp_path, get_model_tensors(model), meta)
-    assert (out / "tokenizer.json").read_text() == "{}"
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
     read_back(out)
 
 
@@ -214,28 +223,46 @@ def test_a_tokenizer_of_the_runs_own_takes_the_place_of_the_origins(tmp_path: Pa
     assert read.decode(read("to be")["input_ids"]) == "to be"
 
 
-def test_a_directory_that_the_recipe_does_not_name_is_not_read(tmp_path: Path) -> None:
+def test_no_directory_that_a_manifest_names_is_read(tmp_path: Path) -> None:
     tiny.save_random_model(tmp_path / "origin", "llama")
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "tokenizer.json").write_text('{"a": "secret"}')
+    (tmp_path / "private" / "vocab.txt").write_text("secret")
     model, meta = load(tmp_path / "origin")
     meta["model"]["huggingface"]["directory"] = str(tmp_path / "private")
-    out, notes = said(tmp_path, get_model_tensors(model), meta)
+    meta["recipe"] = {"model": {"build": f"hf:{tmp_path / 'private'}"}}  # the manifest names it twice
+    out, _ = said(tmp_path, get_model_tensors(model), meta)
     assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors"}
-    assert f"nothing copied from {tmp_path / 'private'}" in notes
+
+
+def test_config_json_names_what_begins_and_ends_a_text_of_another_tokenizer(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    model, meta = load(tmp_path / "origin")
+    run = Run(tmp_path / "run")
+    run.create()
+    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, run.tokenizer)
+    described = {"name": "tokenizer.json", "separator": 0, "begin": [65], "of_model": False}
+    run.plan.write_text(json.dumps({"tokenizer": described}))
+    out, _ = said(tmp_path, get_model_tensors(model), meta)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (65, 0)
+    assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
 
 
 def test_no_link_is_followed_out_of_the_directory_or_the_run(tmp_path: Path) -> None:
     tiny.save_random_model(tmp_path / "origin", "llama")
     (tmp_path / "secret").write_text("root:*:20228")
-    for file in ("vocab.txt", "tokenizer.json"):
-        (tmp_path / "origin" / file).symlink_to(tmp_path / "secret")
+    (tmp_path / "origin" / "vocab.txt").symlink_to(tmp_path / "secret")
     model, meta = load(tmp_path / "origin")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    run, kept = Run(tmp_path / "run"), list[str]()
+    run.create()
+    keep_companions(run, tmp_path / "origin", kept.append)
+    assert "a link that leads out of" in kept[0]
+    for file in (run.companions / "vocab.txt", run.tokenizer):
+        file.symlink_to(tmp_path / "secret")
     out, notes = said(tmp_path, get_model_tensors(model), meta)
     assert not any("root" in file.read_text(errors="replace") for file in out.iterdir())
-    assert notes.count("a link that leads out of") == 3
+    assert notes.count("a link that leads out of") == 2
 
 
 def test_links_within_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
@@ -243,8 +270,8 @@ def test_links_within_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
     tiny.save_random_model(snapshot, "llama")
     (tmp_path / "models--x" / "blobs").mkdir()
     (tmp_path / "models--x" / "blobs" / "1").write_text("{}")
-    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
-    model, meta = load(snapshot)
-    out, notes = said(tmp_path, get_model_tensors(model), meta)
-    assert (out / "tokenizer.json").read_text() == "{}"
-    assert f"tokenizer.json copied from {snapshot}" in notes
+    (snapshot / "vocab.json").symlink_to("../../blobs/1")
+    run = Run(tmp_path / "run")
+    run.create()
+    keep_companions(run, snapshot)
+    assert (run.companions / "vocab.json").read_text() == "{}"

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data import load_tokenizer, prepare_all_sources, sources
-from phalanx.data.tokenizers import TOKENIZER_FILE, train_bpe_tokenizer
+from phalanx.data.inspection import inspect_dataset
+from phalanx.data.prepare_plan import make_prepare_plan
+from phalanx.data.tokenizers import TOKENIZER_FILE, find_stop_tokens, load_run_tokenizer, train_bpe_tokenizer
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe.data_schema import DataConfig, EvaluationConfig
+from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\n\tif x == 1:  return x\n" * 50
@@ -389,3 +391,169 @@ def test_a_panic_of_the_library_is_told_as_any_other_error(tmp_path, monkeypatch
     (tmp_path / TOKENIZER_FILE).write_text("{}")
     with pytest.raises(RecipeError, match=r"not a tokenizer.json that `tokenizers` can read \(regex\)"):
         load_tokenizer(tmp_path / TOKENIZER_FILE)
+
+
+# --- names of control tokens, and what begins a text ------------------------------------------------------------------
+
+CONTROL_TEXT = "a </s> <0x0A> <s><unk> b"
+
+
+def with_control_tokens(kind):
+    """A tokenizer of a kind whose control tokens are `<unk>`, `<s>` and `</s>`, which its model knows as pieces."""
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "word level":
+        words = ["a", "b", "<", "/", "s", ">", "0", "x", "A", "unk"]
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: n for n, w in enumerate(special + words)}, "<unk>"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    elif kind == "unigram":
+        pieces = [(piece, 0.0) for piece in [*special, "<0x0A>"]] + [(c, -2.0) for c in "ab<>/sunk0xA\u2581"]
+        made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, byte_fallback=True))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        made.decoder = tokenizers.decoders.Metaspace()
+    else:
+        chars = sorted({*"ab<>/sunk0xA \u0120", *tokenizers.pre_tokenizers.ByteLevel.alphabet()})
+        vocab = {piece: n for n, piece in enumerate([*special, *chars, "</", "s>"])}
+        # merges that make a control token, as conversions of sentencepiece have them
+        merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(special)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["byte level", "unigram", "word level"])
+def test_names_of_control_tokens_in_a_document_stay_text(tmp_path, kind):
+    with_control_tokens(kind).save(str(tmp_path / "tok.json"))
+    write_texts(tmp_path, {"1.txt": CONTROL_TEXT})
+    out = prepare(tmp_path, tmp_path / "out", {"text": "1.txt"}, "tok.json")
+    tokens, tokenizer = all_tokens(out).tolist(), load_tokenizer(out)
+    assert tokens.count(2) == 1  # the separator behind the document
+    assert tokens.count(1) == 0
+    if kind != "word level":  # of which `</s>` as a word is unknown
+        assert tokenizer.decode(tokens) == CONTROL_TEXT
+    assert inspect_dataset(out).begins.endswith("\u27e6</s>\u27e7")
+
+
+def test_a_token_that_only_a_config_calls_special_stays_text(tmp_path):
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.train_from_iterator(
+        [TEXT],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
+    bpe.add_tokens(["<turn>", "<end>", "<fine>"])
+    bpe.save(str(tmp_path / TOKENIZER_FILE))
+    config = {"eos_token": "<end>", "additional_special_tokens": ["<turn>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    end, fine, turn = map(bpe.token_to_id, ("<end>", "<fine>", "<turn>"))
+    write_texts(tmp_path, {"1.txt": "<turn> <end> <fine>"})
+    tokens = all_tokens(prepare(tmp_path, tmp_path / "out", {"text": "1.txt"}, str(tmp_path))).tolist()
+    assert (tokens.count(turn), tokens.count(end), tokens.count(fine)) == (0, 1, 1)
+
+
+def test_zeros_in_a_text_are_counted_for_the_byte_tokenizer(tmp_path):
+    write_texts(tmp_path / "texts", {"1.txt": "a\0b\0c", "2.txt": "none"})
+    notes = []
+    out = prepare(
+        tmp_path / "texts", tmp_path / "out", {"text": "*"}, report_progress=lambda now: notes.append(now.note)
+    )
+    (warning,) = filter(None, notes)
+    assert re.match(r"warning: .*1.txt: byte 0, which ends a document .* in 2 places; remove it", warning)
+    assert inspect_dataset(out).begins.endswith("none\u27e6byte 0\u27e7")
+
+
+def gemma_like(folder, template=True, **config):
+    """A tokenizer that begins every text with `<bos>`, as those of Gemma and Llama 3 do."""
+    folder.mkdir(exist_ok=True)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<eos>", "<bos>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT], trainer)
+    if template:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 2)]
+        )
+    made.save(str(folder / TOKENIZER_FILE))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "begins"),
+    [
+        (True, {}, 1),
+        (True, {"add_bos_token": True}, 1),
+        (False, {"add_bos_token": True}, 1),
+        (False, {}, 0),
+    ],
+)
+def test_documents_and_prompts_begin_as_their_tokenizer_begins_a_text(tmp_path, monkeypatch, template, config, begins):
+    folder = gemma_like(tmp_path / "model", template, **config)
+    write_texts(tmp_path / "texts", {"1.txt": "The fox " * 300, "2.txt": "<bos>x", "3.txt": ""})
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 500)  # a document has several chunks, and one beginning
+    out = prepare(tmp_path / "texts", tmp_path / "out", {"text": "*.txt"}, str(folder))
+    tokens, tokenizer = all_tokens(out).tolist(), load_tokenizer(out)
+    assert (tokens.count(2), tokens.count(1)) == (2 * begins, 2)
+    assert ("begin" in manifest_of(out)["tokenizer"]) == bool(begins)
+    assert tokenizer.decode(tokens) == "The fox " * 300 + "<bos>x"
+    prompt = tokenizer.encode_prompt("The fox")
+    assert prompt == [2] * begins + tokenizer.encode("The fox").tolist()
+    assert tokenizer.encode_prompt("<bos>The fox").count(2) == 1
+    run = load_run_tokenizer(out / TOKENIZER_FILE, manifest_of(out)["tokenizer"])
+    assert run.encode_prompt("The fox") == prompt
+    if template:
+        transformers = pytest.importorskip("transformers")
+        assert transformers.AutoTokenizer.from_pretrained(folder)("The fox")["input_ids"] == prompt
+
+
+def test_a_run_of_before_gets_prompts_without_a_beginning(tmp_path):
+    folder = gemma_like(tmp_path / "model")
+    assert load_run_tokenizer(folder / TOKENIZER_FILE, None).encode_prompt("The")[0] != 2
+
+
+def test_data_of_before_are_taken_with_a_warning_that_they_have_no_beginning(tmp_path):
+    folder = gemma_like(tmp_path / "model")
+    write_texts(tmp_path, {"1.txt": "The fox " * 9})
+    out = prepare(tmp_path, tmp_path / "out", {"text": "1.txt"}, str(folder))
+    fields = json.loads((out / "manifest.json").read_text())
+    manifest = manifest_of(out)
+    del manifest["tokenizer"]["begin"]
+    from phalanx.data.manifest import DatasetManifest, ShardEntry
+
+    shards = tuple(ShardEntry(**entry) for entry in fields["shards"])
+    values = {key: manifest[key] for key in ("kind", "dtype", "vocab", "tokenizer")}
+    DatasetManifest(shards=shards, **values).write(out)
+    data, notes = DataConfig.model_validate({"source": {"prepared": str(out)}, "tokenizer": str(folder)}), []
+    prepare_all_sources(data, EvaluationConfig(), tmp_path, report_progress=lambda now: notes.append(now.note))
+    assert len(notes) == 1
+    assert "its documents do not begin with <bos>" in notes[0]
+
+
+def test_a_run_that_resumes_takes_what_an_earlier_version_prepared(tmp_path, bpe):
+    write_texts(tmp_path, {"1.txt": TEXT, "tok.json": bpe.read_bytes()})
+    source, data = DataSource(text="1.txt"), DataConfig(source=DataSource(text="1.txt"), tokenizer="tok.json")
+    plan = make_prepare_plan(source, data, tmp_path)
+    earlier = tmp_path / "cache" / "data" / plan.earlier_cache_key
+    prepare(tmp_path, earlier, {"text": "1.txt"}, "tok.json")
+    cache = {"cache_dir": tmp_path / "cache"}
+    kept = prepare_all_sources(data, EvaluationConfig(), tmp_path, **cache, kept=[earlier])[0]
+    assert kept.source[0].prepared == str(earlier)
+    new = prepare_all_sources(data, EvaluationConfig(), tmp_path, **cache)[0]
+    assert new.source[0].prepared == str(earlier.parent / plan.cache_key)
+
+
+def test_generation_ends_at_every_end_of_a_generation_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert find_stop_tokens(tmp_path) == [7]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert find_stop_tokens(tmp_path) == [5, 6]

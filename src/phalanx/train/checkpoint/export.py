@@ -18,9 +18,10 @@ from phalanx.errors import DISK_FULL_ERRNOS, DataError, UsageError
 from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.recipe.schema import LoraConfig
 from phalanx.run import Run
+from phalanx.run.companions import NoteFn
 from phalanx.run.directory import fsync_if_supported
 from phalanx.train.checkpoint.commit import make_temporary_path, sync_directory, write_synced
-from phalanx.train.checkpoint.export_tokenizer import NoteFn, write_companions
+from phalanx.train.checkpoint.export_tokenizer import write_companions, write_image_processor
 from phalanx.train.checkpoint.format import CheckpointManifest, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
@@ -119,7 +120,9 @@ def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, 
         named = ", ".join(name or kind for name in sorted(extra))
         notes(f"what get_extra_state of {named} gives is not in the export, which holds weights")
     if origin:
-        write_companions(manifest.meta, Run(checkpoint.absolute().parent.parent), folder, notes)
+        run = Run(checkpoint.absolute().parent.parent)
+        write_companions(manifest.meta, run, folder, notes)
+        write_image_processor(manifest.meta, run, folder)
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
