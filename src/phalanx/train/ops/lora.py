@@ -26,7 +26,12 @@ LEAVE_REGION_ATTR = "leave_region"
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module supports an adapter: nn.Linear and transformers' Conv1D do."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, a linear layer with a weight [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def select_lora_layers(model: nn.Module, spec: LoraConfig) -> dict[str, nn.Module]:
