@@ -88,7 +88,7 @@ def _shard_group(
 
 
 def _iterate_group_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those below it, without parts that are sharded by themselves."""
+    """Yield a module and those below it, without parts that are sharded already."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
