@@ -1,10 +1,12 @@
-"""Sharded parameters in 16 bits or fp32: what a rank computes is, bit for bit, what one process does under autocast."""
+"""The formats in which ranks of a divided model compute are those of one process under autocast: bit for bit the same
+with sharded parameters, and the same formats in tensor-parallel layers."""
 
 from collections.abc import Iterator
 from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,6 +16,7 @@ from phalanx.models.moe import MoE
 from phalanx.recipe.schema import LoraConfig
 from phalanx.train.distributed.cast_parameters import CASTING_MODULES
 from phalanx.train.distributed.fsdp import apply_fsdp
+from phalanx.train.distributed.tensor_parallel import apply_tensor_parallel
 from phalanx.train.ops.float8 import Float8Linear
 from phalanx.train.ops.lora import add_lora
 from process_worlds import ProcessWorlds
@@ -194,3 +197,55 @@ def test_layers_compute_the_same_with_weights_that_are_cast_before(layer: nn.Mod
         results.append((out, [p.grad.float() for p in each.parameters() if p.grad is not None]))
     assert torch.equal(results[0][0], results[1][0])
     assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+class Conv1D(nn.Module):
+    """The linear layer of transformers' GPT-2."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf = outputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Regions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+        self.transposed = nn.Sequential(Conv1D(2 * WIDTH, WIDTH), Conv1D(WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.transposed(self.linear(x))
+        return out
+
+
+STYLES = {
+    **{"linear": "region", "linear.0": "columns", "linear.1": "rows"},
+    **{"transposed": "region", "transposed.0": "columns-conv1d", "transposed.1": "rows-conv1d"},
+}
+
+
+def divided(rank: int, world: int) -> tuple[dict[str, list[str]], float]:
+    """The formats of results before and after tensor ranks divide the layers, and how far the outputs are apart."""
+    torch.manual_seed(0)
+    model, x = Regions(), torch.randn(2, LENGTH, WIDTH)
+    found: dict[str, list[str]] = {name: [] for name in STYLES}
+    for name in STYLES:
+        hook = model.get_submodule(name).register_forward_hook
+        hook(lambda module, args, out, name=name: found[name].append(str(out.dtype)))
+    outputs = []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append(model(x).float())
+        if len(outputs) == 1:
+            apply_tensor_parallel(model, STYLES, dist.group.WORLD)
+    return found, float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
+
+
+def test_layers_of_tensor_ranks_give_the_format_of_whole_ones(world: ProcessWorlds) -> None:
+    for formats, distance in world.run(2, divided):
+        assert formats == {name: ["torch.bfloat16"] * 2 for name in STYLES}
+        assert distance < 1e-2
