@@ -223,8 +223,12 @@ class Regions(nn.Module):
 
 
 STYLES = {
-    **{"linear": "region", "linear.0": "columns", "linear.1": "rows"},
-    **{"transposed": "region", "transposed.0": "columns-conv1d", "transposed.1": "rows-conv1d"},
+    "linear": "region",
+    "linear.0": "columns",
+    "linear.1": "rows",
+    "transposed": "region",
+    "transposed.0": "columns-conv1d",
+    "transposed.1": "rows-conv1d",
 }
 
 
