@@ -243,7 +243,7 @@ def divided(rank: int, world: int) -> tuple[dict[str, list[str]], float]:
     outputs = []
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs.append(model(x).float())
+            outputs.append(model(x).detach().float())
         if len(outputs) == 1:
             apply_tensor_parallel(model, STYLES, dist.group.WORLD)
     return found, float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
