@@ -2,6 +2,7 @@
 nothing may travel."""
 
 import os
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,39 @@ def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(
     assert largest(*norms) < 2e-2
     states: list[Any] = [scale_of(run) for run in (ended, alone)]
     assert states[0] == states[1]
+
+
+NOISE_FACTOR = 2.5
+"""A layout may differ from one process by this many times what another size of micro-batches does there."""
+EXPERTS = {"layers": 2, "hidden_size": 32, "num_heads": 2, "num_experts": 4, "dense_layers": 1}
+NOISE_CASES = {
+    "bf16, shard 2": ("bf16", {"shard": 2}, MODEL),
+    "bf16, shard 2 x tensor 2": ("bf16", {"shard": 2, "tensor": 2}, MODEL),
+    "bf16, experts": ("bf16", {"shard": 2, "expert": 2}, {"build": "phalanx.models:moe", "args": EXPERTS}),
+    "fp16, context 2": ("fp16", {"context": 2}, MODEL),
+}
+
+
+@pytest.mark.parametrize("name", NOISE_CASES)
+def test_a_precision_is_one_computation_in_every_layout(lab: TrainHarness, name: str) -> None:
+    precision, layout, model = NOISE_CASES[name]
+    changes = {**TRAINING, "precision": precision, "model": model, "steps": 20}
+
+    def train(micro_size: int, layout: Values, workers: int) -> HarnessRun:
+        batch = {"global_size": 8, "micro_size": micro_size}
+        ended = lab.train_reference({**changes, "batch": batch, "parallelism": layout}, workers)
+        assert ended.code == 0, ended.message
+        return ended
+
+    alone = train(2, {"replicate": 1}, 1)
+    noise = max(mean_difference(train(size, {"replicate": 1}, 1), alone) for size in (1, 4))
+    workers = layout.get("shard", 1) * layout.get("tensor", 1) * layout.get("context", 1)
+    assert 0 < mean_difference(train(2, layout, workers), alone) < NOISE_FACTOR * noise
+
+
+def mean_difference(ours: HarnessRun, theirs: HarnessRun) -> float:
+    """The mean relative difference of the losses."""
+    return statistics.mean(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
 
 
 def test_a_pipeline_saves_the_loss_scale_once(lab: TrainHarness) -> None:

@@ -158,10 +158,11 @@ class GroupedExperts(nn.Module):
     """SwiGLU feed-forwards side by side, their weights stacked with the expert as first dimension.
 
     `expert_parallel` says that the first dimension of all parameters may be divided over ranks, and that forward takes
-    as many experts as it finds weights for.
+    as many experts as it finds weights for; `casts_parameters` that it reads them in the dtype of matrix products only.
     """
 
     expert_parallel = True
+    casts_parameters = True
 
     def __init__(self, num_experts: int, hidden_size: int, ffn_hidden_size: int):
         super().__init__()

@@ -13,6 +13,7 @@ from phalanx.planner.state_memory import (
     ParameterCounts,
     count_parameters,
     gathered_weight_bytes,
+    gathers_root_in_fp32,
     new_gradient_bytes,
     reduce_scatter_buffer_bytes,
 )
@@ -68,8 +69,9 @@ def estimate_stage_activations(
         segment_gradients = 0.0
         if not segment.is_block:
             segment_gradients = new_gradient_bytes(scenario, count_parameters(scenario, [(segment, 1)]))
-            if loss_mode == "chunked" and segment.has_logits and scenario.stack.name == "phalanx":
-                segment_gradients *= 2  # added up in fp32; Liger does it in the weight's format
+            is_chunked = loss_mode == "chunked" and segment.has_logits and scenario.stack.name == "phalanx"
+            if is_chunked or gathers_root_in_fp32(scenario):
+                segment_gradients *= 2  # in fp32; Liger adds chunks up in the weight's format
         peak_bytes = _peak_backward_bytes(scenario, segment, loss_mode)
         points.append(
             BackwardPoint(
@@ -90,20 +92,22 @@ def _weight_copy_bytes(scenario: Scenario, stage: StageSegments, rank_parameters
     largest_block = max(blocks, key=lambda each: each.count, default=ParameterCounts())
     if scenario.zero_level < 3:
         return gathered_weight_bytes(scenario, rank_parameters) + new_gradient_bytes(scenario, largest_block)
+    outside_blocks = count_parameters(
+        scenario, [(segment, count) for segment, count in stage.segments if not segment.is_block]
+    )
     if scenario.parallelism.pipeline > 1:
         # Torch's pipeline keeps weights gathered and whole fp32 gradients from the first micro-batch to the last.
         return (
             gathered_weight_bytes(scenario, rank_parameters)
+            - gathered_weight_bytes(scenario, outside_blocks)
+            + gathered_weight_bytes(scenario, outside_blocks, of_root=True)
             + reduce_scatter_buffer_bytes(scenario, rank_parameters)
             + new_gradient_bytes(scenario, largest_block)
         )
-    outside_blocks = count_parameters(
-        scenario, [(segment, count) for segment, count in stage.segments if not segment.is_block]
-    )
     # The block at work and the one that is gathered ahead; what is outside of blocks stays (FSDP2's root).
     return (
         2 * gathered_weight_bytes(scenario, largest_block)
-        + gathered_weight_bytes(scenario, outside_blocks)
+        + gathered_weight_bytes(scenario, outside_blocks, of_root=True)
         + new_gradient_bytes(scenario, largest_block)
         + reduce_scatter_buffer_bytes(scenario, largest_block)
     )

@@ -143,9 +143,19 @@ def shard_elements(dense: ArrayLike, expert: ArrayLike, num_ranks: ArrayLike, ex
     return dense / num_ranks + expert / np.maximum(1.0, num_ranks / expert_parallel)
 
 
-def gathered_weight_bytes(scenario: Scenario, parameters: ParameterCounts) -> float:
-    """Bytes of weights as products read them, where these are not what the rank holds anyway."""
+def gathers_root_in_fp32(scenario: Scenario) -> bool:
+    """Whether sharded weights outside of blocks are gathered in fp32 though products read 16 bits: Phalanx does, since
+    embeddings and norms read fp32 (train/distributed/fsdp.py)."""
     half_precision = scenario.precision in HALF_OR_LOWER_PRECISIONS
+    return half_precision and scenario.zero_level == 3 and scenario.stack.name == "phalanx"
+
+
+def gathered_weight_bytes(scenario: Scenario, parameters: ParameterCounts, *, of_root: bool = False) -> float:
+    """Bytes of weights as products read them, where these are not what the rank holds anyway. `of_root`: weights
+    outside of blocks, where autocast copies the largest, the head's, from fp32."""
+    half_precision = scenario.precision in HALF_OR_LOWER_PRECISIONS
+    if of_root and gathers_root_in_fp32(scenario):
+        return 4.0 * parameters.count + 2.0 * parameters.largest_weight
     if scenario.zero_level == 3:
         return (2.0 if half_precision else 4.0) * parameters.count
     return 2.0 * parameters.count if half_precision and scenario.stack.name in FP32_WEIGHT_STACKS else 0.0

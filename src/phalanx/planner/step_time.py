@@ -146,7 +146,8 @@ class LayoutCosts:
 
     def gather_seconds(self, segment: ModelSegment) -> np.ndarray:
         """Seconds to gather the weights of a segment among the ranks that divide them; 0 where none do."""
-        size = self.num_elements(segment) * 2.0
+        in_fp32 = not segment.is_block and self.scenario.stack.name == "phalanx"  # what embeddings and norms read
+        size = self.num_elements(segment) * (4.0 if in_fp32 else 2.0)
         return self.collectives.seconds("all_gather", self.shard_ranks, self.layouts.tensor, size)
 
     def reduce_scatter_seconds(self, segment: ModelSegment) -> np.ndarray:

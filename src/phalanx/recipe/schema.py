@@ -339,9 +339,10 @@ class Recipe(ConfigModel):
     """Device type: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel (docs/reference/devices.md). `auto`:
     GPUs if torch finds any, else the CPU."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
-    """Number format of the computation. `auto` measures whether fp32 or bf16 is faster here; a CPU without instructions
-    for bf16 takes fp32. `tf32` is fp32 with
-    products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with fp8 in the linear layers of blocks that are
+    """Number format of matrix products and convolutions; norms, losses, parameters and sums of gradients are fp32. It
+    is the same computation under every parallelism. `auto` measures whether fp32 or bf16 is faster here; a CPU without
+    instructions for bf16 takes fp32. `tf32` is fp32
+    with products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with fp8 in the linear layers of blocks that are
     measured to be faster with it; it needs an NVIDIA GPU of compute capability 8.9 or later."""
     parallelism: Parallelism | Literal["auto"] = "auto"
     """How the workers divide the work."""

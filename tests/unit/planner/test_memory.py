@@ -128,6 +128,15 @@ def test_a_larger_micro_batch_takes_more() -> None:
     assert sizes == sorted(sizes)
 
 
+def test_weights_outside_of_blocks_are_gathered_in_fp32() -> None:
+    outside = 2 * 32000 * 512  # embedding and output layer, which autocast copies
+    ours, torchtitan = (
+        estimate_memory(setup(Parallelism(shard=8), stack=stack_by_name(name)), TrainingOptions(loss_mode="chunked"))
+        for name in ("phalanx", "torch")
+    )
+    assert ours.temporaries - torchtitan.temporaries >= 2 * outside + 2 * outside / 2
+
+
 def test_a_chunked_loss_spares_the_logits() -> None:
     run = setup(stack=stack_by_name("torch"))
     whole, fused, chunked = (

@@ -3,9 +3,15 @@
 Gradients are sums over all ranks that shard or replicate a parameter; the trainer divides once, by the global number of
 terms. Tied parameters must be in one group, that of the root: FSDP would silently untie parameters that are sharded
 separately.
+
+Sharding does not change the formats of the computation, which are those of autocast on one process. A group has one
+format: 16 bits for what autocast casts in any case (cast_parameters.py), otherwise fp32. The few other parameters of a
+block, those of its norms, are therefore gathered with the root, in fp32; a block in which they are many is gathered in
+fp32 as a whole.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +23,13 @@ from torch.distributed.tensor import DTensor
 from phalanx.compat import has_hooks, is_compiled, map_registered_tensors
 from phalanx.errors import RecipeError
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
+from phalanx.train.distributed.cast_parameters import iterate_uncast_parameters
+from phalanx.train.precision import AUTOCAST_DTYPES
 
-PARAM_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+MAX_SHARE_WITH_ROOT = 1 / 8
+"""Largest share of a block's elements that is gathered with the root, where it stays for a whole micro-batch."""
+GATHERED_WITH_ROOT_ATTR = "gathered_with_root"
+"""Attribute of layers in blocks that are gathered with the root."""
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether FSDP can reduce zeros for parameters that a backward did not use (torch 2.13 and later). Otherwise the
 all-reduce over replicas cannot be deferred to the last backward either: gradients of parameters that it does not use
@@ -36,23 +47,20 @@ def apply_fsdp(
 ) -> None:
     """Shard each block, then the rest under `root`. `experts` are modules inside blocks with parameters that other
     ranks do not hold; they are sharded over `expert_mesh`."""
-    # Gather in the dtype of the computation; reduce gradients in fp32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=PARAM_DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     check_tied_params(root, blocks)
     for parameter in root.parameters():
         if not parameter.is_contiguous():  # a transposed weight, or channels_last
             parameter.data = parameter.data.contiguous()
-    for module in list(root.modules()) if policy.param_dtype is not None else []:
-        if module not in experts and _uses_fp32_buffers(module):
-            fully_shard(module, mesh=mesh, mp_policy=fp32_policy, reshard_after_forward=True)
+    cast_dtype = AUTOCAST_DTYPES.get(precision)
+    with_root = [] if cast_dtype is None else _find_modules_for_root(root, blocks, experts)
+    for module in with_root:
+        vars(module)[GATHERED_WITH_ROOT_ATTR] = True
     for module in experts:  # also over a mesh of one: optimizers need all parameters to be DTensors
-        fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=True)
+        _shard_group(module, expert_mesh, cast_dtype)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        _shard_group(block, mesh, cast_dtype)
+    with _children_of(root, with_root):
+        _shard_group(root, mesh, cast_dtype, is_root=True)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -60,12 +68,64 @@ def apply_fsdp(
     forbid_parameter_writes(root)
 
 
-def _uses_fp32_buffers(module: nn.Module) -> bool:
-    """Return whether its weights are combined with fp32 buffers, as in BatchNorm and spectral norm, which autocast does
-    not cast."""
-    own = list(module.parameters(recurse=False))
-    computes = any(buffer.is_floating_point() for buffer in module.buffers())
-    return bool(own) and computes and len(own) == len(list(module.parameters()))
+def _shard_group(
+    module: nn.Module, mesh: DeviceMesh | None, cast_dtype: torch.dtype | None, is_root: bool = False
+) -> None:
+    """Shard what is not yet sharded below a module as one group, without what is left for the root. Gradients are
+    reduced in fp32."""
+    parts = list(_iterate_group_modules(module))
+    left = [] if is_root else [part for part in parts if GATHERED_WITH_ROOT_ATTR in vars(part)]
+    uncast = any(part not in left for part, _ in iterate_uncast_parameters(parts))
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=None if uncast else cast_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        reshard_after_forward=not is_root,
+        ignored_params={p for part in left for p in part.parameters(recurse=False)} or None,
+    )
+
+
+def _iterate_group_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those below it, without parts that are sharded already."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _iterate_group_modules(child)
+
+
+def _find_modules_for_root(
+    root: nn.Module, blocks: Sequence[nn.Module], experts: Sequence[nn.Module]
+) -> list[nn.Module]:
+    """Return the layers in blocks that are gathered with the root: those with parameters that autocast does not cast,
+    of blocks in which these are few. Their dtype must be that of the root's trained parameters."""
+    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    if any(p.requires_grad and p.dtype != torch.float32 for p in root.parameters() if p not in in_blocks):
+        return []
+    in_experts = {part for module in experts for part in module.modules()}
+    found: dict[nn.Module, None] = {}
+    for block in blocks:
+        parts = [part for part in block.modules() if part not in in_experts]
+        owners = dict.fromkeys(part for part, _ in iterate_uncast_parameters(parts))
+        own = {parameter for part in owners for parameter in part.parameters(recurse=False)}
+        of_block = {parameter for part in parts for parameter in part.parameters(recurse=False)}
+        share = sum(p.numel() for p in own) / max(1, sum(p.numel() for p in of_block))
+        are_layers = not any(child for part in owners for child in part.children())
+        if share <= MAX_SHARE_WITH_ROOT and are_layers and all(p.dtype == torch.float32 for p in own):
+            found |= owners
+    return list(found)
+
+
+@contextmanager
+def _children_of(root: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Make modules in blocks children of the root as well, while the root is sharded with what its children hold."""
+    name = GATHERED_WITH_ROOT_ATTR
+    root.add_module(name, nn.ModuleList(modules))
+    try:
+        yield
+    finally:
+        delattr(root, name)
 
 
 def forbid_parameter_writes(root: nn.Module) -> None:
@@ -151,8 +211,10 @@ def sort_in_reduction_order(modules: Iterable[nn.Module], parameters: Iterable[n
     together, when backward has finished the module. Other parameters belong to the root."""
     order: dict[nn.Parameter, None] = {}
     for module in modules:
-        for each in reversed([part for part in module.modules() if isinstance(part, FSDPModule)]):
-            order |= dict.fromkeys(reversed([p for p in each.parameters() if p not in order]))
+        for group in reversed([part for part in module.modules() if isinstance(part, FSDPModule)]):
+            parts = [part for part in group.modules() if GATHERED_WITH_ROOT_ATTR not in vars(part)]
+            own = dict.fromkeys(p for part in parts for p in part.parameters(recurse=False))
+            order |= dict.fromkeys(reversed([p for p in own if p not in order]))
     given = list(parameters)
     requested = set(given)
     return [*(p for p in given if p not in order), *(p for p in reversed(order) if p in requested)]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat import fake_tensor_mode
 from phalanx.pytree import map_tensors
 
 
@@ -46,8 +47,8 @@ class ModuleStub(nn.Module):
 class ShapeStub(ModuleStub):
     """Returns what the replaced module would, but with NaN (0 for integers) as values and without memory for them.
 
-    Shapes come from running the replaced module on the meta device, once for each input shape, so they follow the
-    batch. dtypes are those outside autocast. `device` is the device that the results claim to be on.
+    They come from running the replaced module on tensors without data, once for each input shape, so they follow the
+    batch, and dtypes follow autocast. `device` is the device that the results claim to be on.
     """
 
     def __init__(self, original: nn.Module):
@@ -56,11 +57,17 @@ class ShapeStub(ModuleStub):
         self._results: dict[Any, Any] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        key = _input_signature((args, kwargs))
+        kind, (original,) = self.device.type, self.meta_copy
+        casts = kind != "meta" and torch.is_autocast_enabled(kind)
+        autocast_dtype = torch.get_autocast_dtype(kind) if casts else None
+        key = _input_signature((args, kwargs)), autocast_dtype
         if key not in self._results:
-            args, kwargs = map_tensors((args, kwargs), lambda x: x.detach().to("meta"))
-            with torch.no_grad():
-                self._results[key] = self.meta_copy[0](*args, **kwargs)
+            with torch.no_grad(), fake_tensor_mode(symbols=False):
+                state = {**dict(original.named_parameters()), **dict(original.named_buffers())}
+                state, args, kwargs = map_tensors(
+                    (state, args, kwargs), lambda x: torch.empty_like(x, device=self.device)
+                )
+                self._results[key] = torch.func.functional_call(original, state, args, kwargs)
         return map_tensors(self._results[key], lambda x: make_placeholder(x, self.device))
 
 

@@ -271,15 +271,20 @@ def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
             out = linear_reduce_scatter(x, self.weight, comm.group)
         else:
             out = comm.leave_region(F.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias  # once, not on every rank
+        return _add_bias(out, self.bias)
 
     vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
 
 
+def _add_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the bias to the sum of all ranks' products: once, and in the format of the products, as a whole layer does
+    under autocast."""
+    return out if bias is None else out + bias.to(out.dtype)
+
+
 def _apply_rowwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        out: Tensor = comm.leave_region(x @ self.weight) + self.bias
-        return out
+        return _add_bias(comm.leave_region(x @ self.weight), self.bias)
 
     vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
 
@@ -288,8 +293,7 @@ def _apply_colwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
     _apply_colwise(module, comm)
 
     def forward(self: Any, x: Tensor) -> Tensor:  # the original forward uses the unsharded number of features
-        out: Tensor = x @ self.weight + self.bias
-        return out
+        return F.linear(x, self.weight.t(), self.bias)
 
     vars(module)["forward"] = MethodType(forward, module)
 

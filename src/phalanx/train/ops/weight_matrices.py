@@ -11,7 +11,12 @@ from phalanx.train.distributed.blocks import find_blocks
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer: nn.Linear and transformers' Conv1D are."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, a linear layer with a weight [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def find_expert_stacks(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -473,6 +473,15 @@ def test_a_stub_has_the_attributes_of_the_module_that_it_replaces() -> None:
         _ = stub.nothing
 
 
+def test_a_stub_gives_the_dtype_that_autocast_gives_the_module() -> None:
+    stub = ShapeStub(nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)))
+    indices = torch.zeros(2, 3, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = stub(indices)
+    assert (cast.shape, cast.dtype) == ((2, 3, 2 * WIDTH), torch.bfloat16)
+    assert stub(indices).dtype == torch.float32
+
+
 def test_tied_weights_are_on_both_ends_under_one_name() -> None:
     model = transformer(VOCAB, 5, layers=LAYERS, hidden_size=WIDTH, num_heads=2, tie_embeddings=True)
     division = division_of(model, 4)
