@@ -28,6 +28,16 @@ class NextByteTask:
         return F.cross_entropy(output.flatten(0, 1).float(), targets, reduction="sum"), targets.numel()
 
 
+class MetricPerByteTask(NextByteTask):
+    """Scores each byte that occurs in a micro-batch, so micro-batches differ in the metrics they have."""
+
+    def metrics(self, output, batch):
+        targets, hits = batch["targets"], output.argmax(-1) == batch["targets"]
+        return {
+            f"byte_{byte}": (hits[targets == byte].sum(), (targets == byte).sum()) for byte in targets.unique().tolist()
+        }
+
+
 class RecordingTask(NextByteTask):
     """Writes the checksums of each training micro-batch's samples, a line each, to samples/ATTEMPT-RANK."""
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +17,7 @@ from phalanx.run.events import ReportEventFn
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import Mesh
-from phalanx.train.distributed.object_collectives import broadcast_json
+from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.loss import LossSums
 from phalanx.train.step_metrics import finite_or_none
 from phalanx.train.tasks import TensorBatch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from phalanx.train.train_state import SurvivorState
 
 PROGRESS_INTERVAL_S = 10.0
+MetricSum = tuple[str, float, float]
+"""Name, sum and number of terms of the loss or a metric of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -129,38 +131,37 @@ def evaluate(
     The many arguments replace a recipe: a checkpoint is also evaluated on its own, without a run's context.
 
     Micro-batch i is evaluated by data-parallel rank i mod dp_size. The sums of each micro-batch have a slot of their
-    own and are added in order, so the result does not depend on the world size.
+    own and are added in order, so the result does not depend on the world size. In each round all ranks run
+    micro-batches of one size: ranks that shard parameters must issue the same collectives, and a shape that only one of
+    them has could change that. So the last, smaller micro-batch has a round of its own.
     """
     start_time = last_report_at = clock()
     total = min(max_samples, data.num_validation_samples)
-    starts = range(0, total, micro_size)
-    rows: dict[int, list[float]] = {}
-    names: list[str] = []
+    rows: dict[int, list[MetricSum]] = {}
     with _evaluation_mode(loss_module), torch.no_grad():
-        for round_start in range(0, len(starts), mesh.dp_size):
-            index = round_start + mesh.dp_rank
-            mine = index < len(starts)
-            if mine or mesh.fsdp_size > 1:  # all ranks that shard parameters must run forward, to take part in gathers
-                start = starts[index if mine else -1]
+        for micro_batches in _list_rounds(total, micro_size, mesh.dp_size):
+            own = next((index for index in micro_batches if index % mesh.dp_size == mesh.dp_rank), None)
+            if own is not None or mesh.fsdp_size > 1:  # all ranks that shard parameters take part in their gathers
+                start = micro_size * (micro_batches[-1] if own is None else own)
                 batch = to_device(data.read_validation(start, min(micro_size, total - start)), dist_env.device)
                 sums = loss_module(batch, metrics=True)
-                if mesh.owns_loss:
-                    names = [name for name, _, _ in sums[1:]]
-                if mine and mesh.owns_loss:
-                    rows[index] = [float(part) for _, value, num_terms in sums for part in (value, num_terms)]
+                if own is not None and mesh.owns_loss:
+                    rows[own] = [(name, float(value), float(num_terms)) for name, value, num_terms in sums]
             if _any_rank(stop_requested(), dist_env):
                 return None
             if clock() >= last_report_at + PROGRESS_INTERVAL_S:
                 last_report_at = clock()
-                report_progress(min(total, (round_start + mesh.dp_size) * micro_size), total)
-    added = _sum_metric_rows(rows, len(starts), dist_env)
-    means = [added[i] / max(added[i + 1], 1.0) for i in range(0, len(added), 2)]
-    return EvaluationResult(
-        means[0],
-        dict(zip(_broadcast_metric_names(names, dist_env, mesh.first_loss_rank), means[1:], strict=True)),
-        total,
-        clock() - start_time,
-    )
+                report_progress(min(total, micro_batches.stop * micro_size), total)
+    loss, metrics = _sum_rows(rows, -(-total // micro_size), dist_env)
+    return EvaluationResult(loss, metrics, total, clock() - start_time)
+
+
+def _list_rounds(total: int, micro_size: int, dp_size: int) -> list[range]:
+    """Return the indices of the micro-batches of each round, at most one for each data-parallel rank: full ones, then
+    the last, if it is smaller, alone."""
+    full, rest = divmod(total, micro_size)
+    rounds = [range(first, min(first + dp_size, full)) for first in range(0, full, dp_size)]
+    return [*rounds, range(full, full + 1)] if rest else rounds
 
 
 @contextlib.contextmanager
@@ -183,24 +184,18 @@ def _any_rank(flag: bool, dist_env: DistEnv) -> bool:
     return bool(value.item())
 
 
-def _sum_metric_rows(rows: dict[int, list[float]], count: int, dist_env: DistEnv) -> list[float]:
-    """Add the rows of all workers, in order; every row has the same length."""
-    if dist_env.world_size == 1:
-        table = [rows[index] for index in range(count)]
-    else:
-        width = torch.tensor(max((len(row) for row in rows.values()), default=0), device=dist_env.device)
-        dist.all_reduce(width, dist.ReduceOp.MAX)
-        slots = torch.zeros(count, int(width), dtype=torch.float64, device=dist_env.device)
-        for index, row in rows.items():
-            slots[index] = torch.tensor(row, dtype=torch.float64, device=dist_env.device)
+def _sum_rows(rows: Mapping[int, list[MetricSum]], count: int, dist_env: DistEnv) -> tuple[float, dict[str, float]]:
+    """Return the means of the loss, and of each metric over the micro-batches that have it, from the rows of all
+    workers. A task may name other metrics for each micro-batch, such as one for each class that is in it."""
+    own_names = list(dict.fromkeys(name for _, row in sorted(rows.items()) for name, _, _ in row[1:]))
+    names = list(dict.fromkeys(name for each in all_gather_json(dist_env, own_names) for name in each))
+    slots = torch.zeros(count, 1 + len(names), 2, dtype=torch.float64, device=dist_env.device)
+    for index, row in rows.items():
+        for name, *sums in row[1:]:
+            slots[index, 1 + names.index(name)] = torch.tensor(sums, dtype=torch.float64)
+        slots[index, 0] = torch.tensor(row[0][1:], dtype=torch.float64)
+    if dist_env.world_size > 1:
         dist.all_reduce(slots)
-        table = slots.tolist()
-    return [sum(column) for column in zip(*table, strict=True)]
-
-
-def _broadcast_metric_names(names: list[str], dist_env: DistEnv, source_rank: int) -> list[str]:
-    """Send the metrics' names from the rank that knows them to all workers."""
-    if dist_env.world_size == 1:
-        return names
-    names_of_source: list[str] = broadcast_json(source_rank, names, device=dist_env.device)
-    return names_of_source
+    columns = [[sum(each) for each in zip(*column, strict=True)] for column in slots.transpose(0, 1).tolist()]
+    loss, *means = [value / max(num_terms, 1.0) for value, num_terms in columns]
+    return loss, dict(zip(names, means, strict=True))
