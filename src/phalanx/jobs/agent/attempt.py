@@ -13,7 +13,7 @@ from phalanx.jobs.agent.hang_report import HangReport
 from phalanx.jobs.agent.node_group import NodeHandle
 from phalanx.run.event_types import FailureCause, WorkerFailure
 from phalanx.run.heartbeat import Heartbeat
-from phalanx.run.process_messages import WorkerError
+from phalanx.run.process_messages import WaitingInCollective, WorkerError
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
 """Exit codes of a worker that a restart would only repeat."""
@@ -68,6 +68,8 @@ class AttemptState:
     lost_nodes: dict[NodeHandle, str] = field(default_factory=dict)  # lost nodes, and why
     step_seconds: float | None = None  # of the last step
     hang: HangReport | None = None
+    waits: dict[int, tuple[float, WaitingInCollective]] = field(default_factory=dict)
+    """By rank, when its worker last reported that it waits in a collective, and in which."""
     last_comparison: float = 0.0  # time of the last straggler check
     straggler_baseline: Mapping[int, Heartbeat] = field(default_factory=dict)
     reported_stragglers: set[int] = field(default_factory=set)  # stragglers in events so far

@@ -25,7 +25,7 @@ from phalanx.jobs.agent.energy_recorder import EnergyRecorder
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, RESTART_HINT, ForkServerLostError
 from phalanx.jobs.agent.forked_child import LOST_PEER_STATUS
 from phalanx.jobs.agent.hang_report import find_ended_ranks
-from phalanx.jobs.agent.heartbeat_checks import check_hangs, check_stragglers
+from phalanx.jobs.agent.heartbeat_checks import check_deadlock, check_hangs, check_stop, check_stragglers
 from phalanx.jobs.agent.leader_state import LeaderState
 from phalanx.jobs.agent.node_group import NODE_TIMEOUT_S, NodeHandle, RemoteNode
 from phalanx.run import Event
@@ -52,6 +52,7 @@ from phalanx.run.process_messages import (
     StandbyReady,
     StartWorkers,
     StoreDied,
+    WaitingInCollective,
     WorkerCrashed,
     WorkerError,
     WorkerExited,
@@ -201,7 +202,9 @@ class AttemptSupervisor:
             heartbeat is not None and heartbeat.phase == "ending" for heartbeat in attempt.heartbeats()[0].values()
         ):
             self._exit_deadline.check_expired()  # likewise
+        check_deadlock(leader, attempt, self.abort)
         check_hangs(leader, attempt, self.abort)
+        check_stop(leader, attempt, self.abort)
         check_stragglers(leader, attempt)
         for node in self._find_overdue_nodes():
             self._drop_overdue_node(node, "it does not report the end of its workers", EXITS_NOT_REPORTED_MESSAGE)
@@ -317,6 +320,8 @@ class AttemptSupervisor:
                 self.attempt.planned_exits[message.rank] = message.exit_code
             case WorkerError():
                 self.attempt.error = self.attempt.error or message
+            case WaitingInCollective():
+                self.attempt.waits[message.rank] = self.leader.clock(), message
             case WorkerCrashed():
                 self.attempt.crashes[message.rank] = message.message
             case RunResult():

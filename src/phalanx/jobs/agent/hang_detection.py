@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from phalanx.run.heartbeat import Heartbeat
+from phalanx.run.process_messages import PendingCollective, WaitingInCollective
 
 MIN_SILENCE_S = 5.0
 """Minimum seconds without heartbeats that count as a hang; slow steps get more."""
@@ -100,3 +101,60 @@ def find_hang(
     if last_heartbeat.phase in STORAGE_PHASES and rank not in stopped_reported:
         phase += " (slow storage looks like this, too)"
     return HangSuspect(rank, last_heartbeat.step, phase, now - last_heartbeat.t, rank in stopped_reported, certain)
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Two workers of which each waits in a collective that cannot end, by rank."""
+
+    collectives: dict[int, PendingCollective]
+
+    @property
+    def description(self) -> str:
+        """Description for users."""
+        waits = ", ".join(
+            f"worker {rank} in collective {each.number} ({each.operation}) of the process group of ranks "
+            f"{', '.join(map(str, each.ranks))}"
+            for rank, each in self.collectives.items()
+        )
+        return (
+            f"workers wait in different collectives, so none can end: {waits}; every rank of a process group must "
+            "issue the same ones in the same order"
+        )
+
+
+def find_deadlock(waits: Mapping[int, WaitingInCollective]) -> Deadlock | None:
+    """Find workers whose collectives cannot end, whatever the others do; None if there is no proof.
+
+    `waits`: what the main threads of workers wait in, by rank, of about the same time. Either two ranks are in
+    different operations at the same place of a process group. Or workers wait in a circle: each in collectives that a
+    worker which waits, too, has not issued. A collective that all its ranks have issued may only be slow, as may a
+    worker that does not wait, or of which it is not known.
+    """
+    first: dict[tuple[str, int], tuple[int, PendingCollective]] = {}
+    for rank, wait in sorted(waits.items()):
+        for each in wait.pending:
+            other_rank, other = first.setdefault((each.group, each.number), (rank, each))
+            if other.ranks == each.ranks and other.operation != each.operation:
+                return Deadlock({other_rank: other, rank: each})
+    circle = {rank for rank, wait in waits.items() if wait.pending}
+    while True:
+        held_up = {rank for rank in circle if all(_absent_ranks(each, waits) & circle for each in waits[rank].pending)}
+        if held_up == circle:
+            break
+        circle = held_up
+    if not circle:
+        return None
+    rank = min(circle)
+    collective = waits[rank].pending[0]
+    peer = min(_absent_ranks(collective, waits) & circle)
+    return Deadlock({rank: collective, peer: waits[peer].pending[0]})
+
+
+def _absent_ranks(collective: PendingCollective, waits: Mapping[int, WaitingInCollective]) -> set[int]:
+    """Return the ranks that wait elsewhere and have not issued this collective."""
+    return {
+        rank
+        for rank in collective.ranks
+        if rank in waits and waits[rank].issued.get(collective.group, collective.number) < collective.number
+    }

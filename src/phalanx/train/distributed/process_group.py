@@ -19,6 +19,7 @@ from phalanx.cluster.interfaces import INTERFACE_VARIABLES, find_missing_interfa
 from phalanx.compat import set_allocator
 from phalanx.errors import RecipeError, UsageError
 from phalanx.recipe.devices import device_kind_of
+from phalanx.train.distributed.collective_trace import enable_trace, watch_collectives
 from phalanx.train.distributed.environment import DistEnv, is_single_node
 from phalanx.train.distributed.store import MIN_COLLECTIVE_TIMEOUT, open_attempt_store
 
@@ -60,6 +61,7 @@ def init_process_group(
     check_network_interfaces(dist_env, environment)
     store = open_attempt_store(dist_env, environment)
     before(dist_env)
+    enable_trace(environment)
     _connection_scopes[:] = [connection_scope]
     with connection_scope:
         dist.init_process_group(
@@ -71,6 +73,7 @@ def init_process_group(
             # Otherwise NCCL would guess the device at the first collective, connect lazily, and could not split groups.
             device_id=dist_env.device if kind.is_gpu else None,
         )
+    watch_collectives(environment)
 
 
 def set_collective_timeout(hang_timeout_s: float) -> None:
