@@ -114,10 +114,11 @@ class WorkersStarted(TypedMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExited(TypedMessage):
-    """A worker has ended."""
+    """A worker has ended. `killed_by_agent`: it lived until its agent killed it, so it is not why the attempt ended."""
 
     rank: int
     exit_status: ExitStatus
+    killed_by_agent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

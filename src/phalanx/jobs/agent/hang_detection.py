@@ -14,9 +14,12 @@ MIN_SILENCE_S = 5.0
 """Minimum seconds without heartbeats that count as a hang; slow steps get more."""
 MAX_SILENT_STEPS = 5.0
 """Step times that may pass without heartbeats."""
-UNTIMED_PHASES = frozenset({"starting", "restoring", "compiling", "ending"})
-"""Phases that may take minutes without heartbeats: importing, reading weights, compiling, saving."""
+UNTIMED_PHASES = frozenset({"rendezvous", "restoring", "compiling", "ending"})
+"""Phases after which minutes may pass without heartbeats: importing, reading weights, compiling, saving."""
+RENDEZVOUS_SILENCE_S = 30.0
+"""Seconds without heartbeats that count as a hang in the rendezvous, which waits for the slowest worker to start."""
 NEXT_PHASES = {
+    "starting": "rendezvous with the other workers",
     "data_wait": "forward",
     "forward": "backward",
     "backward": "forward or gradient sync",
@@ -78,7 +81,8 @@ def find_hang(
     if len(reported) < len(heartbeats) or not reported:
         return None
     silence_s = now - max(last_heartbeat.t for last_heartbeat in reported.values())
-    if silence_s <= silence_limit(step_seconds):
+    is_meeting = all(last_heartbeat.phase == "starting" for last_heartbeat in reported.values())
+    if silence_s <= (RENDEZVOUS_SILENCE_S if is_meeting and not stopped_ranks else silence_limit(step_seconds)):
         return None
     rank = min(
         reported,
@@ -95,7 +99,8 @@ def find_hang(
         rank = min(stopped_reported, key=lambda candidate: (reported[candidate].count, candidate != suspect))
     last_heartbeat = reported[rank]
     # the step time is not known yet: the first step may compile, or belong to a very large model
-    if (last_heartbeat.phase in UNTIMED_PHASES or step_seconds is None) and rank not in stopped_reported:
+    is_untimed = last_heartbeat.phase in UNTIMED_PHASES or (step_seconds is None and not is_meeting)
+    if is_untimed and rank not in stopped_reported:
         return None
     phase = NEXT_PHASES.get(last_heartbeat.phase, last_heartbeat.phase)
     if last_heartbeat.phase in STORAGE_PHASES and rank not in stopped_reported:

@@ -56,6 +56,18 @@ def check_hangs(leader: LeaderState, attempt: AttemptState, abort: Callable[[str
         abort(found.description)
 
 
+def note_meeting(attempt: AttemptState) -> None:
+    """Record whether a worker has left the rendezvous."""
+    if not attempt.has_met:
+        phases = {
+            heartbeat.phase
+            for node, ranks in attempt.ranks_by_node.items()
+            for heartbeat in node.heartbeats(ranks).values()
+            if heartbeat is not None
+        }
+        attempt.has_met = bool(phases - {"starting"})
+
+
 def check_stop(leader: LeaderState, attempt: AttemptState, abort: Callable[[str], None]) -> None:
     """End workers that were asked to stop, and hang or have no step to save: what asked kills the agent soon after."""
     if not leader.stopping or attempt.killed or leader.clock() - leader.stopping_since < STOP_TIMEOUT_S:

@@ -22,7 +22,7 @@ from phalanx.jobs.agent.attempt import (
     AttemptState,
     decide_outcome,
     fault_fields,
-    first_failure,
+    find_first_failure,
     last_log_line,
 )
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
@@ -137,13 +137,21 @@ def test_a_crash_that_was_reported_is_told_instead_of_the_logs_last_line(tmp_pat
 
 
 def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
-    assert first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
+    assert find_first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
 
 
 def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_first() -> None:
-    assert first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
-    assert first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
-    assert first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) == (1, LOST_PEER_STATUS)
+    assert find_first_failure({1: LOST_PEER_STATUS, 2: -9, 0: -9}, killed_ranks={2}) == (0, -9)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
+
+
+def test_the_first_exception_is_the_cause_whichever_process_is_gone_first() -> None:
+    assert find_first_failure({1: 1, 0: 1}, crashed_ranks=[0, 1]) == (0, 1)
+    both_lost = {1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS, 2: -9}
+    assert find_first_failure(both_lost, killed_ranks={2}, crashed_ranks=[0, 1]) == (0, LOST_PEER_STATUS)
 
 
 def test_a_fault_names_rank_and_signal_or_code() -> None:
