@@ -234,7 +234,7 @@ def read_flight_recorder() -> list[dict[str, Any]]:
     """Return torch's records of the last collectives of this process, of gloo and NCCL."""
     import json
 
-    from torch._C._distributed_c10d import _dump_fr_trace_json
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     entries: list[dict[str, Any]] = json.loads(_dump_fr_trace_json()).get("entries", [])
     return entries

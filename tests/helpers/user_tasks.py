@@ -38,6 +38,16 @@ class MetricPerByteTask(NextByteTask):
         }
 
 
+class CheckCollectives:
+    """A callback that has the workers compare their collectives, as the variable does for a whole command."""
+
+    def __init__(self):
+        os.environ["PHALANX_CHECK_COLLECTIVES"] = "1"
+
+    def step(self, run, event):
+        pass
+
+
 class RecordingTask(NextByteTask):
     """Writes the checksums of each training micro-batch's samples, a line each, to samples/ATTEMPT-RANK."""
 

@@ -21,7 +21,7 @@ def changes(model: dict[str, Any], max_samples: int) -> dict[str, Any]:
         "batch": {"global_size": 24, "micro_size": 2},
         "evaluation": {"every": 1, "max_samples": max_samples},
         "optimizer": {"lr": 1e-3, "schedule": {"warmup_steps": 1}},
-        "callbacks": [],
+        "callbacks": ["user_tasks:CheckCollectives"],  # in each step and evaluation
     }
 
 
