@@ -314,6 +314,7 @@ class AttemptSupervisor:
             case RunEvent():
                 self._handle_event(message)
             case StandbyReady() | LeftGroup() | JoinedGroup():
+                self.attempt.waits.clear()  # of a world that is left
                 if self.replicas is not None:
                     self.replicas.on_message(message)
             case CallReply() | WorkersStarted():

@@ -129,7 +129,7 @@ class Deadlock:
 
 
 def find_deadlock(waits: Mapping[int, WaitingInCollective]) -> Deadlock | None:
-    """Find workers whose collectives cannot end, whatever the others do; None if there is no proof.
+    """Find workers in collectives that cannot end, whatever the others do; None if there is no proof.
 
     `waits`: what the main threads of workers wait in, by rank, of about the same time. Either two ranks are in
     different operations at the same place of a process group. Or workers wait in a circle: each in collectives that a

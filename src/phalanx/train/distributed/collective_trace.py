@@ -1,8 +1,9 @@
 """Trace the collectives of this worker: what its main thread waits in, for the agent, and a check that all ranks issue
 the same ones.
 
-torch's flight recorder keeps the last collectives of all process groups in a ring. On gloo it does not record messages
-between two ranks (send and receive). Nothing is added to a collective itself.
+torch's flight recorder keeps the last collectives of gloo's process groups in a ring, without messages between two
+ranks (send and receive). That of NCCL is not read: there the device waits, and not the host. Nothing is added to a
+collective itself.
 """
 
 import linecache
@@ -51,8 +52,8 @@ class Collective:
     record: int
 
 
-def read_collectives() -> list[Collective]:
-    """Return the last collectives of this worker, oldest first."""
+def read_collectives(after_record: int = -1) -> list[Collective]:
+    """Return the last collectives of this worker, oldest first: those after a number in the recorder."""
     found = [
         Collective(
             str(entry["process_group"][0]),
@@ -64,6 +65,8 @@ def read_collectives() -> list[Collective]:
         )
         for entry in read_flight_recorder()
         if not entry["is_p2p"]
+        and int(entry["record_id"]) > after_record
+        and str(entry["profiling_name"]).startswith("gloo:")
     ]
     return sorted(found, key=lambda collective: collective.record)
 
@@ -74,6 +77,11 @@ def _describe_operation(entry: Mapping[str, Any]) -> str:
         return name
     sizes = [size if isinstance(size, int) else _product(size) for size in entry["input_sizes"]]
     return f"{name} of {sum(sizes)} {', '.join(sorted(set(entry['input_dtypes'])))}"
+
+
+def read_last_record() -> int:
+    """Return the number of the newest collective in the recorder; -1 before the first."""
+    return max((each.record for each in read_collectives()), default=-1)
 
 
 def _product(sizes: Sequence[int]) -> int:
@@ -100,18 +108,17 @@ class CollectiveCheck:
 
     def __init__(self, dist_env: DistEnv):
         self._dist_env = dist_env
-        self._last_record = max((each.record for each in read_collectives()), default=-1)
+        self._last_record = read_last_record()
 
     def compare(self, where: str) -> None:
         """Raise RecipeError on all ranks if ranks of a process group issued different collectives; every rank calls
         it. `where` is the step or evaluation that is done."""
         own: dict[str, dict[str, str]] = {}
-        for each in read_collectives():
-            if each.record > self._last_record:
-                own.setdefault(each.group, {})[str(each.number)] = each.operation
+        for each in read_collectives(self._last_record):
+            own.setdefault(each.group, {})[str(each.number)] = each.operation
         ranks = {name: list(ranks) for name, ranks in list_process_groups().items()}
         gathered = all_gather_json(self._dist_env, {name: [ranks.get(name, []), own[name]] for name in own})
-        self._last_record = max((each.record for each in read_collectives()), default=-1)
+        self._last_record = read_last_record()
         if (problem := find_difference(gathered)) is not None:
             raise RecipeError(
                 f"{where}: {problem}; every rank of a process group must issue the same collectives in the same order: "
@@ -136,17 +143,18 @@ def find_difference(gathered: Sequence[Mapping[str, tuple[Sequence[int], Mapping
     return None
 
 
-_watches: list[threading.Thread] = []
+_watches: "list[CollectiveWatch]" = []
 
 
 def watch_collectives(environment: Mapping[str, str]) -> None:
-    """Report to the agent what the main thread waits in, from a thread; without an agent do nothing. One watch serves
-    all process groups of this process."""
-    if not _watches and (fd := environment.get("PHALANX_EVENTS_FD")):
+    """Report to the agent what the main thread waits in, from a thread; without an agent do nothing. Call it in each
+    new world: one watch serves them all, and collectives of earlier ones, some of which never end, do not count."""
+    if _watches:
+        _watches[0].start_world()
+    elif fd := environment.get("PHALANX_EVENTS_FD"):
         events = socket.socket(fileno=os.dup(int(fd)))
-        watch = CollectiveWatch(int(environment["RANK"]), int(environment["WORLD_SIZE"]), events)
-        _watches.append(threading.Thread(target=watch.run, name="collective watch", daemon=True))
-        _watches[0].start()
+        _watches.append(CollectiveWatch(int(environment["RANK"]), int(environment["WORLD_SIZE"]), events))
+        threading.Thread(target=_watches[0].run, name="collective watch", daemon=True).start()
 
 
 class CollectiveWatch:
@@ -157,6 +165,11 @@ class CollectiveWatch:
         self._main = threading.main_thread()
         self._state: object = None
         self._num_samples = 0
+        self.start_world()
+
+    def start_world(self) -> None:
+        """Begin to watch another world."""
+        self._last_record = read_last_record()
 
     def run(self) -> None:
         """Sample until the agent is gone."""
@@ -166,6 +179,8 @@ class CollectiveWatch:
                 self.sample()
             except OSError:
                 return
+            except (KeyError, RuntimeError, ValueError):  # the main thread has changed the groups meanwhile
+                self._num_samples = 0
 
     def sample(self) -> None:
         """Look at the main thread, and report if it has waited for `MIN_WAITING_SAMPLES`."""
@@ -179,7 +194,7 @@ class CollectiveWatch:
         is_whole_world = dist.is_initialized() and dist.get_world_size() == self._world_size
         if self._num_samples + 1 < MIN_WAITING_SAMPLES or not is_whole_world or dist.get_rank() != self._rank:
             return
-        collectives, groups = read_collectives(), list_process_groups()
+        collectives, groups = read_collectives(self._last_record), list_process_groups()
         pending = tuple(
             PendingCollective(
                 group=_name_with_ranks(each.group, groups),
@@ -195,16 +210,21 @@ class CollectiveWatch:
             send(
                 self._events,
                 WaitingInCollective(
-                    rank=self._rank, pending=pending, issued=count_issued(collectives, groups), stack=stack
+                    rank=self._rank,
+                    pending=pending,
+                    issued=count_issued(collectives, groups, self._last_record + 1),
+                    stack=stack,
                 ),
             )
 
 
-def count_issued(collectives: Sequence[Collective], groups: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def count_issued(
+    collectives: Sequence[Collective], groups: Mapping[str, tuple[int, ...]], first_record: int
+) -> dict[str, int]:
     """Return how many collectives this worker has issued in each process group, leaving out groups of which the ring
-    may have lost all entries."""
+    may have lost all entries. `first_record`: of the first collective in this world."""
     numbers = {each.group: each.number for each in collectives}
-    is_complete = not collectives or collectives[0].record == 0
+    is_complete = not collectives or collectives[0].record == first_record
     return {_name_with_ranks(name, groups): numbers.get(name, 0) for name in groups if name in numbers or is_complete}
 
 

@@ -1086,6 +1086,19 @@ def test_a_run_that_is_to_stop_before_its_first_step_ends_within_the_grace_time(
     assert sent_signals(stage) == ([signal.SIGKILL] if is_over else [])
 
 
+def test_attempts_of_workers_that_never_met_have_pauses_and_can_be_started_again(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    agent.wait = lambda seconds: bool(pauses.append(seconds))  # type: ignore[method-assign, func-returns-value]
+    ends = [attempt({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) for _ in range(9)]
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, numbers, pauses) == (ExitCode.UNFINISHED, [0, 1, 2], [5.0, 10.0])
+    assert outcome.message == (
+        "worker 1 lost the connection to another worker; no progress in 3 attempts: the workers did not find each other"
+    )
+
+
 def test_workers_that_never_met_are_no_fault_of_the_run() -> None:
     lost = attempt({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0})
     assert lost.failed_to_meet
