@@ -85,21 +85,21 @@ def check_deadlock(leader: LeaderState, attempt: AttemptState, abort: Callable[[
     if attempt.abort_reason is not None or (deadlock := find_deadlock(waits)) is None:
         return
     rank, peer = deadlock.collectives
-    heartbeats = attempt.heartbeats()[0]
+    heartbeats, step = attempt.heartbeats()[0], attempt.last_step(rank) or 0
     log = worker_log_path(leader.run.logs, attempt.log_attempt_by_rank[rank], rank)
     attempt.hang = HangReport(rank, log, 0, reported=True)
     leader.emit(
         HangDetected(
             rank=rank,
             host=attempt.host_of(rank),
-            step=attempt.last_step(rank) or 0,
+            step=step,
             phase=f"deadlock with worker {peer}",
             silence_s=round(measure_silence(heartbeats.values(), now), 3),
             is_stopped=False,
             stack="\n".join(f"worker {each}:\n{waits[each].stack}" for each in (rank, peer)),
         )
     )
-    abort(deadlock.description)
+    abort(f"step {step}: {deadlock.description}")
 
 
 def check_stragglers(leader: LeaderState, attempt: AttemptState) -> None:
