@@ -1090,7 +1090,12 @@ def test_attempts_of_workers_that_never_met_have_pauses_and_can_be_started_again
     agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    agent.wait = lambda seconds: bool(pauses.append(seconds))  # type: ignore[method-assign, func-returns-value]
+
+    def wait(seconds: float) -> bool:
+        pauses.append(seconds)
+        return False
+
+    monkeypatch.setattr(agent, "wait", wait)
     ends = [attempt({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) for _ in range(9)]
     outcome, numbers = supervise(agent, ends, monkeypatch)
     assert (outcome.code, numbers, pauses) == (ExitCode.UNFINISHED, [0, 1, 2], [5.0, 10.0])
