@@ -243,3 +243,22 @@ def has_compiler() -> bool:
     headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     named = bool(os.environ.get("CC")) or any(shutil.which(name) is not None for name in ("gcc", "clang"))
     return named and headers.is_file()
+
+
+def read_flight_recorder() -> list[dict[str, Any]]:
+    """Return torch's records of the last collectives of this process, of gloo and NCCL."""
+    import json
+
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    entries: list[dict[str, Any]] = json.loads(_dump_fr_trace_json()).get("entries", [])
+    return entries
+
+
+def list_process_groups() -> dict[str, tuple[int, ...]]:
+    """Return the global ranks of each process group that this process belongs to, by the name in the flight
+    recorder."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    return {name: tuple(dist.get_process_group_ranks(group)) for group, name in list(_world.pg_names.items())}

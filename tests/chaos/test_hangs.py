@@ -1,9 +1,13 @@
 """Workers that hang: who, where and in what is told in seconds, and the run ends in the weights it would have had."""
 
+import signal
+import time
+
 import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
+from phalanx.run import Event
 from phalanx.run.event_types import HangDetected, StragglerDetected, WorkerFailure
 from train_harness import TrainHarness, plan_fault
 
@@ -37,6 +41,33 @@ def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(l
     assert "in inject" in hang.stack
     assert "faults.py" in hang.stack
     assert ended.events_of_kind(WorkerFailure)[0].what == "hang"
+
+
+def test_workers_in_different_collectives_are_started_again_in_seconds(lab: TrainHarness) -> None:
+    started = time.monotonic()
+    ended = lab.train({}, 2, faults=[plan_fault(6, "collective", ranks=[0])])
+    assert ended.digest == lab.train_reference({}, 2).digest
+    (hang,) = ended.events_of_kind(HangDetected)
+    assert "deadlock" in hang.phase
+    assert "faults.py" in hang.stack
+    assert "worker 0:" in hang.stack
+    assert "worker 1:" in hang.stack
+    (told,) = ended.events_of_kind(WorkerFailure)
+    assert "broadcast" in told.message
+    assert time.monotonic() - started < 60  # and not hang_timeout_s, which is 600
+
+
+def test_a_run_that_hangs_obeys_a_stop_request(lab: TrainHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.jobs.agent.heartbeat_checks.STOP_TIMEOUT_S", 2.0)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, HangDetected):
+            signal.raise_signal(signal.SIGTERM)
+
+    ended = lab.train({}, 2, faults=[plan_fault(6, "block", ranks=[1])], show=stop)
+    assert ended.code == ExitCode.UNFINISHED
+    assert "asked to stop" in (ended.message or "")
+    assert lab.train({}, 2, ended.run).digest == lab.train_reference({}, 2).digest
 
 
 @pytest.mark.slow

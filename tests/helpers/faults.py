@@ -123,6 +123,11 @@ def inject(fault):
         os._exit(0)
     elif do == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif do == "collective":  # one that the other workers do not issue
+        import torch
+        import torch.distributed
+
+        torch.distributed.broadcast(torch.zeros(1), 0)
     elif do == "block":
         time.sleep(600)
     elif do == "limit-files":

@@ -39,6 +39,7 @@ def run_cases(rank: int, orders: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     while (order := orders.recv()) is not None:
         meeting, world, case, arguments = order
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)

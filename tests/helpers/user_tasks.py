@@ -28,6 +28,26 @@ class NextByteTask:
         return F.cross_entropy(output.flatten(0, 1).float(), targets, reduction="sum"), targets.numel()
 
 
+class MetricPerByteTask(NextByteTask):
+    """Scores each byte that occurs in a micro-batch, so micro-batches differ in the metrics they have."""
+
+    def metrics(self, output, batch):
+        targets, hits = batch["targets"], output.argmax(-1) == batch["targets"]
+        return {
+            f"byte_{byte}": (hits[targets == byte].sum(), (targets == byte).sum()) for byte in targets.unique().tolist()
+        }
+
+
+class CheckCollectives:
+    """A callback that has the workers compare their collectives, as the variable does for a whole command."""
+
+    def __init__(self):
+        os.environ["PHALANX_CHECK_COLLECTIVES"] = "1"
+
+    def step(self, run, event):
+        pass
+
+
 class RecordingTask(NextByteTask):
     """Writes the checksums of each training micro-batch's samples, a line each, to samples/ATTEMPT-RANK."""
 

@@ -240,6 +240,7 @@ def _join_run(announced: _AnnouncedRun, report: Any, force: bool, stop: Any) -> 
         process = WorkerProcess(announced.run, loaded.recipe_dir, dist_env, report, stop, heartbeat, shares)
         configure_torch(resolved, dist_env)
         init_process_group(dist_env, before=come_together)
+        heartbeat.record("rendezvous")
     with naming_causes():
         # rank 0 wrote resolved.yaml from its own recipe; a worker with another recipe would not notice
         sync = loaded.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 PHASE_NAMES = (
     "starting",
+    "rendezvous",
     "restoring",
     "compiling",
     "data_wait",

@@ -114,10 +114,11 @@ class WorkersStarted(TypedMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExited(TypedMessage):
-    """A worker has ended."""
+    """A worker has ended. `killed_by_agent`: it lived until its agent killed it, so it is not why the attempt ended."""
 
     rank: int
     exit_status: ExitStatus
+    killed_by_agent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +191,27 @@ class WorkerError(TypedMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PendingCollective:
+    """The `number`-th collective of the process group `group`, which has `ranks`."""
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    operation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingInCollective(TypedMessage):
+    """The main thread of a worker sleeps until one of its `pending` collectives ends. `issued`: the number of
+    collectives that it has issued in each process group."""
+
+    rank: int
+    pending: tuple[PendingCollective, ...]
+    issued: dict[str, int]
+    stack: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult(TypedMessage):
     """What result.json of the run will hold."""
 
@@ -237,5 +259,13 @@ class JoinedGroup(TypedMessage):
 ToForkServer = StartWorkers | SendSignal | UpdateMembership | StartStore | RunCall | Preload
 FromForkServer = ProcessReady | WorkersStarted | WorkerExited | StoreStarted | StoreDied | CallReturned | CallRaised
 FromWorker = (
-    WorkerCrashed | WorkerError | RunResult | RankResult | WorkerFinishing | StandbyReady | LeftGroup | JoinedGroup
+    WorkerCrashed
+    | WorkerError
+    | WaitingInCollective
+    | RunResult
+    | RankResult
+    | WorkerFinishing
+    | StandbyReady
+    | LeftGroup
+    | JoinedGroup
 )

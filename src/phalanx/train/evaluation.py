@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +17,7 @@ from phalanx.run.events import ReportEventFn
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import Mesh
-from phalanx.train.distributed.object_collectives import broadcast_json
+from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.loss import LossSums
 from phalanx.train.step_metrics import finite_or_none
 from phalanx.train.tasks import TensorBatch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from phalanx.train.train_state import SurvivorState
 
 PROGRESS_INTERVAL_S = 10.0
+MetricSum = tuple[str, float, float]
+"""Name, sum and number of terms of the loss or a metric of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,10 @@ def evaluate(
     The many arguments replace a recipe: a checkpoint is also evaluated on its own, without a run's context.
 
     Micro-batch i is evaluated by data-parallel rank i mod dp_size. The sums of each micro-batch have a slot of their
-    own and are added in order, so the result does not depend on the world size. With several sources the result is the
-    mean of theirs, weighted as they are in training, and the metrics have the loss of each.
+    own and are added in order, so the result does not depend on the world size. In each round all ranks run
+    micro-batches of one size: ranks that shard parameters must issue the same collectives, and a shape that only one of
+    them has could change that. With several sources the result is the mean of theirs, weighted as they are in training,
+    and the metrics have the loss of each.
     """
     start_time = last_report_at = clock()
     parts = data.choose_validation_parts(max_samples)
@@ -140,27 +144,23 @@ def evaluate(
         for number, part in enumerate(parts)
         for start in range(part.first, part.first + part.count, micro_size)
     ]
-    rows: dict[int, list[float]] = {}
-    names: list[str] = []
+    sizes = [count for _, _, count in micro_batches]
+    rows: dict[int, list[MetricSum]] = {}
     with _evaluation_mode(loss_module), torch.no_grad():
-        for round_start in range(0, len(micro_batches), mesh.dp_size):
-            index = round_start + mesh.dp_rank
-            mine = index < len(micro_batches)
-            if mine or mesh.fsdp_size > 1:  # all ranks that shard parameters must run forward, to take part in gathers
-                _, start, count = micro_batches[index if mine else -1]
+        for indices in _list_rounds(sizes, mesh.dp_size):
+            own = next((index for index in indices if index % mesh.dp_size == mesh.dp_rank), None)
+            if own is not None or mesh.fsdp_size > 1:  # all ranks that shard parameters take part in their gathers
+                _, start, count = micro_batches[indices[-1] if own is None else own]
                 batch = to_device(data.read_validation(start, count), dist_env.device)
                 sums = loss_module(batch, metrics=True)
-                if mesh.owns_loss:
-                    names = [name for name, _, _ in sums[1:]]
-                if mine and mesh.owns_loss:
-                    rows[index] = [float(part) for _, value, num_terms in sums for part in (value, num_terms)]
+                if own is not None and mesh.owns_loss:
+                    rows[own] = [(name, float(value), float(num_terms)) for name, value, num_terms in sums]
             if _any_rank(stop_requested(), dist_env):
                 return None
             if clock() >= last_report_at + PROGRESS_INTERVAL_S:
                 last_report_at = clock()
-                report_progress(min(total, (round_start + mesh.dp_size) * micro_size), total)
-    table = _gather_metric_rows(rows, len(micro_batches), dist_env)
-    names = _broadcast_metric_names(names, dist_env, mesh.first_loss_rank)
+                report_progress(sum(sizes[: indices.stop]), total)
+    names, table = _gather_sums(rows, len(micro_batches), dist_env)
     means_by_source = {
         number: _divide_sums(
             [row for (source, _, _), row in zip(micro_batches, table, strict=True) if source == number]
@@ -179,10 +179,21 @@ def evaluate(
     )
 
 
-def _divide_sums(rows: list[list[float]]) -> list[float | None]:
+def _list_rounds(sizes: Sequence[int], dp_size: int) -> list[range]:
+    """Return the indices of the micro-batches of each round, at most one for each data-parallel rank, all of one
+    size."""
+    rounds, first = [], 0
+    for index in range(1, len(sizes) + 1):
+        if index == len(sizes) or sizes[index] != sizes[first] or index - first == dp_size:
+            rounds.append(range(first, index))
+            first = index
+    return rounds
+
+
+def _divide_sums(rows: Sequence[Sequence[Sequence[float]]]) -> list[float | None]:
     """Return the means of the loss and the metrics over the micro-batches of a source; None without a single term."""
-    added = [sum(column) for column in zip(*rows, strict=True)]
-    return [added[i] / added[i + 1] if added[i + 1] else None for i in range(0, len(added), 2)]
+    totals = [[sum(part) for part in zip(*column, strict=True)] for column in zip(*rows, strict=True)]
+    return [value / num_terms if num_terms else None for value, num_terms in totals]
 
 
 def _weighted_mean(means: Sequence[float | None], weights: Sequence[float]) -> float:
@@ -212,23 +223,20 @@ def _any_rank(flag: bool, dist_env: DistEnv) -> bool:
     return bool(value.item())
 
 
-def _gather_metric_rows(rows: dict[int, list[float]], count: int, dist_env: DistEnv) -> list[list[float]]:
-    """Return the rows of all workers, in order; every row has the same length."""
-    if dist_env.world_size == 1:
-        return [rows[index] for index in range(count)]
-    width = torch.tensor(max((len(row) for row in rows.values()), default=0), device=dist_env.device)
-    dist.all_reduce(width, dist.ReduceOp.MAX)
-    slots = torch.zeros(count, int(width), dtype=torch.float64, device=dist_env.device)
+def _gather_sums(
+    rows: Mapping[int, list[MetricSum]], count: int, dist_env: DistEnv
+) -> tuple[list[str], list[list[list[float]]]]:
+    """Return the names of the metrics of all workers, and for each micro-batch the sum and the number of terms of the
+    loss and of each metric. A task may name other metrics for each micro-batch, such as one for each class that is in
+    it; it has 0 terms of the others."""
+    own_names = list(dict.fromkeys(name for _, row in sorted(rows.items()) for name, _, _ in row[1:]))
+    names = list(dict.fromkeys(name for each in all_gather_json(dist_env, own_names) for name in each))
+    slots = torch.zeros(count, 1 + len(names), 2, dtype=torch.float64, device=dist_env.device)
     for index, row in rows.items():
-        slots[index] = torch.tensor(row, dtype=torch.float64, device=dist_env.device)
-    dist.all_reduce(slots)
-    table: list[list[float]] = slots.tolist()
-    return table
-
-
-def _broadcast_metric_names(names: list[str], dist_env: DistEnv, source_rank: int) -> list[str]:
-    """Send the metrics' names from the rank that knows them to all workers."""
-    if dist_env.world_size == 1:
-        return names
-    names_of_source: list[str] = broadcast_json(source_rank, names, device=dist_env.device)
-    return names_of_source
+        for name, *sums in row[1:]:
+            slots[index, 1 + names.index(name)] = torch.tensor(sums, dtype=torch.float64)
+        slots[index, 0] = torch.tensor(row[0][1:], dtype=torch.float64)
+    if dist_env.world_size > 1:
+        dist.all_reduce(slots)
+    table: list[list[list[float]]] = slots.tolist()
+    return names, table

@@ -25,6 +25,7 @@ from phalanx.train.checkpoint.live_state import LiveState
 from phalanx.train.checkpoint.save_context import SaveContext
 from phalanx.train.distributed.buffer_snapshot import BufferSnapshot, restore_buffers, snapshot_buffers
 from phalanx.train.distributed.buffer_sync import format_names
+from phalanx.train.distributed.collective_trace import CollectiveCheck
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.distributed.process_group import collect_in_background
 from phalanx.train.distributed.same_model import SameModel
@@ -79,6 +80,7 @@ class Trainer:
             accumulator, context.optimizer, recipe.optimizer.max_grad_norm
         )
         self._same_model = SameModel(context.parallel_model)
+        self._collective_check = CollectiveCheck.where_asked(dist_env)
         self._samples_at_step_start = train_state.samples_consumed
         self._post_step_done = survivor_state.post_step_done
         self._evaluation = EvaluationPolicy(context, survivor_state, self._report_event)
@@ -159,6 +161,8 @@ class Trainer:
 
     def after_step(self, result: StepResult) -> None:
         """Run what is due between two steps. Raises MembershipChanged when workers must form another world."""
+        if self._collective_check is not None:
+            self._collective_check.compare(f"step {self.train_state.step}")
         world_size = self.context.dist_env.world_size
         # A single worker needs no agreement: a request that came late in the step takes effect at once.
         stop_requested = world_size == 1 and self.context.stop_request.requested
@@ -265,6 +269,8 @@ class Trainer:
         waits = self._must_wait(due_steps)
         if not waits:
             self._evaluation.evaluate_if_due(due_steps)
+            if self._collective_check is not None:
+                self._collective_check.compare(f"evaluation after step {step}")
         self.timer.skip()
         if not self.is_done:
             self.checkpointer.save_if_due(range(0) if waits else due_steps, new_steps, self._evaluation.improved)

@@ -200,6 +200,7 @@ class Attempt:
         else:
             with telling_others(dist_env):
                 init_process_group(dist_env, connection_scope=self._inter_replica_sockets, before=come_together)
+            process.heartbeat.record("rendezvous")
             if dist_env.is_rank_zero:
                 clean_checkpoint_dir(run.checkpoints)
         self.process = replace(process, dist_env=dist_env, swing_shares=shares)

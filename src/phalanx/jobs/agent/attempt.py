@@ -1,7 +1,7 @@
 """One attempt at a run: the state of its workers, and the meaning of their exits for the run."""
 
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from phalanx.jobs.agent.hang_report import HangReport
 from phalanx.jobs.agent.node_group import NodeHandle
 from phalanx.run.event_types import FailureCause, WorkerFailure
 from phalanx.run.heartbeat import Heartbeat
-from phalanx.run.process_messages import WorkerError
+from phalanx.run.process_messages import WaitingInCollective, WorkerError
 
 FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, ExitCode.GAVE_UP, ExitCode.USAGE})
 """Exit codes of a worker that a restart would only repeat."""
@@ -47,6 +47,9 @@ class AttemptState:
     log_attempt_by_rank: dict[int, int] = field(default_factory=dict)
     """By rank, the attempt number with which its worker was started."""
     exit_statuses: dict[int, int] = field(default_factory=dict)
+    killed_ranks: set[int] = field(default_factory=set)
+    """Workers that lived until the agent killed them."""
+    has_met: bool = False  # its workers have found each other
     started_nodes: set[NodeHandle] = field(default_factory=set)
     """Nodes that have reported that their workers are forked."""
     announced_ranks: set[int] = field(default_factory=set)
@@ -68,6 +71,8 @@ class AttemptState:
     lost_nodes: dict[NodeHandle, str] = field(default_factory=dict)  # lost nodes, and why
     step_seconds: float | None = None  # of the last step
     hang: HangReport | None = None
+    waits: dict[int, tuple[float, WaitingInCollective]] = field(default_factory=dict)
+    """By rank, when its worker last reported that it waits in a collective, and in which."""
     last_comparison: float = 0.0  # time of the last straggler check
     straggler_baseline: Mapping[int, Heartbeat] = field(default_factory=dict)
     reported_stragglers: set[int] = field(default_factory=set)  # stragglers in events so far
@@ -107,6 +112,16 @@ class AttemptState:
         }
 
     @property
+    def first_failure(self) -> tuple[int, int]:
+        """Rank and status of the worker that ended the attempt."""
+        return find_first_failure(self.exit_statuses, self.early_exits, self.killed_ranks, list(self.crashes))
+
+    @property
+    def failed_to_meet(self) -> bool:
+        """Whether it ended while its workers tried to find each other, and none of them had a failure of its own."""
+        return not self.has_met and (self.abort_reason is not None or self.first_failure[1] == LOST_PEER_STATUS)
+
+    @property
     def is_over(self) -> bool:
         """Whether no worker is left."""
         return self.exit_statuses.keys() >= self.active_ranks and not self.rejoining_ranks and not self.leaving_ranks
@@ -127,11 +142,7 @@ class AttemptState:
 
     def failed_with(self, exit_status: int) -> bool:
         """Whether it ended because a worker failed with this status."""
-        return (
-            self.abort_reason is None
-            and not self.lost_nodes
-            and first_failure(self.exit_statuses, self.early_exits)[1] == exit_status
-        )
+        return self.abort_reason is None and not self.lost_nodes and self.first_failure[1] == exit_status
 
     def last_step(self, rank: int) -> int | None:
         """The step of a worker's last sign, where it gave one."""
@@ -165,7 +176,7 @@ def decide_outcome(attempt: AttemptState, logs: Path, attempt_number: int) -> tu
         if not any(codes.values()):
             return None, "the workers ended without telling how the run ended"
         return ExitCode.UNFINISHED, None if attempt.error is None else attempt.error.message
-    rank, code = first_failure(codes, attempt.early_exits)
+    rank, code = attempt.first_failure
     if rank in attempt.early_exits:
         step = attempt.last_step(rank)
         step_text = "" if step is None else f" in step {step}"
@@ -197,15 +208,25 @@ def describe_exit(code: int) -> str:
     return text
 
 
-def first_failure(codes: Mapping[int, int], early_exits: Collection[int] = ()) -> tuple[int, int]:
+def find_first_failure(
+    codes: Mapping[int, int],
+    early_exits: Collection[int] = (),
+    killed_ranks: Collection[int] = (),
+    crashed_ranks: Sequence[int] = (),
+) -> tuple[int, int]:
     """Return rank and status of the first worker that failed or exited early (`early_exits`).
 
-    Workers that the agent killed died later. A worker that only lost a peer counts if no other failed. Without a
+    Workers that the agent killed (`killed_ranks`) did not fail. A worker that only lost a peer counts if no other
+    failed. `crashed_ranks`: workers that an exception ended, in this order, which is not that of their exits. Without a
     failure, returns the first worker that ended.
     """
     failures = [(rank, code) for rank, code in codes.items() if code not in PLANNED_EXIT_CODES or rank in early_exits]
-    failures = failures or list(codes.items())
-    return next((one for one in failures if one[1] != LOST_PEER_STATUS), failures[0])
+    own_failures = [each for each in failures if each[0] not in killed_ranks]
+    candidates = own_failures or failures or list(codes.items())
+    candidates = [each for each in candidates if each[1] != LOST_PEER_STATUS] or candidates
+    if candidates[0][0] not in crashed_ranks:
+        return candidates[0]
+    return min((each for each in candidates if each[0] in crashed_ranks), key=lambda each: crashed_ranks.index(each[0]))
 
 
 def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
@@ -216,7 +237,7 @@ def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
         return WorkerFailure(rank=0, cause="store_died", message=message)
     for node in attempt.lost_nodes:
         return WorkerFailure(rank=attempt.ranks_by_node[node].start, cause="node_lost", host=node.name, message=message)
-    return failure_of(*first_failure(attempt.exit_statuses, attempt.early_exits), message)
+    return failure_of(*attempt.first_failure, message)
 
 
 def unfit_node_event(rank: int, host: str | None, message: str) -> WorkerFailure:

@@ -25,7 +25,13 @@ from phalanx.jobs.agent.energy_recorder import EnergyRecorder
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, RESTART_HINT, ForkServerLostError
 from phalanx.jobs.agent.forked_child import LOST_PEER_STATUS
 from phalanx.jobs.agent.hang_report import find_ended_ranks
-from phalanx.jobs.agent.heartbeat_checks import check_hangs, check_stragglers
+from phalanx.jobs.agent.heartbeat_checks import (
+    check_deadlock,
+    check_hangs,
+    check_stop,
+    check_stragglers,
+    note_meeting,
+)
 from phalanx.jobs.agent.leader_state import LeaderState
 from phalanx.jobs.agent.node_group import NODE_TIMEOUT_S, NodeHandle, RemoteNode
 from phalanx.run import Event
@@ -52,6 +58,7 @@ from phalanx.run.process_messages import (
     StandbyReady,
     StartWorkers,
     StoreDied,
+    WaitingInCollective,
     WorkerCrashed,
     WorkerError,
     WorkerExited,
@@ -104,6 +111,7 @@ class AttemptSupervisor:
         if attempt.lost_ranks and attempt.result is None and not any(attempt.exit_statuses.values()):
             # rank 0 was lost at the end of the run, and no other worker reported the result
             attempt.exit_statuses |= attempt.lost_ranks
+        note_meeting(attempt)
         attempt.is_rendezvous_pending = self.replicas is not None and self.replicas.is_rendezvous_pending
 
     def _start_workers(self, command: Command) -> None:
@@ -201,7 +209,10 @@ class AttemptSupervisor:
             heartbeat is not None and heartbeat.phase == "ending" for heartbeat in attempt.heartbeats()[0].values()
         ):
             self._exit_deadline.check_expired()  # likewise
+        note_meeting(attempt)
+        check_deadlock(leader, attempt, self.abort)
         check_hangs(leader, attempt, self.abort)
+        check_stop(leader, attempt, self.abort)
         check_stragglers(leader, attempt)
         for node in self._find_overdue_nodes():
             self._drop_overdue_node(node, "it does not report the end of its workers", EXITS_NOT_REPORTED_MESSAGE)
@@ -303,6 +314,7 @@ class AttemptSupervisor:
             case RunEvent():
                 self._handle_event(message)
             case StandbyReady() | LeftGroup() | JoinedGroup():
+                self.attempt.waits.clear()  # of a world that is left
                 if self.replicas is not None:
                     self.replicas.on_message(message)
             case CallReply() | WorkersStarted():
@@ -310,6 +322,8 @@ class AttemptSupervisor:
             case StopRequested():
                 self.leader.signals.received.append(signal.SIGUSR1)
             case WorkerExited():
+                if message.killed_by_agent:
+                    self.attempt.killed_ranks.add(message.rank)
                 self._on_worker_exited(message.rank, message.exit_status)
             case StoreDied():
                 self._on_store_died(message.attempt)
@@ -317,6 +331,8 @@ class AttemptSupervisor:
                 self.attempt.planned_exits[message.rank] = message.exit_code
             case WorkerError():
                 self.attempt.error = self.attempt.error or message
+            case WaitingInCollective():
+                self.attempt.waits[message.rank] = self.leader.clock(), message
             case WorkerCrashed():
                 self.attempt.crashes[message.rank] = message.message
             case RunResult():

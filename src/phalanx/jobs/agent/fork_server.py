@@ -57,6 +57,8 @@ logger = logging.getLogger("phalanx.jobs.agent.fork_server")  # its __name__ is 
 
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are blocked in the fork server, and in its children until they unblock them."""
+PF_EXITING = 0x4
+"""Flag of the kernel for a process that is ending."""
 STORE_RANK = -1
 FIRST_CALL_RANK = -2
 """Ranks of children that are not workers; call N has the rank FIRST_CALL_RANK - N."""
@@ -82,6 +84,7 @@ class ForkServer:
         self.rendezvous_fd = -1
         self.num_starts = 0
         self.is_agent_gone = False
+        self.killed_pids: set[int] = set()  # workers that lived until this process killed them
 
     def run(self) -> None:
         """Serve the agent until it is gone; then kill all remaining children."""
@@ -270,7 +273,9 @@ class ForkServer:
                     send(self.agent_socket, CallRaised(call_id=FIRST_CALL_RANK - rank, message=text, was_killed=killed))
                 continue
             logger.debug("worker %d (process %d) ended with %s", rank, pid, format_exit_status(exit_status))
-            send(self.agent_socket, WorkerExited(rank=rank, exit_status=exit_status))
+            by_agent = pid in self.killed_pids and exit_status == -signal.SIGKILL
+            self.killed_pids.discard(pid)
+            send(self.agent_socket, WorkerExited(rank=rank, exit_status=exit_status, killed_by_agent=by_agent))
 
     def send_signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the workers of these ranks; without, to all (to trials only one that ends them for good)."""
@@ -280,11 +285,23 @@ class ForkServer:
                 if ranks is not None
                 else rank >= 0 or (number == signal.SIGKILL and rank <= FIRST_CALL_RANK)
             ):
+                if number == signal.SIGKILL and not is_exiting(pid):
+                    self.killed_pids.add(pid)
                 os.kill(pid, number)
 
     def shut_down(self) -> None:
         """Kill and reap everything below this process, adopted grandchildren too."""
         kill_descendants()
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether a child is ending already, such as one that the kernel killed: its exit is reported only after its
+    memory is freed, and other workers may lose it before that."""
+    try:
+        flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
+    except OSError:
+        return True
+    return bool(flags & PF_EXITING)
 
 
 def freeze_gc() -> None:

@@ -8,14 +8,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from phalanx.run.heartbeat import Heartbeat
+from phalanx.run.process_messages import PendingCollective, WaitingInCollective
 
 MIN_SILENCE_S = 5.0
 """Minimum seconds without heartbeats that count as a hang; slow steps get more."""
 MAX_SILENT_STEPS = 5.0
 """Step times that may pass without heartbeats."""
-UNTIMED_PHASES = frozenset({"starting", "restoring", "compiling", "ending"})
-"""Phases that may take minutes without heartbeats: importing, reading weights, compiling, saving."""
+UNTIMED_PHASES = frozenset({"rendezvous", "restoring", "compiling", "ending"})
+"""Phases after which minutes may pass without heartbeats: importing, reading weights, compiling, saving."""
+RENDEZVOUS_SILENCE_S = 30.0
+"""Seconds without heartbeats that count as a hang in the rendezvous, which waits for the slowest worker to start."""
 NEXT_PHASES = {
+    "starting": "rendezvous with the other workers",
     "data_wait": "forward",
     "forward": "backward",
     "backward": "forward or gradient sync",
@@ -77,7 +81,8 @@ def find_hang(
     if len(reported) < len(heartbeats) or not reported:
         return None
     silence_s = now - max(last_heartbeat.t for last_heartbeat in reported.values())
-    if silence_s <= silence_limit(step_seconds):
+    is_meeting = all(last_heartbeat.phase == "starting" for last_heartbeat in reported.values())
+    if silence_s <= (RENDEZVOUS_SILENCE_S if is_meeting and not stopped_ranks else silence_limit(step_seconds)):
         return None
     rank = min(
         reported,
@@ -94,9 +99,67 @@ def find_hang(
         rank = min(stopped_reported, key=lambda candidate: (reported[candidate].count, candidate != suspect))
     last_heartbeat = reported[rank]
     # the step time is not known yet: the first step may compile, or belong to a very large model
-    if (last_heartbeat.phase in UNTIMED_PHASES or step_seconds is None) and rank not in stopped_reported:
+    is_untimed = last_heartbeat.phase in UNTIMED_PHASES or (step_seconds is None and not is_meeting)
+    if is_untimed and rank not in stopped_reported:
         return None
     phase = NEXT_PHASES.get(last_heartbeat.phase, last_heartbeat.phase)
     if last_heartbeat.phase in STORAGE_PHASES and rank not in stopped_reported:
         phase += " (slow storage looks like this, too)"
     return HangSuspect(rank, last_heartbeat.step, phase, now - last_heartbeat.t, rank in stopped_reported, certain)
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Two workers of which each waits in a collective that cannot end, by rank."""
+
+    collectives: dict[int, PendingCollective]
+
+    @property
+    def description(self) -> str:
+        """Description for users."""
+        waits = ", ".join(
+            f"worker {rank} in collective {each.number} ({each.operation}) of the process group of ranks "
+            f"{', '.join(map(str, each.ranks))}"
+            for rank, each in self.collectives.items()
+        )
+        return (
+            f"workers wait in different collectives, so none can end: {waits}; every rank of a process group must "
+            "issue the same ones in the same order"
+        )
+
+
+def find_deadlock(waits: Mapping[int, WaitingInCollective]) -> Deadlock | None:
+    """Find workers in collectives that cannot end, whatever the others do; None if there is no proof.
+
+    `waits`: what the main threads of workers wait in, by rank, of about the same time. Either two ranks are in
+    different operations at the same place of a process group. Or workers wait in a circle: each in collectives that a
+    worker which waits, too, has not issued. A collective that all its ranks have issued may only be slow, as may a
+    worker that does not wait, or of which it is not known.
+    """
+    first: dict[tuple[str, int], tuple[int, PendingCollective]] = {}
+    for rank, wait in sorted(waits.items()):
+        for each in wait.pending:
+            other_rank, other = first.setdefault((each.group, each.number), (rank, each))
+            if other.ranks == each.ranks and other.operation != each.operation:
+                return Deadlock({other_rank: other, rank: each})
+    circle = {rank for rank, wait in waits.items() if wait.pending}
+    while True:
+        held_up = {rank for rank in circle if all(_absent_ranks(each, waits) & circle for each in waits[rank].pending)}
+        if held_up == circle:
+            break
+        circle = held_up
+    if not circle:
+        return None
+    rank = min(circle)
+    collective = waits[rank].pending[0]
+    peer = min(_absent_ranks(collective, waits) & circle)
+    return Deadlock({rank: collective, peer: waits[peer].pending[0]})
+
+
+def _absent_ranks(collective: PendingCollective, waits: Mapping[int, WaitingInCollective]) -> set[int]:
+    """Return the ranks that wait elsewhere and have not issued this collective."""
+    return {
+        rank
+        for rank in collective.ranks
+        if rank in waits and waits[rank].issued.get(collective.group, collective.number) < collective.number
+    }

@@ -4,11 +4,16 @@ import signal
 from collections.abc import Callable
 
 from phalanx.jobs.agent.attempt import AttemptState, worker_log_path
-from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S, find_hang
+from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S, find_deadlock, find_hang
 from phalanx.jobs.agent.hang_report import HangReport, measure_log_size, measure_silence
 from phalanx.jobs.agent.leader_state import LeaderState
 from phalanx.jobs.agent.stragglers import WINDOW_S, find_straggler, has_too_few_steps
 from phalanx.run.event_types import HangDetected, StragglerDetected
+
+STOP_TIMEOUT_S = 15.0
+"""Seconds after a stop request in which workers must reach the end of a step. Slurm and Kubernetes kill after 30."""
+MAX_WAIT_AGE_S = 5.0
+"""Age in seconds of a report that a worker waits in a collective: a worker that waits on reports once a second."""
 
 
 def check_hangs(leader: LeaderState, attempt: AttemptState, abort: Callable[[str], None]) -> None:
@@ -49,6 +54,52 @@ def check_hangs(leader: LeaderState, attempt: AttemptState, abort: Callable[[str
             hint = f"{limit}: raise it if the worker did not hang but was slow"
             leader.warn(hint)
         abort(found.description)
+
+
+def note_meeting(attempt: AttemptState) -> None:
+    """Record whether a worker has left the rendezvous."""
+    if not attempt.has_met:
+        phases = {
+            heartbeat.phase
+            for node, ranks in attempt.ranks_by_node.items()
+            for heartbeat in node.heartbeats(ranks).values()
+            if heartbeat is not None
+        }
+        attempt.has_met = bool(phases - {"starting"})
+
+
+def check_stop(leader: LeaderState, attempt: AttemptState, abort: Callable[[str], None]) -> None:
+    """End workers that were asked to stop, and hang or have no step to save: what asked kills the agent soon after."""
+    if not leader.stopping or attempt.killed or leader.clock() - leader.stopping_since < STOP_TIMEOUT_S:
+        return
+    if attempt.hang is not None and attempt.hang.reported:
+        abort(f"asked to stop {STOP_TIMEOUT_S:g} s ago, and worker {attempt.hang.rank} hangs")
+    elif attempt.num_steps == 0 and attempt.result is None:
+        abort(f"asked to stop {STOP_TIMEOUT_S:g} s ago, before the first step: there is nothing to save")
+
+
+def check_deadlock(leader: LeaderState, attempt: AttemptState, abort: Callable[[str], None]) -> None:
+    """End the attempt, with the stacks of both sides, when workers wait in collectives that cannot end."""
+    now = leader.clock()
+    waits = {rank: wait for rank, (t, wait) in attempt.waits.items() if now - t <= MAX_WAIT_AGE_S}
+    if attempt.abort_reason is not None or (deadlock := find_deadlock(waits)) is None:
+        return
+    rank, peer = deadlock.collectives
+    heartbeats, step = attempt.heartbeats()[0], attempt.last_step(rank) or 0
+    log = worker_log_path(leader.run.logs, attempt.log_attempt_by_rank[rank], rank)
+    attempt.hang = HangReport(rank, log, 0, reported=True)
+    leader.emit(
+        HangDetected(
+            rank=rank,
+            host=attempt.host_of(rank),
+            step=step,
+            phase=f"deadlock with worker {peer}",
+            silence_s=round(measure_silence(heartbeats.values(), now), 3),
+            is_stopped=False,
+            stack="\n".join(f"worker {each}:\n{waits[each].stack}" for each in (rank, peer)),
+        )
+    )
+    abort(f"step {step}: {deadlock.description}")
 
 
 def check_stragglers(leader: LeaderState, attempt: AttemptState) -> None:

@@ -15,7 +15,6 @@ from phalanx.jobs.agent.attempt import (
     AttemptState,
     decide_outcome,
     fault_fields,
-    first_failure,
     unfit_node_event,
 )
 from phalanx.jobs.agent.attempt_history import AttemptHistory
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 600.0
 """Seconds that a run waits for all its nodes to join."""
+MEETING_PAUSE_S = 5.0
+"""Seconds between attempts of which the workers did not find each other, times the number of such attempts."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class LeaderAgent(LeaderState):
                 return self._end_run(attempt, code, message)
             assert message is not None
             self.emit(fault_fields(attempt, message))
-            exit_status = first_failure(attempt.exit_statuses, attempt.early_exits)[1]
+            exit_status = attempt.first_failure[1]
             if attempt.num_steps == 0 and attempt_number == first_attempt and exit_status in (1, *PLANNED_EXIT_CODES):
                 # An exception, or an exit, before the first step is a mistake in code, which another attempt would only
                 # repeat.
@@ -105,6 +106,8 @@ class LeaderAgent(LeaderState):
                 progress = progress.after(attempt)
             if progress.num_without_progress >= self.recovery.max_restarts:
                 return self._give_up(attempt, f"no progress in {progress.num_without_progress} attempts", message)
+            if attempt.failed_to_meet and self.wait(MEETING_PAUSE_S * progress.num_without_progress):
+                return RunOutcome(ExitCode.UNFINISHED, None, message)
             self.warn("restarting from the last good checkpoint")
             attempt_number = max(attempt_number, attempt.number - attempt.is_rendezvous_pending) + 1
 
@@ -120,9 +123,11 @@ class LeaderAgent(LeaderState):
 
     def _give_up(self, attempt: AttemptState, reason: str, message: str) -> RunOutcome:
         """Return the outcome of a run that makes no progress."""
+        if attempt.failed_to_meet:  # something between the workers is at fault, not the run
+            return RunOutcome(ExitCode.UNFINISHED, None, f"{message}; {reason}: the workers did not find each other")
         if not attempt.failed_with(GPU_FAILED_STATUS):
             return RunOutcome(ExitCode.GAVE_UP, None, f"{message}; gave up: {reason}")
-        failed_rank = first_failure(attempt.exit_statuses, attempt.early_exits)[0]
+        failed_rank = attempt.first_failure[0]
         return self.without(failed_rank, attempt, f"{message}; {reason}: train on another machine, or reset the GPU")
 
     def fork_server_failure(self, message: str) -> WorkerFailure:

@@ -65,6 +65,7 @@ class LeaderState:
         self.preload: str | None = None
         """`module:function` for `ForkServerClient.preload`, called with None before there are workers."""
         self.stopping = False
+        self.stopping_since = 0.0  # when the first stop request arrived
         self.force_stop = False  # a second stop request arrived
         self.signals = SignalQueue()
         self._last_sigterm_at: float | None = None
@@ -121,7 +122,7 @@ class LeaderState:
                 self._last_sigterm_at = now
             self._num_stop_requests += number != signal.SIGUSR1 and not is_repeat
             if not self.stopping:
-                self.stopping = True
+                self.stopping, self.stopping_since = True, now
                 self.signal_workers(signal.SIGTERM)
                 self.warn("saving a checkpoint, then stopping; a second signal stops immediately")
             elif self._num_stop_requests > 1:

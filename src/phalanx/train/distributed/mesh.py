@@ -97,11 +97,6 @@ class Mesh:
         has losses at all. (Context-parallel ranks have parts.)"""
         return self.coordinates["tensor"] == 0 and self.coordinates["pipeline"] == self.parallelism.pipeline - 1
 
-    @property
-    def first_loss_rank(self) -> int:
-        """The first rank with `owns_loss`."""
-        return (self.parallelism.pipeline - 1) * (self.parallelism.world // self.parallelism.pipeline)
-
     def index_along(self, axes: Sequence[str]) -> tuple[int, int]:
         """Return this worker's index among the ranks that differ from it in `axes` only, and their number."""
         index, count = 0, 1

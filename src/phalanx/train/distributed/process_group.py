@@ -19,7 +19,9 @@ from phalanx.cluster.interfaces import INTERFACE_VARIABLES, find_missing_interfa
 from phalanx.compat import set_allocator
 from phalanx.errors import RecipeError, UsageError
 from phalanx.recipe.devices import device_kind_of
+from phalanx.train.distributed.collective_trace import enable_trace, watch_collectives
 from phalanx.train.distributed.environment import DistEnv, is_single_node
+from phalanx.train.distributed.failures import is_interface_failure
 from phalanx.train.distributed.store import MIN_COLLECTIVE_TIMEOUT, open_attempt_store
 
 COLLECTIVE_TIMEOUT_MARGIN_S = 60.0
@@ -60,17 +62,25 @@ def init_process_group(
     check_network_interfaces(dist_env, environment)
     store = open_attempt_store(dist_env, environment)
     before(dist_env)
+    enable_trace(environment)
     _connection_scopes[:] = [connection_scope]
-    with connection_scope:
-        dist.init_process_group(
-            kind.process_group_backend,
-            store=store,
-            rank=dist_env.rank,
-            world_size=dist_env.world_size,
-            timeout=_collective_timeout[0],
-            # Otherwise NCCL would guess the device at the first collective, connect lazily, and could not split groups.
-            device_id=dist_env.device if kind.is_gpu else None,
-        )
+    try:
+        with connection_scope:
+            dist.init_process_group(
+                kind.process_group_backend,
+                store=store,
+                rank=dist_env.rank,
+                world_size=dist_env.world_size,
+                timeout=_collective_timeout[0],
+                # Otherwise NCCL would guess the device at the first collective, connect lazily, and could not split
+                # groups.
+                device_id=dist_env.device if kind.is_gpu else None,
+            )
+    except RuntimeError as error:
+        if kind.is_gpu or isinstance(error, dist.DistError) or is_interface_failure(error):
+            raise
+        raise dist.DistError(f"the workers did not find each other: {error}") from error
+    watch_collectives(environment)
 
 
 def set_collective_timeout(hang_timeout_s: float) -> None:

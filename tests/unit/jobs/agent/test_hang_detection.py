@@ -2,8 +2,17 @@
 
 import pytest
 
-from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S, NEXT_PHASES, UNTIMED_PHASES, find_hang, silence_limit
+from phalanx.jobs.agent.hang_detection import (
+    MIN_SILENCE_S,
+    NEXT_PHASES,
+    RENDEZVOUS_SILENCE_S,
+    UNTIMED_PHASES,
+    find_deadlock,
+    find_hang,
+    silence_limit,
+)
 from phalanx.run.heartbeat import PHASE_NAMES, Heartbeat
+from phalanx.run.process_messages import PendingCollective, WaitingInCollective
 
 NOW = 1000.0
 
@@ -109,3 +118,70 @@ def test_who_was_suspected_stays_so_while_nobody_is_further_back() -> None:
         found = find_hang(beats, NOW, 0.1, (), suspect)
         assert found is not None
         assert found.rank == expected
+
+
+def test_workers_that_do_not_find_each_other_hang_before_the_first_step() -> None:
+    for ago, is_hang in ((RENDEZVOUS_SILENCE_S - 1, False), (RENDEZVOUS_SILENCE_S + 1, True)):
+        beats = {rank: beat(1, ago=ago, place="starting") for rank in (0, 1)}
+        found = find_hang(beats, NOW, None, ())
+        assert (found is not None) == is_hang
+    assert found is not None
+    assert found.phase == "rendezvous with the other workers"
+    assert find_hang({0: beat(1, place="starting"), 1: beat(2, ago=300, place="rendezvous")}, NOW, None, ()) is None
+
+
+WORLD, FIRST, SECOND = (0, 1, 2, 3), (0, 1), (2, 3)
+
+
+def wait(
+    rank: int, ranks: tuple[int, ...], number: int, issued: dict[str, int], operation: str = "all_reduce"
+) -> WaitingInCollective:
+    pending = PendingCollective(group=str(ranks), ranks=ranks, number=number, operation=operation)
+    return WaitingInCollective(rank=rank, pending=(pending,), issued={**issued, str(ranks): number}, stack=f"of {rank}")
+
+
+def test_workers_that_wait_for_each_other_in_two_groups_are_a_deadlock() -> None:
+    waits = {
+        0: wait(0, WORLD, 8, {str(FIRST): 4}),
+        1: wait(1, FIRST, 5, {str(WORLD): 7}, "all_gather of 8 Float"),
+    }
+    found = find_deadlock(waits)
+    assert found is not None
+    assert list(found.collectives) == [0, 1]
+    assert "worker 1 in collective 5 (all_gather of 8 Float) of the process group of ranks 0, 1" in found.description
+
+
+def test_two_operations_at_one_place_of_a_group_are_a_deadlock() -> None:
+    waits = {0: wait(0, FIRST, 5, {}), 1: wait(1, FIRST, 5, {}, "broadcast")}
+    found = find_deadlock(waits)
+    assert found is not None
+    assert [each.operation for each in found.collectives.values()] == ["all_reduce", "broadcast"]
+
+
+def test_a_collective_that_all_ranks_have_issued_may_be_slow() -> None:
+    waits = {
+        0: wait(0, FIRST, 5, {str(WORLD): 7}, "all_gather"),
+        1: wait(1, FIRST, 5, {str(WORLD): 7}, "all_gather"),
+        2: wait(2, WORLD, 8, {}),
+        3: wait(3, WORLD, 8, {}),
+    }
+    assert find_deadlock(waits) is None
+
+
+def test_a_worker_that_computes_may_issue_what_the_others_wait_for() -> None:
+    waits = {rank: wait(rank, WORLD, 8, {}) for rank in (0, 1, 2)}
+    assert find_deadlock(waits) is None
+    waits[3] = wait(3, SECOND, 2, {str(WORLD): 7})
+    assert find_deadlock(waits) is None  # rank 2 may still issue it: of the second group nothing is known there
+    waits[2] = wait(2, WORLD, 8, {str(SECOND): 1})
+    assert find_deadlock(waits) is not None
+
+
+def test_a_wait_for_a_collective_that_can_end_is_no_deadlock() -> None:
+    """Such as one that was issued ahead, next to one that its peers have not reached."""
+    first = wait(0, WORLD, 8, {str(FIRST): 4})
+    ahead = PendingCollective(group="ahead", ranks=FIRST, number=1, operation="all_gather")
+    other = wait(1, FIRST, 5, {str(WORLD): 7, "ahead": 1})
+    assert find_deadlock({0: first, 1: other}) is not None
+    waits_for_both = WaitingInCollective(rank=0, pending=(*first.pending, ahead), issued=first.issued, stack="")
+    assert find_deadlock({0: waits_for_both, 1: other}) is None

@@ -22,7 +22,7 @@ from phalanx.jobs.agent.attempt import (
     AttemptState,
     decide_outcome,
     fault_fields,
-    first_failure,
+    find_first_failure,
     last_log_line,
 )
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
@@ -30,7 +30,7 @@ from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLo
 from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
-from phalanx.jobs.agent.heartbeat_checks import check_hangs
+from phalanx.jobs.agent.heartbeat_checks import check_deadlock, check_hangs, check_stop
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.leader_state import StartTerms
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
@@ -44,9 +44,11 @@ from phalanx.run.message_socket import drain, make_socket_pair, receive, send
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.node_messages import Hello, Ping, StopRequested
 from phalanx.run.process_messages import (
+    PendingCollective,
     RunResult,
     SendSignal,
     StoreDied,
+    WaitingInCollective,
     WorkerError,
     WorkerExited,
     WorkerFinishing,
@@ -137,13 +139,21 @@ def test_a_crash_that_was_reported_is_told_instead_of_the_logs_last_line(tmp_pat
 
 
 def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
-    assert first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
+    assert find_first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
 
 
 def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_first() -> None:
-    assert first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
-    assert first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
-    assert first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) == (1, LOST_PEER_STATUS)
+    assert find_first_failure({1: LOST_PEER_STATUS, 2: -9, 0: -9}, killed_ranks={2}) == (0, -9)
+    assert find_first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
+
+
+def test_the_first_exception_is_the_cause_whichever_process_is_gone_first() -> None:
+    assert find_first_failure({1: 1, 0: 1}, crashed_ranks=[0, 1]) == (0, 1)
+    both_lost = {1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS, 2: -9}
+    assert find_first_failure(both_lost, killed_ranks={2}, crashed_ranks=[0, 1]) == (0, LOST_PEER_STATUS)
 
 
 def test_a_fault_names_rank_and_signal_or_code() -> None:
@@ -1026,3 +1036,77 @@ def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
     outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
     assert outcome.code is ExitCode.DONE
     assert [event.text for event in shown if isinstance(event, RunWarning)] == ["disk: 1 MB left"]
+
+
+def test_workers_in_collectives_that_cannot_end_end_the_attempt_with_both_stacks(
+    agent: LeaderAgent, stage: Stage, shown: list[Any]
+) -> None:
+    attempt = looking(agent, now=103.0)
+    waits = [
+        WaitingInCollective(
+            rank=rank,
+            pending=(PendingCollective(group="0", ranks=(0, 1), number=4, operation=operation),),
+            issued={"0": 4},
+            stack=f"stack of {operation}",
+        )
+        for rank, operation in enumerate(("all_reduce", "broadcast"))
+    ]
+    supervisor = AttemptSupervisor(agent, attempt)
+    supervisor.handle_message(waits[0])
+    check_deadlock(agent, attempt, supervisor.abort)
+    assert shown == []
+    supervisor.handle_message(waits[1])
+    check_deadlock(agent, attempt, supervisor.abort)
+    (hang,) = shown
+    assert (hang.rank, hang.step, hang.phase) == (0, 7, "deadlock with worker 1")
+    assert "stack of all_reduce" in hang.stack
+    assert "stack of broadcast" in hang.stack
+    assert sent_signals(stage) == [signal.SIGKILL]
+    attempt.exit_statuses = {0: -9, 1: -9}
+    assert fault_fields(attempt, "why").cause == "hang"
+
+
+def test_a_report_of_a_wait_that_was_not_repeated_proves_nothing(agent: LeaderAgent, shown: list[Any]) -> None:
+    attempt = looking(agent, now=103.0)
+    for rank, operation in enumerate(("all_reduce", "broadcast")):
+        pending = (PendingCollective(group="0", ranks=(0, 1), number=4, operation=operation),)
+        wait = WaitingInCollective(rank=rank, pending=pending, issued={"0": 4}, stack="")
+        attempt.waits[rank] = (90.0 if rank else 102.0), wait
+    check_deadlock(agent, attempt, AttemptSupervisor(agent, attempt).abort)
+    assert shown == []
+
+
+@pytest.mark.parametrize(("after_s", "num_steps", "is_over"), [(14.0, 0, False), (16.0, 0, True), (16.0, 3, False)])
+def test_a_run_that_is_to_stop_before_its_first_step_ends_within_the_grace_time(
+    agent: LeaderAgent, stage: Stage, after_s: float, num_steps: int, is_over: bool
+) -> None:
+    attempt = looking(agent, now=200.0 + after_s)
+    agent.stopping, agent.stopping_since, attempt.num_steps = True, 200.0, num_steps
+    check_stop(agent, attempt, AttemptSupervisor(agent, attempt).abort)
+    assert sent_signals(stage) == ([signal.SIGKILL] if is_over else [])
+
+
+def test_attempts_of_workers_that_never_met_have_pauses_and_can_be_started_again(
+    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        pauses.append(seconds)
+        return False
+
+    monkeypatch.setattr(agent, "wait", wait)
+    ends = [attempt({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) for _ in range(9)]
+    outcome, numbers = supervise(agent, ends, monkeypatch)
+    assert (outcome.code, numbers, pauses) == (ExitCode.UNFINISHED, [0, 1, 2], [5.0, 10.0])
+    assert outcome.message == (
+        "worker 1 lost the connection to another worker; no progress in 3 attempts: the workers did not find each other"
+    )
+
+
+def test_workers_that_never_met_are_no_fault_of_the_run() -> None:
+    lost = attempt({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0})
+    assert lost.failed_to_meet
+    lost.has_met = True
+    assert not lost.failed_to_meet
+    assert not attempt({1: 1, 0: -9}, killed_ranks={0}).failed_to_meet
