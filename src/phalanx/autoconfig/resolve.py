@@ -120,9 +120,9 @@ def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: 
     return run_trial
 
 
-def is_undisturbed(trial: Mapping[str, Any]) -> bool:
-    """Whether a trial that measured times on a CPU had it almost to itself."""
-    return float(trial.get(OTHER_LOAD_KEY, 0.0)) <= MAX_OTHER_LOAD
+def is_undisturbed(trial: Mapping[str, Any] | None) -> bool:
+    """Whether a trial measured no times, or had the CPU almost to itself."""
+    return float((trial or {}).get(OTHER_LOAD_KEY, 0.0)) <= MAX_OTHER_LOAD
 
 
 def call_catching_oom(call: SubprocessCall, function: str, payload: dict[str, Any]) -> Any:
