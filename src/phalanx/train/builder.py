@@ -25,6 +25,7 @@ from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.grad_sync.reducer_choice import choose_reducer
+from phalanx.train.hf.inputs import check_auxiliary_loss
 from phalanx.train.lm_head import eval_mode, find_lm_head
 from phalanx.train.local_sgd.step import make_local_sgd_accumulator
 from phalanx.train.loss import LMHead, LossFn, LossModule, plan_context_split
@@ -202,6 +203,7 @@ def make_loss_fn(
     recipe: ResolvedRecipe, task: Task, model: nn.Module, mesh: Mesh, dist_env: DistEnv, data: RunData
 ) -> LossFn:
     """How the model is scored under this layout: its sequences split, its vocabulary's logits never whole."""
+    check_auxiliary_loss(model, recipe.parallelism)
     loss_fn = LossFn(task, recipe.precision, dist_env.device)
     length = data.info.seq_len
     if mesh.context_group is not None and length is not None:

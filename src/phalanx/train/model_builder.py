@@ -23,6 +23,7 @@ from phalanx.train.distributed.module_state import check_model_can_be_saved, ens
 from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
 from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.hf import model as hf_model
+from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
 from phalanx.train.ops.lora import add_lora
 
@@ -79,7 +80,7 @@ def describe_model(spec: ModelConfig, facts: DataInfo, folder: Path | None) -> d
         return {
             "build": spec.build,
             "args": spec.args,
-            "huggingface": hf_model.describe_for_export(directory, spec.args),
+            "huggingface": hf_model.describe_for_export(directory, spec.args, facts),
         }
     builder = import_object(spec.build, folder, key="model.build")
     return {"build": spec.build, "args": fill_arguments(builder, spec.args, model_facts(facts))}
@@ -166,6 +167,8 @@ def _build_from_import_path(
         raise RecipeError(f"model.build: {spec.build} failed: {describe_exception(error, folder)}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
+    if is_transformers_model(model):
+        install_input_adapter(model)
     if skip_init is not None and not (skip_init.only_parameters_differ and skip_init.only_of(model)):
         return _build_from_import_path(spec, facts, folder, seed, init_weights=True)
     return model

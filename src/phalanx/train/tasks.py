@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import describe_exception, import_object
-from phalanx.train.hf.inputs import get_logits
+from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
 TensorBatch = dict[str, Tensor]
@@ -33,6 +33,13 @@ class Task(Protocol):
         """Return the sum of the losses of a micro-batch (0-d tensor) and its number of terms."""
 
 
+def add_auxiliary_loss(total: Tensor, num_terms: Tensor | int, output: Any) -> Tensor:
+    """Add the auxiliary loss in a model's output, if there is one, to a sum of losses: as often as it has terms, so the
+    loss of a step has its mean over micro-batches, weighted by their terms."""
+    auxiliary_loss = find_auxiliary_loss(output)
+    return total if auxiliary_loss is None else total + auxiliary_loss * num_terms
+
+
 class LanguageModeling:
     """Next-token cross-entropy. Targets of -100 do not count."""
 
@@ -43,7 +50,8 @@ class LanguageModeling:
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
         losses = cross_entropy(get_logits(output).flatten(0, 1), targets.flatten())
-        return losses, (targets != -100).sum()
+        num_terms = (targets != -100).sum()
+        return add_auxiliary_loss(losses, num_terms, output), num_terms
 
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         """Compute the loss from the input of an output layer without bias, hidden [b, s, w], and its weight [v, w],
@@ -67,7 +75,8 @@ class Classification:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, int]:
         labels = batch["labels"]
-        return F.cross_entropy(get_logits(output).float(), labels, reduction="sum"), labels.numel()
+        losses = F.cross_entropy(get_logits(output).float(), labels, reduction="sum")
+        return add_auxiliary_loss(losses, labels.numel(), output), labels.numel()
 
     def metrics(self, output: Tensor, batch: TensorBatch) -> Mapping[str, tuple[Tensor, int]]:
         labels = batch["labels"]

@@ -19,8 +19,9 @@ from phalanx.train.checkpoint.commit import write_synced
 NoteFn = Callable[[str], object]
 """Receives a message about a file that was copied or skipped."""
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 COMPANION_FILES = (
-    "generation_config.json",
+    GENERATION_CONFIG_FILE,
     TOKENIZER_FILE,
     TOKENIZER_CONFIG_FILE,
     "special_tokens_map.json",
@@ -128,3 +129,23 @@ def _find_separator(file: Path) -> tuple[int, str] | None:
     number = load_tokenizer(file).separator_token
     added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
     return next(((each["id"], str(each["content"])) for each in added if each.get("id") == number), None)
+
+
+def write_generation_config(meta: Mapping[str, Any], folder: Path, notes: NoteFn) -> None:
+    """Copy generation_config.json to an export with another tokenizer than the directory's: without tokens, which have
+    other numbers, and with the end of text of config.json."""
+    directory = Path(meta["model"]["huggingface"]["directory"])
+    if (folder / GENERATION_CONFIG_FILE).exists() or not _recipe_names_directory(meta, directory):
+        return
+    content = _read_contained(directory / GENERATION_CONFIG_FILE, directory, notes)
+    values = None if content is None else json.loads(content)
+    if not isinstance(values, dict):
+        return
+    names_tokens = ("_token_id", "_token_ids")
+    kept = {
+        key: value for key, value in values.items() if not key.endswith(names_tokens) and not isinstance(value, list)
+    }
+    end = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8")).get("eos_token_id")
+    kept |= {} if end is None else {"eos_token_id": end}
+    write_synced(folder / GENERATION_CONFIG_FILE, (json.dumps(kept, indent=2) + "\n").encode())
+    notes(f"{GENERATION_CONFIG_FILE} copied from {directory} without its tokens, which are those of another tokenizer")

@@ -1,10 +1,12 @@
-"""Call a Hugging Face model with the inputs of our tasks, and take logits from its output.
+"""Call a Hugging Face model with the inputs of our tasks, and take logits and auxiliary losses from its output.
 
 Tasks provide tokens, documents and positions; `adapt_inputs` converts them to `input_ids`, `attention_mask` and
-`position_ids`, as far as the model's `forward` takes them. Pure functions of values, and one hook that applies them.
+`position_ids`, as far as the model's `forward` takes them. In training, a model whose config asks for an auxiliary loss
+(`output_router_logits`) is called with labels and a loss function of zero, so its own loss is what it adds to one.
 """
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models.attention import make_document_mask
+from phalanx.recipe.schema import Parallelism
+from phalanx.train.hf.config import get_text_config
 
 PHALANX_ARGUMENTS = ("documents", "positions")
 """Keyword arguments of ours that no Hugging Face model has."""
@@ -55,6 +59,11 @@ def adapt_inputs(
         )
     if "use_cache" in names:
         model_kwargs.setdefault("use_cache", False)
+    if has_auxiliary_loss(model):
+        if model.training:
+            model_kwargs.setdefault("labels", model_kwargs.get("input_ids"))
+        else:
+            model_kwargs["output_router_logits"] = False
     return args, model_kwargs
 
 
@@ -70,9 +79,7 @@ def _make_attention_masks(model: nn.Module, documents: Tensor) -> Tensor | dict[
     """Make the mask of each token's document, restricted to the model's own windows and chunks. One mask for all layers
     or, if there are several kinds, one for each, as transformers' models take them. Raises RecipeError if no mask can
     restrict some layers to a document."""
-    config = model.config
-    if callable(text := getattr(config, "get_text_config", None)):
-        config = text()
+    config = get_text_config(model.config)
     allowed = make_document_mask(documents)
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
@@ -106,8 +113,92 @@ def _to_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def install_input_adapter(model: nn.Module) -> None:
-    """Make the model accept the inputs of our tasks in every call."""
+    """Make the model accept the inputs of our tasks in every call, and return its auxiliary loss in training."""
     model.register_forward_pre_hook(adapt_inputs, with_kwargs=True)
+    if has_auxiliary_loss(model):
+        transformers_model: Any = model
+        transformers_model.loss_function = _compute_no_loss
+        model.register_forward_hook(_scale_auxiliary_loss)
+        _pass_mask_to_base(model)
+
+
+def _pass_mask_to_base(model: nn.Module) -> None:
+    """Keep the attention mask from all but the base model: an auxiliary loss counts all tokens, and cannot take a mask
+    for each pair of them."""
+    masks: list[Any] = [None]
+    transformers_model: Any = model
+
+    def take_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        masks[0] = kwargs.pop("attention_mask", None)
+        return args, kwargs
+
+    def give_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": masks[0]}
+
+    model.register_forward_pre_hook(take_mask, with_kwargs=True)
+    transformers_model.base_model.register_forward_pre_hook(give_mask, with_kwargs=True)
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Return whether transformers defines the model. The package is not imported."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def has_auxiliary_loss(model: nn.Module) -> bool:
+    """Return whether the config of a transformers model asks for the loss that keeps its experts evenly used."""
+    config = getattr(model, "config", None)
+    configs = (config, get_text_config(config))
+    return any(getattr(each, "output_router_logits", None) is True for each in configs)
+
+
+def check_auxiliary_loss(model: nn.Module, parallelism: Parallelism) -> None:
+    """Raise RecipeError if the model has an auxiliary loss and no rank computes whole samples with whole layers."""
+    for dimension in ("tensor", "pipeline", "context") if has_auxiliary_loss(model) else ():
+        if (ranks := getattr(parallelism, dimension)) > 1:
+            raise RecipeError(
+                f"parallelism.{dimension}: found {ranks}, expected 1: the model's config asks for the auxiliary loss "
+                "of its experts, which each rank computes of whole samples; model.args.output_router_logits=false "
+                "trains without it"
+            )
+
+
+def _compute_no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stand for a model's loss function: the task computes the loss."""
+    return logits.new_zeros((), dtype=torch.float32)
+
+
+def _scale_auxiliary_loss(model: nn.Module, args: Any, output: Any) -> Any:
+    """Replace the auxiliary loss in an output by what the model adds to its loss: the same, times its coefficient."""
+    if not model.training:
+        return output
+    if getattr(output, "aux_loss", None) is None or getattr(output, "loss", None) is None:
+        raise RecipeError(
+            f"model.build: output_router_logits is true in the config, but {type(model).__name__} adds no auxiliary "
+            "loss; use model.args.output_router_logits=false"
+        )
+    output.aux_loss, output.router_logits = output.loss, None
+    return output
+
+
+def _describe_type(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def find_auxiliary_loss(output: Any) -> Tensor | None:
+    """Return what a model adds to its mean loss in training, 0-d: the `aux_loss` of its output, as an attribute or a
+    key. None if there is none, or without gradients: validation measures the task alone."""
+    value = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
+    if value is None or not torch.is_grad_enabled():
+        return None
+    if getattr(output, "router_logits", None) is not None:
+        raise RecipeError(
+            f"model.build: the aux_loss of {type(output).__name__} lacks its coefficient; return the model of "
+            "transformers itself, or a dict of `logits` and `aux_loss` times the coefficient"
+        )
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise RecipeError(f"model.build: aux_loss is {_describe_type(value)}, expected a tensor with one element")
+    return value.reshape(())
 
 
 def find_logits(output: Any) -> Tensor | None:
