@@ -35,7 +35,7 @@ from phalanx.train.ops.lora import has_lora
 from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, load_task
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, check_problem_type, load_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_step import GradientAccumulator, to_device
 
@@ -98,6 +98,7 @@ def build_context(
     model = build_model(
         recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=False, init_weights=init_weights
     )
+    check_problem_type(task, model)
     initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
     if init_weights and initial_weights is None:
         check_same_initial_values(dist_env, model)

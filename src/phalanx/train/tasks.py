@@ -11,13 +11,15 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import describe_exception, import_object
 from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
+SINGLE_LABEL = "single_label_classification"
+"""The `problem_type` of transformers that `classification` trains."""
 TensorBatch = dict[str, Tensor]
 
 
@@ -81,6 +83,17 @@ class Classification:
     def metrics(self, output: Tensor, batch: TensorBatch) -> Mapping[str, tuple[Tensor, int]]:
         labels = batch["labels"]
         return {"accuracy": ((get_logits(output).argmax(-1) == labels).sum(), labels.numel())}
+
+
+def check_problem_type(task: Task, model: nn.Module) -> None:
+    """Raise RecipeError if the model's config declares that its outputs are not scores of classes, as `classification`
+    takes them."""
+    problem_type = getattr(getattr(model, "config", None), "problem_type", None)
+    if isinstance(task, Classification) and problem_type not in (None, SINGLE_LABEL):
+        raise RecipeError(
+            f"task: classification trains one class of several, but the model's config declares problem_type "
+            f"{problem_type!r}; use model.args.problem_type={SINGLE_LABEL}, or a task of your own, module:Class"
+        )
 
 
 BUILT_IN_TASKS: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}

@@ -239,6 +239,11 @@ def _check_trainable(where: Path, values: Mapping[str, Any], config: Any) -> Non
             f"model.build: {where}: {QUANTIZATION_KEY}: the weights are quantized ({method}), which cannot be trained; "
             "save the model without quantization, or train the one that it was made from"
         )
+    if coefficient := getattr(config, "z_loss_coefficient", None):
+        raise RecipeError(
+            f"model.args.z_loss_coefficient: {where} has {coefficient}, expected 0: the loss of large logits is not "
+            "trained on"
+        )
     for option in LOAD_OPTIONS:
         name = str(getattr(config, f"_{option}", None) or "")
         if "/" in name:
