@@ -16,6 +16,7 @@ from phalanx.errors import PhalanxError, RecipeError
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.recipe import describe_exception, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import fill_arguments
+from phalanx.recipe.imports import describe_message
 from phalanx.recipe.schema import LoraConfig, ModelConfig
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import is_gpu_failure
@@ -160,7 +161,7 @@ def _build_from_import_path(
     except InitValueNeeded:
         return _build_from_import_path(spec, facts, folder, seed, init_weights=True)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
+        raise RecipeError(f"model.args: {spec.build} refuses them: {describe_message(error)}") from error
     except Exception as error:
         if isinstance(error, PhalanxError) or is_out_of_memory(error) or is_gpu_failure(error):
             raise
