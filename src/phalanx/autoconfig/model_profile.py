@@ -11,8 +11,8 @@ import phalanx
 from phalanx.errors import RecipeError
 from phalanx.planner.model_profile import ModelProfile, profile_from_json, profile_to_json
 from phalanx.recipe import Recipe, huggingface_directory, import_object
-from phalanx.recipe.imports import describe_message
 from phalanx.recipe.builder_arguments import fill_arguments
+from phalanx.recipe.imports import describe_message
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.cache import load_or_measure
 

@@ -355,3 +355,13 @@ def test_an_own_tokenizer_keeps_the_generation_config_without_its_tokens(tmp_pat
     kept = json.loads((out / "generation_config.json").read_text())
     end = json.loads((out / "config.json").read_text()).get("eos_token_id")
     assert kept == {"temperature": 0.6, **({} if end is None else {"eos_token_id": end})}
+
+
+def test_tensors_that_the_model_does_not_use_are_named(tmp_path: Path) -> None:
+    tiny.build_random_model("deepseek-v3").save_pretrained(tmp_path / "origin")
+    file = tmp_path / "origin" / "model.safetensors"
+    extra = {"model.layers.61.embed_tokens.weight": torch.ones(2)}  # as files of DeepSeek-V3 have for a further layer
+    save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
+    model, meta = load(tmp_path / "origin")
+    _, notes = said(tmp_path, get_model_tensors(model), meta)
+    assert "1 tensor of the original that the model does not use is not in the export (model.layers.61" in notes

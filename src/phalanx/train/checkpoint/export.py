@@ -178,6 +178,10 @@ def _write_export(
         kind = str(manifest.meta.get("model", {}).get("build", "the model")).rpartition(":")[2]
         named = ", ".join(name or kind for name in sorted(extra))
         notes(f"what get_extra_state of {named} gives is not in the export, which holds weights")
+    if unused := origin.get("unused"):
+        count = f"{len(unused)} tensors" if len(unused) > 1 else "1 tensor"
+        are = "are" if len(unused) > 1 else "is"
+        notes(f"{count} of the original that the model does not use {are} not in the export ({unused[0]})")
     if origin:
         write_companions(manifest.meta, Run(checkpoint.absolute().parent.parent), folder, notes)
         write_generation_config(manifest.meta, folder, notes)

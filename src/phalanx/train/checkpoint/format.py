@@ -135,6 +135,7 @@ class _OriginMeta(_MetaSection):
     converted: list[_ConvertedMeta] = []
     tied: dict[str, str] | None = None
     names: dict[str, str] = {}
+    unused: list[str] = []
     dtype: FloatDtype | None = None
     dtypes: dict[str, FloatDtype] = {}
     kept_in_fp32: list[str] = []

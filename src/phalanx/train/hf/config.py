@@ -25,6 +25,7 @@ LOAD_OPTIONS = ("attn_implementation", "experts_implementation")
 """Options of loading that transformers does not write to config.json."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of the weights' dtype: the second is that of transformers 4."""
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 QUANTIZATION_KEY = "quantization_config"
 DEFAULT_LABEL = re.compile(r"LABEL_\d+")
 """Names that transformers gives to classes without names."""
@@ -73,7 +74,8 @@ def load_architecture(directory: Path, args: Mapping[str, Any]) -> Architecture:
                 f"model.args.{key}: weights are trained in fp32, and computed with in the recipe's `precision`; "
                 "`phalanx checkpoint export --dtype` chooses the dtype of an export"
             )
-    values = own | dict(args)
+    args = _merge_rope(own, args)
+    values = own | args
     config = _build_config(where, values, args)
     aliases = getattr(config, "attribute_map", {})
     if any(key in aliases for key in args):  # as num_hidden_layers is n_layer in GPT-2: one of them must be left
@@ -155,6 +157,19 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecipeError(f"model.build: {where}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _merge_rope(own: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `args` with the keys of transformers 4 for RoPE, and a base that they leave out, in `rope_parameters`, if
+    config.json has that: transformers would take its default base, and not the file's."""
+    merged, base = dict(args), own.get("rope_parameters")
+    scaling = merged.get("rope_scaling", merged.get("rope_parameters"))
+    named = any(key in merged for key in ROPE_KEYS)
+    if not named or not isinstance(base, dict) or "rope_theta" not in base or not isinstance(scaling, dict | None):
+        return merged
+    kept = {key: value for key, value in merged.items() if key not in ROPE_KEYS}
+    rope = base if scaling is None else {"rope_theta": base["rope_theta"], **scaling}
+    return {**kept, "rope_parameters": {**rope, "rope_theta": merged.get("rope_theta", rope["rope_theta"])}}
 
 
 def _build_config(where: Path, values: dict[str, Any], args: Mapping[str, Any]) -> Any:

@@ -164,12 +164,15 @@ def make_tie_mismatch_error(source: WeightReader, first: str, other: str) -> Dat
 
 def describe_for_export(directory: Path, args: Mapping[str, Any], facts: DataInfo | None = None) -> dict[str, Any]:
     """Return what an export needs to write such a directory: its path, config.json with `args` applied and the data's
-    classes named, the file names of tensors that the model names differently, conversion groups, tied parameters, and
-    dtypes and sizes of the files (`_describe_files`)."""
+    classes named, the file names of tensors that the model names differently, conversion groups, tied parameters, the
+    tensors that the model does not use, and dtypes and sizes of the files (`_describe_files`)."""
     architecture = load_architecture(directory, args)
     model = build_on_meta(directory, args)
     source = open_source(model, directory)
-    names = {name: file_names[0] for name, file_names in match_tensor_names(model, source).items()}
+    matches = match_tensor_names(model, source)
+    names = {name: file_names[0] for name, file_names in matches.items()}
+    used = {file_name for file_names in matches.values() for file_name in file_names}
+    obsolete = [*OBSOLETE_TENSOR_PATTERNS, *(rf"(^|\.){re.escape(name)}$" for name, _ in model.named_buffers())]
     conversion_groups: list[dict[str, list[str]]] = []
     if isinstance(source, ConvertedWeightSource):
         conversion_groups = source.conversion_groups()
@@ -184,6 +187,7 @@ def describe_for_export(directory: Path, args: Mapping[str, Any], facts: DataInf
         "names": {name: file_names for name, file_names in names.items() if file_names != name},
         "converted": conversion_groups,
         "tied": find_tied_names(model),
+        "unused": sorted(source.names - used - {name for name in source.names if _matches_any(obsolete, name)}),
         **_describe_files(model, source.raw if isinstance(source, ConvertedWeightSource) else source),
     }
 

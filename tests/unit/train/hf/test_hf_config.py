@@ -93,6 +93,23 @@ def test_values_that_follow_from_others_follow_from_args_too(tmp_path: Path) -> 
     assert (model.config.n_layer, len(model.transformer.h)) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"rope_type": "linear", "rope_theta": 5e4}),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {"rope_type": "linear", "rope_theta": 5e4}),
+        ({"rope_theta": 7e4}, {"rope_type": "default", "rope_theta": 7e4}),
+    ],
+)
+def test_the_base_of_rope_stays_unless_args_name_another(
+    mixtral: Path, tmp_path: Path, args: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    folder = change_config(mixtral, tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e4})
+    built = hf_model.build_on_meta(folder, args).config.rope_parameters
+    assert {key: built[key] for key in expected} == expected
+    assert hf_model.load_architecture(folder, args).values["rope_parameters"].items() >= expected.items()
+
+
 def make_classifier(folder: Path, **values: Any) -> Path:
     sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
     transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes, **values)).save_pretrained(folder)
