@@ -105,9 +105,9 @@ def get_text_config(config: Any) -> Any:
     return config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
 
 
-def check_data_fits(config: Any, facts: DataInfo) -> None:
+def check_data_fits(architecture: Architecture, facts: DataInfo) -> None:
     """Raise RecipeError if the data have tokens, positions or classes that the model does not support."""
-    text = get_text_config(config)
+    text = get_text_config(architecture.config)
     vocab, longest = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
     if facts.vocab_size is not None and vocab is not None and facts.vocab_size > vocab:
         raise RecipeError(
@@ -116,14 +116,13 @@ def check_data_fits(config: Any, facts: DataInfo) -> None:
         )
     if facts.seq_len is not None and longest is not None and facts.seq_len > longest:
         raise RecipeError(f"data.seq_len: {facts.seq_len} tokens, but the model has positions for {longest} only")
-    if facts.num_classes is not None:
-        _check_classes_fit(config, facts)
+    _check_classes_fit(_get_labels(architecture), facts)
 
 
-def name_classes(config: Any, facts: DataInfo | None) -> dict[str, Any]:
+def name_classes(architecture: Architecture, facts: DataInfo | None) -> dict[str, Any]:
     """Return the values of config.json that name the data's classes, for a model whose classes have no names."""
     names = None if facts is None else facts.class_names
-    labels: Mapping[int, str] = getattr(config, "id2label", None) or {}
+    labels = _get_labels(architecture)
     if names is None or len(names) != len(labels) or not all(map(DEFAULT_LABEL.fullmatch, labels.values())):
         return {}
     return {
@@ -132,8 +131,14 @@ def name_classes(config: Any, facts: DataInfo | None) -> dict[str, Any]:
     }
 
 
-def _check_classes_fit(config: Any, facts: DataInfo) -> None:
-    labels: Mapping[int, str] = getattr(config, "id2label", None) or {}
+def _get_labels(architecture: Architecture) -> Mapping[int, str]:
+    """Return the names of a classifier's classes by number; those of other models mean nothing."""
+    is_classifier = "Classification" in architecture.kind.__name__
+    labels: Mapping[int, str] = getattr(architecture.config, "id2label", None) or {}
+    return labels if is_classifier else {}
+
+
+def _check_classes_fit(labels: Mapping[int, str], facts: DataInfo) -> None:
     num_classes, names = facts.num_classes or 0, facts.class_names or ()
     if labels and num_classes > len(labels):
         raise RecipeError(f"data.source: has {num_classes} classes, but the model has outputs for {len(labels)} only")

@@ -59,11 +59,6 @@ def adapt_inputs(
         )
     if "use_cache" in names:
         model_kwargs.setdefault("use_cache", False)
-    if has_auxiliary_loss(model):
-        if model.training:
-            model_kwargs.setdefault("labels", model_kwargs.get("input_ids"))
-        else:
-            model_kwargs["output_router_logits"] = False
     return args, model_kwargs
 
 
@@ -116,27 +111,46 @@ def install_input_adapter(model: nn.Module) -> None:
     """Make the model accept the inputs of our tasks in every call, and return its auxiliary loss in training."""
     model.register_forward_pre_hook(adapt_inputs, with_kwargs=True)
     if has_auxiliary_loss(model):
-        transformers_model: Any = model
-        transformers_model.loss_function = _compute_no_loss
-        model.register_forward_hook(_scale_auxiliary_loss)
-        _pass_mask_to_base(model)
+        _AuxiliaryLoss(model)
 
 
-def _pass_mask_to_base(model: nn.Module) -> None:
-    """Keep the attention mask from all but the base model: an auxiliary loss counts all tokens, and cannot take a mask
-    for each pair of them."""
-    masks: list[Any] = [None]
-    transformers_model: Any = model
+class _AuxiliaryLoss:
+    """Has a transformers model that is called in training without labels return what it adds to a loss as `aux_loss`:
+    it gets labels and a loss function of zero. Elsewhere it computes none. Only the base model gets the attention mask:
+    the auxiliary loss counts all tokens, and cannot take a mask for each pair of them."""
 
-    def take_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        masks[0] = kwargs.pop("attention_mask", None)
+    def __init__(self, model: Any):
+        self._own_loss_function = model.loss_function
+        self._is_active = False
+        self._mask: Any = None
+        model.register_forward_pre_hook(self._prepare_call, with_kwargs=True)
+        model.base_model.register_forward_pre_hook(self._restore_mask, with_kwargs=True)
+        model.register_forward_hook(self._scale)
+
+    def _prepare_call(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        has_labels = kwargs.get("labels") is not None  # a task of the user's own takes the model's own loss
+        self._is_active = model.training and not has_labels
+        model.loss_function = _compute_no_loss if self._is_active else self._own_loss_function
+        if self._is_active:
+            self._mask = kwargs.get("attention_mask")
+            kwargs = {**kwargs, "attention_mask": None, "labels": kwargs.get("input_ids")}
+        elif not has_labels:
+            kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
 
-    def give_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "attention_mask": masks[0]}
+    def _restore_mask(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": self._mask} if self._is_active else kwargs
 
-    model.register_forward_pre_hook(take_mask, with_kwargs=True)
-    transformers_model.base_model.register_forward_pre_hook(give_mask, with_kwargs=True)
+    def _scale(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not self._is_active:
+            return output
+        if getattr(output, "aux_loss", None) is None or getattr(output, "loss", None) is None:
+            raise RecipeError(
+                f"model.build: output_router_logits is true in the config, but {type(model).__name__} adds no "
+                "auxiliary loss; use model.args.output_router_logits=false"
+            )
+        output.aux_loss, output.router_logits = output.loss, None
+        return output
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -166,19 +180,6 @@ def check_auxiliary_loss(model: nn.Module, parallelism: Parallelism) -> None:
 def _compute_no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Stand for a model's loss function: the task computes the loss."""
     return logits.new_zeros((), dtype=torch.float32)
-
-
-def _scale_auxiliary_loss(model: nn.Module, args: Any, output: Any) -> Any:
-    """Replace the auxiliary loss in an output by what the model adds to its loss: the same, times its coefficient."""
-    if not model.training:
-        return output
-    if getattr(output, "aux_loss", None) is None or getattr(output, "loss", None) is None:
-        raise RecipeError(
-            f"model.build: output_router_logits is true in the config, but {type(model).__name__} adds no auxiliary "
-            "loss; use model.args.output_router_logits=false"
-        )
-    output.aux_loss, output.router_logits = output.loss, None
-    return output
 
 
 def _describe_type(value: Any) -> str:

@@ -57,7 +57,7 @@ def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | No
     architecture = load_architecture(directory, args)
     kind = architecture.kind
     if facts is not None:
-        check_data_fits(architecture.config, facts)
+        check_data_fits(architecture, facts)
     try:
         with parameters_on_meta():
             model: nn.Module = kind(architecture.config)
@@ -183,7 +183,7 @@ def describe_for_export(directory: Path, args: Mapping[str, Any], facts: DataInf
         }
     return {
         "directory": str(directory.absolute()),
-        "config": {**architecture.values, **name_classes(architecture.config, facts)},
+        "config": {**architecture.values, **name_classes(architecture, facts)},
         "names": {name: file_names for name, file_names in names.items() if file_names != name},
         "converted": conversion_groups,
         "tied": find_tied_names(model),

@@ -78,6 +78,17 @@ def test_parallelism_that_cannot_compute_the_term_is_refused(mixtral: Path, dime
     check_auxiliary_loss(hf_model.build_on_meta(mixtral, ON), Parallelism(shard=2, replicate=2))
 
 
+def test_a_call_with_labels_returns_the_models_own_loss(mixtral: Path) -> None:
+    model, tokens = build(mixtral, **ON, router_aux_loss_coef=3.0), tiny.random_tokens()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        mixtral, sliding_window=None, router_aux_loss_coef=3.0, **ON
+    ).train()
+    with torch.no_grad():
+        mean_loss(model)
+        found, expected = (each(input_ids=tokens, labels=tokens).loss for each in (model, reference))
+    torch.testing.assert_close(found, expected)
+
+
 class Own(nn.Module):
     """A model of one's own with an auxiliary loss."""
 
