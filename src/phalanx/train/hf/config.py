@@ -120,7 +120,7 @@ def check_data_fits(architecture: Architecture, facts: DataInfo) -> None:
 
 
 def name_classes(architecture: Architecture, facts: DataInfo | None) -> dict[str, Any]:
-    """Return the values of config.json that name the data's classes, for a model whose classes have no names."""
+    """Return the values of config.json that name the data's classes, if the model's classes have no names."""
     names = None if facts is None else facts.class_names
     labels = _get_labels(architecture)
     if names is None or len(names) != len(labels) or not all(map(DEFAULT_LABEL.fullmatch, labels.values())):

@@ -1,8 +1,8 @@
 """Call a Hugging Face model with the inputs of our tasks, and take logits and auxiliary losses from its output.
 
 Tasks provide tokens, documents and positions; `adapt_inputs` converts them to `input_ids`, `attention_mask` and
-`position_ids`, as far as the model's `forward` takes them. In training, a model whose config asks for an auxiliary loss
-(`output_router_logits`) is called with labels and a loss function of zero, so its own loss is what it adds to one.
+`position_ids`, as far as the model's `forward` takes them. In training, if a model's config asks for an auxiliary loss
+(`output_router_logits`), it is called with labels and a loss function of zero: its own loss is what it adds to one.
 """
 
 import inspect

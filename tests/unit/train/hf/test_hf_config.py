@@ -23,7 +23,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change_config(source: Path, folder: Path, **values: Any) -> Path:
-    """A directory whose config.json has other values, and no weights."""
+    """A directory with other values in config.json, and no weights."""
     folder.mkdir(exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **values}))
