@@ -78,6 +78,13 @@ def test_parallelism_that_cannot_compute_the_term_is_refused(mixtral: Path, dime
     check_auxiliary_loss(hf_model.build_on_meta(mixtral, ON), Parallelism(shard=2, replicate=2))
 
 
+def test_a_mixture_that_adds_no_term_is_refused_where_its_config_asks_for_one(tmp_path: Path) -> None:
+    tiny.build_random_model("deepseek-v3").save_pretrained(tmp_path)
+    model = hf_model.build_with_weights(tmp_path, ON, None, CPU).train()
+    with pytest.raises(RecipeError, match="DeepseekV3ForCausalLM adds no auxiliary loss"):
+        mean_loss(model)
+
+
 def test_a_call_with_labels_returns_the_models_own_loss(mixtral: Path) -> None:
     model, tokens = build(mixtral, **ON, router_aux_loss_coef=3.0), tiny.random_tokens()
     reference = transformers.AutoModelForCausalLM.from_pretrained(
