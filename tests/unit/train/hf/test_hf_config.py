@@ -42,7 +42,6 @@ def change_config(source: Path, folder: Path, **values: Any) -> Path:
         ({"attn_implementation": "nope"}, r"^model\.args: .* with attn_implementation=\"nope\""),
         ({"attn_implementation": "org/kernel"}, r"would fetch and run code.*model\.args\.attn_implementation=sdpa"),
         ({"dtype": "bfloat16"}, r"^model\.args\.dtype: .*`precision`.*export --dtype"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: the weights are quantized \(fp8\)"),
         ({"hiden_act": "silu"}, r"^model\.args\.hiden_act: .*has no such value; did you mean hidden_act"),
     ],
 )
@@ -55,6 +54,13 @@ def test_a_bad_value_of_args_is_one_line_with_its_key(mixtral: Path, args: dict[
 def test_a_bad_value_of_the_file_is_one_line_with_its_key(mixtral: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"^model\.build: .*config\.json: hidden_act: found 3, expected text$"):
         hf_model.build_on_meta(change_config(mixtral, tmp_path, hidden_act=3), {})
+
+
+def test_quantized_weights_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    folder = change_config(mixtral, tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(RecipeError, match=r"quantization_config: the weights are quantized \(fp8\)"):
+        hf_model.build_on_meta(folder, {})
+    hf_model.build_on_meta(folder, {"quantization_config": None})
 
 
 def test_a_z_loss_is_refused(tmp_path: Path) -> None:
