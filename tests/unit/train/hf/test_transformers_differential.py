@@ -71,7 +71,7 @@ def step_of_phalanx(model: nn.Module, task: Task, batch: dict[str, Tensor]) -> f
     total = sum(value for _, value, _ in sums) / num_terms
     total.backward()
     descend(model)
-    return float(total)
+    return float(total.detach())
 
 
 def step_of_transformers(model: nn.Module, inputs: list[dict[str, Tensor]]) -> float:
@@ -79,7 +79,7 @@ def step_of_transformers(model: nn.Module, inputs: list[dict[str, Tensor]]) -> f
     loss = sum(model(**part).loss for part in inputs) / len(inputs)
     loss.backward()
     descend(model)
-    return float(loss)
+    return float(loss.detach())
 
 
 @torch.no_grad()
