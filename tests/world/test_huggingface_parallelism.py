@@ -93,6 +93,14 @@ def test_a_divided_model_trains_as_on_one_process(lab: TrainHarness, kind: str, 
     compare(divided(lab, kind, layout), lab.train_reference(recipe(lab, kind)))
 
 
+def test_the_auxiliary_loss_of_experts_is_that_of_one_process(lab: TrainHarness) -> None:
+    args = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    model = {"build": save(lab, "mixtral"), "args": args}
+    compare(
+        divided(lab, "mixtral", {"shard": 2}, model=model), lab.train_reference(recipe(lab, "mixtral", model=model))
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

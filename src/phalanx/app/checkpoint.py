@@ -73,13 +73,15 @@ def verify_selected(checkpoint: Path) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(checkpoint, manifest.nbytes, len(manifest.files), time.perf_counter() - start_s)
 
 
-def export_to_huggingface(checkpoint: Path, out: Path) -> ExportedCheckpoint:
-    """Export the weights as a Hugging Face directory, which is created."""
+def export_to_huggingface(checkpoint: Path, out: Path, dtype: str | None = None) -> ExportedCheckpoint:
+    """Export the weights as a Hugging Face directory, which is created. `dtype` is fp32, bf16 or fp16; by default each
+    weight has the dtype that it came with."""
     notes: list[str] = []
     num_threads = read_manifest(checkpoint).meta.get("recipe", {}).get("num_threads")
     if isinstance(num_threads, int) and num_threads > 0:
         set_threads(num_threads)
-    files = sorted(file.name for file in export_huggingface(checkpoint, out, notes=notes.append).iterdir())
+    exported = export_huggingface(checkpoint, out, notes=notes.append, dtype=dtype)
+    files = sorted(file.name for file in exported.iterdir())
     return ExportedCheckpoint(checkpoint, tuple(files), tuple(notes))
 
 

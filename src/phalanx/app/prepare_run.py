@@ -54,7 +54,7 @@ from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.cache import check_cache_writable
 from phalanx.run.code_trust import record_trust
-from phalanx.run.companions import IMAGE_PROCESSOR_FILES, keep_companions, read_contained
+from phalanx.run.companions import GENERATION_CONFIG_FILE, IMAGE_PROCESSOR_FILES, keep_companions, read_contained
 from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
 from phalanx.run.lock import lock_run
@@ -373,4 +373,6 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
         if read_contained(directory / TOKENIZER_FILE, directory) == content and not is_dataset(directory):
             keep_companions(run, directory, prepared.notes.append)
             return {**described, "stops": find_stop_tokens(directory)}
+    if model is not None:
+        keep_companions(run, model, prepared.notes.append, [GENERATION_CONFIG_FILE])
     return described

@@ -12,6 +12,7 @@ from phalanx.errors import RecipeError
 from phalanx.planner.model_profile import ModelProfile, profile_from_json, profile_to_json
 from phalanx.recipe import Recipe, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import fill_arguments
+from phalanx.recipe.imports import describe_message
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.cache import load_or_measure
 
@@ -82,7 +83,7 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
         try:
             model = builder(**fill_arguments(builder, recipe.model.args, data_sizes))
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"model.args: {recipe.model.build} refuses them: {error}") from error
+            raise RecipeError(f"model.args: {recipe.model.build} refuses them: {describe_message(error)}") from error
         if not isinstance(model, nn.Module):
             raise RecipeError(f"model.build: {recipe.model.build} returned {type(model).__name__}, not an nn.Module")
         return model

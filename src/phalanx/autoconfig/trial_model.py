@@ -21,7 +21,7 @@ from phalanx.train.distributed.failures import is_gpu_failure
 from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.loss import LossFn
 from phalanx.train.model_builder import build_model, check_model_fits_memory
-from phalanx.train.tasks import Task, TensorBatch, open_task
+from phalanx.train.tasks import Task, TensorBatch, check_problem_type, open_task
 
 
 def open_trial(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, RunData]:
@@ -33,7 +33,9 @@ def open_trial(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, T
     if load:
         check_model_fits_memory(recipe.model, data.info, folder, discover_machine().memory_bytes)
     model = build_model(recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=load)
-    return model.train(), open_task(recipe, folder, data.info), data
+    task = open_task(recipe, folder, data.info)
+    check_problem_type(task, model)
+    return model.train(), task, data
 
 
 def select_trial_device(payload: dict[str, Any]) -> torch.device:

@@ -29,6 +29,7 @@ from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.distributed.parallelize import ParallelConfig, plan_model
 from phalanx.train.distributed.pipeline.build import partition_model
 from phalanx.train.hf import model as hf_model
+from phalanx.train.hf.inputs import check_auxiliary_loss
 from phalanx.train.loss import LossFn, LossModule
 from phalanx.train.profiler import profile_steps
 from phalanx.train.reporter import RunReporter
@@ -50,6 +51,7 @@ def check_parallelism(payload: dict[str, Any]) -> None:
     """RecipeError unless the recipe's model can be divided as its layout says."""
     recipe, parallelism = Recipe.model_validate(payload["recipe"]), Parallelism(**payload["recipe"]["parallelism"])
     model, task, data = open_trial(payload, load=False)
+    check_auxiliary_loss(model, parallelism)
     config = ParallelConfig(tp_plan=recipe.model.tp_plan, seq_len=data.info.seq_len)
     model_plan = plan_model(model, parallelism, config)
     if parallelism.pipeline > 1:

@@ -35,6 +35,14 @@ class ExportFormat(StrEnum):
     HF = "hf"
 
 
+class ExportDtype(StrEnum):
+    """Dtype of exported weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
 @app.command("ls")
 def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
     """List checkpoints, newest first.
@@ -112,6 +120,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     step: StepOption = None,
     to: Annotated[ExportFormat, typer.Option("--to", help="Format; hf: a Hugging Face directory.")] = ExportFormat.HF,
+    dtype: Annotated[
+        ExportDtype | None, typer.Option("--dtype", help="Dtype of the weights.", show_default="that of the original")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Export the weights for other tools.
@@ -122,7 +133,7 @@ def export(
 
     checkpoint = select_checkpoint(path, step)
     import_torch()
-    exported = {ExportFormat.HF: export_to_huggingface}[to](checkpoint, out)
+    exported = {ExportFormat.HF: export_to_huggingface}[to](checkpoint, out, dtype)
     if as_json:
         facts = {"path": str(exported.path), "out": str(out), "files": exported.files, "notes": exported.notes}
         print(json.dumps(facts))

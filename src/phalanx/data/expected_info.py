@@ -17,11 +17,11 @@ def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:
         manifest = read_manifest(recipe_dir / source.prepared)
         check_tokenizer(data, recipe_dir, recipe_dir / source.prepared)
         seq_len = data.seq_len if manifest.kind == "tokens" else None
-        return DataInfo(manifest.kind, manifest.vocab, manifest.classes, seq_len, manifest.shape)
+        return DataInfo(manifest.kind, manifest.vocab, manifest.classes, seq_len, manifest.shape, manifest.labels)
     if _is_text_source(source):
         return DataInfo("tokens", _expected_vocab_size(data, recipe_dir), None, data.seq_len, None)
     plan = make_prepare_plan(source, data, recipe_dir)
-    return DataInfo("images", None, plan.num_classes, None, plan.image_shape)
+    return DataInfo("images", None, plan.num_classes, None, plan.image_shape, plan.class_names)
 
 
 def _is_text_source(source: DataSource) -> bool:

@@ -46,13 +46,14 @@ _LOCATED_SAMPLES = 1 << 13  # samples that are located at once: enough to amorti
 @dataclass(frozen=True)
 class DataInfo:
     """What a model must know of the data. Tokens: `vocab_size`, `seq_len`. Images: `num_classes`, `image_shape` (h, w,
-    c)."""
+    c), `class_names` if the classes have names."""
 
     kind: Literal["tokens", "images"]
     vocab_size: int | None
     num_classes: int | None
     seq_len: int | None
     image_shape: tuple[int, int, int] | None
+    class_names: tuple[str, ...] | None = None
 
 
 TokenRange = tuple[int, int, int]
@@ -478,4 +479,5 @@ def _common_info(datasets: Sequence[PreparedDataset], seq_len: int, has_validati
                 )
             if key != "labels" and first_value != other_value:
                 raise RecipeError(f"data.source: {folders} cannot be mixed: {key} is {first_value} and {other_value}")
-    return DataInfo(first.kind, first.vocab, first.classes, seq_len if first.kind == "tokens" else None, first.shape)
+    seq_len_or_none = seq_len if first.kind == "tokens" else None
+    return DataInfo(first.kind, first.vocab, first.classes, seq_len_or_none, first.shape, first.labels)

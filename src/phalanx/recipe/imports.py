@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import ValidationError
+
 from phalanx.errors import RecipeError
 from phalanx.recipe.snapshot_paths import resolve_code_dir
 from phalanx.recipe.validation_errors import suggest_nearest
@@ -106,14 +108,24 @@ def _import_from(folder: Path, name: str, key: str) -> None:
 
 def describe_exception(error: BaseException, recipe_dir: Path | None = None) -> str:
     """`NameError: name 'x' is not defined (my_model.py:3)`: type, message and the user's line, in one line."""
-    message = str(error)
-    if type(error).__name__ == "AcceleratorError":  # torch appends advice for kernel authors
-        message = message.partition("\n")[0]
-    text = " ".join(message.split()) or "no message"
+    text = describe_message(error) or "no message"
     text = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 4]} ..."
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     return f"{type(error).__name__}: {text}{_user_line(error.__traceback__, recipe_dir)}"
+
+
+def describe_message(error: BaseException) -> str:
+    """The message of an exception in one line: of pydantic's errors the keys, what was found, and what is wrong."""
+    if isinstance(error, ValidationError):
+        return "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: found {problem['input']!r}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        )
+    message = str(error)
+    if type(error).__name__ == "AcceleratorError":  # torch appends advice for kernel authors
+        message = message.partition("\n")[0]
+    return " ".join(message.split())
 
 
 def _user_line(trace: TracebackType | None, folder: Path | None) -> str:

@@ -6,7 +6,7 @@ directory or a checkpoint, which may come from anywhere.
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from phalanx.run.directory import Run, write_atomic
@@ -37,11 +37,13 @@ MAX_COMPANION_BYTES = 2**28
 """Maximum bytes of one such file."""
 
 
-def keep_companions(run: Run, directory: Path, notes: NoteFn = lambda note: None) -> None:
+def keep_companions(
+    run: Run, directory: Path, notes: NoteFn = lambda note: None, names: Iterable[str] = COMPANION_FILES
+) -> None:
     """Copy these files of a directory into a run that has none yet."""
     if os.path.lexists(run.companions):
         return
-    for name in COMPANION_FILES:
+    for name in names:
         content = read_contained(directory / name, directory, notes)
         if content is not None:
             run.companions.mkdir(exist_ok=True)

@@ -26,6 +26,7 @@ from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.grad_sync.reducer_choice import choose_reducer
+from phalanx.train.hf.inputs import check_auxiliary_loss
 from phalanx.train.lm_head import eval_mode, find_lm_head
 from phalanx.train.local_sgd.step import make_local_sgd_accumulator
 from phalanx.train.loss import ContextSplit, LMHead, LossFn, LossModule, plan_context_split
@@ -42,7 +43,7 @@ from phalanx.train.optim import (
 )
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, open_task
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, check_problem_type, open_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_step import GradientAccumulator, to_device
 
@@ -115,6 +116,7 @@ def build_context(
     model = build_model(
         recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=False, init_weights=init_weights
     )
+    check_problem_type(task, model)
     initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
     if init_weights and initial_weights is None:
         check_same_initial_values(dist_env, model)
@@ -221,6 +223,7 @@ def make_loss_fn(
     recipe: ResolvedRecipe, task: Task, model: nn.Module, mesh: Mesh, dist_env: DistEnv, data: RunData
 ) -> LossFn:
     """How the model is scored under this layout: its sequences split, its vocabulary's logits never whole."""
+    check_auxiliary_loss(model, recipe.parallelism)
     loss_fn = LossFn(task, recipe.precision, dist_env.device)
     length = data.info.seq_len
     if mesh.context_group is not None and length is not None:

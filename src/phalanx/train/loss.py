@@ -20,7 +20,7 @@ from phalanx.train.lm_head import bypass_lm_head
 from phalanx.train.ops.collectives import Group, group_size
 from phalanx.train.ops.linear_cross_entropy import vocab_parallel
 from phalanx.train.precision import autocast_context
-from phalanx.train.tasks import Task, TensorBatch
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, add_auxiliary_loss
 
 LossSums = list[tuple[str, Tensor, Tensor | int]]
 """(name, sum, number of terms) of the loss, then of each metric."""
@@ -130,7 +130,10 @@ def _compute_head_loss(
     weight = layer.weight  # read now: if sharded, it is gathered only during the forward
     assert isinstance(weight, Tensor)
     with vocab_parallel(head.group, head.vocab_size):
-        return head.head_loss(hidden, weight, batch)
+        total, num_terms = head.head_loss(hidden, weight, batch)
+    if getattr(head.head_loss, "__func__", None) is LanguageModeling.head_loss:  # `loss` of other tasks has the output
+        total = add_auxiliary_loss(total, num_terms, output)
+    return total, num_terms
 
 
 class LossModule(nn.Module):

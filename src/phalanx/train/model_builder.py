@@ -16,6 +16,7 @@ from phalanx.errors import PhalanxError, RecipeError
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.recipe import describe_exception, huggingface_directory, import_object
 from phalanx.recipe.builder_arguments import fill_arguments
+from phalanx.recipe.imports import describe_message
 from phalanx.recipe.schema import LoraConfig, ModelConfig
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import is_gpu_failure
@@ -23,6 +24,7 @@ from phalanx.train.distributed.module_state import check_model_can_be_saved, ens
 from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
 from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.hf import model as hf_model
+from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
 from phalanx.train.ops.lora import add_lora
 from phalanx.train.ops.random_draws import derive_seed, seed_everything
@@ -45,7 +47,7 @@ def describe_model(spec: ModelConfig, facts: DataInfo, folder: Path | None) -> d
         return {
             "build": spec.build,
             "args": spec.args,
-            "huggingface": hf_model.describe_for_export(directory, spec.args),
+            "huggingface": hf_model.describe_for_export(directory, spec.args, facts),
         }
     builder = import_object(spec.build, folder, key="model.build")
     return {"build": spec.build, "args": fill_arguments(builder, spec.args, model_facts(facts))}
@@ -125,13 +127,15 @@ def _build_from_import_path(
     except InitValueNeeded:
         return _build_from_import_path(spec, facts, folder, seed, init_weights=True)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"model.args: {spec.build} refuses them: {error}") from error
+        raise RecipeError(f"model.args: {spec.build} refuses them: {describe_message(error)}") from error
     except Exception as error:
         if isinstance(error, PhalanxError) or is_out_of_memory(error) or is_gpu_failure(error):
             raise
         raise RecipeError(f"model.build: {spec.build} failed: {describe_exception(error, folder)}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.build: {spec.build} returned {type(model).__name__}, expected an nn.Module")
+    if is_transformers_model(model):
+        install_input_adapter(model)
     if skip_init is not None and not (skip_init.only_parameters_differ and skip_init.only_of(model)):
         return _build_from_import_path(spec, facts, folder, seed, init_weights=True)
     return model

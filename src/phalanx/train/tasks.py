@@ -11,15 +11,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, describe_exception, import_object
 from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs
-from phalanx.train.hf.inputs import get_logits
+from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
+SINGLE_LABEL = "single_label_classification"
+"""The `problem_type` of transformers that `classification` trains."""
 TensorBatch = dict[str, Tensor]
 
 
@@ -35,6 +37,13 @@ class Task(Protocol):
         """Return the sum of the losses of a micro-batch (0-d tensor) and its number of terms."""
 
 
+def add_auxiliary_loss(total: Tensor, num_terms: Tensor | int, output: Any) -> Tensor:
+    """Add the auxiliary loss in a model's output, if there is one, to a sum of losses: as often as it has terms, so the
+    loss of a step has its mean over micro-batches, weighted by their terms."""
+    auxiliary_loss = find_auxiliary_loss(output)
+    return total if auxiliary_loss is None else total + auxiliary_loss * num_terms
+
+
 class LanguageModeling:
     """Next-token cross-entropy. Targets of -100 do not count."""
 
@@ -45,7 +54,8 @@ class LanguageModeling:
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
         losses = cross_entropy(get_logits(output).flatten(0, 1), targets.flatten())
-        return losses, (targets != -100).sum()
+        num_terms = (targets != -100).sum()
+        return add_auxiliary_loss(losses, num_terms, output), num_terms
 
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         """Compute the loss from the input of an output layer without bias, hidden [b, s, w], and its weight [v, w],
@@ -76,11 +86,23 @@ class Classification:
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, int]:
         labels = batch["labels"]
-        return F.cross_entropy(get_logits(output).float(), labels, reduction="sum"), labels.numel()
+        losses = F.cross_entropy(get_logits(output).float(), labels, reduction="sum")
+        return add_auxiliary_loss(losses, labels.numel(), output), labels.numel()
 
     def metrics(self, output: Tensor, batch: TensorBatch) -> Mapping[str, tuple[Tensor, int]]:
         labels = batch["labels"]
         return {"accuracy": ((get_logits(output).argmax(-1) == labels).sum(), labels.numel())}
+
+
+def check_problem_type(task: Task, model: nn.Module) -> None:
+    """Raise RecipeError if the model's config declares that its outputs are not scores of classes, as `classification`
+    takes them."""
+    problem_type = getattr(getattr(model, "config", None), "problem_type", None)
+    if isinstance(task, Classification) and problem_type not in (None, SINGLE_LABEL):
+        raise RecipeError(
+            f"task: classification trains one class of several, but the model's config declares problem_type "
+            f"{problem_type!r}; use model.args.problem_type={SINGLE_LABEL}, or a task of your own, module:Class"
+        )
 
 
 BUILT_IN_TASKS: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}

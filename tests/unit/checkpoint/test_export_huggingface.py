@@ -119,7 +119,7 @@ def test_the_config_has_the_changed_values_and_the_number_format_of_the_weights(
     model, meta = load(tmp_path / "origin", attention_dropout=0.25)
     again = read_back(export(tmp_path, get_model_tensors(model), meta))
     assert again.config.attention_dropout == 0.25
-    assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
@@ -216,8 +216,8 @@ def test_a_tokenizer_of_the_runs_own_takes_the_place_of_the_origins(tmp_path: Pa
     out, notes = said(tmp_path, get_model_tensors(model), meta)
     assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
     assert not (out / "vocab.json").exists()
-    assert not (out / "generation_config.json").exists()
-    assert notes == f"tokenizer.json copied from {tmp_path / 'run'}"
+    assert "bos_token_id" not in json.loads((out / "generation_config.json").read_text())
+    assert notes.splitlines()[0] == f"tokenizer.json copied from {tmp_path / 'run'}"
     read = transformers.AutoTokenizer.from_pretrained(out)
     assert read.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 0
     assert read.decode(read("to be")["input_ids"]) == "to be"
@@ -275,3 +275,121 @@ def test_links_within_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
     run.create()
     keep_companions(run, snapshot)
     assert (run.companions / "vocab.json").read_text() == "{}"
+
+
+def save_half(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    """A directory of a kind in half precision."""
+    tiny.save_random_model(folder, kind).to(dtype).save_pretrained(folder, **options)
+
+
+def dtypes_of(folder: Path) -> dict[str, torch.dtype]:
+    return {name: t.dtype for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def declared_dtype(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text())["dtype"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "adapters"])
+def test_what_came_in_half_precision_leaves_in_it(tmp_path: Path, dtype: torch.dtype, lora: LoraConfig | None) -> None:
+    save_half(tmp_path / "origin", dtype=dtype)
+    model, meta = load(tmp_path / "origin")
+    if lora is not None:
+        add_lora(model, lora, torch.Generator().manual_seed(0))
+        meta["recipe"] = {"lora": lora.model_dump()}
+    out = export(tmp_path, get_model_tensors(model), meta)
+    assert dtypes_of(out) == dtypes_of(tmp_path / "origin")
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "origin", out)]
+    assert sizes[1] <= 1.1 * sizes[0]
+    assert declared_dtype(out) == declared_dtype(tmp_path / "origin") == str(dtype).removeprefix("torch.")
+
+
+def test_an_adapter_is_merged_in_fp32_and_the_sum_rounded_once(tmp_path: Path) -> None:
+    save_half(tmp_path / "origin")
+    model, meta = load(tmp_path / "origin")
+    config = LoraConfig(rank=2)
+    add_lora(model, config, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_lora_name(name):
+                parameter.normal_(std=0.3)
+    meta["recipe"] = {"lora": config.model_dump()}
+    out = export(tmp_path, get_model_tensors(model), meta)
+    merged = merge_lora_tensors(get_model_tensors(model), lora_scale(config))
+    assert all(torch.equal(t, merged[name].bfloat16()) for name, t in load_file(out / "model.safetensors").items())
+
+
+def test_the_dtype_of_an_export_can_be_chosen(tmp_path: Path) -> None:
+    save_half(tmp_path / "origin")
+    model, meta = load(tmp_path / "origin")
+    checkpoint = save(tmp_path / "run" / "checkpoints", 1, get_model_tensors(model), meta)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        out = export_huggingface(checkpoint, tmp_path / name, dtype=name)
+        assert set(dtypes_of(out).values()) == {dtype}
+        assert declared_dtype(out) == str(dtype).removeprefix("torch.")
+
+
+def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    model, meta = load(tmp_path / "origin")
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight")[0, 0] = 1e5
+    checkpoint = save(tmp_path / "run" / "checkpoints", 1, get_model_tensors(model), meta)
+    with pytest.raises(DataError, match=r"lm_head.weight: has values that fp16 cannot hold .*; use --dtype bf16"):
+        export_huggingface(checkpoint, tmp_path / "out", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_came_in_another_dtype_than_most_keep_it(tmp_path: Path) -> None:
+    save_half(tmp_path / "origin")
+    file = tmp_path / "origin" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].float()}, file, metadata={"format": "pt"})
+    model, meta = load(tmp_path / "origin")
+    out = export(tmp_path, get_model_tensors(model), meta)
+    assert dtypes_of(out) == dtypes_of(tmp_path / "origin")
+
+
+def test_a_model_keeps_in_fp32_what_it_declares_so_whatever_dtype_is_chosen(tmp_path: Path) -> None:
+    origin = tiny.build_random_model("deepseek-v3")
+    origin.save_pretrained(tmp_path / "origin")
+    model, meta = load(tmp_path / "origin")
+    checkpoint = save(tmp_path / "run" / "checkpoints", 1, get_model_tensors(model), meta)
+    dtypes = dtypes_of(export_huggingface(checkpoint, tmp_path / "out", dtype="bf16"))
+    kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert kept == {name for name in dtypes if name.endswith(("e_score_correction_bias", ".gate.weight"))} != set()
+
+
+def test_files_are_at_most_as_large_as_those_of_the_original(tmp_path: Path) -> None:
+    save_half(tmp_path / "origin", max_shard_size="20KB")
+    model, meta = load(tmp_path / "origin")
+    out = export(tmp_path, get_model_tensors(model), meta)
+    sizes = [sorted(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in (tmp_path / "origin", out)]
+    assert len(sizes[1]) > 1
+    assert sizes[1][-1] <= 1.2 * sizes[0][-1]  # headers are a tenth of such small files
+    read_back(out)
+
+
+def test_an_own_tokenizer_keeps_the_generation_config_without_its_tokens(tmp_path: Path) -> None:
+    tiny.save_random_model(tmp_path / "origin", "llama")
+    values = {"temperature": 0.6, "eos_token_id": [2, 3], "bos_token_id": 1, "suppress_tokens": [5]}
+    model, meta = load(tmp_path / "origin")
+    companions = Run(tmp_path / "run").companions
+    companions.mkdir(parents=True)
+    (companions / "generation_config.json").write_text(json.dumps(values))
+    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, tmp_path / "run" / "tokenizer.json")
+    out = export(tmp_path, get_model_tensors(model), meta)
+    kept = json.loads((out / "generation_config.json").read_text())
+    end = json.loads((out / "config.json").read_text()).get("eos_token_id")
+    assert kept == {"temperature": 0.6, **({} if end is None else {"eos_token_id": end})}
+
+
+def test_tensors_that_the_model_does_not_use_are_named(tmp_path: Path) -> None:
+    tiny.build_random_model("deepseek-v3").save_pretrained(tmp_path / "origin")
+    file = tmp_path / "origin" / "model.safetensors"
+    extra = {"model.layers.61.embed_tokens.weight": torch.ones(2)}  # as files of DeepSeek-V3 have for a further layer
+    save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
+    model, meta = load(tmp_path / "origin")
+    _, notes = said(tmp_path, get_model_tensors(model), meta)
+    assert "1 tensor of the original that the model does not use is not in the export (model.layers.61" in notes

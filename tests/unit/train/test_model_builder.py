@@ -122,6 +122,15 @@ def test_arguments_that_the_builder_refuses_are_an_error_of_the_recipe(tmp_path:
         build(source, tmp_path, heads=3)
 
 
+def test_what_pydantic_refuses_in_a_builder_is_one_line_with_key_and_value(tmp_path: Path) -> None:
+    source = "import pydantic\nclass Sizes(pydantic.BaseModel):\n    width: int\ndef make(width): Sizes(width=width)"
+    with pytest.raises(
+        RecipeError, match=r":make refuses them: width: found 'wide': Input should be a valid integer"
+    ) as e:
+        build(source, tmp_path, width="wide")
+    assert "\n" not in str(e.value)
+
+
 def test_a_builder_must_return_a_module(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model.build: .*:make returned list, expected an nn.Module"):
         build("def make(): return []", tmp_path)

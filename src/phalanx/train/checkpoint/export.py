@@ -1,15 +1,17 @@
 """Export model weights from a checkpoint to the format of Hugging Face's tools and `safetensors`."""
 
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -22,13 +24,15 @@ from phalanx.run.companions import NoteFn
 from phalanx.run.directory import fsync_if_supported
 from phalanx.train.checkpoint.commit import make_temporary_path, sync_directory, write_synced
 from phalanx.train.checkpoint.export_tokenizer import write_companions, write_image_processor
-from phalanx.train.checkpoint.format import CheckpointManifest, read_manifest
+from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
+from phalanx.train.hf.config import DTYPE_KEYS
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
 from phalanx.train.ops.lora import is_lora_name, lora_names, lora_scale, lora_weight_name, merge_lora_tensors
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_FILE_BYTES = 5_000_000_000
 
 
@@ -38,17 +42,23 @@ def is_weight_name(name: str) -> bool:
 
 
 def export_huggingface(
-    checkpoint: Path, out: Path, file_bytes: int = _MAX_FILE_BYTES, notes: NoteFn | None = None
+    checkpoint: Path,
+    out: Path,
+    file_bytes: int | None = None,
+    notes: NoteFn | None = None,
+    dtype: str | None = None,
 ) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
-    `model`. LoRA adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging Face
-    directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads it, and
-    the run's tokenizer (`export_tokenizer.py`). `out` appears atomically. At most one file is in memory at a time.
-    `notes` receives messages about files that were copied or skipped.
+    `model`. Weights are rounded once, after merging, to `dtype` (fp32, bf16 or fp16); by default each has the dtype of
+    the original. LoRA adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging
+    Face directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads
+    it, and the run's tokenizer (`export_tokenizer.py`). `out` appears atomically. At most one file is in memory at a
+    time. `notes` receives messages about files that were copied or skipped.
 
     Raises UsageError if `out` exists or the disk is full, CorruptCheckpointError, which names a bad file of the
-    checkpoint, and DataError if adapters or tensors cannot be converted back to their original form."""
+    checkpoint, and DataError if adapters or tensors cannot be converted back to their original form, or a weight is too
+    large for the dtype."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: exists already; export writes a new directory")
     manifest = read_manifest(checkpoint)
@@ -59,7 +69,7 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, temporary)
-            _write_export(checkpoint, manifest, temporary, file_bytes, notes or _ignore_note)
+            _write_export(checkpoint, manifest, temporary, file_bytes, notes or _ignore_note, dtype)
             sync_directory(temporary)
             os.rename(temporary, out)
             undo.pop_all()
@@ -76,6 +86,38 @@ def _ignore_note(note: str) -> None:
 
 
 @dataclass(frozen=True)
+class _Dtypes:
+    """The dtypes of exported floating-point tensors: `main`, None for those of the checkpoint, and `others` by name."""
+
+    main: torch.dtype | None = None
+    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def round(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor in its exported dtype. Raises DataError if that has no such large numbers."""
+        dtype = self.others.get(name, self.main)
+        if dtype is None or not tensor.is_floating_point():
+            return tensor
+        rounded = tensor.to(dtype)
+        if dtype == torch.float16 and bool((rounded.isinf() & tensor.isfinite()).any()):
+            raise DataError(f"{name}: has values that fp16 cannot hold (above 65504); use --dtype bf16 or fp32")
+        return rounded
+
+
+def _choose_dtypes(origin: Mapping[str, Any], dtype: str | None) -> _Dtypes:
+    """Choose `dtype` for all but the tensors that the model keeps in fp32, or else the dtypes of the original."""
+    if dtype is not None:
+        return _Dtypes(EXPORT_DTYPES[dtype], dict.fromkeys(origin.get("kept_in_fp32", ()), torch.float32))
+    if not origin:
+        return _Dtypes()
+    config = origin["config"]
+    declared = config.get("dtype") or config.get("torch_dtype")  # of checkpoints without the files' dtype
+    name = origin.get("dtype") or (declared if declared in get_args(FloatDtype) else "float32")
+    return _Dtypes(
+        getattr(torch, name), {key: getattr(torch, other) for key, other in origin.get("dtypes", {}).items()}
+    )
+
+
+@dataclass(frozen=True)
 class _ExportPlan:
     """The contents of an export: `groups` of the checkpoint's tensors that must be in one file, each with the names of
     its tensors in the export."""
@@ -87,15 +129,32 @@ class _ExportPlan:
     converted: Mapping[str, list[str]] = field(default_factory=dict)
     """Names of the original tensors that each group is converted back to, by the group's first tensor."""
     model: nn.Module | None = None
+    dtypes: _Dtypes = _Dtypes()
+
+    def count_bytes(self, tensor: TensorRecord) -> int:
+        """Return the bytes of a checkpoint's tensor in an export."""
+        dtype = self.dtypes.main
+        if dtype is None or not tensor.torch_dtype.is_floating_point:
+            return tensor.nbytes
+        return math.prod(tensor.shape) * dtype.itemsize
 
 
-def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, file_bytes: int, notes: NoteFn) -> None:
+def _write_export(
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    folder: Path,
+    file_bytes: int | None,
+    notes: NoteFn,
+    dtype: str | None,
+) -> None:
     origin = manifest.meta.get("model", {}).get("huggingface", {})
+    dtypes = _choose_dtypes(origin, dtype)
     if origin:
-        _write_json(folder / HF_CONFIG_FILE, _config_with_dtype(origin["config"], manifest))
+        _write_json(folder / HF_CONFIG_FILE, _config_with_dtype(origin["config"], dtypes.main or torch.float32))
     elif "model" in manifest.meta:
         _write_json(folder / HF_CONFIG_FILE, manifest.meta["model"])
-    plan = _plan_export(manifest, origin, folder)
+    plan = replace(_plan_export(manifest, origin, folder), dtypes=dtypes)
+    file_bytes = file_bytes or origin.get("file_bytes") or _MAX_FILE_BYTES
     files = list(_split_into_files(plan, manifest, file_bytes))
     single = len(files) == 1
     where: dict[str, str] = {}
@@ -104,7 +163,8 @@ def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, 
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for group in groups:
-            tensors |= _make_group_tensors(checkpoint, manifest, plan, group)
+            made = _make_group_tensors(checkpoint, manifest, plan, group)
+            tensors |= {name: plan.dtypes.round(name, tensor) for name, tensor in made.items()}
         _save_tensors(tensors, folder / file)
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
         with open(folder / file, "rb") as written:
@@ -119,6 +179,10 @@ def _write_export(checkpoint: Path, manifest: CheckpointManifest, folder: Path, 
         kind = str(manifest.meta.get("model", {}).get("build", "the model")).rpartition(":")[2]
         named = ", ".join(name or kind for name in sorted(extra))
         notes(f"what get_extra_state of {named} gives is not in the export, which holds weights")
+    if unused := origin.get("unused"):
+        count = f"{len(unused)} tensors" if len(unused) > 1 else "1 tensor"
+        are = "are" if len(unused) > 1 else "is"
+        notes(f"{count} of the original that the model does not use {are} not in the export ({unused[0]})")
     if origin:
         run = Run(checkpoint.absolute().parent.parent)
         write_companions(manifest.meta, run, folder, notes)
@@ -218,12 +282,17 @@ def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
     return plain
 
 
-def _config_with_dtype(config: Mapping[str, Any], manifest: CheckpointManifest) -> dict[str, Any]:
+def _config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return config.json with the dtype of the exported weights; otherwise readers would convert them."""
-    floating = (t.torch_dtype for name, t in manifest.tensors.items() if is_weight_name(name))
-    dtype = str(next(dtype for dtype in floating if dtype.is_floating_point)).removeprefix("torch.")
-    key = "dtype" if "dtype" in config else "torch_dtype"  # the key before transformers 5
-    return {**config, key: dtype}
+    name = str(dtype).removeprefix("torch.")
+    parts = {key: _config_with_dtype(part, dtype) for key, part in config.items() if _has_dtype(part)}
+    keys = [key for key in DTYPE_KEYS if key in config] or [DTYPE_KEYS[-1]]
+    return {**config, **parts, **dict.fromkeys(keys, name)}
+
+
+def _has_dtype(part: Any) -> bool:
+    """Whether a value of config.json is the config of a part of the model that names a dtype."""
+    return isinstance(part, dict) and any(key in part for key in DTYPE_KEYS)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -235,7 +304,7 @@ def _split_into_files(plan: _ExportPlan, manifest: CheckpointManifest, file_byte
     file: list[list[str]] = []
     size = 0
     for group in plan.groups:
-        nbytes = sum(manifest.tensors[plan.source_names.get(name, name)].nbytes for name in group)
+        nbytes = sum(plan.count_bytes(manifest.tensors[plan.source_names.get(name, name)]) for name in group)
         if file and size + nbytes > file_bytes:
             yield file
             file, size = [], 0

@@ -17,6 +17,7 @@ from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.run import Run
 from phalanx.run.companions import (
     COMPANION_FILES,
+    GENERATION_CONFIG_FILE,
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -44,6 +45,8 @@ def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: Not
         return
     if not described.get("of_model"):
         _name_ends(folder, run, described)
+        if GENERATION_CONFIG_FILE in copied and "stops" not in described:  # it came with another tokenizer
+            _replace_generation_tokens(folder)
     if not copied.keys() - {TOKENIZER_FILE} and run.plan.is_file() and "of_model" not in described:
         notes(
             f"{TOKENIZER_CONFIG_FILE} and {HF_CONFIG_FILE} name the ends of a text by tokenizer.json alone, because an "
@@ -83,6 +86,18 @@ def _name_ends(folder: Path, run: Run, described: Mapping[str, Any]) -> None:
     tokens = {"bos_token_id": begin, "pad_token_id": None, "eos_token_id": end}
     of_model.update({key: value for key, value in tokens.items() if key in of_model})
     _write_json(folder / HF_CONFIG_FILE, of_model)
+
+
+def _replace_generation_tokens(folder: Path) -> None:
+    """Leave out the tokens of generation_config.json, which have other numbers in this tokenizer, and name the end of
+    text of config.json."""
+    values = json.loads((folder / GENERATION_CONFIG_FILE).read_text(encoding="utf-8"))
+    names_tokens = ("_token_id", "_token_ids")
+    kept = {
+        key: value for key, value in values.items() if not key.endswith(names_tokens) and not isinstance(value, list)
+    }
+    end = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8")).get("eos_token_id")
+    _write_json(folder / GENERATION_CONFIG_FILE, kept | ({} if end is None else {"eos_token_id": end}))
 
 
 def _write_json(path: Path, value: Any) -> None:

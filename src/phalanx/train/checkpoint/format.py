@@ -113,6 +113,10 @@ class RankManifest(_FrozenRecord):
     tensors: dict[str, TensorRecord]
 
 
+FloatDtype = Literal["float64", "float32", "float16", "bfloat16"]
+"""Names of torch's dtypes of weights in a Hugging Face directory."""
+
+
 class _MetaSection(BaseModel):
     """A section of the metadata that Phalanx itself reads; unknown keys are allowed."""
 
@@ -131,6 +135,11 @@ class _OriginMeta(_MetaSection):
     converted: list[_ConvertedMeta] = []
     tied: dict[str, str] | None = None
     names: dict[str, str] = {}
+    unused: list[str] = []
+    dtype: FloatDtype | None = None
+    dtypes: dict[str, FloatDtype] = {}
+    kept_in_fp32: list[str] = []
+    file_bytes: Annotated[int, Field(gt=0)] | None = None
 
 
 class _ModelMeta(_MetaSection):

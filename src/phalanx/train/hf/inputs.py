@@ -1,10 +1,12 @@
-"""Call a Hugging Face model with the inputs of our tasks, and take logits from its output.
+"""Call a Hugging Face model with the inputs of our tasks, and take logits and auxiliary losses from its output.
 
 Tasks provide tokens, documents and positions; `adapt_inputs` converts them to `input_ids`, `attention_mask` and
-`position_ids`, as far as the model's `forward` takes them. Pure functions of values, and one hook that applies them.
+`position_ids`, as far as the model's `forward` takes them. In training, if a model's config asks for an auxiliary loss
+(`output_router_logits`), it is called with labels and a loss function of zero: its own loss is what it adds to one.
 """
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models.attention import make_document_mask
+from phalanx.recipe.schema import Parallelism
+from phalanx.train.hf.config import get_text_config
 
 PHALANX_ARGUMENTS = ("documents", "positions")
 """Keyword arguments of ours that no Hugging Face model has."""
@@ -70,9 +74,7 @@ def _make_attention_masks(model: nn.Module, documents: Tensor) -> Tensor | dict[
     """Make the mask of each token's document, restricted to the model's own windows and chunks. One mask for all layers
     or, if there are several kinds, one for each, as transformers' models take them. Raises RecipeError if no mask can
     restrict some layers to a document."""
-    config = model.config
-    if callable(text := getattr(config, "get_text_config", None)):
-        config = text()
+    config = get_text_config(model.config)
     allowed = make_document_mask(documents)
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
@@ -106,8 +108,98 @@ def _to_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def install_input_adapter(model: nn.Module) -> None:
-    """Make the model accept the inputs of our tasks in every call."""
+    """Make the model accept the inputs of our tasks in every call, and return its auxiliary loss in training."""
     model.register_forward_pre_hook(adapt_inputs, with_kwargs=True)
+    if has_auxiliary_loss(model):
+        _AuxiliaryLoss(model)
+
+
+class _AuxiliaryLoss:
+    """Has a transformers model that is called in training without labels return what it adds to a loss as `aux_loss`:
+    it gets labels and a loss function of zero. Elsewhere it computes none. Only the base model gets the attention mask:
+    the auxiliary loss counts all tokens, and cannot take a mask for each pair of them."""
+
+    def __init__(self, model: Any):
+        self._own_loss_function = model.loss_function
+        self._is_active = False
+        self._mask: Any = None
+        model.register_forward_pre_hook(self._prepare_call, with_kwargs=True)
+        model.base_model.register_forward_pre_hook(self._restore_mask, with_kwargs=True)
+        model.register_forward_hook(self._scale)
+
+    def _prepare_call(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        has_labels = kwargs.get("labels") is not None  # a task of the user's own takes the model's own loss
+        self._is_active = model.training and not has_labels
+        model.loss_function = _compute_no_loss if self._is_active else self._own_loss_function
+        if self._is_active:
+            self._mask = kwargs.get("attention_mask")
+            kwargs = {**kwargs, "attention_mask": None, "labels": kwargs.get("input_ids")}
+        elif not has_labels:
+            kwargs = {**kwargs, "output_router_logits": False}
+        return args, kwargs
+
+    def _restore_mask(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": self._mask} if self._is_active else kwargs
+
+    def _scale(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not self._is_active:
+            return output
+        if getattr(output, "aux_loss", None) is None or getattr(output, "loss", None) is None:
+            raise RecipeError(
+                f"model.build: output_router_logits is true in the config, but {type(model).__name__} adds no "
+                "auxiliary loss; use model.args.output_router_logits=false"
+            )
+        output.aux_loss, output.router_logits = output.loss, None
+        return output
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Return whether transformers defines the model. The package is not imported."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def has_auxiliary_loss(model: nn.Module) -> bool:
+    """Return whether the config of a transformers model asks for the loss that keeps its experts evenly used."""
+    config = getattr(model, "config", None)
+    configs = (config, get_text_config(config))
+    return any(getattr(each, "output_router_logits", None) is True for each in configs)
+
+
+def check_auxiliary_loss(model: nn.Module, parallelism: Parallelism) -> None:
+    """Raise RecipeError if the model has an auxiliary loss and no rank computes whole samples with whole layers."""
+    for dimension in ("tensor", "pipeline", "context") if has_auxiliary_loss(model) else ():
+        if (ranks := getattr(parallelism, dimension)) > 1:
+            raise RecipeError(
+                f"parallelism.{dimension}: found {ranks}, expected 1: the model's config asks for the auxiliary loss "
+                "of its experts, which each rank computes of whole samples; model.args.output_router_logits=false "
+                "trains without it"
+            )
+
+
+def _compute_no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stand for a model's loss function: the task computes the loss."""
+    return logits.new_zeros((), dtype=torch.float32)
+
+
+def _describe_type(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def find_auxiliary_loss(output: Any) -> Tensor | None:
+    """Return what a model adds to its mean loss in training, 0-d: the `aux_loss` of its output, as an attribute or a
+    key. None if there is none, or without gradients: validation measures the task alone."""
+    value = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
+    if value is None or not torch.is_grad_enabled():
+        return None
+    if getattr(output, "router_logits", None) is not None:
+        raise RecipeError(
+            f"model.build: the aux_loss of {type(output).__name__} lacks its coefficient; return the model of "
+            "transformers itself, or a dict of `logits` and `aux_loss` times the coefficient"
+        )
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise RecipeError(f"model.build: aux_loss is {_describe_type(value)}, expected a tensor with one element")
+    return value.reshape(())
 
 
 def find_logits(output: Any) -> Tensor | None:

@@ -7,8 +7,8 @@ parts of the model that a worker holds; `load_weights` fills the whole model in 
 such a model. Nothing here writes files.
 """
 
-import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
-from phalanx.models.size_limits import MAX_LAYERS
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
-from phalanx.recipe.validation_errors import suggest_nearest
-from phalanx.safe_files import read_text
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
+from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
 from phalanx.train.hf.inputs import install_input_adapter
 from phalanx.train.hf.safetensors_reader import (
     WeightReader,
@@ -56,16 +54,16 @@ def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | No
     Raises RecipeError if transformers is not installed, config.json has an unknown architecture, `args` do not fit it,
     or the data have more tokens or longer samples than it supports.
     """
-    kind, config = _load_architecture(directory, args)
+    architecture = load_architecture(directory, args)
+    kind = architecture.kind
     if facts is not None:
-        _check_data_fits(config, facts)
+        check_data_fits(architecture, facts)
     try:
         with parameters_on_meta():
-            model: nn.Module = kind(config)
+            model: nn.Module = kind(architecture.config)
     except Exception as error:
-        raise RecipeError(
-            f"model.build: {directory}: {kind.__name__} cannot be built: {describe_exception(error)}"
-        ) from error
+        where = format_args(directory / HF_CONFIG_FILE, args)
+        raise RecipeError(f"{where}: {kind.__name__} cannot be built: {describe_exception(error)}") from error
     install_input_adapter(model)
     return model
 
@@ -164,12 +162,17 @@ def make_tie_mismatch_error(source: WeightReader, first: str, other: str) -> Dat
     )
 
 
-def describe_for_export(directory: Path, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an export needs to write such a directory: its path, config.json with `args` applied, the file names
-    of tensors that the model names differently, conversion groups, and tied parameters."""
+def describe_for_export(directory: Path, args: Mapping[str, Any], facts: DataInfo | None = None) -> dict[str, Any]:
+    """Return what an export needs to write such a directory: its path, config.json with `args` applied and the data's
+    classes named, the file names of tensors that the model names differently, conversion groups, tied parameters, the
+    tensors that the model does not use, and dtypes and sizes of the files (`_describe_files`)."""
+    architecture = load_architecture(directory, args)
     model = build_on_meta(directory, args)
     source = open_source(model, directory)
-    names = {name: file_names[0] for name, file_names in match_tensor_names(model, source).items()}
+    matches = match_tensor_names(model, source)
+    names = {name: file_names[0] for name, file_names in matches.items()}
+    used = {file_name for file_names in matches.values() for file_name in file_names}
+    obsolete = [*OBSOLETE_TENSOR_PATTERNS, *(rf"(^|\.){re.escape(name)}$" for name, _ in model.named_buffers())]
     conversion_groups: list[dict[str, list[str]]] = []
     if isinstance(source, ConvertedWeightSource):
         conversion_groups = source.conversion_groups()
@@ -180,10 +183,29 @@ def describe_for_export(directory: Path, args: Mapping[str, Any]) -> dict[str, A
         }
     return {
         "directory": str(directory.absolute()),
-        "config": _read_config(directory) | dict(args),
+        "config": {**architecture.values, **name_classes(architecture, facts)},
         "names": {name: file_names for name, file_names in names.items() if file_names != name},
         "converted": conversion_groups,
         "tied": find_tied_names(model),
+        "unused": sorted(source.names - used - {name for name in source.names if _matches_any(obsolete, name)}),
+        **_describe_files(model, source.raw if isinstance(source, ConvertedWeightSource) else source),
+    }
+
+
+def _describe_files(model: nn.Module, source: WeightReader) -> dict[str, Any]:
+    """Return the `dtype` that most of the files' tensors have, the `dtypes` of others, the tensors that the model keeps
+    in fp32 whatever the dtype, and the size of the largest file if there are several."""
+    dtypes = source.read_dtypes()
+    counts = Counter(dtypes.values())
+    dtype = counts.most_common(1)[0][0] if counts else "float32"
+    patterns = [*_read_patterns(model, "_keep_in_fp32_modules"), *_read_patterns(model, "_keep_in_fp32_modules_strict")]
+    kept = [name for name in dtypes if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in patterns)]
+    paths = set(source.files.values())
+    return {
+        "dtype": dtype,
+        "dtypes": {name: other for name, other in dtypes.items() if other != dtype},
+        "kept_in_fp32": sorted(kept),
+        "file_bytes": max(path.stat().st_size for path in paths) if len(paths) > 1 else None,
     }
 
 
@@ -191,89 +213,7 @@ def preload_architecture(directory: str) -> None:
     """Import the modules that a model of this directory needs, in a process that forks workers, so that they need not.
     Errors in the directory are ignored here, because building the model reports them."""
     with suppress(PhalanxError):
-        _load_architecture(Path(directory), {})
-
-
-def import_transformers() -> Any:
-    """Import the transformers package. Raises RecipeError if it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise RecipeError(
-            "model.build: hf:PATH needs the `transformers` package: pip install 'phalanx[huggingface]'"
-        ) from None
-    return transformers
-
-
-def _load_architecture(directory: Path, args: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
-    """Return the model's class and config."""
-    transformers = import_transformers()
-    where = directory / HF_CONFIG_FILE
-    _read_config(directory)
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        if "auto_map" in _read_config(directory):
-            raise RecipeError(
-                f"model.build: {where}: auto_map names code of the directory's own, which is never run; convert the "
-                "model to an architecture of transformers"
-            ) from None
-        kind = _read_config(directory).get("model_type")
-        version = transformers.__version__
-        raise RecipeError(
-            f"model.build: {where}: transformers {version} knows no architecture of model_type {kind!r} "
-            f"({describe_exception(error)})"
-        ) from error
-    known = config.to_dict()
-    for key, value in args.items():
-        if key not in known and not hasattr(config, key):
-            raise RecipeError(f"model.args.{key}: {where} has no such value{suggest_nearest(key, sorted(known))}")
-        setattr(config, key, value)
-    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
-    layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise RecipeError(f"model.args.num_hidden_layers: {where} has {layers} layers, expected at most {MAX_LAYERS}")
-    names = getattr(config, "architectures", None) or []
-    if not names:
-        raise RecipeError(
-            f"model.build: {where} names no architecture; give one, as model.args.architectures=[LlamaForCausalLM]"
-        )
-    kind = getattr(transformers, str(names[0]), None)
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise RecipeError(
-            f"model.build: {where}: transformers {transformers.__version__} has no architecture {names[0]!r}"
-        )
-    kernel = str(getattr(config, "_attn_implementation", None) or "")
-    if "/" in kernel:
-        raise RecipeError(
-            f"model.build: {where}: attention by {kernel!r} would fetch and run code; name one of transformers' own: "
-            "model.args.attn_implementation=sdpa"
-        )
-    return kind, config
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    """Read config.json."""
-    where = directory / HF_CONFIG_FILE
-    try:
-        value = json.loads(read_text(where))
-    except (OSError, ValueError, RecursionError, DataError) as error:
-        raise RecipeError(f"model.build: {where}: cannot be read as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise RecipeError(f"model.build: {where}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _check_data_fits(config: Any, facts: DataInfo) -> None:
-    """Raise RecipeError if the data have tokens or positions that the model does not support."""
-    vocab, longest = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
-    if facts.vocab_size is not None and vocab is not None and facts.vocab_size > vocab:
-        raise RecipeError(
-            f"data.tokenizer: has {facts.vocab_size} tokens, but the model's vocabulary has {vocab}; "
-            "use the tokenizer.json that belongs to the model"
-        )
-    if facts.seq_len is not None and longest is not None and facts.seq_len > longest:
-        raise RecipeError(f"data.seq_len: {facts.seq_len} tokens, but the model has positions for {longest} only")
+        load_architecture(Path(directory), {})
 
 
 def _group_alias_names(model: nn.Module) -> dict[str, list[str]]:

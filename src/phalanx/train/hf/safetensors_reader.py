@@ -21,6 +21,8 @@ from phalanx.safe_files import read_json
 SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 1 << 28
 """Maximum bytes of an index; those of the largest models take about 10 million."""
+FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Names of torch's dtypes by those in safetensors files."""
 WRAPPER_NAME_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Name components that torch's wrappers add for compiled, checkpointed and sharded modules."""
 
@@ -41,6 +43,15 @@ class WeightReader:
         """Return the shape of a whole tensor. Raises DataError if it does not exist, or its file cannot be read."""
         with _open_safetensors(self._file_of(name)) as file:
             return tuple(file.get_slice(name).get_shape())
+
+    def read_dtypes(self) -> dict[str, str]:
+        """Return the dtype of each tensor of floating-point numbers in the files: the last part of torch's name."""
+        found: dict[str, str] = {}
+        for path in sorted(set(self.files.values())):
+            with _open_safetensors(path) as file:
+                dtypes = {name: file.get_slice(name).get_dtype() for name, its in self.files.items() if its == path}
+            found |= {name: FLOAT_DTYPES[dtype] for name, dtype in dtypes.items() if dtype in FLOAT_DTYPES}
+        return found
 
     def read(self, name: str, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Tensor:
         """Read the block of `extent` elements from `offset` in each dimension, as a new CPU tensor in the file's dtype;

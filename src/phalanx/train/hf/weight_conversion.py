@@ -6,7 +6,6 @@ writes one (its conversion mapping): a mixture's experts are single tensors in f
 and range need not know; `revert_conversion` restores the files' tensors. Both call transformers' own operations.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
+from phalanx.train.hf.inputs import is_transformers_model
 from phalanx.train.hf.safetensors_reader import WeightReader
 
 ReadTensorFn = Callable[[str], Tensor]
@@ -161,10 +161,9 @@ def revert_conversion(model: nn.Module, tensors: Mapping[str, Tensor], file_name
     return result
 
 
-def _conversion_mapping(model: nn.Module) -> tuple[Any, list[Any]]:
+def _conversion_mapping(model: Any) -> tuple[Any, list[Any]]:
     """Return transformers' conversion module and a model's conversions; (None, []) if it has none."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if not is_transformers_model(model):
         return None, []
     try:
         from transformers import core_model_loading
