@@ -4,7 +4,6 @@ events that were read hold until their ends."""
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from phalanx.fleet.power.target_record import read_target_record, write_target_r
 from phalanx.fleet.power_tree import PowerTree
 from phalanx.fleet.target_settings import OpenAdrSettings
 from phalanx.fleet.telemetry.credentials import Credentials, find_credentials, parse_service_url
+from phalanx.run.boot_clock import unix_now
 
 if TYPE_CHECKING:
     from openadr3 import Event, IntervalPeriod
@@ -42,7 +42,7 @@ class OpenAdrSource:
         settings: OpenAdrSettings,
         read_events: EventsReader,
         record: Path,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = unix_now,
         polls: bool = True,
     ):
         self._settings, self._read_events, self._wall_clock = settings, read_events, wall_clock
