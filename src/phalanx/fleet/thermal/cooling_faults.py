@@ -1,23 +1,32 @@
 """Find leaks, lost flow and lost margins in what racks, CDUs and nodes report. Pure: readings and times in, faults out.
 
-One reading alone may be an error of a sensor, so a fault counts after two. A missing value is no
-fault: it is reported as blindness, since to power nodes off for a lost network would be worse than what it guards
-against; the hardware protects itself.
+One measurement alone may be an error of a sensor, so a fault counts after two: a value that is read twice, as from a
+bus or a cache, is one measurement. A missing value is no fault: it is reported as blindness.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from statistics import median
 
 from phalanx.fleet.telemetry.sample import RackSample
-from phalanx.fleet.thermal.flow_loss import DETECTION_S, CoolingFault
 
 USUAL_FLOW_SAMPLES = 300
 """Readings of which the median is a rack's usual flow."""
 MIN_USUAL_SAMPLES = 5
-CONFIRM_S = 0.9 * DETECTION_S / 2
-"""From the first to the second reading of a fault, at one a second; before the first up to a second passes."""
+MIN_GAP_S = 0.5
+"""Between two measurements; what is less is rounding of their ages."""
+LEAK_CONFIRM_S = 10.0
+"""For which a leak has to be reported that is measured once: a building's bus sends a state when it changes."""
+
+
+class CoolingFault(StrEnum):
+    """What sensors report."""
+
+    LEAK = "leak"
+    NO_FLOW = "no flow"
+    NO_MARGIN = "no margin"
 
 
 @dataclass(frozen=True)
@@ -36,20 +45,29 @@ class CooledNodes:
 
 @dataclass(frozen=True)
 class ObservedFault:
-    """A fault at `place`, a rack, a CDU or a node, with the nodes that it concerns. `flow_share`: of the usual flow,
-    what remains. `needs_power_off`: whether their power has to go off, or they only get no more jobs."""
+    """A fault at `place`, a rack, a CDU or a node, with the nodes that it concerns. `measured_at`: seconds of a
+    monotonic clock. `needs_save`: whether jobs have to save and leave, or the nodes only get no more jobs."""
 
     fault: CoolingFault
     place: str
     nodes: tuple[str, ...]
     text: str
-    flow_share: float = 1.0
-    needs_power_off: bool = True
+    measured_at: float
+    needs_save: bool = True
 
     @property
     def key(self) -> tuple[CoolingFault, str]:
         """What is the same fault."""
         return self.fault, self.place
+
+
+@dataclass(frozen=True)
+class _Sighting:
+    """When a fault was first seen, when it was measured last, and how often."""
+
+    since: float
+    measured_at: float
+    num_measurements: int
 
 
 class FaultDetector:
@@ -59,29 +77,27 @@ class FaultDetector:
     def __init__(self, nodes: CooledNodes, min_flow_share: float):
         self._nodes, self._min_flow_share = nodes, min_flow_share
         self._flows: dict[str, deque[float]] = {}
-        self._since: dict[tuple[CoolingFault, str], tuple[float, int]] = {}
-        """When a fault was first seen, and how many times since."""
+        self._seen: dict[tuple[CoolingFault, str], _Sighting] = {}
 
     def find_faults(
-        self, racks: Sequence[RackSample], margins_k: Mapping[str, float | None], now: float
+        self, racks: Sequence[RackSample], margins_k: Mapping[str, tuple[float, float] | None], now: float
     ) -> list[ObservedFault]:
         """Return the confirmed faults.
 
         Args:
             racks: The newest reading of each rack and CDU.
-            margins_k: Of each node's hottest device, up to the temperature from which it slows down.
+            margins_k: Of each node's hottest device, up to the temperature from which it slows down, and how old it
+                is at most.
             now: Seconds of a monotonic clock.
         """
-        seen = [*self._find_in_racks(racks), *self._find_in_margins(margins_k)]
-        self._since = {
-            fault.key: (first, count + 1) for fault in seen for first, count in [self._since.get(fault.key, (now, 0))]
-        }
-        return [
-            fault
-            for fault in seen
-            for first, count in [self._since[fault.key]]
-            if count >= 2 and now - first >= CONFIRM_S
-        ]
+        seen = [*self._find_in_racks(racks, now), *self._find_in_margins(margins_k, now)]
+        self._seen = {fault.key: _see_again(self._seen.get(fault.key), fault.measured_at, now) for fault in seen}
+        return [fault for fault in seen if self._is_confirmed(fault, now)]
+
+    def _is_confirmed(self, fault: ObservedFault, now: float) -> bool:
+        sighting = self._seen[fault.key]
+        lasts = fault.fault is CoolingFault.LEAK and now - sighting.since >= LEAK_CONFIRM_S
+        return sighting.num_measurements >= 2 or lasts
 
     def find_blind_racks(self, racks: Sequence[RackSample]) -> list[str]:
         """Return the racks with nodes of which neither a leak nor the flow is known now."""
@@ -89,7 +105,7 @@ class FaultDetector:
         covered = known | {rack for cdu, supplied in self._nodes.cdu_racks.items() if cdu in known for rack in supplied}
         return sorted(set(self._nodes.racks.values()) - covered)
 
-    def _find_in_racks(self, racks: Sequence[RackSample]) -> Iterator[ObservedFault]:
+    def _find_in_racks(self, racks: Sequence[RackSample], now: float) -> Iterator[ObservedFault]:
         for rack in racks:
             is_cdu = rack.equipment == "CDU"
             supplied = self._nodes.cdu_racks.get(rack.id, ()) if is_cdu else (rack.id,)
@@ -97,11 +113,13 @@ class FaultDetector:
             if rack.has_leak:
                 # a tray below a CDU may be wet while its racks are not: their own sensors say so
                 text = f"{place} reports a leak"
-                yield ObservedFault(CoolingFault.LEAK, place, nodes, text, needs_power_off=not is_cdu)
+                measured_at = now - _find_age(rack, "has_leak")
+                yield ObservedFault(CoolingFault.LEAK, place, nodes, text, measured_at, needs_save=not is_cdu)
             share = self._find_flow_share(place, rack.flow_l_per_min)
             if share is not None and share < self._min_flow_share:
                 text = f"{place} has {rack.flow_l_per_min:.1f} l/min, {share:.0%} of its usual flow"
-                yield ObservedFault(CoolingFault.NO_FLOW, place, nodes, text, share)
+                measured_at = now - _find_age(rack, "flow_l_per_min")
+                yield ObservedFault(CoolingFault.NO_FLOW, place, nodes, text, measured_at)
 
     def _find_flow_share(self, place: str, flow_l_per_min: float | None) -> float | None:
         """Flow over the usual one; None where one of them is not known."""
@@ -113,11 +131,23 @@ class FaultDetector:
             usual.append(flow_l_per_min)
         return share
 
-    def _find_in_margins(self, margins_k: Mapping[str, float | None]) -> Iterator[ObservedFault]:
-        for node, margin_k in margins_k.items():
-            if margin_k is not None and margin_k <= 0:
-                # in air a device may throttle for months at its limit (docs/how-to/hot-node.md); in liquid it has
-                # tens of kelvins, and has lost its coolant
-                is_liquid = node in self._nodes.racks
+    def _find_in_margins(
+        self, margins_k: Mapping[str, tuple[float, float] | None], now: float
+    ) -> Iterator[ObservedFault]:
+        for node, margin in margins_k.items():
+            if margin is not None and margin[0] <= 0:
+                # a device slows down there, and protects itself: it may do so for months
                 text = f"{node}: a device is at the temperature from which it slows down"
-                yield ObservedFault(CoolingFault.NO_MARGIN, node, (node,), text, needs_power_off=is_liquid)
+                yield ObservedFault(CoolingFault.NO_MARGIN, node, (node,), text, now - margin[1], needs_save=False)
+
+
+def _find_age(rack: RackSample, column: str) -> float:
+    return rack.ages_s.get(column, rack.age_s or 0.0)
+
+
+def _see_again(last: _Sighting | None, measured_at: float, now: float) -> _Sighting:
+    if last is None:
+        return _Sighting(now, measured_at, 1)
+    if measured_at - last.measured_at < MIN_GAP_S:
+        return last
+    return _Sighting(last.since, measured_at, last.num_measurements + 1)

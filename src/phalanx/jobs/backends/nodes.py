@@ -52,22 +52,6 @@ class NodeBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class PowerOffBackend(Protocol):
-    """A backend that can take the power of a node away."""
-
-    def check_power_off(self, nodes: Sequence[str]) -> Sequence[str]:
-        """Return what keeps it from powering off these nodes: settings, rights. Raises UsageError if that is not known.
-        Changes nothing."""
-
-    def power_off_nodes(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
-        """Take the power of nodes away, whatever runs there; return why it did not work, by node. Jobs start again on
-        other nodes, where they may. Returns soon; `finish_power_off` has to follow."""
-
-    def finish_power_off(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
-        """Wait until the nodes are being powered off, and see that no job powers them up again; return why not, by
-        node."""
-
-
 def open_node_backend(name: str) -> NodeBackend:
     """Return the backend of this name. Raises UsageError for an unknown name, or when its packages are missing."""
     backend: NodeBackend = open_backend(name)  # type: ignore[assignment]  # each of BACKEND_CLASSES is both
