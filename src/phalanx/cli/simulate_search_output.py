@@ -19,7 +19,7 @@ def format_search(search: SettingSearch) -> list[str]:
     write = figures[search.goal.title].write
     head = (
         f"{search.goal.title}, {search.file.settings.days:g} days, {format_plural(number, 'seed')}; less that of the "
-        "best: mean (interval of 95 %)"
+        "best: mean (95 % for all intervals together)"
     )
     table = [["as in the file", "", *_list_cells(rows, search.file)]]
     for each in search.values:

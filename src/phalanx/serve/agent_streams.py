@@ -41,8 +41,8 @@ class AgentStreams:
         self._unreadable: set[str] = set()
 
     def read_samples(self) -> dict[str, NodeSample]:
-        """The newest sample of each node that has sent one. Its time is that of its arrival, by the clock of now: that of
-        a node may be wrong."""
+        """The newest sample of each node that has sent one. Its time is that of its arrival, by the clock of now: the
+        clock of a node may be wrong."""
         for name, (line, _) in list(self._lines.items()):
             parsed = self._parsed.get(name)
             if parsed is not None and parsed[0] is line:
@@ -50,7 +50,7 @@ class AgentStreams:
             try:
                 self._parsed[name] = line, self._drop_new_devices(name, from_json(json.loads(line)))
                 self._unreadable.discard(name)
-            except Exception as error:  # noqa: BLE001 - anyone may listen on the port of a node: it takes its own page only
+            except Exception as error:  # noqa: BLE001 - anyone may listen on the port of a node
                 logger.debug("agent of %s: no sample: %s", name, error)
                 self._unreadable.add(name)
                 self._lines.pop(name, None)
@@ -68,7 +68,7 @@ class AgentStreams:
         return [f"{name}: what its agent sends is unreadable" for name in sorted(self._unreadable)]
 
     def _drop_new_devices(self, name: str, sample: NodeSample) -> NodeSample:
-        """Without the devices after the first MAX_DEVICES that the node has had: each is a series that Prometheus keeps."""
+        """Without devices after the first MAX_DEVICES that the node has had: Prometheus keeps a series of each."""
         known = self._devices.setdefault(name, set())
         for device in sample.devices:
             if len(known) < MAX_DEVICES:

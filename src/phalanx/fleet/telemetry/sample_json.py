@@ -5,6 +5,7 @@ from typing import Any
 
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
 from phalanx.fleet.telemetry.sample_limits import MAX_DEVICES, MAX_NAME_CHARS, check_sample_value
+from phalanx.std_streams import escape_control_chars
 
 SAMPLES_PATH = "/samples"
 """Where an agent sends them."""
@@ -36,8 +37,14 @@ def _read_device(found: Any) -> DeviceSample:
     values = _read_values(DeviceSample, found)
     if (reasons := values.get("slow_reasons")) is not None:
         values["slow_reasons"] = SlowReason(int(reasons) & sum(SlowReason))
-    id, name = (str(found.get(key, ""))[:MAX_NAME_CHARS] for key in ("id", "name"))
+    id, name = (_read_text(found.get(key, "")) for key in ("id", "name"))
     return DeviceSample(id=id, name=name, **values)
+
+
+def _read_text(value: object) -> str:
+    """One line that can be written as UTF-8."""
+    text = str(value)[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+    return escape_control_chars(text)
 
 
 def _values_of(value: HostSample | DeviceSample) -> dict[str, Any]:
