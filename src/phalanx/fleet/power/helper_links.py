@@ -89,7 +89,7 @@ class HelperConnection:
                 os.killpg(self.process.pid, number)
 
     def _read_errors(self) -> None:
-        """Take what the process has printed: one of which nobody reads the errors stops at a full pipe."""
+        """Take what the process has printed: it stops when the pipe of its errors is full."""
         if self.process is not None and self.process.stderr is not None and not self.process.stderr.closed:
             with contextlib.suppress(OSError):
                 part = os.read(self.process.stderr.fileno(), RECEIVE_BYTES)
@@ -141,7 +141,7 @@ class HelperLinks:
         self._open: dict[str, HelperConnection] = {}
         self._retry_at: dict[str, float] = {}
         self._ending: list[tuple[str, HelperConnection, float]] = []
-        """Nodes, connections that are closed, and until when their processes may end without being told."""
+        """Nodes, connections that are closed, and until when their processes may end without a signal."""
         self._reports: list[NodeReport] = []
         self.problems: dict[str, str] = {}
         """Why a node is not reached."""

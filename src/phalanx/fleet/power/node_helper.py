@@ -70,7 +70,7 @@ class NodeHelper:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def add_connection(self, peer: socket.socket) -> None:
-        """Serve a socket that is connected. A user that may not ask is told so, and holds no connection."""
+        """Serve a socket that is connected. A user that may not ask gets the reason, and holds no connection."""
         size = struct.calcsize(PEER_FORMAT)
         _, uid, gid = struct.unpack(PEER_FORMAT, peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         peer.setblocking(False)
