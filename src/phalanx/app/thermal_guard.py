@@ -19,7 +19,7 @@ from phalanx.fleet.node_services import NodeServices
 from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.fleet.nodes_file import find_racks_of_nodes, load_nodes_file
 from phalanx.fleet.telemetry.polling import PollingThread
-from phalanx.fleet.thermal.cooling_faults import CooledNodes, FaultDetector
+from phalanx.fleet.thermal.cooling_faults import CooledNodes, FaultDetector, NodeMargin
 from phalanx.fleet.thermal.response import CoolingResponder, Problems, ResponseEvent
 from phalanx.jobs.backends.nodes import NodeBackend, group_running_jobs
 from phalanx.jobs.spec import JobState
@@ -74,14 +74,12 @@ class KnownMargins:
         """Ask all nodes."""
         self.readings, self.problems = self.services.read_nodes()
 
-    def find_all(self, now: float) -> dict[str, tuple[float, float] | None]:
-        """Return the margin of each node and its age; None for one that is missing or late. What is newer by less than
-        a period may be the same measurement."""
+    def find_all(self, now: float) -> dict[str, NodeMargin]:
+        """Return the margin of each node that has one that is not late."""
         return {
-            name: None
-            if each.margin_k is None or each.is_late(now)
-            else (each.margin_k, now - each.time // each.period_s * each.period_s)
+            name: NodeMargin(each.margin_k, now - each.time, each.period_s)
             for name, each in self.readings.items()
+            if each.margin_k is not None and not each.is_late(now)
         }
 
 

@@ -92,7 +92,11 @@ class OpenAdrSource:
 
     def _poll_again(self) -> None:
         while not self._has_ended.is_set():
-            self.poll()
+            try:
+                self.poll()
+            except Exception as error:  # what a VTN sends may be anything; the next poll comes nevertheless
+                logger.exception("power: %s: a poll has failed", self._settings.url)
+                self._report({f"{self._settings.url}: unreadable: {error}; its events hold until they end"})
             self._has_ended.wait(self._settings.interval_s)
 
 

@@ -229,7 +229,11 @@ class AiomqttSubscriber:
             self._is_decided.set()
             try:
                 async for message in client.messages:
-                    on_message(str(message.topic), message.payload if isinstance(message.payload, bytes) else b"")
+                    payload = message.payload if isinstance(message.payload, bytes) else b""
+                    try:
+                        on_message(str(message.topic), payload)
+                    except Exception:  # one message must not end those of all racks
+                        logger.exception("telemetry: %s: %s cannot be read", self._options.url, message.topic)
             finally:
                 self._client = None
 

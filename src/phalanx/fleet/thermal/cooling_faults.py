@@ -54,11 +54,22 @@ class ObservedFault:
     text: str
     measured_at: float
     needs_save: bool = True
+    period_s: float = 0.0
+    """Of a source that renews its values so often: what it has before that may be the same measurement."""
 
     @property
     def key(self) -> tuple[CoolingFault, str]:
         """What is the same fault."""
         return self.fault, self.place
+
+
+@dataclass(frozen=True)
+class NodeMargin:
+    """Kelvins of a node's hottest device up to the temperature from which it slows down, and how old they are."""
+
+    margin_k: float
+    age_s: float = 0.0
+    period_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,18 +91,17 @@ class FaultDetector:
         self._seen: dict[tuple[CoolingFault, str], _Sighting] = {}
 
     def find_faults(
-        self, racks: Sequence[RackSample], margins_k: Mapping[str, tuple[float, float] | None], now: float
+        self, racks: Sequence[RackSample], margins: Mapping[str, NodeMargin], now: float
     ) -> list[ObservedFault]:
         """Return the confirmed faults.
 
         Args:
             racks: The newest reading of each rack and CDU.
-            margins_k: Of each node's hottest device, up to the temperature from which it slows down, and how old it
-                is at most.
+            margins: Of nodes that have one.
             now: Seconds of a monotonic clock.
         """
-        seen = [*self._find_in_racks(racks, now), *self._find_in_margins(margins_k, now)]
-        self._seen = {fault.key: _see_again(self._seen.get(fault.key), fault.measured_at, now) for fault in seen}
+        seen = [*self._find_in_racks(racks, now), *self._find_in_margins(margins, now)]
+        self._seen = {fault.key: _see_again(self._seen.get(fault.key), fault, now) for fault in seen}
         return [fault for fault in seen if self._is_confirmed(fault, now)]
 
     def _is_confirmed(self, fault: ObservedFault, now: float) -> bool:
@@ -131,23 +141,24 @@ class FaultDetector:
             usual.append(flow_l_per_min)
         return share
 
-    def _find_in_margins(
-        self, margins_k: Mapping[str, tuple[float, float] | None], now: float
-    ) -> Iterator[ObservedFault]:
-        for node, margin in margins_k.items():
-            if margin is not None and margin[0] <= 0:
+    def _find_in_margins(self, margins: Mapping[str, NodeMargin], now: float) -> Iterator[ObservedFault]:
+        for node, margin in margins.items():
+            if margin.margin_k <= 0:
                 # a device slows down there, and protects itself: it may do so for months
                 text = f"{node}: a device is at the temperature from which it slows down"
-                yield ObservedFault(CoolingFault.NO_MARGIN, node, (node,), text, now - margin[1], needs_save=False)
+                measured_at = now - margin.age_s
+                yield ObservedFault(
+                    CoolingFault.NO_MARGIN, node, (node,), text, measured_at, needs_save=False, period_s=margin.period_s
+                )
 
 
 def _find_age(rack: RackSample, column: str) -> float:
     return rack.ages_s.get(column, rack.age_s or 0.0)
 
 
-def _see_again(last: _Sighting | None, measured_at: float, now: float) -> _Sighting:
+def _see_again(last: _Sighting | None, fault: ObservedFault, now: float) -> _Sighting:
     if last is None:
-        return _Sighting(now, measured_at, 1)
-    if measured_at - last.measured_at < MIN_GAP_S:
+        return _Sighting(now, fault.measured_at, 1)
+    if fault.measured_at - last.measured_at < max(MIN_GAP_S, fault.period_s):
         return last
-    return _Sighting(last.since, measured_at, last.num_measurements + 1)
+    return _Sighting(last.since, fault.measured_at, last.num_measurements + 1)

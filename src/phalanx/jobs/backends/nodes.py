@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import Backend, open_backend
@@ -51,7 +51,6 @@ class NodeBackend(Backend, Protocol):
         """Start jobs on a node again."""
 
 
-@runtime_checkable
 def open_node_backend(name: str) -> NodeBackend:
     """Return the backend of this name. Raises UsageError for an unknown name, or when its packages are missing."""
     backend: NodeBackend = open_backend(name)  # type: ignore[assignment]  # each of BACKEND_CLASSES is both

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.fleet.telemetry.rack_points import RackPoints
 from phalanx.fleet.telemetry.sample import RackSample
-from phalanx.fleet.thermal.cooling_faults import CooledNodes, CoolingFault, FaultDetector, ObservedFault
+from phalanx.fleet.thermal.cooling_faults import CooledNodes, CoolingFault, FaultDetector, NodeMargin, ObservedFault
 from phalanx.fleet.thermal.response import CoolingAction, CoolingResponder, Problems
 from settable_clock import SettableClock
 
@@ -69,7 +69,7 @@ def test_without_permission_everything_is_reported_and_nothing_done() -> None:
 
 def test_a_node_that_throttles_is_reported_and_drained_and_its_job_trains_on() -> None:
     detector = FaultDetector(CooledNodes({"wet": "r1"}), 0.2)
-    margins = {"dry": (0.0, 0.0), "wet": (0.0, 0.0), "cool": (12.0, 0.0), "unknown": None}
+    margins = {"dry": NodeMargin(0.0), "wet": NodeMargin(0.0), "cool": NodeMargin(12.0)}
     actions = FakeActions()
     responder = CoolingResponder(actions, SettableClock(), may_act=True)
     for second in range(3600):
@@ -96,7 +96,13 @@ def test_one_measurement_that_is_read_again_and_again_is_one(seconds: float) -> 
     detector = FaultDetector(CooledNodes(RACKS), 0.2)
     for age_s in range(int(seconds) + 1):
         leak = RackSample(id="r1", has_leak=True, flow_l_per_min=0.0, age_s=float(age_s))
-        assert detector.find_faults([leak], {"n1": (0.0, float(age_s))}, 100.0 + age_s) == []
+        assert detector.find_faults([leak], {"n1": NodeMargin(0.0, float(age_s))}, 100.0 + age_s) == []
+
+
+def test_values_that_an_exporter_renews_each_30_s_are_one_measurement_until_then() -> None:
+    detector = FaultDetector(CooledNodes({"n1": "r1"}), 0.2)
+    found = [len(detector.find_faults([], {"n1": NodeMargin(0.0, 0.0, 30.0)}, float(second))) for second in range(40)]
+    assert (found.index(1), sum(found)) == (30, 10)
 
 
 def test_a_leak_that_is_measured_once_counts_after_10_seconds() -> None:
