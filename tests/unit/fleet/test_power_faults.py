@@ -51,7 +51,7 @@ def test_a_rack_that_does_not_fit_lowers_no_other_one(min_cap_share: float) -> N
     limits: list[NodeLimit] = [None, *[LIMITS] * 11]
     found = allocate_caps(tree, limits, group_by_rack(tree), list_budgets(tree), 0.02, min_cap_share)
     assert found.caps_w == [[], *[[200.0] * 8] * 3, *[[700.0] * 8] * 8]
-    assert (found.is_within, found.tight_levels) == (False, {1})
+    assert (found.is_within, found.tight_levels) == (False, frozenset({1}))
 
 
 @pytest.mark.parametrize("seed", range(40))

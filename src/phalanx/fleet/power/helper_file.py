@@ -74,7 +74,7 @@ class PeerList:
 
     def find_refusal(self, uid: int, gid: int) -> str:
         """Return why a process may not order; empty if it may. A user directory on the network is asked only
-        about users of whom neither the own number nor the main group is allowed."""
+        about users that are allowed neither by their number nor by their main group."""
         if uid in self._uids or gid in self._gids:
             return ""
         try:

@@ -72,7 +72,7 @@ def run_guard(nodes: Path, backend: SignalBackend, may_act: bool, device: Modbus
 
     def sleep(seconds: float) -> None:
         clock.now += seconds
-        time.sleep(0.01)  # the source polls in a thread
+        time.sleep(0.05)  # the source polls in a thread
         if clock.now >= 10.0:
             device.put(FLOW, words)
 
