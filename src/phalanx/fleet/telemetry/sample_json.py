@@ -37,8 +37,7 @@ def _read_device(found: Any) -> DeviceSample:
     values = _read_values(DeviceSample, found)
     if (reasons := values.get("slow_reasons")) is not None:
         values["slow_reasons"] = SlowReason(int(reasons) & sum(SlowReason))
-    id, name = (_read_text(found.get(key, "")) for key in ("id", "name"))
-    return DeviceSample(id=id, name=name, **values)
+    return DeviceSample(id=_read_text(found["id"]), name=_read_text(found.get("name", "")), **values)
 
 
 def _read_text(value: object) -> str:
