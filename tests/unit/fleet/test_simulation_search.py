@@ -74,7 +74,7 @@ def test_rounding_is_no_difference():
 
 
 def test_half_the_failures_differ_by_more_than_noise_and_another_price_in_nothing_else(fleet):
-    variants = simulate_variants(fleet, ["failures.gpu.per_1000_node_days=50", "site.price_per_kwh=1"], None, seeds=4)
+    variants = simulate_variants(fleet, ["failures.gpu.per_1000_node_days=50", "site.price_per_kwh=1"], None, seeds=10)
     found = {each.row.title: each.differences for each in list_differences(variants)}
     assert found["ETTR"][0].low > 0
     assert {title for title, (_, price) in found.items() if price.mean} == {"cost of energy"}

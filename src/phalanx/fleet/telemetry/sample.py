@@ -138,7 +138,7 @@ class RackSample:
     """Pumps of a CDU that do not turn, or that it reports as failed."""
     age_s: float | None = None
     """Seconds since the oldest of these values was measured; None without any."""
-    ages_s: Mapping[str, float] = field(default_factory=dict)
+    ages_s: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Of single values, where they are not all of one age."""
 
 
