@@ -92,7 +92,7 @@ def test_the_same_variant_differs_in_nothing(fleet, seeds):
 
 
 def test_a_search_finds_dalys_interval_and_its_neighbour_in_the_noise(fleet):
-    search = search_setting(fleet, "jobs.a.checkpoint.interval_s=100,daly,3200,90000", None, seeds=3)
+    search = search_setting(fleet, "jobs.a.checkpoint.interval_s=100,daly,3200,90000", None, seeds=10)
     assert search.best.text in ("daly", "3200")
     assert [each.to_best.is_noise for each in search.values if each.text in ("100", "90000")] == [False, False]
 
