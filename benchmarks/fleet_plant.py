@@ -1,6 +1,5 @@
 """Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance, advice."""
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from fleet_bars import Bar, MissingDataError, measure_all, read_rows
-from phalanx.app.cooling_rehearsal import rehearse_response
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.simulate.failures import NodeHistory
 from phalanx.fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_fleet
@@ -19,7 +17,6 @@ from phalanx.fleet.site_settings import HourlyFile, SiteConditions
 from phalanx.fleet.thermal.closed_loop import ClosedLoopResult, LoopOutages, run_closed_loop
 from phalanx.fleet.thermal.cooling_tower import find_approach
 from phalanx.fleet.thermal.device_series import Values
-from phalanx.fleet.thermal.flow_loss import CoolingFault, HeatCapacity
 from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.weather import Weather, count_hours_above, read_weather
@@ -68,9 +65,7 @@ def measure_plant_bars(data: Path) -> list[Bar]:
             ],
             "energy balance and PUE": lambda: _measure_pue(read()),
             "closed loop of verified requests": lambda: _measure_closed_loops(read()),
-            "loss of flow": lambda: [_measure_flow_loss()],
             "simulated years": lambda: _measure_simulated_sites(files()),
-            "response to lost flow": lambda: [_measure_response()],
         },
     )
 
@@ -286,12 +281,6 @@ def _count_throttled(loop: ClosedLoopResult) -> tuple[int, int]:
     return int(loop.advice.advised.is_throttled.sum()), int(loop.advice.fixed.is_throttled.sum())
 
 
-def _measure_flow_loss() -> Bar:
-    seconds = [HeatCapacity(each, 1000.0, 60.0, 90.0).find_seconds(90.0) for each in (300.0, 600.0)]
-    reached = f"{seconds[0]:.0f} to {seconds[1]:.0f} s"
-    return _bar("loss of flow at 1 kW, 300 to 600 J/K: 60 to 90 C", "9 to 18 s", reached, seconds == [9.0, 18.0])
-
-
 def _measure_simulated_sites(sites: Mapping[str, SiteYear]) -> list[Bar]:
     """A year of jobs and failures on 64 nodes with a tower, at each site."""
     power = NodePower(8, 700, 75, 4600, 2300)
@@ -318,26 +307,3 @@ def _measure_simulated_sites(sites: Mapping[str, SiteYear]) -> list[Bar]:
             max(errors) <= 1e-9,
         )
     ]
-
-
-def _measure_response() -> Bar:
-    """A rack of the fake fleet loses its flow; its job needs 3 s to save. Devices of 1 kW with 300, 450 and 600 J/K."""
-    reached, is_met = [], True
-    order = ["report", "stop scheduling", "stop scheduling", "save checkpoint", "power off", "power off"]
-    with tempfile.TemporaryDirectory() as folder:
-        for heat_j_per_k in (300, 450, 600):
-            path = Path(folder) / "nodes.yml"
-            path.write_text(
-                "nodes: [{name: n1, rack: r1}, {name: n2, rack: r1}, {name: n3, rack: r2}]\n"
-                f"cooling_response: {{heat_j_per_k: {heat_j_per_k}}}\n"
-            )
-            found = rehearse_response(path, CoolingFault.NO_FLOW, 3.0)
-            peak_c, off_s = max(found.peaks_c.values()), max(each.time_s for each in found.events)
-            is_met &= [str(each.action) for each in found.events] == order and peak_c < 90.0 and bool(found.saved_at_s)
-            reached.append(f"off after {off_s:.1f} s at {peak_c:.0f} C")
-    return _bar(
-        "fake fleet, loss of flow at 60 C, save of 3 s: report, drain, save, power off before 90 C",
-        "in this order, below 90 C",
-        "; ".join(reached),
-        is_met,
-    )

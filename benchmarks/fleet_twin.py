@@ -3,6 +3,7 @@
 import math
 import re
 import resource
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from phalanx.fleet.simulate.checkpointing import CheckpointCosts, choose_interva
 from phalanx.fleet.simulate.cluster_simulation import ClusterSimulation
 from phalanx.fleet.simulate.failures import NodeHistory, mean_node_rate, sample_failures
 from phalanx.fleet.simulate.fleet_simulation import NodeTypeGroup, SimulationResult, simulate_fleet
+from phalanx.fleet.simulate.job_source import read_job_trace
 from phalanx.fleet.simulate.job_state import SimulatedJob
 from phalanx.fleet.simulate.node_pool import NodePool
 from phalanx.fleet.simulate.policies import make_policy
@@ -208,14 +210,17 @@ def _measure_queue(
         raise MissingDataError(
             f"jobs_muri_philly.csv: {len(rows)} of {num_jobs} jobs; the published figures are of all"
         )
+    ordered = sorted(rows, key=lambda row: (float(row["submit_s"]), int(row["job"])))
     jobs = [
         SimulatedJob(
-            0.0 if trace.endswith(MURI_AT_ZERO) else float(row["submit_s"]),
-            int(row["gpus"]),
-            int(row["iterations"]) * float(row["iteration_ms"]) / 1000 * MURI_STEP_OVERHEAD,
-            CheckpointCosts(math.inf, restart_s=find_restart_s(int(row["gpus"]), float(row["iteration_ms"]))),
+            submit_s,
+            gpus,
+            duration_s,
+            CheckpointCosts(math.inf, restart_s=find_restart_s(gpus, float(row["iteration_ms"]))),
         )
-        for row in sorted(rows, key=lambda row: (float(row["submit_s"]), int(row["job"])))
+        for row, (submit_s, gpus, duration_s) in zip(
+            ordered, replay_rows(ordered, trace.endswith(MURI_AT_ZERO)), strict=True
+        )
     ]
     num_nodes = int(goal["gpus_in_cluster"]) // MURI_GPUS_PER_NODE
     if (most := max(job.devices for job in jobs)) > num_nodes * MURI_GPUS_PER_NODE:
@@ -231,6 +236,19 @@ def _measure_queue(
             ("p99 of completion", np.percentile(completion_s, 99), "p99_jct_s", 0.2),
         )
     ]
+
+
+def replay_rows(rows: Sequence[Mapping[str, str]], at_zero: bool) -> list[tuple[float, int, float]]:
+    """Return submission, devices and duration of jobs as `phalanx simulate --replay` reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "jobs.csv"
+        lines = [
+            f"{0.0 if at_zero else float(row['submit_s'])},{row['gpus']},"
+            f"{int(row['iterations']) * float(row['iteration_ms']) / 1000 * MURI_STEP_OVERHEAD}"
+            for row in rows
+        ]
+        path.write_text("\n".join(["submit_s,gpus,duration_s", *lines]) + "\n")
+        return read_job_trace(path)
 
 
 def find_restart_s(num_gpus: int, iteration_ms: float) -> float:

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from cdu_mockup import CDU, make_cdu
-from phalanx.fleet.telemetry.redfish import RedfishOptions, open_redfish, open_redfish_client
+from phalanx.fleet.telemetry.redfish import RedfishOptions, open_redfish
 from phalanx.fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
-from phalanx.fleet.telemetry.redfish_values import RedfishStatusError, list_member_paths
 from phalanx.fleet.telemetry.sample import HostSample
 from phalanx.fleet.telemetry.source import SourceUnavailableError
-from phalanx.fleet.thermal.redfish_power import RedfishPowerSwitch
 from server_processes import find_free_port, find_program, make_certificate, run_server
 
 bcrypt = pytest.importorskip("bcrypt", reason="sushy-tools is not installed: pip install 'phalanx[dev]'")
@@ -277,13 +275,3 @@ def test_a_cdu_is_read_and_a_leak_is_seen(tmp_path: Path, certificate: tuple[Pat
                 time.sleep(0.05)
         finally:
             source.close()
-
-
-def test_the_emulator_takes_the_request_to_power_a_node_off(emulator: str, certificate: tuple[Path, Path]) -> None:
-    client = open_redfish_client(RedfishOptions(url=emulator, ca_file=certificate[0]), credentials())
-    (path,) = list_member_paths(client.get("/redfish/v1/Systems"))
-    switch = RedfishPowerSwitch(client)
-    switch.power_off()  # the emulator does it up to 11 s later
-    with pytest.raises(RedfishStatusError, match="answers with status"):
-        client.post(f"{path}/Actions/ComputerSystem.Reset", {"ResetType": "Fly"})
-    switch.close()

@@ -40,6 +40,7 @@ class Node:
         self.packages = [folder / f"sys/class/powercap/intel-rapl:{index}" for index in range(2)]
         for package in self.packages:
             package.mkdir(parents=True)
+            (package / "name").write_text(f"package-{package.name[-1]}\n")
             (package / "constraint_0_max_power_uw").write_text("360000000")
             (package / "constraint_0_power_limit_uw").write_text("300000000")
         self.set_budget("1 kW")

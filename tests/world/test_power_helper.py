@@ -43,6 +43,7 @@ class Node:
         self.packages = [folder / f"sys/class/powercap/intel-rapl:{index}" for index in range(2)]
         for package in self.packages:
             package.mkdir(parents=True)
+            (package / "name").write_text(f"package-{package.name[-1]}\n")
             for name in NAMES:
                 (package / name).write_text("360000000")
         self.file = folder / "helper.yaml"

@@ -266,7 +266,7 @@ def undrain_node(backend: NodeBackend, states: NodeStates, name: str, reason: st
 def _check_reason(node: str, reason: str) -> None:
     """Before the backend changes anything, since the table takes no change without a reason."""
     if not reason.strip() or not reason.isprintable():
-        raise UsageError(f"{node}: --reason {reason!r}: expected why, in one line of text")
+        raise UsageError(f"{node}: reason {reason!r}: expected why, in one line of text")
 
 
 def _by_name(nodes: list[BackendNode]) -> dict[str, BackendNode]:

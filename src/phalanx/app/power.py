@@ -22,7 +22,7 @@ from phalanx.fleet.power.messages import NodeReport, NodeRequest
 from phalanx.fleet.power.plan_writes import CapWrite
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import PowerTree, build_power_tree
-from phalanx.run.boot_clock import seconds_since_boot
+from phalanx.run.boot_clock import seconds_since_boot, unix_now
 from phalanx.run.private_files import state_root
 
 POLL_INTERVAL_S = 0.2
@@ -110,7 +110,7 @@ def describe_problems(problems: Mapping[str, str]) -> list[str]:
 
 def plan_caps(fleet: PowerFleet, reading: PowerReading) -> Allocation:
     """Return caps within the budgets that hold now. Silent nodes are counted at their maximum."""
-    budgets_w = find_active_budgets(fleet.tree, fleet.targets, time.time())
+    budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
     limits = [
         None
         if None in bounds
@@ -157,7 +157,7 @@ def open_guard(
         GuardIdentity(epoch, make_writer_name()),
         links,
         find_jobs or (lambda: fleet.jobs),
-        lambda: find_active_budgets(fleet.tree, fleet.targets, time.time()),
+        lambda: find_active_budgets(fleet.tree, fleet.targets, unix_now()),
         fallbacks_w,
     )
 
@@ -173,7 +173,7 @@ def run_guard(
     began = next_step = seconds_since_boot()
     budgets_w: list[float | None] = []
     while duration_s is None or seconds_since_boot() - began < duration_s:
-        now, active_w = seconds_since_boot(), find_active_budgets(fleet.tree, fleet.targets, time.time())
+        now, active_w = seconds_since_boot(), find_active_budgets(fleet.tree, fleet.targets, unix_now())
         if now >= next_step or active_w != budgets_w:
             budgets_w, next_step = active_w, now + fleet.settings.period_s
             yield audit.write(fleet.tree, guard.step(now))

@@ -1,7 +1,7 @@
 """Hold the budgets of a fleet, answer load targets from all sources, pause jobs for them, and report what was done."""
 
 import os
-import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,11 @@ from phalanx.fleet.power.load_targets import (
     find_active_targets,
 )
 from phalanx.fleet.power.openadr_source import open_openadr_source
-from phalanx.run.boot_clock import seconds_since_boot
+from phalanx.fleet.telemetry.polling import PollingThread
+from phalanx.run.boot_clock import seconds_since_boot, unix_now
+
+SHED_INTERVAL_S = 0.5
+"""Seconds between two looks at which jobs a load target leaves power for."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,25 @@ class _Notices:
     """What is to be said about the next step."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
+        self._texts: deque[str] = deque()
 
     def add(self, text: str) -> None:
         self._texts.append(text)
 
     def take(self) -> list[str]:
-        texts, self._texts = self._texts, []
-        return texts
+        return [self._texts.popleft() for _ in range(len(self._texts))]
+
+
+@dataclass
+class _Shedding:
+    """Pauses jobs in a thread of its own, by the newest step: a backend that hangs must not stop the guard."""
+
+    shedder: JobShedder
+    newest: ShedInput | None = None
+
+    def update(self) -> None:
+        if self.newest is not None:
+            self.shedder.update(self.newest)
 
 
 def open_shedder(fleet: PowerFleet, notices: _Notices) -> JobShedder:
@@ -82,15 +97,18 @@ def hold_budgets(
     `open_target_sources`, `open_shedder` and `PowerGuard.step`."""
     notices = _Notices()
     shedder = open_shedder(fleet, notices)
-    sources = open_target_sources(fleet)
+    sources, shedding = open_target_sources(fleet), _Shedding(shedder)
+    polling: PollingThread | None = None
     try:
         live = replace(fleet, targets=LiveTargets([*fleet.targets.sources, *sources.sources]))
         audit = AuditLog(power_state_dir(fleet) / "audit.jsonl")
         guard = open_guard(live, links, read_nodes(live, links), takes_over, shedder.list_running)
         shedder.adopt_paused_jobs()
+        if shedder.handles:
+            polling = PollingThread(shedding.update, SHED_INTERVAL_S)
         for status in run_guard(live, guard, audit, duration_s):
-            targets, unix_time_s = list(live.targets), time.time()
-            shedder.update(_describe_step(live, guard, targets, unix_time_s))
+            targets, unix_time_s = list(live.targets), unix_now()
+            shedding.newest = _describe_step(live, guard, targets, unix_time_s)
             for problem in live.targets.list_problems():
                 notices.add(problem)
             if sources.reporter is not None:
@@ -106,6 +124,8 @@ def hold_budgets(
                 texts = audit.write(fleet.tree, replace(status, writes=[], unsafe=[], notices=texts)).notices
             yield replace(status, notices=[*status.notices, *texts])
     finally:
+        if polling is not None:
+            polling.stop()
         sources.close()
 
 

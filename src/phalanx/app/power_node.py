@@ -82,8 +82,13 @@ def connect_streams(path: Path) -> None:
                 if not part:  # its last answers are still to come
                     helper.shutdown(socket.SHUT_WR)
                     selector.unregister(key.fd)
-                while part:
-                    part = part[os.write(outputs[key.fd], part) :]
+                try:
+                    while part:
+                        part = part[os.write(outputs[key.fd], part) :]
+                except BrokenPipeError:
+                    if key.fd == helper.fileno():
+                        return
+                    selector.unregister(key.fd)  # the helper takes no more; why is still to come
 
 
 def _make_keeper(file: HelperFile, is_read_only: bool = False) -> NodeKeeper:

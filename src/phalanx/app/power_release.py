@@ -13,7 +13,7 @@ from phalanx.fleet.power.load_targets import find_active_budgets
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
 from phalanx.fleet.power.release import DeviceRelease, find_release_excesses, list_releases
 from phalanx.recipe.validation_errors import suggest_nearest
-from phalanx.run.boot_clock import seconds_since_boot
+from phalanx.run.boot_clock import seconds_since_boot, unix_now
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def plan_release(fleet: PowerFleet, reading: PowerReading, nodes: Sequence[str])
         if name in reading.reports and not reading.reports[name].original_w
     ]
     writes = list_releases(reading.reports, chosen)
-    budgets_w = find_active_budgets(fleet.tree, fleet.targets, time.time())
+    budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
     excesses = find_release_excesses(fleet.tree, reading.bounds_w, writes, budgets_w, fleet.settings.margin)
     return ReleasePlan(writes, notes, excesses)
 

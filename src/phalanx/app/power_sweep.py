@@ -17,7 +17,7 @@ from phalanx.fleet.power.sweep import SweepTimes, SweptNodes, sweep_caps
 from phalanx.fleet.power.sweep_file import SweptCap
 from phalanx.jobs.backends.base import BACKEND_CLASSES, Backend, open_backend
 from phalanx.jobs.spec import JobState
-from phalanx.run.boot_clock import seconds_since_boot
+from phalanx.run.boot_clock import seconds_since_boot, unix_now
 from phalanx.run.directory import Run
 from phalanx.run.event_types import StepDone, WorkerStarted
 from phalanx.run.events import parse_event
@@ -142,7 +142,7 @@ def _find_highest_caps(
 ) -> tuple[dict[str, float], list[str]]:
     """The highest cap of each node type that breaks no budget, from the caps of now up; all types rise together."""
     tree, margin = fleet.tree, fleet.settings.margin
-    budgets_w = find_active_budgets(tree, fleet.targets, time.time())
+    budgets_w = find_active_budgets(tree, fleet.targets, unix_now())
     now: dict[str, float] = {}
     most: dict[str, float] = {}
     for index in swept:

@@ -31,13 +31,17 @@ class DifferenceTable:
 def list_differences(variants: Sequence[SimulatedVariant]) -> list[FigureDifference]:
     """Return the differences of all variants to the first, of figures that differ in one seed of one of them."""
     base, others = variants[0], variants[1:]
-    found = []
-    for row in list_rows(base):
+
+    def compare(row: FigureRow, num_compared: int) -> list[PairedDifference]:
         before = [row.read(result) for result in base.results]
-        differences = [compare_paired(before, [row.read(each) for each in other.results]) for other in others]
-        if any(each.low < each.high or abs(each.mean) > 0 for each in differences):
-            found.append(FigureDifference(row, differences))
-    return found
+        return [compare_paired(before, [row.read(each) for each in other.results], num_compared) for other in others]
+
+    differing = [
+        row
+        for row in list_rows(base)
+        if any(each.low < each.high or abs(each.mean) > 0 for each in compare(row, num_compared=1))
+    ]
+    return [FigureDifference(row, compare(row, len(differing) * len(others))) for row in differing]
 
 
 def describe_differences(variants: Sequence[SimulatedVariant]) -> DifferenceTable | None:
@@ -46,15 +50,12 @@ def describe_differences(variants: Sequence[SimulatedVariant]) -> DifferenceTabl
         return None
     found = list_differences(variants)
     number = len(variants[0].results)
-    head = f"Difference to the file, {format_plural(number, 'seed')}: mean (interval of 95 %)"
+    head = f"Difference to the file, {format_plural(number, 'seed')}: mean (95 % for all intervals together)"
     rows = [[each.row.title, *(format_difference(d, each.row.write) for d in each.differences)] for each in found]
     if number < 2:
-        notes = ["One seed has no interval: add --seeds 5 to know which differences are more than noise."]
+        notes = ["One seed has no interval: add --seeds 20 to know which differences are more than noise."]
     else:
-        notes = [
-            "noise: 0 is in the interval, so that these seeds show no difference; more --seeds narrow it. "
-            "Of 20 figures without a difference about 1 is outside."
-        ]
+        notes = ["noise: 0 is in the interval, so that these seeds show no difference; more --seeds narrow it."]
     for index, variant in enumerate(variants[1:]):
         differences = [each.differences[index] for each in found]
         if all(each.low == each.high == 0 or (each.num_seeds == 1 and each.mean == 0) for each in differences):

@@ -80,7 +80,7 @@ def search_setting(
     best = means.index(min(means) if goal.is_smallest_best else max(means))
     figures = [[goal.read(result) for result in variant.results] for variant in variants]
     values = [
-        SearchedValue(text, variant, compare_paired(figures[best], each))
+        SearchedValue(text, variant, compare_paired(figures[best], each, len(figures) - 1))
         for text, variant, each in zip(texts, variants, figures, strict=True)
     ]
     return SettingSearch(goal, key, file, values, values[best])

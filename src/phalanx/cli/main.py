@@ -43,7 +43,7 @@ _COMMAND_MODULES = {
     "evaluate": ("phalanx.cli.evaluate:evaluate", "Evaluate a run's checkpoint on the validation set."),
     "profile": ("phalanx.cli.profile:profile", "Profile a few training steps."),
     "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),
-    "fleet": ("phalanx.cli.fleet:app", "Show nodes and their accelerators."),
+    "fleet": ("phalanx.cli.fleet:app", "Show, drain and test nodes."),
     "simulate": ("phalanx.cli.simulate:simulate", "Simulate months of a fleet, and answer what-if questions."),
     "thermal": ("phalanx.cli.thermal:app", "Find nodes that run hot; advise on cooling."),
     "power": ("phalanx.cli.power:app", "Hold the budgets of sites, feeds, rows and racks by power caps."),

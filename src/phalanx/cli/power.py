@@ -149,7 +149,6 @@ def guard(
     from phalanx.app.power_guard import hold_budgets
     from phalanx.app.power_links import open_links
     from phalanx.cli.power_output import format_status
-    from phalanx.fleet.power.guard import LostNodeError
 
     if not (yes or fake):
         raise UsageError(f"a guard writes caps: `phalanx power plan {fleet}` shows them, --yes lets it write")
@@ -163,8 +162,6 @@ def guard(
             for text in [*status.unsafe, *status.notices, *(each for each in problems if each not in known)]:
                 print_warning(text)
             print(format_status(status), flush=True)
-    except LostNodeError as error:
-        raise UsageError(str(error)) from None
     finally:
         links.close()
 

@@ -1,6 +1,5 @@
 """Power control as text and JSON."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from phalanx.fleet.power.plan_writes import CapWrite, plan_writes
 from phalanx.fleet.power.sweep_file import SweptCap
 from phalanx.fleet.power.swing_check import check_swings
 from phalanx.formatting import format_percent
+from phalanx.run.boot_clock import unix_now
 from phalanx.text_table import Column, format_table
 
 WATTS_PER_KILOWATT = 1e3
@@ -45,7 +45,7 @@ def level_rows(fleet: PowerFleet, reading: PowerReading) -> list[LevelRow]:
     silent = tree.sum_by_level([float(None in bounds) for bounds in reading.bounds_w])
     unread = tree.sum_by_level([float(draw is None) for draw in draws])
     claims_w, draws_w = tree.sum_by_level(claims), tree.sum_by_level([draw or 0.0 for draw in draws])
-    budgets_w = find_active_budgets(tree, fleet.targets, time.time())
+    budgets_w = find_active_budgets(tree, fleet.targets, unix_now())
     return [
         LevelRow(
             tree.levels[index].label,
@@ -96,7 +96,7 @@ def format_plan(fleet: PowerFleet, reading: PowerReading, allocation: Allocation
     writes = list_writes(fleet, reading, allocation)
     lines.append(f"{len(writes)} writes; `phalanx power apply` prints them")
     if not allocation.is_within:
-        budgets_w = find_active_budgets(fleet.tree, fleet.targets, time.time())
+        budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
         for excess in find_excesses(fleet.tree, _list_claims(fleet, reading, allocation), budgets_w)[:MAX_EXCESSES]:
             lines.append(f"not safe: {excess} at the lowest caps, with silent nodes at their maximum")
     return lines
@@ -119,7 +119,7 @@ def plan_to_json(fleet: PowerFleet, reading: PowerReading, allocation: Allocatio
 
 def list_writes(fleet: PowerFleet, reading: PowerReading, allocation: Allocation) -> list[CapWrite]:
     """Return the writes of a plan, in order."""
-    budgets_w = find_active_budgets(fleet.tree, fleet.targets, time.time())
+    budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
     return plan_writes(fleet.tree, reading.bounds_w, allocation.caps_w, budgets_w, fleet.settings.margin)
 
 

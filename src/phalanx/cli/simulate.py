@@ -62,7 +62,7 @@ def simulate(
     """Simulate months of a fleet: goodput, stops, waits, energy, water, carbon and cost.
 
     Each figure is a mean over seeds, with its quantiles .05 and .95. Variants use the same seeds: the mean of their
-    differences has an interval of 95 %.
+    differences has an interval; together they hold with 95 %.
     """
     if search is not None:
         from phalanx.app.simulation_search import search_setting

@@ -19,7 +19,7 @@ def format_search(search: SettingSearch) -> list[str]:
     write = figures[search.goal.title].write
     head = (
         f"{search.goal.title}, {search.file.settings.days:g} days, {format_plural(number, 'seed')}; less that of the "
-        "best: mean (interval of 95 %)"
+        "best: mean (95 % for all intervals together)"
     )
     table = [["as in the file", "", *_list_cells(rows, search.file)]]
     for each in search.values:
@@ -32,7 +32,7 @@ def format_search(search: SettingSearch) -> list[str]:
 def _describe_best(search: SettingSearch, num_seeds: int) -> str:
     best = f"best: {search.key}={search.best.text}"
     if num_seeds < 2:
-        return f"{best}, with one seed, which may be chance: add --seeds 5"
+        return f"{best}, with one seed, which may be chance: add --seeds 20"
     if search.ties:
         ties = ", ".join(each.text for each in search.ties)
         return f"{best}; the difference to {ties} is noise with these seeds: more --seeds narrow the intervals"

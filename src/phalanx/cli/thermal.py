@@ -163,7 +163,6 @@ def advise(
 
 
 app.command()(thermal_guard.guard)
-app.command()(thermal_guard.rehearse)
 app.command()(thermal_requests.request)
 app.command()(thermal_requests.withdraw)
 

@@ -12,7 +12,7 @@ from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
-    from phalanx.app.cooling_rehearsal import Rehearsal
+    pass
 
 MODEL_COLUMNS = (
     Column("KIND"),
@@ -107,18 +107,6 @@ def format_response(event: ResponseEvent) -> str:
     would = "" if event.is_done else "would "
     problem = f": FAILED: {event.problem}" if event.problem else ""
     return escape_control_chars(f"{time_text}  {would}{event.action}: {event.target}: {event.text}{problem}")
-
-
-def format_rehearsal(found: "Rehearsal") -> list[str]:
-    """A row for an action, then how hot it became."""
-    rows = [[f"{each.time_s:.1f} s", str(each.action), each.target, each.text] for each in found.events]
-    saved = "" if found.saved_at_s is None else f"; the job had saved after {found.saved_at_s:.1f} s"
-    peak_c = max(found.peaks_c.values())
-    return [
-        *format_table(REHEARSAL_COLUMNS, rows),
-        "",
-        f"{found.rack}: {peak_c:.0f} °C at most, of {found.limit_c:g} °C{saved}",
-    ]
 
 
 def _device_to_json(device: DeviceHeat) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Services of the nodes file: metrics endpoints and management controllers of nodes, and the building's bus of racks.
 Each is opened when it first answers, and stays open."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,12 +19,15 @@ from phalanx.fleet.telemetry.prometheus import PrometheusOptions, open_prometheu
 from phalanx.fleet.telemetry.redfish import RedfishOptions, open_redfish
 from phalanx.fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
 from phalanx.fleet.telemetry.rollup import merge_hosts
-from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, RackSample
+from phalanx.fleet.telemetry.sample import SAMPLE_INTERVAL_S, HostSample, NodeSample, RackSample
 from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError, TelemetrySource
 
-MAX_CONCURRENT_READS = 32
-REOPEN_WAIT_S = 0.2
-"""Seconds that a reading waits for a service that did not answer before."""
+FIRST_READ_TIMEOUT_S = 10.0
+"""With the opening of a connection and a login."""
+READ_TIMEOUT_S = 2.5
+RETRY_TIMEOUT_S = 0.2
+"""For a service that did not answer in time before."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,54 +42,78 @@ class ServiceOpeners:
 
 
 class _Service:
-    """A source that is opened with the first read that finds it. The first read waits for it; a later one only for a
-    moment, so that a service that is down delays no other."""
+    """A source that is opened with the first read that finds it. Each read has a thread of its own, which ends with the
+    process, and a deadline: a service that answers slowly, in drips or never delays no other. While a read has not
+    ended no other one begins."""
 
-    def __init__(self, open_source: Callable[[], TelemetrySource], period_s: float):
-        self._open_source, self.period_s = open_source, period_s
+    def __init__(self, url: str, open_source: Callable[[], TelemetrySource], period_s: float):
+        self._url, self._open_source, self.period_s = url, open_source, period_s
         self._source: TelemetrySource | None = None
-        self._attempt: Future[TelemetrySource] | None = None
-        self._num_attempts = 0
+        self._reading: Future[SourceReading] | None = None
+        self._wait_s = FIRST_READ_TIMEOUT_S
         self.problem: str | None = None
 
-    def read(self) -> SourceReading:
-        """Read it now; nothing where it cannot be opened, with the reason in `problem`."""
-        if self._source is None and not self._open():
+    def start(self) -> None:
+        """Begin to read, unless it is being read."""
+        if self._reading is None:
+            self._reading = _start(self._open_and_read)
+
+    def take(self, began: float) -> SourceReading:
+        """Return what is read within the time from `began` on; nothing where that is not, with the reason in
+        `problem`."""
+        assert self._reading is not None
+        try:
+            reading = self._reading.result(max(0.0, began + self._wait_s - time.monotonic()))
+        except FutureTimeoutError:
+            self.problem = self.problem or f"{self._url}: does not answer within {self._wait_s:g} s"
+            self._wait_s = RETRY_TIMEOUT_S
             return SourceReading()
-        assert self._source is not None
-        return self._source.read()
+        except Exception as error:
+            logger.debug("telemetry: %s", self._url, exc_info=error)
+            is_known = isinstance(error, SourceUnavailableError)
+            self.problem = str(error) if is_known else f"{self._url}: unreadable: {type(error).__name__}: {error}"[:300]
+            self._reading = None
+            return SourceReading()
+        self._reading, self._wait_s, self.problem = None, READ_TIMEOUT_S, None
+        if not _has_values(reading) and self._source is not None:
+            self.problem = "; ".join(self._source.problems) or None
+        return reading
 
     def close(self) -> None:
         """Let go of it."""
         if self._source is not None:
             self._source.close()
 
-    def _open(self) -> bool:
-        if self._attempt is None:
-            self._attempt = _start_opening(self._open_source)
-            self._num_attempts += 1
-        try:
-            self._source = self._attempt.result(None if self._num_attempts == 1 else REOPEN_WAIT_S)
-            self.problem = None
-        except TimeoutError:
-            return False  # it is still being opened; the problem is that of the attempt before
-        except SourceUnavailableError as error:
-            self.problem, self._attempt = str(error), None
-        return self._source is not None
+    def _open_and_read(self) -> SourceReading:
+        if self._source is None:
+            self._source = self._open_source()
+        return self._source.read()
 
 
-def _start_opening(open_source: Callable[[], TelemetrySource]) -> "Future[TelemetrySource]":
-    """Open a source in a thread that ends with the process: a service may not answer for a long time."""
-    future: Future[TelemetrySource] = Future()
+def _has_values(reading: SourceReading) -> bool:
+    has_racks = any(rack.age_s is not None or rack.power_w is not None for rack in reading.racks)
+    return bool(reading.devices) or reading.host not in (None, HostSample()) or has_racks
+
+
+def _start(read: Callable[[], SourceReading]) -> "Future[SourceReading]":
+    future: Future[SourceReading] = Future()
 
     def run() -> None:
         try:
-            future.set_result(open_source())
+            future.set_result(read())
         except BaseException as error:  # noqa: BLE001 - `result` raises it
             future.set_exception(error)
 
-    threading.Thread(target=run, name="telemetry-open", daemon=True).start()
+    threading.Thread(target=run, name="telemetry-read", daemon=True).start()
     return future
+
+
+def _read_all(services: Sequence[_Service]) -> list[SourceReading]:
+    """Return the reading of each; all have the same time."""
+    for service in services:
+        service.start()
+    began = time.monotonic()
+    return [service.take(began) for service in services]
 
 
 class NodeServices:
@@ -109,23 +138,17 @@ class NodeServices:
 
     def read_nodes(self) -> tuple[Mapping[str, LatestReading], list[str]]:
         """Return the reading of each node that has a service, and what could not be read, in words."""
-        names = [name for name, services in self._services.items() if services]
-        if not names:
-            return {}, []
-        with ThreadPoolExecutor(min(MAX_CONCURRENT_READS, len(names))) as pool:
-            readings = dict(zip(names, pool.map(self._read_node, names), strict=True))
-        problems = [
-            f"{name}: {service.problem}" for name in names for service in self._services[name] if service.problem
-        ]
+        pairs = [(name, service) for name, services in self._services.items() for service in services]
+        found: dict[str, list[tuple[_Service, SourceReading]]] = {}
+        for (name, service), reading in zip(pairs, _read_all([each for _, each in pairs]), strict=True):
+            found.setdefault(name, []).append((service, reading))
+        readings = {name: self._merge_node(name, each) for name, each in found.items()}
+        problems = [f"{name}: {service.problem}" for name, service in pairs if service.problem]
         return {name: reading for name, reading in readings.items() if reading is not None}, problems
 
     def read_racks(self) -> tuple[Sequence[RackSample], list[str]]:
         """Return the racks and CDUs, and why some could not be read."""
-        if not self._liquid:
-            return (), []
-        with ThreadPoolExecutor(min(MAX_CONCURRENT_READS, len(self._liquid))) as pool:
-            readings = list(pool.map(_Service.read, self._liquid))
-        racks = tuple(rack for reading in readings for rack in reading.racks)
+        racks = tuple(rack for reading in _read_all(self._liquid) for rack in reading.racks)
         return racks, [service.problem for service in self._liquid if service.problem is not None]
 
     def close(self) -> None:
@@ -133,9 +156,7 @@ class NodeServices:
         for service in [*(each for services in self._services.values() for each in services), *self._liquid]:
             service.close()
 
-    def _read_node(self, name: str) -> LatestReading | None:
-        services = self._services[name]
-        found = [(service, service.read()) for service in services]
+    def _merge_node(self, name: str, found: Sequence[tuple[_Service, SourceReading]]) -> LatestReading | None:
         used = [(service, reading) for service, reading in found if reading.devices or reading.host is not None]
         if not used:
             return None
@@ -153,10 +174,10 @@ def _make_services(entry: NodesFileEntry, openers: ServiceOpeners) -> list[_Serv
     services = []
     if entry.prometheus is not None:
         endpoint = PrometheusOptions(url=entry.prometheus)
-        services.append(_Service(lambda: openers.prometheus(endpoint), endpoint.renewal_s))
+        services.append(_Service(endpoint.url, lambda: openers.prometheus(endpoint), endpoint.renewal_s))
     if entry.redfish is not None:
         controller = RedfishOptions(**entry.redfish.model_dump())
-        services.append(_Service(lambda: openers.redfish(controller), controller.interval_s))
+        services.append(_Service(controller.url, lambda: openers.redfish(controller), controller.interval_s))
     return services
 
 
@@ -165,12 +186,12 @@ def _make_liquid_services(file: NodesFile, openers: ServiceOpeners) -> list[_Ser
     services = []
     if file.mqtt is not None:
         bus = MqttOptions(**file.mqtt.model_dump())
-        services.append(_Service(lambda: openers.mqtt(bus), SAMPLE_INTERVAL_S))
+        services.append(_Service(bus.url, lambda: openers.mqtt(bus), SAMPLE_INTERVAL_S))
     for cdu in file.cdus:
         if cdu.redfish is not None:
             controller = RedfishCduOptions(id=cdu.id, **cdu.redfish.model_dump())
-            services.append(_Service(partial(openers.redfish_cdu, controller), controller.interval_s))
+            services.append(_Service(controller.url, partial(openers.redfish_cdu, controller), controller.interval_s))
         elif cdu.modbus is not None:
             device = ModbusOptions(id=cdu.id, entry=cdu.modbus)
-            services.append(_Service(partial(openers.modbus, device), cdu.modbus.interval_s))
+            services.append(_Service(device.url, partial(openers.modbus, device), cdu.modbus.interval_s))
     return services

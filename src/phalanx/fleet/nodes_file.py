@@ -101,8 +101,6 @@ class NodesFileEntry(StrictModel):
     """URL of a metrics endpoint with the accelerators of this node, such as http://n1:9400/metrics of dcgm-exporter."""
     redfish: RedfishEntry | None = None
     """The management controller of this node."""
-    allow_power_off: bool = False
-    """Whether `phalanx thermal guard --yes` may power it off: through `redfish`, else through its backend."""
 
 
 class NodesFile(StrictModel):

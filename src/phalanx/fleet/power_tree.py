@@ -98,12 +98,17 @@ class PowerTree:
             yield index, depth
             waiting += [(child, depth + 1) for child in reversed(children.get(index, []))]
 
+    def list_levels(self, node: int) -> list[BudgetLevel]:
+        """Return the levels above a node, given by its index: its rack first, its site last."""
+        found, level = [], self.nodes[node].rack
+        while level != NO_PARENT:
+            found.append(self.levels[level])
+            level = self.levels[level].parent
+        return found
+
     def find_site(self, node: int) -> BudgetLevel:
         """Return the site of a node, given by its index."""
-        level = self.nodes[node].rack
-        while self.levels[level].parent != NO_PARENT:
-            level = self.levels[level].parent
-        return self.levels[level]
+        return self.list_levels(node)[-1]
 
 
 def build_power_tree(fleet: FleetFile, locations: SourceLocations) -> PowerTree:

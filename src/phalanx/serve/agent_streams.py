@@ -9,11 +9,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import cast
 
 from phalanx.fleet.telemetry.sample import NodeSample
 from phalanx.fleet.telemetry.sample_json import SAMPLES_PATH, from_json
+from phalanx.fleet.telemetry.sample_limits import MAX_DEVICES
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +34,46 @@ class AgentStreams:
     def __init__(self, addresses: Callable[[], Mapping[str, tuple[str, int]]]):
         self._addresses = addresses
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lines: dict[str, bytes] = {}
+        self._lines: dict[str, tuple[bytes, float]] = {}
+        """With when they arrived, by the monotonic clock."""
         self._parsed: dict[str, tuple[bytes, NodeSample]] = {}
+        self._devices: dict[str, set[str]] = {}
+        self._unreadable: set[str] = set()
 
     def read_samples(self) -> dict[str, NodeSample]:
-        """The newest sample of each node that has sent one; its time says how old it is."""
-        for name, line in list(self._lines.items()):
+        """The newest sample of each node that has sent one. Its time is that of its arrival, by the clock of now: the
+        clock of a node may be wrong."""
+        for name, (line, _) in list(self._lines.items()):
             parsed = self._parsed.get(name)
             if parsed is not None and parsed[0] is line:
                 continue
             try:
-                self._parsed[name] = line, from_json(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
+                self._parsed[name] = line, self._drop_new_devices(name, from_json(json.loads(line)))
+                self._unreadable.discard(name)
+            except Exception as error:  # noqa: BLE001 - anyone may listen on the port of a node
                 logger.debug("agent of %s: no sample: %s", name, error)
+                self._unreadable.add(name)
                 self._lines.pop(name, None)
                 self._parsed.pop(name, None)
-        return {name: sample for name, (_, sample) in self._parsed.items()}
+        wall, now = time.time(), time.monotonic()
+        arrivals = {name: wall - (now - at) for name, (_, at) in list(self._lines.items())}
+        return {
+            name: replace(sample, time=arrivals[name])
+            for name, (_, sample) in list(self._parsed.items())
+            if name in arrivals
+        }
+
+    def list_problems(self) -> list[str]:
+        """Return the nodes of which the newest line is no sample."""
+        return [f"{name}: what its agent sends is unreadable" for name in sorted(self._unreadable)]
+
+    def _drop_new_devices(self, name: str, sample: NodeSample) -> NodeSample:
+        """Without devices after the first MAX_DEVICES that the node has had: Prometheus keeps a series of each."""
+        known = self._devices.setdefault(name, set())
+        for device in sample.devices:
+            if len(known) < MAX_DEVICES:
+                known.add(device.id)
+        return replace(sample, devices=tuple(each for each in sample.devices if each.id in known))
 
     async def run(self) -> None:
         """Follow all nodes until this is cancelled."""
@@ -63,15 +90,19 @@ class AgentStreams:
             self._tasks.pop(name).cancel()
             self._lines.pop(name, None)
             self._parsed.pop(name, None)
+            self._unreadable.discard(name)
         for name, (host, port) in addresses.items():
             if name not in self._tasks:
                 self._tasks[name] = asyncio.create_task(self._follow(name, host, port))
+
+    def _take(self, name: str, line: bytes) -> None:
+        self._lines[name] = line, time.monotonic()
 
     async def _follow(self, name: str, host: str, port: int) -> None:
         retry_s = FIRST_RETRY_S
         loop = asyncio.get_running_loop()
         while True:
-            stream = _Stream(host, port, lambda line: self._lines.__setitem__(name, line), loop.time)
+            stream = _Stream(host, port, lambda line: self._take(name, line), loop.time)
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     transport, _ = await loop.create_connection(lambda stream=stream: stream, host, port)  # type: ignore[misc]

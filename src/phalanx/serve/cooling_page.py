@@ -9,7 +9,7 @@ from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.serve.node_pages import LATE_AFTER_S, render_racks
-from phalanx.serve.tables import render_rows, render_time
+from phalanx.serve.tables import render_each, render_rows, render_time
 
 MAX_TABLE_DEVICES = 100
 DEVICE_COLUMNS = ("node", "device", "temperature", "draw", "margin", "margin at full power", "read")
@@ -82,7 +82,8 @@ def render_cooling(racks: Sequence[RackSample], margins: Sequence[DeviceMargin])
     if not margins:
         parts.append('<p class="note">No device has a margin that is not late.</p>')
         return "".join(parts)
-    parts.append(render_rows(DEVICE_COLUMNS, (_render_margin(each) for each in margins[:MAX_TABLE_DEVICES])))
+    rows = render_each(margins[:MAX_TABLE_DEVICES], _render_margin, lambda each: each.node, len(DEVICE_COLUMNS))
+    parts.append(render_rows(DEVICE_COLUMNS, rows))
     if len(margins) > MAX_TABLE_DEVICES:
         parts.append(f'<p class="note">and {len(margins) - MAX_TABLE_DEVICES} devices with more margin</p>')
     return "".join(parts)

@@ -114,7 +114,7 @@ class FleetRoutes:
         try:
             body = await run_in_threadpool(self.simulate, parse_request(form, str(self.fleet.path)))
         except UsageError as error:
-            return self._answer(form, render_problem("Not simulated", str(error)), 422)
+            return self._answer(form, render_problem("Not simulated", str(error).replace("`", "")), 422)
         finally:
             self.simulation_lock.release()
         return self._answer(form, body)

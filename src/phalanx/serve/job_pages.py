@@ -80,6 +80,9 @@ class JobReader:
             self.jobs = JobList(jobs, ends, starts, now)
         except UsageError as error:
             self.jobs = replace(self.jobs, problem=str(error))
+        except Exception as error:  # the thread must not end: the next reading may succeed
+            logger.exception("serve: the jobs cannot be read")
+            self.jobs = replace(self.jobs, problem=f"the jobs cannot be read: {error}")
 
     def cancel(self, id: str) -> None:
         """Cancel a job, and say in the log that a page asked for it. UsageError where that fails."""

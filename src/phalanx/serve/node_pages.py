@@ -15,7 +15,7 @@ from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups
 from phalanx.serve.node_reader import NodeList
-from phalanx.serve.tables import render_rows, render_time
+from phalanx.serve.tables import render_each, render_rows, render_time
 
 LATE_AFTER_S = 3.0
 """Age from which a device of the heat map has no colour: three samples."""
@@ -23,6 +23,8 @@ HOTTEST_MARGIN_C = 40.0
 """Kelvins of margin at the cool end of the scale."""
 HISTORY_HOURS = 24.0
 MAX_TABLE_NODES = 100
+NO_READING_STATE, STALE_STATE = "no reading", "stale"
+"""Shown for a healthy node that was never read, or not of late."""
 RACK_COLUMNS = (
     "rack",
     "power",
@@ -94,9 +96,12 @@ def render_nodes(found: NodeList, nodes: Sequence[FleetNode], text: str, now: fl
         text = "No nodes." if found.is_read else "Reading the nodes."
         return "".join(parts) + f'<p class="note">{text}</p>'
     words = text.lower().split()
-    matching = [node for node in nodes if all(word in f"{node.name} {node.state}".lower() for word in words)]
-    shown = sorted(matching, key=lambda node: node.state == "healthy")[:MAX_TABLE_NODES]
-    table = render_rows(NODE_COLUMNS, (_render_cells(node, now) for node in shown))
+    states = {node.name: find_shown_state(node, now) for node in nodes}
+    matching = [node for node in nodes if all(word in f"{node.name} {states[node.name]}".lower() for word in words)]
+    order = sorted(matching, key=lambda node: (node.state == "healthy", states[node.name] == "healthy"))
+    shown = order[:MAX_TABLE_NODES]
+    rows = render_each(shown, lambda node: _render_cells(node, now), lambda node: node.name, len(NODE_COLUMNS))
+    table = render_rows(NODE_COLUMNS, rows)
     rest = len(matching) - len(shown)
     racks = render_racks(found.racks) if found.racks else ""
     more = f'<p class="note">and {formatting.format_plural(rest, "node")} more: filter by name or state</p>'
@@ -106,7 +111,8 @@ def render_nodes(found: NodeList, nodes: Sequence[FleetNode], text: str, now: fl
 def render_racks(racks: Sequence[RackSample]) -> str:
     """The table of racks; those with a leak first."""
     ordered = sorted(racks, key=lambda rack: not rack.has_leak)
-    return "<h2>Racks and CDUs</h2>" + render_rows(RACK_COLUMNS, map(_render_rack, ordered))
+    rows = render_each(ordered, _render_rack, lambda rack: rack.id, len(RACK_COLUMNS))
+    return "<h2>Racks and CDUs</h2>" + render_rows(RACK_COLUMNS, rows)
 
 
 def _render_rack(rack: RackSample) -> Sequence[str]:
@@ -150,14 +156,24 @@ def _render_totals(nodes: Sequence[FleetNode], now: float) -> str:
     draws = [node.reading.draw_w for node in nodes if node.reading is not None and not node.reading.is_late(now)]
     known = [draw for draw in draws if draw is not None]
     unhealthy = sum(node.state != "healthy" for node in nodes)
+    unread = sum(find_shown_state(node, now) in (NO_READING_STATE, STALE_STATE) for node in nodes)
     power = f"; {_format_watts(sum(known))} drawn by {len(known)} of them" if known else ""
-    return f'<p class="note">{formatting.format_plural(len(nodes), "node")}, {unhealthy} not healthy{power}</p>'
+    text = f"{formatting.format_plural(len(nodes), 'node')}, {unhealthy} not healthy, {unread} without a reading{power}"
+    return f'<p class="note">{text}</p>'
+
+
+def find_shown_state(node: FleetNode, now: float) -> str:
+    """Return the state of a node; of a healthy one without news that there are none: it may be anything."""
+    if node.state != "healthy" or (node.reading is not None and not node.reading.is_late(now)):
+        return node.state
+    return NO_READING_STATE if node.reading is None else STALE_STATE
 
 
 def _render_cells(node: FleetNode, now: float) -> Sequence[str]:
     reading, jobs = node.reading, () if node.backend is None else node.backend.jobs
     name = f'<a href="/nodes/{escape(quote(node.name, safe=""))}">{escape(node.name)}</a>'
-    state = f'<span class="status {escape(node.state)}">{escape(node.state)}</span>'
+    shown = find_shown_state(node, now)
+    state = f'<span class="status {escape(shown.replace(" ", "-"))}">{escape(shown)}</span>'
     if reading is None:
         return name, state, escape(", ".join(jobs)), "", "", "", "", "never", escape(node.reason or "")
     is_late = reading.is_late(now)

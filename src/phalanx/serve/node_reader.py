@@ -1,5 +1,6 @@
 """The nodes of a fleet, read now and then by one thread."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from phalanx.fleet.fleet_node import FleetNode
     from phalanx.fleet.telemetry.sample import RackSample
 
+logger = logging.getLogger(__name__)
 READ_INTERVAL_S = 5.0
 STOP_TIMEOUT_S = 5.0
 
@@ -58,6 +60,9 @@ class NodeReader:
             self.nodes = NodeList(nodes, problems, racks, is_read=True, is_current=True)
         except PhalanxError as error:
             self.nodes = NodeList(self.nodes.nodes, [str(error)], is_read=True)
+        except Exception as error:  # the thread must not end: the next reading may succeed
+            logger.exception("serve: the nodes cannot be read")
+            self.nodes = NodeList(self.nodes.nodes, [f"the nodes cannot be read: {error}"], is_read=True)
 
     def _run(self) -> None:
         while not self._stop_requested.is_set():

@@ -1,7 +1,7 @@
 """The routes of nodes: all of them, and one with its history."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -76,6 +76,7 @@ class NodeRoutes:
         if self._shown is None or self._shown[:2] != ((by, text), int(now)):
             found, samples = self.nodes.nodes, self.streams.read_samples()
             nodes = add_samples(found.nodes, samples)
+            found = replace(found, problems=[*found.problems, *self.streams.list_problems()])
             shown = render_nodes(found, nodes, text, now), build_heat_map(nodes, samples, by, now)
             self._shown = ((by, text), int(now), shown)
         return self._shown[2]

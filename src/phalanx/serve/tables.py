@@ -1,9 +1,27 @@
 """Tables and times as HTML."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from typing import TypeVar
 
 from phalanx import formatting
+
+logger = logging.getLogger(__name__)
+ItemT = TypeVar("ItemT")
+
+
+def render_each(
+    items: Iterable[ItemT], render: Callable[[ItemT], Sequence[str]], name: Callable[[ItemT], str], num_columns: int
+) -> Iterator[Sequence[str]]:
+    """Yield the row of each item. One that cannot be rendered has its name and `unreadable`, and the others are
+    there."""
+    for item in items:
+        try:
+            yield render(item)
+        except Exception:  # what others send may be anything
+            logger.exception("serve: %s cannot be rendered", name(item))
+            yield escape(name(item)), '<span class="problem">unreadable</span>', *[""] * (num_columns - 2)
 
 
 def render_time(moment: float) -> str:

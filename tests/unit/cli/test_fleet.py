@@ -120,7 +120,7 @@ def test_drain_needs_a_reason(backend: FakeNodeBackend, capsys: pytest.CaptureFi
     assert main(["fleet", "drain", "n1", "--on", "slurm"]) == 64
     assert "--reason" in capsys.readouterr().err
     assert main(["fleet", "drain", "n1", "--reason", " ", "--on", "slurm"]) == 64
-    assert capsys.readouterr().err == "error: n1: --reason ' ': expected why, in one line of text\n"
+    assert capsys.readouterr().err == "error: n1: reason ' ': expected why, in one line of text\n"
     assert backend.nodes["n1"].service == "open"
 
 

@@ -1,6 +1,7 @@
 """What sets caps: AMD's GPUs, limits of whole nodes by Redfish, locked clocks, and the allow list."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from phalanx.fleet.power.clock_lock import ClockLockDevice
 from phalanx.fleet.power.device_range import select_devices
 from phalanx.fleet.power.devices import CapError, CapLimits, to_device_units
 from phalanx.fleet.power.fake_fleet import FakeCapDevice, FakeClock
-from phalanx.fleet.power.local_devices import NvmlCapDevice
+from phalanx.fleet.power.local_devices import NvmlCapDevice, find_rapl_devices
 from phalanx.fleet.power.open_devices import open_cap_devices
 from phalanx.fleet.power.redfish_limit import RedfishCapDevice
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
+from phalanx.fleet.telemetry.host import HostSource
 from phalanx.fleet.telemetry.redfish_values import RedfishStatusError, RedfishUnreachableError
 
 CAP_INFO = {"power_cap": 750_000_000, "min_power_cap": 300_000_000, "max_power_cap": 750_000_000}
@@ -249,3 +251,38 @@ def test_what_is_capped_is_what_the_tree_counts() -> None:
     assert power(kind="rapl", packages=2, package_power="350 W") == NodePower(2, 350, 0, 9500, 2860, None)
     with pytest.raises(RecipeError, match="rapl needs `packages`"):
         power(kind="rapl")
+
+
+def make_rapl(root: Path, **names_and_counters: tuple[str, int]) -> None:
+    for number, (name, counter) in enumerate(names_and_counters.values()):
+        folder = root / f"sys/class/powercap/intel-rapl:{number}"
+        folder.mkdir(parents=True)
+        (folder / "name").write_text(f"{name}\n")
+        (folder / "energy_uj").write_text(f"{counter}\n")
+        (folder / "max_energy_range_uj").write_text("262143328850\n")
+
+
+@pytest.mark.parametrize(
+    ("domains", "ids", "watts"),
+    [
+        ([("package-0-die-0", 5, 680), ("package-0-die-1", 5, 680)], ["intel-rapl:0"], 68.0),
+        ([("package-0-die-0", 5, 680), ("package-0-die-1", 9, 340)], ["intel-rapl:0", "intel-rapl:1"], 102.0),
+        ([("package-0", 5, 680), ("package-1", 5, 680)], ["intel-rapl:0", "intel-rapl:1"], 136.0),
+        ([("package-0", 5, 680), ("psys", 7, 900)], ["intel-rapl:0"], 68.0),
+    ],
+)
+def test_counters_of_cpus_that_overlap_count_once(
+    tmp_path: Path, domains: list[tuple[str, int, int]], ids: list[str], watts: float
+) -> None:
+    make_rapl(tmp_path, **{f"d{index}": (name, 10**6 * start) for index, (name, start, _) in enumerate(domains)})
+    assert [device.id for device in find_rapl_devices(tmp_path)] == ids
+    now = [0.0]
+    source = HostSource(tmp_path, clock=lambda: now[0])
+    source.read()
+    now[0] = 10.0
+    for number, (_, start, rise) in enumerate(domains):
+        counter = tmp_path / f"sys/class/powercap/intel-rapl:{number}/energy_uj"
+        counter.write_text(f"{10**6 * (start + rise)}\n")
+    reading = source.read()
+    assert reading.host is not None
+    assert reading.host.cpu_power_w == pytest.approx(watts)

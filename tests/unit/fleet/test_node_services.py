@@ -1,11 +1,13 @@
 """Readings of nodes and racks from the services of a nodes file."""
 
+import threading
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.errors import RecipeError
+from phalanx.fleet import node_services
 from phalanx.fleet.fleet_node import merge_readings
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_services import NodeServices, ServiceOpeners
@@ -165,3 +167,46 @@ def test_cap_and_margin_come_from_the_reading_that_has_them() -> None:
     newest = replace(SUPPLIES, time=99.5)
     found = merge_readings([AGENT, newest], 100.0)
     assert found == replace(newest, cap_w=700.0, margin_k=20.0)
+
+
+@pytest.mark.parametrize("url", ["https://n2-bmc", "mqtts://bus"])
+def test_a_service_that_never_answers_blinds_no_other(
+    found: NodeServices, services: FakeServices, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    answers = threading.Event()
+
+    class Dripping(FakeSource):
+        def read(self) -> SourceReading:
+            answers.wait(60)
+            return self.reading
+
+    monkeypatch.setattr(node_services, "RETRY_TIMEOUT_S", 0.0)
+    services.sources[url] = Dripping(services.sources[url].reading)
+    for service in [each for group in found._services.values() for each in group] + found._liquid:
+        service._wait_s = 0.1 if service._url == url else 60.0
+    for _ in range(3):
+        readings, problems = found.read_nodes()
+        problems += found.read_racks()[1]
+        assert "n1" in readings
+        assert problems[0].endswith("does not answer within 0.1 s")
+    answers.set()
+    for service in [each for group in found._services.values() for each in group] + found._liquid:
+        service._wait_s = 60.0
+    assert (found.read_nodes()[1], found.read_racks()) == ([], ((RACK,), []))
+
+
+def test_a_source_that_fails_in_any_way_takes_its_own_reading_only(found: NodeServices, services: FakeServices) -> None:
+    class Failing(FakeSource):
+        def read(self) -> SourceReading:
+            raise RecursionError("too deep")
+
+    services.sources["https://n2-bmc"] = Failing(SourceReading())
+    readings, problems = found.read_nodes()
+    assert list(readings) == ["n1"]
+    assert problems == ["n2: https://n2-bmc: unreadable: RecursionError: too deep"]
+
+
+def test_why_a_source_has_no_values_is_said(found: NodeServices, services: FakeServices) -> None:
+    services.sources["https://n2-bmc"].reading = SourceReading()
+    services.sources["https://n2-bmc"].problems = ["https://n2-bmc: does not answer"]
+    assert found.read_nodes()[1] == ["n2: https://n2-bmc: does not answer"]

@@ -12,7 +12,8 @@ from phalanx.app.simulation_differences import describe_differences, list_differ
 from phalanx.app.simulation_search import search_setting
 from phalanx.cli.main import main
 from phalanx.errors import ExitCode, UsageError
-from phalanx.fleet.simulate.paired_difference import compare_paired
+from phalanx.fleet.simulate.job_source import read_job_trace
+from phalanx.fleet.simulate.paired_difference import compare_paired, find_student_quantile
 
 FLEET = """
 sites: {s: {}}
@@ -37,7 +38,25 @@ def fleet(tmp_path: Path) -> Path:
 def test_the_interval_is_that_of_student_over_paired_seeds():
     difference = compare_paired([1, 2, 3, math.nan], [2, 4, 4, 9])
     assert (difference.mean, difference.num_seeds) == (pytest.approx(4 / 3), 3)
-    assert difference.high - difference.mean == pytest.approx(4.303 * np.std([1, 2, 1], ddof=1) / math.sqrt(3))
+    assert difference.high - difference.mean == pytest.approx(
+        4.303 * np.std([1, 2, 1], ddof=1) / math.sqrt(3), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "quantile"), [(0.95, 1, 12.706), (0.95, 4, 2.776), (0.95, 100, 1.984), (0.999, 4, 8.610)]
+)
+def test_students_quantile_is_that_of_tables(confidence, freedom, quantile):
+    assert find_student_quantile(confidence, freedom) == pytest.approx(quantile, rel=1e-3)
+
+
+def test_of_a_table_of_equal_variants_at_most_1_in_20_calls_a_figure_different():
+    source = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(200):
+        draws = source.normal(size=(35, 2, 5))
+        wrong += any(not compare_paired(*pair.tolist(), num_compared=35).is_noise for pair in draws)
+    assert wrong <= 0.05 * 200
 
 
 def test_paired_seeds_show_a_difference_that_is_less_than_the_spread_of_seeds():
@@ -55,7 +74,7 @@ def test_rounding_is_no_difference():
 
 
 def test_half_the_failures_differ_by_more_than_noise_and_another_price_in_nothing_else(fleet):
-    variants = simulate_variants(fleet, ["failures.gpu.per_1000_node_days=50", "site.price_per_kwh=1"], None, seeds=4)
+    variants = simulate_variants(fleet, ["failures.gpu.per_1000_node_days=50", "site.price_per_kwh=1"], None, seeds=10)
     found = {each.row.title: each.differences for each in list_differences(variants)}
     assert found["ETTR"][0].low > 0
     assert {title for title, (_, price) in found.items() if price.mean} == {"cost of energy"}
@@ -73,7 +92,7 @@ def test_the_same_variant_differs_in_nothing(fleet, seeds):
 
 
 def test_a_search_finds_dalys_interval_and_its_neighbour_in_the_noise(fleet):
-    search = search_setting(fleet, "jobs.a.checkpoint.interval_s=100,daly,3200,90000", None, seeds=3)
+    search = search_setting(fleet, "jobs.a.checkpoint.interval_s=100,daly,3200,90000", None, seeds=10)
     assert search.best.text in ("daly", "3200")
     assert [each.to_best.is_noise for each in search.values if each.text in ("100", "90000")] == [False, False]
 
@@ -105,3 +124,20 @@ def test_a_search_needs_two_values(fleet, search):
 def test_a_goal_that_no_job_reaches_is_refused(fleet):
     with pytest.raises(UsageError, match="no completion, mean with fifo; simulate more days"):
         search_setting(fleet, "policy=fifo,srtf", None, 1, "completion")
+
+
+JOBS_OF_ALL_NODES = [(32, 100_000.0), (32, 90_000.0), (32, 80_000.0), (1, 10.0)]
+
+
+def test_jobs_of_one_second_are_replayed_in_the_order_of_the_file(fleet, tmp_path):
+    fleet.write_text(FLEET.replace("per_1000_node_days: 200", "per_1000_node_days: 0"))
+
+    def find_mean(submissions):
+        path = tmp_path / "jobs.csv"
+        rows = [f"{at},{gpus},{s}" for at, (gpus, s) in zip(submissions, JOBS_OF_ALL_NODES, strict=True)]
+        path.write_text("\n".join(["submit_s,gpus,duration_s", *rows]) + "\n")
+        assert [row[1:] for row in read_job_trace(path)] == JOBS_OF_ALL_NODES
+        (variant,) = simulate_variants(fleet, [], path, seeds=1)
+        return variant.results[0].completion_mean_s
+
+    assert find_mean([0, 0, 0, 0]) == pytest.approx(find_mean([0, 1, 2, 3]), rel=1e-3)

@@ -1,6 +1,9 @@
 """Nodes on the page: tables, heat maps, and samples that agents send."""
 
 import asyncio
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,14 @@ from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import LatestReading
 from phalanx.fleet.node_states import NodeChange, NodeState
 from phalanx.fleet.telemetry.agent_endpoint import AgentEndpoint
+from phalanx.fleet.telemetry.exposition import build_node_metrics, render_families
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, RackSample
+from phalanx.fleet.telemetry.sample_limits import MAX_DEVICES
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups, ValueRollup
 from phalanx.serve import agent_streams
 from phalanx.serve.agent_streams import AgentStreams
+from phalanx.serve.cooling_page import list_margins, render_cooling
 from phalanx.serve.node_pages import (
     MAX_TABLE_NODES,
     build_heat_map,
@@ -147,9 +153,13 @@ def test_minutes_of_a_node_are_read_from_each_run_once(tmp_path: Path) -> None:
     assert read_node_minutes([Run(tmp_path / "a")], node("../../../etc/passwd")) == []
 
 
-async def until_sample(streams: AgentStreams, name: str, time: float) -> None:
+def sample_of(power_w: float) -> NodeSample:
+    return NodeSample(1.0, HostSample(cpu_power_w=power_w))
+
+
+async def until_sample(streams: AgentStreams, name: str, power_w: float) -> None:
     async with asyncio.timeout(10):
-        while name not in (found := streams.read_samples()) or found[name].time < time:
+        while name not in (found := streams.read_samples()) or found[name].host.cpu_power_w != power_w:
             await asyncio.sleep(0.01)
 
 
@@ -161,11 +171,11 @@ def test_agents_are_followed_and_one_that_returns_is_found_again(monkeypatch: py
         port = first.port
         streams = AgentStreams(lambda: {"n1": ("127.0.0.1", port)})
         task = asyncio.create_task(streams.run())
-        first.publish(NodeSample(1.0))
+        first.publish(sample_of(1.0))
         await until_sample(streams, "n1", 1.0)
         await asyncio.to_thread(first.close)
         second = AgentEndpoint("n1", port)
-        second.publish(NodeSample(2.0))
+        second.publish(sample_of(2.0))
         await until_sample(streams, "n1", 2.0)
         task.cancel()
         await asyncio.to_thread(second.close)
@@ -202,7 +212,7 @@ def test_a_port_of_something_else_gives_no_sample_and_stops_nothing(answer: byte
 def test_agents_are_followed_on_the_event_loop_that_uvicorn_prefers() -> None:
     uvloop = pytest.importorskip("uvloop")  # a server has it where another package brings it
     endpoint = AgentEndpoint("n1", 0)
-    endpoint.publish(NodeSample(1.0))
+    endpoint.publish(sample_of(1.0))
 
     async def follow() -> None:
         streams = AgentStreams(lambda: {"n1": ("127.0.0.1", endpoint.port)})
@@ -223,7 +233,7 @@ def test_a_node_that_leaves_the_fleet_is_forgotten(monkeypatch: pytest.MonkeyPat
         addresses = {"n1": ("127.0.0.1", endpoint.port)}
         streams = AgentStreams(lambda: addresses)
         task = asyncio.create_task(streams.run())
-        endpoint.publish(NodeSample(1.0))
+        endpoint.publish(sample_of(1.0))
         await until_sample(streams, "n1", 1.0)
         addresses.clear()
         async with asyncio.timeout(10):
@@ -233,3 +243,90 @@ def test_a_node_that_leaves_the_fleet_is_forgotten(monkeypatch: pytest.MonkeyPat
         await asyncio.to_thread(endpoint.close)
 
     asyncio.run(follow())
+
+
+def make_streams(lines: dict[str, bytes]) -> AgentStreams:
+    streams = AgentStreams(dict)
+    for name, line in lines.items():
+        streams._take(name, line)
+    return streams
+
+
+GOOD = b'{"time": 1, "host": {"node_power_w": 500}, "devices": []}'
+HOSTILE = [
+    b"[" * 200_000,
+    b'{"time": ' + b"9" * 400 + b', "host": {}, "devices": []}',
+    b'{"time": 1, "host": {"power_mean_w": 1}, "devices": [{"id": "a", "power_mean_w": 1' + b"0" * 400 + b"}]}",
+    b'{"host": []}',
+    b'{"time": 1, "host": {}, "devices": 5}',
+    b'{"time": 1, "host": {}, "devices": [[]]}',
+    b"null",
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_line_that_is_no_sample_takes_its_own_node_only(line: bytes) -> None:
+    streams = make_streams({"bad": line, "good": GOOD})
+    assert list(streams.read_samples()) == ["good"]
+    assert streams.list_problems() == ["bad: what its agent sends is unreadable"]
+    streams._take("bad", GOOD)
+    assert (sorted(streams.read_samples()), streams.list_problems()) == (["bad", "good"], [])
+
+
+def test_values_that_no_sensor_gives_are_missing() -> None:
+    line = (
+        b'{"time": 1, "host": {"node_power_w": -5e9, "inlet_temperature_c": 1e300}, "devices": '
+        b'[{"id": "a", "thermal_margin_c": 1e300, "power_mean_w": -5e9, "utilization": 7, "core_temperature_c": 60}]}'
+    )
+    sample = make_streams({"n1": line}).read_samples()["n1"]
+    assert sample.host == HostSample()
+    assert sample.devices == (DeviceSample(id="a", core_temperature_c=60.0),)
+
+
+def test_devices_that_change_their_names_each_second_are_a_bounded_number_of_series() -> None:
+    streams, names = make_streams({}), set()
+    for second in range(50):
+        devices = [{"id": f"{second}-{number}"} for number in range(200)]
+        streams._take("n1", json.dumps({"time": 1, "host": {}, "devices": devices}).encode())
+        names |= {device.id for device in streams.read_samples()["n1"].devices}
+    assert len(names) == MAX_DEVICES
+
+
+def test_the_time_of_a_sample_is_that_of_its_arrival_whatever_clock_its_node_has() -> None:
+    streams = make_streams({"n1": GOOD.replace(b'"time": 1', b'"time": 9e9')})
+    assert abs(streams.read_samples()["n1"].time - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    "text", ["\x00\x1b[2J", "\u202e\u2066", "<script>", "\ud800", "x" * 5000, "a\nb", "\ufffe", "`"]
+)
+def test_every_text_of_a_sample_goes_through_every_page_as_bytes(text: str) -> None:
+    line = json.dumps({"time": 1, "host": {}, "devices": [{"id": text, "name": text, "power_mean_w": 1}]}).encode()
+    samples = make_streams({"n1": line}).read_samples()
+    nodes = [node(text), node("n1", text)]
+    racks = [RackSample(id=text, name=text, has_leak=True)]
+    pages = [
+        render_nodes(NodeList(nodes, [text], racks, is_read=True), nodes, text, NOW),
+        json.dumps(build_heat_map(nodes, samples, "power", NOW)),
+        render_cooling(racks, list_margins(nodes, samples, None, {}, NOW)),
+    ]
+    for page in pages:
+        assert page.encode(errors="backslashreplace")
+        assert "<script>" not in page or page is pages[1]
+    render_families(build_node_metrics(samples))
+
+
+def test_a_row_that_cannot_be_rendered_is_unreadable_and_the_others_are_there() -> None:
+    broken = replace(node("bad", reading=LatestReading(NOW, 1.0)), backend=5)  # type: ignore[arg-type]
+    page = render_nodes(NodeList(is_read=True), [broken, node("good")], "", NOW)
+    assert ">unreadable<" in page
+    assert ">good<" in page
+
+
+def test_a_healthy_node_without_news_is_not_shown_as_healthy() -> None:
+    fresh, late = LatestReading(NOW, 1.0), LatestReading(NOW - 100, 1.0)
+    nodes = [node("a", reading=fresh), node("b", reading=late), node("c"), node("d", "drained")]
+    page = render_nodes(NodeList(nodes, is_read=True), nodes, "", NOW)
+    assert "4 nodes, 1 not healthy, 2 without a reading" in page
+    assert [page.count(f'class="status {each}"') for each in ("healthy", "stale", "no-reading", "drained")] == [1] * 4

@@ -52,9 +52,21 @@ class NodeCaps:
 
 
 @dataclass(frozen=True)
+class HeldCaps:
+    """What the devices of a node enforce that takes no orders."""
+
+    caps_w: tuple[float, ...]
+
+
+NodeLimit = NodeCaps | HeldCaps | None
+"""None for a node without news, which is counted at its most power."""
+
+
+@dataclass(frozen=True)
 class Allocation:
     """Caps by node type of each group of devices. `speeds`: predicted share of the full speed by job; None where no
-    curve says it. `is_within`: whether all budgets hold."""
+    curve says it. `is_within`: whether all budgets hold. `tight_levels`: levels (their index) that do not hold with
+    `min_cap_share`: the devices below them, and no others, have their lowest caps."""
 
     caps_w: list[list[float]]
     """For each node, for each device."""
@@ -62,6 +74,7 @@ class Allocation:
     is_within: bool
     share_for_all: float
     """Largest share of each device's most power that all devices below the tightest level could have."""
+    tight_levels: frozenset[int] = frozenset()
 
 
 class _Group:
@@ -78,6 +91,8 @@ class _Group:
         self.num_devices = sum(counts.values())
         self.max_caps_w: dict[str, float] = {}
         self.min_caps_w: dict[str, float] = {}
+        self.settable_w: dict[str, float] = {}
+        """Lowest caps without `min_cap_share`."""
 
     def watts(self, caps_w: Mapping[str, float]) -> Watts:
         """The claim on each level."""
@@ -100,13 +115,29 @@ class _Problem:
     fixed_w: Watts
     budgets_w: Watts
 
-    def fits(self, used_w: Watts) -> bool:
-        return bool(np.all(self.fixed_w + used_w <= self.budgets_w + TOLERANCE_W))
+    def find_over(self, caps: Sequence[Mapping[str, float]]) -> npt.NDArray[np.bool_]:
+        """Levels that are over their budget at caps of each group."""
+        over: npt.NDArray[np.bool_] = self.sum_watts(caps) > self.budgets_w + TOLERANCE_W
+        return over
+
+    def sum_watts(self, caps: Sequence[Mapping[str, float]]) -> Watts:
+        """What each level claims at caps of each group."""
+        return sum((g.watts(each) for g, each in zip(self.groups, caps, strict=True)), self.fixed_w)
+
+    def loosen(self) -> npt.NDArray[np.bool_]:
+        """Let the groups below levels that do not hold at the lowest caps have the lowest settable ones. A level that
+        does not hold with these either lowers nothing outside of it: it counts as full. Return these levels."""
+        tight = self.find_over([group.min_caps_w for group in self.groups])
+        for group in self.groups:
+            if _touches(group, tight):
+                group.min_caps_w = group.settable_w
+        self.budgets_w = np.maximum(self.budgets_w, self.sum_watts([group.min_caps_w for group in self.groups]))
+        return tight
 
 
 def allocate_caps(
     tree: PowerTree,
-    limits: Sequence[NodeCaps | None],
+    limits: Sequence[NodeLimit],
     jobs: Sequence[PoweredJob],
     budgets_w: Sequence[float | None],
     margin: float,
@@ -116,38 +147,36 @@ def allocate_caps(
 
     Args:
         tree: The levels and nodes.
-        limits: For each node its devices' limits; None for a silent node, which is counted at its most power.
+        limits: For each node its devices' limits.
         jobs: What runs where. Devices without a job stay at the lowest cap.
         budgets_w: For each level.
         margin: Share by which a device may exceed its cap.
-        min_cap_share: Lowest cap of devices without a sweep, as a share of their most power.
+        min_cap_share: Lowest cap of devices without a sweep, as a share of their most power; below levels that do not
+            hold with it the lowest settable cap.
     """
     problem = _build_problem(tree, limits, jobs, budgets_w, margin, min_cap_share)
+    asked_w, tight = problem.budgets_w, problem.loosen()
     shares, share_for_all = _fill_equally(problem)
     equal = [group.share_caps(share) for group, share in zip(problem.groups, shares, strict=True)]
     chosen = _exchange(problem, equal)
-    used = np.sum([group.watts(caps) for group, caps in zip(problem.groups, chosen, strict=True)], axis=0)
+    is_within = bool(np.all(problem.sum_watts(chosen) <= asked_w + TOLERANCE_W))
     speeds = {
         job.name: _predict_speed(job, caps) for job, caps in zip(problem.jobs, chosen, strict=True) if job is not None
     }
-    caps_w = [_list_caps(limit, node.power.device_max_w) for limit, node in zip(limits, tree.nodes, strict=True)]
+    caps_w: list[list[float]] = [[] for _ in limits]
     for node, limit in enumerate(limits):
-        if limit is not None:
+        if isinstance(limit, NodeCaps):
             caps_w[node] = [limit.min_w] * limit.num_devices
     for job, caps in zip(problem.jobs, chosen, strict=True):
         for node, devices in () if job is None else job.devices.items():
-            for device in devices if limits[node] is not None else ():
+            for device in devices if isinstance(limits[node], NodeCaps) else ():
                 caps_w[node][device] = caps[tree.nodes[node].type_name]
-    return Allocation(caps_w, speeds, problem.fits(used), share_for_all)
-
-
-def _list_caps(limit: NodeCaps | None, device_max_w: float) -> list[float]:
-    return [] if limit is None else [device_max_w] * limit.num_devices
+    return Allocation(caps_w, speeds, is_within, share_for_all, frozenset(np.flatnonzero(tight).tolist()))
 
 
 def _build_problem(
     tree: PowerTree,
-    limits: Sequence[NodeCaps | None],
+    limits: Sequence[NodeLimit],
     jobs: Sequence[PoweredJob],
     budgets_w: Sequence[float | None],
     margin: float,
@@ -160,21 +189,26 @@ def _build_problem(
         power, taken = node.power, len(busy[len(fixed)])
         if limit is None:
             fixed.append(power.rest_max_w + power.num_devices * power.device_max_w * (1 + margin))
+        elif isinstance(limit, HeldCaps):
+            fixed.append(power.rest_max_w + sum(limit.caps_w) * (1 + margin))
         else:
             fixed.append(power.rest_max_w + (limit.num_devices - taken) * limit.min_w * (1 + margin))
     groups, owners = [], []
     for job in jobs:
-        counts = {node: len(devices) for node, devices in job.devices.items() if limits[node] is not None}
+        counts = {node: len(devices) for node, devices in job.devices.items() if isinstance(limits[node], NodeCaps)}
         if not counts:
             continue
         group = _Group(counts, tree, margin)
         for name in group.types:
-            found = [limit for node in counts if tree.nodes[node].type_name == name and (limit := limits[node])]
+            nodes = [node for node in counts if tree.nodes[node].type_name == name]
+            found = [limit for node in nodes if isinstance(limit := limits[node], NodeCaps)]
             lowest, highest = max(each.min_w for each in found), min(each.max_w for each in found)
             curve = job.curves.get(name)
-            floor = min_cap_share * highest if curve is None else curve.lowest_obeyed_cap(margin)
+            obeyed_w = 0.0 if curve is None else curve.lowest_obeyed_cap(margin)
+            floor_w = min_cap_share * highest if curve is None else obeyed_w
             group.max_caps_w[name] = highest
-            group.min_caps_w[name] = min(max(lowest, floor), highest)
+            group.min_caps_w[name] = min(max(lowest, floor_w), highest)
+            group.settable_w[name] = min(max(lowest, obeyed_w), highest)
         groups.append(group)
         owners.append(job)
     budgets = np.array([np.inf if each is None else each for each in budgets_w])
@@ -213,7 +247,7 @@ def _fill_equally(problem: _Problem) -> tuple[list[float], float]:
         shares[is_open] = share
         if share >= 1.0:
             break
-        over = problem.fixed_w + use_at(share + 1e-6) > problem.budgets_w
+        over = use_at(share + 1e-6) > headroom_w
         closed = [i for i in np.flatnonzero(is_open) if _touches(problem.groups[i], over)]
         is_open[closed or range(num)] = False
     return [float(each) for each in shares], 1.0 if first is None else first
@@ -224,14 +258,12 @@ def _touches(group: _Group, levels: npt.NDArray[np.bool_]) -> bool:
 
 
 def _find_share(use_at: Callable[[float], Watts], kinks: Watts, headroom_w: Watts) -> float:
-    """Return the largest share from 0 to 1 at which every level has headroom; 0 where none has. What is used is a
+    """Return the largest share from 0 to 1 at which every level has headroom, which all have at 0. What is used is a
     straight line between `kinks`, ascending from 0 to 1."""
     limit_w = headroom_w + TOLERANCE_W
     low, high = 0, len(kinks) - 1
     if (use_at(1.0) <= limit_w).all():
         return 1.0
-    if not (use_at(0.0) <= limit_w).all():
-        return 0.0
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if (use_at(float(kinks[middle])) <= limit_w).all() else (low, middle)

@@ -68,7 +68,7 @@ class FlexBus(AiomqttSubscriber):
                 sender = asyncio.create_task(self._send_waiting(client))
                 try:
                     async for message in client.messages:
-                        on_message(str(message.topic), message.payload if isinstance(message.payload, bytes) else b"")
+                        self._deliver(message, on_message)
                 finally:
                     sender.cancel()
         finally:

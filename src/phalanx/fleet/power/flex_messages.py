@@ -189,4 +189,7 @@ def _expand_target(target: _Target, tree: PowerTree, unix_time_s: float, id: str
         raise FlexMessageError("interval: it ends before it starts")
     limit_w = None if limit is None else limit.value * WATTS_BY_UNIT[limit.unit]
     strategy: Literal["caps", "pause"] = "caps" if target.strategy.best_effort else "pause"
-    return [LoadTarget(feeds[tag], limit_w, start_s, end_s, strategy, id) for tag in target.feed_tags or feeds]
+    is_immediate = interval.start_time is None
+    return [
+        LoadTarget(feeds[tag], limit_w, start_s, end_s, strategy, id, is_immediate) for tag in target.feed_tags or feeds
+    ]

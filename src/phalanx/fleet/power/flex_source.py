@@ -1,7 +1,6 @@
 """Load targets from a bus in the form of NVIDIA's DSX Flex. What was received is kept in a file: a guard that restarts
 holds it, and a bus that is silent changes nothing until a target ends."""
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from phalanx.fleet.power_tree import PowerTree
 from phalanx.fleet.target_settings import FlexSettings
 from phalanx.fleet.telemetry.credentials import check_ca_file, find_credentials, parse_service_url
 from phalanx.fleet.telemetry.mqtt import MqttOptions, OnMessage
+from phalanx.run.boot_clock import unix_now
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
@@ -54,7 +54,7 @@ class FlexSource:
         bus: TargetBus,
         record: Path,
         keys: "Sequence[PublicKeyTypes] | None" = None,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = unix_now,
     ):
         self._settings, self._tree, self._bus, self._record, self._keys = settings, tree, bus, record, keys
         self._wall_clock = wall_clock
@@ -143,7 +143,7 @@ def drop_replaced_targets(targets: Sequence[LoadTarget], unix_time_s: float) -> 
         has_ended = target.end_s is not None and target.end_s <= unix_time_s
         if target.level in is_replaced or has_ended:
             continue
-        if target.start_s <= unix_time_s and target.end_s is None:
+        if target.has_begun(unix_time_s) and target.end_s is None:
             is_replaced.add(target.level)
         kept.append(target)
     return kept[::-1]

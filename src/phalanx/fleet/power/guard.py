@@ -6,10 +6,11 @@ follows the rule of loops with delay: a period of at least averaging and dead ti
 and a half downwards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
-from phalanx.fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
+from phalanx.errors import UsageError
+from phalanx.fleet.power.allocation import Allocation, HeldCaps, NodeCaps, NodeLimit, PoweredJob, allocate_caps
 from phalanx.fleet.power.claims import LevelSum, claim_node, find_excesses
 from phalanx.fleet.power.ledger import NodeAccount
 from phalanx.fleet.power.links import NodeLinks
@@ -24,10 +25,12 @@ LOWER_GAIN, RAISE_GAIN = 0.5, 0.25
 HYSTERESIS_SHARE = 0.01
 """Share of a cap by which it has to change to be raised, and of a budget that measured power has to be below for a
 correction to be given back."""
+MAX_DRAW_SHARE = 1.5
+"""Over a device's most power: short peaks of GPUs are up to a third above it."""
 
 
-class LostNodeError(Exception):
-    """Another guard has become the writer of a node."""
+class LostNodeError(UsageError):
+    """Another guard has become the writer of all nodes that answer."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class PowerGuard:
         self._ramp_starts: dict[int, tuple[float, float]] = {}
         """Claim of a site with a ramp in the last step, and since when a raise has been waiting."""
         self._waits_for_ramp, self._last_step = False, float("inf")
+        self._first_step: float | None = None
         self._over_since: dict[str, float] = {}
 
     @property
@@ -97,11 +101,8 @@ class PowerGuard:
         return self._accounts
 
     def receive(self) -> None:
-        """Take the reports that have arrived.
-
-        Raises:
-            LostNodeError: Another guard has taken over a node that this one had.
-        """
+        """Take the reports that have arrived. A node that another guard has, with a lease, is left to it; one without a
+        lease, such as a node that was away, gets a new epoch."""
         for report in self._links.receive():
             index = self._by_name.get(report.node)
             if index is None:
@@ -113,20 +114,27 @@ class PowerGuard:
             if report.refusal and account.is_owned():
                 self._problems.append(f"{report.node}: {report.refusal}")
             if report.foreign_change:
-                self._problems.append(f"{report.node}: {report.foreign_change}; counted at its maximum")
-            if report.writer != self._identity.writer and report.epoch >= self._identity.epoch:
-                raise LostNodeError(
-                    f"{report.writer} has taken over {report.node} with epoch {report.epoch}; this guard with epoch "
-                    f"{self._identity.epoch} stops, and its leases end within {self._settings.lease_s:g} s"
+                self._problems.append(
+                    f"{report.node}: {report.foreign_change}; it takes no orders until a guard is started with "
+                    "--take-over, and is counted at its maximum, or at its fallback once its lease has ended"
+                )
+            if account.is_lost() and report.lease_left_s <= 0:
+                self._problems.append(f"{report.node}: had epoch {report.epoch} of {report.writer}; taken over")
+                account.epoch = report.epoch + 1
+            elif account.is_lost():
+                self._problems.append(
+                    f"{report.node}: {report.writer} has it with epoch {report.epoch} and a lease of "
+                    f"{report.lease_left_s:.0f} s; counted at its maximum"
                 )
 
     def step(self, now: float) -> GuardStatus:
         """Take reports, decide, and send orders. Call it once a period.
 
         Raises:
-            LostNodeError: Another guard has taken over a node.
+            LostNodeError: Another guard has taken over all nodes that answer.
         """
         self.receive()
+        self._check_lost(now)
         budgets_w = list(self._find_budgets())
         bounds = self.bound_caps(now)
         limits = self._limit_caps(bounds)
@@ -139,11 +147,12 @@ class PowerGuard:
         allocation = self._allocate(limits, reduced_w)
         targets = [_bound_raise(each, caps) for each, caps in zip(bounds, allocation.caps_w, strict=True)]
         writes = self._choose_writes(bounds, targets, reduced_w, self._limit_ramps(claims_w, reduced_w, now))
-        self._send(bounds, limits, writes, now, renews=not find_excesses(self._tree, claims_w, budgets_w))
+        over = find_excesses(self._tree, claims_w, budgets_w)
+        self._send(bounds, limits, writes, now, {each.label for each in over})
         notices, self._problems = self._problems, []
         is_known = allocation.is_within or not self._has_asked  # before the first question every node is silent
         unsafe = [] if is_known else self._describe_unsafe(allocation, bounds, budgets_w)
-        unsafe += self._describe_disobedience(find_excesses(self._tree, claims_w, budgets_w), now) if not unsafe else []
+        unsafe += self._describe_disobedience(over, now) if not unsafe else []
         self._has_asked = True
         return GuardStatus(
             _sum_levels(self._tree, claims_w, budgets_w),
@@ -154,6 +163,17 @@ class PowerGuard:
             unsafe,
             notices,
         )
+
+    def _check_lost(self, now: float) -> None:
+        self._first_step = now if self._first_step is None else self._first_step
+        lost = [account.report for account in self._accounts if account.report is not None and account.is_lost()]
+        if not lost or any(account.is_owned() for account in self._accounts):
+            return
+        if now - self._first_step > self._settings.fresh_s:  # by then every node that is there has answered
+            raise LostNodeError(
+                f"{lost[0].writer} has taken over {lost[0].node} with epoch {lost[0].epoch}, and no node is left; this "
+                f"guard with epoch {self._identity.epoch} stops, and its leases end within {self._settings.lease_s:g} s"
+            )
 
     def _choose_writes(
         self,
@@ -196,29 +216,23 @@ class PowerGuard:
     def bound_caps(self, now: float) -> list[list[float | None]]:
         """Return for each node the most that each device may be enforcing; None where it is silent."""
         return [
-            account.bound_caps(now, node.power.num_devices)
-            for account, node in zip(self._accounts, self._tree.nodes, strict=True)
+            account.bound_caps(now, node.power.num_devices, fallback_w)
+            for account, node, fallback_w in zip(self._accounts, self._tree.nodes, self._fallbacks_w, strict=True)
         ]
 
-    def find_limits(self, now: float) -> list[NodeCaps | None]:
-        """Return for each node what its devices may be set to; None for a silent node."""
+    def find_limits(self, now: float) -> list[NodeLimit]:
+        """Return for each node what its devices may be set to."""
         return self._limit_caps(self.bound_caps(now))
 
-    def _limit_caps(self, bounds: Sequence[Sequence[float | None]]) -> list[NodeCaps | None]:
-        return [
-            None if None in each or account.report is None else _join_limits(account.report)
-            for account, each in zip(self._accounts, bounds, strict=True)
-        ]
+    def _limit_caps(self, bounds: Sequence[Sequence[float | None]]) -> list[NodeLimit]:
+        return [_find_limit(account.report, each) for account, each in zip(self._accounts, bounds, strict=True)]
 
-    def _allocate(self, limits: Sequence[NodeCaps | None], budgets_w: Sequence[float | None]) -> Allocation:
-        """Caps within the budgets; where the floor does not fit, down to the lowest settable ones."""
+    def _allocate(self, limits: Sequence[NodeLimit], budgets_w: Sequence[float | None]) -> Allocation:
+        """Caps within the budgets."""
         jobs, settings = self._find_jobs(), self._settings
         if self._allocated is not None and self._allocated[0] == (limits, budgets_w, jobs):
             return self._allocated[1]
-        for share in (settings.min_cap_share, 0.0):
-            allocation = allocate_caps(self._tree, limits, jobs, budgets_w, settings.margin, share)
-            if allocation.is_within:
-                break
+        allocation = allocate_caps(self._tree, limits, jobs, budgets_w, settings.margin, settings.min_cap_share)
         self._allocated = (limits, budgets_w, jobs), allocation
         return allocation
 
@@ -245,7 +259,8 @@ class PowerGuard:
         return reduced
 
     def _measure_nodes(self, bounds: Sequence[Sequence[float | None]]) -> list[float]:
-        """Watts by sensors, with the claim where a device has none or is silent, and all else in a node at its most."""
+        """Watts by sensors, with the claim where a device has none or is silent, and all else in a node at its most.
+        What no such device draws is no measurement: the others would have to make way for it."""
         found = []
         for node, account, each in zip(self._tree.nodes, self._accounts, bounds, strict=True):
             margin, power = 1 + self._settings.margin, node.power
@@ -255,7 +270,11 @@ class PowerGuard:
             found.append(
                 power.rest_max_w
                 + sum(
-                    power.device_max_w * margin if bound is None else bound * margin if draw is None else draw
+                    power.device_max_w * margin
+                    if bound is None
+                    else draw
+                    if draw is not None and 0 <= draw <= MAX_DRAW_SHARE * power.device_max_w
+                    else bound * margin
                     for bound, draw in zip(each, draws, strict=True)
                 )
             )
@@ -264,27 +283,28 @@ class PowerGuard:
     def _send(
         self,
         bounds: Sequence[Sequence[float | None]],
-        limits: Sequence[NodeCaps | None],
+        limits: Sequence[NodeLimit],
         writes: Sequence[CapWrite],
         now: float,
-        renews: bool,
+        over: Set[str],
     ) -> None:
         """Send each node one request: its new caps, else its caps again, which renews the lease; a node that is silent
-        is asked to take this guard as its writer and to report. While a level is over its budget no lease is
-        renewed."""
+        is asked to take this guard as its writer and to report. While a level is over its budget (`over`: their
+        labels) no lease below it is renewed."""
         orders = {write.node: write.caps_w for write in writes}
         for index, (node, account, each) in enumerate(zip(self._tree.nodes, self._accounts, bounds, strict=True)):
             known, limit = [bound for bound in each if bound is not None], limits[index]
+            renews = over.isdisjoint(level.label for level in self._tree.list_levels(index))
             caps = orders.get(index) or (tuple(known) if renews and len(known) == len(each) else None)
-            is_order = limit is not None and caps is not None and account.is_owned()
+            is_order = isinstance(limit, NodeCaps) and caps is not None and account.is_owned()
             request = NodeRequest(
                 account.next_seq,
-                self._identity.epoch,
-                self._identity.writer,
+                account.epoch,
+                account.writer,
                 takes_over=not account.is_owned(),
                 session="" if account.report is None else account.report.session,
                 caps_w=caps if is_order else None,
-                fallback_w=_clip(self._fallbacks_w[index], limit) if is_order and limit is not None else None,
+                fallback_w=_clip(self._fallbacks_w[index], limit) if is_order and isinstance(limit, NodeCaps) else None,
                 lease_s=self._settings.lease_s,
             )
             account.add_request(request, now)
@@ -337,15 +357,15 @@ def plan_fallbacks(
         )
         for node in tree.nodes
     ]
-    jobs = group_by_rack(tree)
-    for share in (settings.min_cap_share, 0.0):
-        found = allocate_caps(tree, limits, jobs, budgets_w, settings.margin, share)
-        if found.is_within:
-            break
+    found = allocate_caps(tree, limits, group_by_rack(tree), budgets_w, settings.margin, settings.min_cap_share)
     return [tuple(caps) for caps in found.caps_w], found.is_within
 
 
-def _join_limits(report: NodeReport) -> NodeCaps:
+def _find_limit(report: NodeReport | None, bounds: Sequence[float | None]) -> NodeLimit:
+    if report is None or None in bounds:
+        return None
+    if report.foreign_change:
+        return HeldCaps(tuple(bound for bound in bounds if bound is not None))
     return NodeCaps(
         max(device.min_w for device in report.devices),
         min(device.max_w for device in report.devices),

@@ -73,12 +73,15 @@ class PeerList:
         self._gids = {_find_id("group", name) for name in allow.groups}
 
     def find_refusal(self, uid: int, gid: int) -> str:
-        """Return why a process may not order; empty if it may."""
+        """Return why a process may not order; empty if it may. A user directory on the network is asked only
+        about users that are allowed neither by their number nor by their main group."""
+        if uid in self._uids or gid in self._gids:
+            return ""
         try:
             name = pwd.getpwuid(uid).pw_name
-            groups = {gid, *os.getgrouplist(name, gid)}
+            groups = set(os.getgrouplist(name, gid)) if self._gids else set()
         except KeyError:
-            name, groups = str(uid), {gid}
-        if uid in self._uids or groups & self._gids:
+            name, groups = str(uid), set()
+        if groups & self._gids:
             return ""
         return f"user {name} may not use this helper; add the user or a group to `allow` in its file"

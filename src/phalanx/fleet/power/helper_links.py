@@ -1,13 +1,15 @@
 """Reach the helpers of nodes: the one of this machine by its socket, others by a command such as ssh, which connects
 its standard streams to theirs. Nothing listens on a network.
 
-A node that cannot be reached is silent, and tried again later.
+A node that cannot be reached is silent, and tried again later. Nothing here waits for a node, also not for the end of
+a process that carried a connection: a step of a guard takes the same time with nodes that hang.
 """
 
 import contextlib
 import logging
 import os
 import shlex
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -25,24 +27,35 @@ MAX_WAITING_BYTES = 1 << 16
 RECEIVE_BYTES = 1 << 16
 MAX_RECEIVES = 16
 """At a time: a node that floods its guard must not keep it from the others."""
+ANSWER_TIMEOUT_S = 30.0
+"""From a request to the end of a connection on which nothing arrives: a start of ssh and Python on a busy node."""
 END_TIMEOUT_S = 5.0
+"""For a process after the end of its connection: a keeper ends its leases first."""
+MAX_ERROR_BYTES = 1 << 12
+CLOSED_TEXT = "the helper has closed the connection"
 
 
 @dataclass
 class HelperConnection:
-    """An open way to a helper. `process`: what carries it."""
+    """An open way to a helper. `process`: what carries it; its standard error does not block. `asked_at`: when the
+    first request since the last report was sent."""
 
     socket: socket.socket
     process: subprocess.Popen[bytes] | None = None
     waiting: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
+    printed: bytes = b""
+    has_reported: bool = False
+    asked_at: float | None = None
 
     def exchange(self) -> tuple[list[bytes], bool]:
         """Send what waits, and return the lines that have arrived, and whether the connection is open."""
-        is_open = True
-        try:
+        self._read_errors()
+        with contextlib.suppress(OSError):  # what a helper has said before it closed the connection is still to come
             if self.waiting:
                 del self.waiting[: self.socket.send(self.waiting)]
+        is_open = True
+        try:
             for _ in range(MAX_RECEIVES):
                 part = self.socket.recv(RECEIVE_BYTES)
                 self.received += part
@@ -57,21 +70,30 @@ class HelperConnection:
         self.received = bytearray(rest)
         return [bytes(line) for line in lines], is_open and len(rest) <= MAX_LINE_BYTES
 
-    def close(self) -> str:
-        """End it; return what the process has printed last."""
-        self.socket.close()
+    def find_end(self) -> str | None:
+        """Return what the process has printed last; None while it still runs. Without a process, a fixed text."""
         if self.process is None:
-            return "the helper has closed the connection"
-        try:  # a keeper ends leases when its connection ends, and then itself
-            self.process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
-            self.process.wait()
+            return CLOSED_TEXT
+        if self.process.poll() is None:
+            return None
+        self._read_errors()
         assert self.process.stderr is not None
-        os.set_blocking(self.process.stderr.fileno(), False)
-        lines = (self.process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
         self.process.stderr.close()
+        lines = self.printed.decode(errors="replace").strip().splitlines()
         return lines[-1].removeprefix("error: ") if lines else f"exit code {self.process.returncode}"
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the process and what it has started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
+
+    def _read_errors(self) -> None:
+        """Take what the process has printed: it stops when the pipe of its errors is full."""
+        if self.process is not None and self.process.stderr is not None and not self.process.stderr.closed:
+            with contextlib.suppress(OSError):
+                part = os.read(self.process.stderr.fileno(), RECEIVE_BYTES)
+                self.printed = (self.printed + part)[-MAX_ERROR_BYTES:]
 
 
 Connect = Callable[[], HelperConnection]
@@ -80,12 +102,12 @@ Connect = Callable[[], HelperConnection]
 def connect_to_socket(path: Path) -> HelperConnection:
     """Connect to the helper of this machine. Raises OSError."""
     found = socket.socket(socket.AF_UNIX)
+    found.setblocking(False)  # before: a helper that accepts none would keep it waiting
     try:
         found.connect(str(path))
     except OSError:
         found.close()
         raise
-    found.setblocking(False)
     return HelperConnection(found)
 
 
@@ -101,6 +123,8 @@ def connect_by_command(words: Sequence[str]) -> HelperConnection:
             own.close()
             raise
     own.setblocking(False)
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
     return HelperConnection(own, process)
 
 
@@ -116,6 +140,8 @@ class HelperLinks:
         self._connect_by_node, self._now = connect_by_node, now
         self._open: dict[str, HelperConnection] = {}
         self._retry_at: dict[str, float] = {}
+        self._ending: list[tuple[str, HelperConnection, float]] = []
+        """Nodes, connections that are closed, and until when their processes may end without a signal."""
         self._reports: list[NodeReport] = []
         self.problems: dict[str, str] = {}
         """Why a node is not reached."""
@@ -125,26 +151,37 @@ class HelperLinks:
         connection = self._open.get(node) or self._connect(node)
         if connection is not None and len(connection.waiting) < MAX_WAITING_BYTES:
             connection.waiting += format_line(request)
+            connection.asked_at = self._now() if connection.asked_at is None else connection.asked_at
             self._exchange(node, connection)
 
     def receive(self) -> list[NodeReport]:
         """Return the reports that have arrived."""
         for node, connection in list(self._open.items()):
             self._exchange(node, connection)
+        self._reap()
         reports, self._reports = self._reports, []
         return reports
 
     def count_reachable(self) -> int:
-        """Return the nodes that may still answer."""
-        return len(self._open)
+        """Return the nodes that may still answer, or say why they do not."""
+        return len(self._open) + len(self._ending)
 
     def close(self) -> None:
-        """End the connections. Helpers end the leases when they run out."""
-        for connection in self._open.values():
-            connection.socket.close()
-        for connection in self._open.values():
-            connection.close()
+        """End the connections. Helpers end the leases when they run out. All processes together have END_TIMEOUT_S."""
+        for node, connection in self._open.items():
+            self._end(node, connection)
         self._open.clear()
+        until = self._now() + END_TIMEOUT_S
+        for _, connection, _ in self._ending:
+            if connection.process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    connection.process.wait(max(0.0, until - self._now()))
+        for _, connection, _ in self._ending:
+            if connection.find_end() is None and connection.process is not None:
+                connection.send_signal(signal.SIGKILL)
+                connection.process.wait()
+                connection.find_end()
+        self._ending.clear()
 
     def _connect(self, node: str) -> HelperConnection | None:
         connect = self._connect_by_node.get(node)
@@ -165,18 +202,42 @@ class HelperLinks:
                 report = parse_report(line)
             except WireError as error:
                 self._report_problem(node, str(error))
-                is_open = False
-                break
+                if connection.has_reported:
+                    is_open = False
+                    break
+                continue  # a login may print a greeting
+            connection.has_reported, connection.asked_at = True, None
             if report.node != node:
                 self._report_problem(node, f"the helper there is of node {report.node}; set `node` in its file")
+            elif report.seq == 0:  # before any request: it takes none from this user
+                self._report_problem(node, report.refusal)
             else:
                 self._reports.append(report)
                 self.problems.pop(node, None)
+        if is_open and connection.asked_at is not None and self._now() - connection.asked_at > ANSWER_TIMEOUT_S:
+            self._report_problem(node, f"no answer for {ANSWER_TIMEOUT_S:g} s")
+            is_open = False
         if not is_open:
             del self._open[node]
-            text = connection.close()
-            if node not in self.problems:
+            self._end(node, connection)
+            self._reap()
+
+    def _end(self, node: str, connection: HelperConnection) -> None:
+        connection.socket.close()
+        self._ending.append((node, connection, self._now() + END_TIMEOUT_S))
+
+    def _reap(self) -> None:
+        """Take leave of processes that have ended, and end those that take too long."""
+        left = []
+        for node, connection, until in self._ending:
+            text = connection.find_end()
+            if text is None:
+                if self._now() >= until:
+                    connection.send_signal(signal.SIGKILL if self._now() >= until + END_TIMEOUT_S else signal.SIGTERM)
+                left.append((node, connection, until))
+            elif node not in self.problems and node not in self._open:
                 self._report_problem(node, text)
+        self._ending = left
 
     def _report_problem(self, node: str, text: str) -> None:
         if self.problems.get(node) != text:

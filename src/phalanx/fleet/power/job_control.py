@@ -2,6 +2,7 @@
 
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Iterator
 from functools import cache
 
@@ -17,7 +18,8 @@ class BackendJobControl:
 
     def __init__(self, reason: str):
         self._reason = reason
-        self._open = cache(open_backend)
+        self._open = cache(lambda name, thread: open_backend(name))
+        """A database of a queue belongs to the thread that opened it."""
 
     def check_handle(self, handle: str) -> None:
         """Raise UsageError for a handle of no backend or no job."""
@@ -56,7 +58,7 @@ class BackendJobControl:
 
     def _find(self, handle: str) -> tuple[Backend, str]:
         name, _, job_id = handle.partition(":")
-        return self._open(name), job_id
+        return self._open(name, threading.get_ident()), job_id
 
 
 @contextlib.contextmanager

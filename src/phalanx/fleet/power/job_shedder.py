@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from phalanx.errors import PhalanxError
-from phalanx.fleet.power.allocation import NodeCaps, PoweredJob
+from phalanx.fleet.power.allocation import NodeLimit, PoweredJob
 from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power.shed import choose_paused_jobs
 from phalanx.fleet.power.stagger import estimate_start_step, plan_starts
@@ -59,7 +59,7 @@ class _Shed:
 class ShedInput:
     """A step of the guard."""
 
-    limits: Sequence[NodeCaps | None]
+    limits: Sequence[NodeLimit]
     budgets_w: Sequence[float | None]
     targets: dict[str, LoadTarget]
     now: float
@@ -68,7 +68,8 @@ class ShedInput:
 
 @dataclass
 class JobShedder:
-    """Pauses and resumes jobs. `handles`: of the jobs that can be paused, by name."""
+    """Pauses and resumes jobs. `handles`: of the jobs that can be paused, by name. One thread may call `update`, in
+    which a backend may take long to answer, while another one lists jobs."""
 
     tree: PowerTree
     settings: PowerSettings
@@ -95,16 +96,15 @@ class JobShedder:
 
     def list_running(self) -> list[PoweredJob]:
         """Return the jobs that need power: all but the paused ones. One that is still saving does."""
-        return [job for job in self.jobs if job.name not in self._shed or not self._shed[job.name].is_paused]
+        return [job for job in self.jobs if not self._is_paused(job)]
 
     def list_paused_nodes(self) -> list[str]:
         """Return the nodes of paused jobs."""
-        return [
-            self.tree.nodes[node].name
-            for job in self.jobs
-            if job.name in self._shed and self._shed[job.name].is_paused
-            for node in job.devices
-        ]
+        return [self.tree.nodes[node].name for job in self.jobs if self._is_paused(job) for node in job.devices]
+
+    def _is_paused(self, job: PoweredJob) -> bool:
+        shed = self._shed.get(job.name)
+        return shed is not None and shed.is_paused
 
     def update(self, found: ShedInput) -> None:
         """Pause and resume what a step needs. A job that is resumed counts as running before it is started."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from phalanx.fleet.power.messages import NodeReport, NodeRequest
 
+CAP_ROUNDING_W = 1.0
+"""Devices round caps to a watt or less."""
 MAX_REQUESTS_KEPT = 64
 """Requests of a node that may be without an answer; what is older is late, and so missing."""
 
@@ -49,21 +51,28 @@ class NodeAccount:
         """Whether this guard is the node's writer, as far as it knows."""
         return self.report is not None and (self.report.epoch, self.report.writer) == (self.epoch, self.writer)
 
-    def is_fresh(self, now: float) -> bool:
-        """Whether the node may be believed: it is owned, its report is not late, and its caps are only its own."""
-        return (
-            self.report is not None
-            and self.is_owned()
-            and now - self.reported_at <= self.fresh_s
-            and not self.report.foreign_change
-        )
+    def is_lost(self) -> bool:
+        """Whether another guard is the node's writer, by an epoch that is not below this guard's."""
+        return self.report is not None and self.report.writer != self.writer and self.report.epoch >= self.epoch
 
-    def bound_caps(self, now: float, num_devices: int) -> list[float | None]:
-        """Return the most that each device may be enforcing; None for a silent one."""
+    def is_fresh(self, now: float) -> bool:
+        """Whether the node may be believed: it is owned, and its report is not late."""
+        return self.report is not None and self.is_owned() and now - self.reported_at <= self.fresh_s
+
+    def bound_caps(self, now: float, num_devices: int, fallback_w: Sequence[float] = ()) -> list[float | None]:
+        """Return the most that each device may be enforcing; None for a silent one.
+
+        A node of which someone else has set a cap takes no orders. Its keeper lowers each device to `fallback_w` when
+        its lease has ended: from then on it counts at that; before, each device counts as silent.
+        """
         report = self.report
         if report is None or not self.is_fresh(now) or len(report.devices) != num_devices:
             return [None] * num_devices
         bounds = [device.cap_w for device in report.devices]
+        if report.foreign_change:
+            held = list(zip(bounds, fallback_w, strict=False)) if report.lease_left_s <= 0 else []
+            is_held = len(held) == num_devices and all(b is not None and b <= f + CAP_ROUNDING_W for b, f in held)
+            return [f + CAP_ROUNDING_W for _, f in held] if is_held else [None] * num_devices
         for seq in self._orders_in_flight(report):
             caps = self.requests[seq][1].caps_w or ()
             bounds = [_highest(bound, cap) for bound, cap in zip(bounds, caps, strict=True)]

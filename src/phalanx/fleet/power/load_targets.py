@@ -25,7 +25,8 @@ class LoadTarget:
     """A limit of a level, such as `feed a`, from `start_s` to `end_s`, in unix seconds.
 
     `limit_w`: None for the default, the budget of the fleet file. `end_s`: None until it is replaced. `id`: of the
-    request, which reports repeat.
+    request, which reports repeat. `is_immediate`: it holds from its arrival on, which `start_s` has for reports: a
+    guard that restarts after the clock was set back holds it, too.
     """
 
     level: str
@@ -34,10 +35,15 @@ class LoadTarget:
     end_s: float | None = None
     strategy: ShedStrategy = "pause"
     id: str = ""
+    is_immediate: bool = False
+
+    def has_begun(self, unix_time_s: float) -> bool:
+        """Whether its start is over at a time."""
+        return self.is_immediate or self.start_s <= unix_time_s
 
     def is_active(self, unix_time_s: float) -> bool:
         """Whether it holds at a time."""
-        return self.start_s <= unix_time_s and (self.end_s is None or unix_time_s < self.end_s)
+        return self.has_begun(unix_time_s) and (self.end_s is None or unix_time_s < self.end_s)
 
 
 class TargetSource(Protocol):

@@ -6,6 +6,7 @@ from typing import Any
 
 from phalanx.cluster.gpu_topology import import_nvml
 from phalanx.fleet.power.devices import CapDevice, CapError, CapLimits, to_device_units
+from phalanx.fleet.telemetry.rapl import find_rapl_domains
 from phalanx.run.boot_clock import seconds_since_boot
 
 MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
@@ -129,9 +130,13 @@ def open_nvml_devices(library: Any = None) -> list[NvmlCapDevice]:
 
 
 def find_rapl_devices(root: Path = Path("/")) -> Sequence[CapDevice]:
-    """Return this machine's CPU packages."""
-    return [
-        RaplCapDevice(folder)
-        for folder in sorted((root / "sys/class/powercap").glob("intel-rapl:*"))
-        if folder.name.count(":") == 1
-    ]
+    """Return this machine's CPU packages. Dies of a package that show the same counter of energy have one limit, too:
+    they are one device."""
+    devices: dict[tuple[str, str], CapDevice] = {}
+    for domain in find_rapl_domains(root):
+        try:
+            counter = (domain.folder / "energy_uj").read_text().strip()
+        except OSError:
+            counter = domain.folder.name
+        devices.setdefault((domain.package, counter), RaplCapDevice(domain.folder))
+    return list(devices.values())

@@ -7,6 +7,8 @@ from typing import TypeVar
 from phalanx.run.fields import TypedMessage, read_as, to_fields
 
 MAX_LINE_BYTES = 1 << 16
+MAX_EPOCH = 1 << 40
+"""Far more than guards are ever started: a node that reports more would leave no epoch above it to anyone."""
 MessageT = TypeVar("MessageT", "NodeRequest", "NodeReport")
 
 
@@ -89,7 +91,10 @@ def parse_request(line: bytes) -> NodeRequest:
 
 def parse_report(line: bytes) -> NodeReport:
     """Read a report. Raises WireError."""
-    return _parse(line, NodeReport)
+    report = _parse(line, NodeReport)
+    if report.epoch > MAX_EPOCH:
+        raise WireError(f"no {NodeReport.kind}: epoch {report.epoch}")
+    return report
 
 
 def _parse(line: bytes, kind: type[MessageT]) -> MessageT:

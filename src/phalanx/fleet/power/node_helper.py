@@ -11,6 +11,7 @@ import selectors
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from phalanx.fleet.power.node_keeper import NodeKeeper
 CHECK_INTERVAL_S = 1.0
 """Seconds between two looks at leases and devices."""
 MAX_CONNECTIONS = 16
-"""More than the guards that may be at work; a peer that opens more is turned away."""
+"""More than the guards that may be at work. A further one takes the place of the longest idle one of the user with most
+connections."""
 RECEIVE_BYTES = 1 << 16
 PEER_FORMAT = "iII"
 """SO_PEERCRED: process, user and group as unsigned numbers."""
@@ -31,11 +33,11 @@ PEER_FORMAT = "iII"
 
 @dataclass(eq=False)
 class Connection:
-    """A guard, or another process. `refusal`: why it may not ask."""
+    """A process that may ask. `heard_at`: when it was opened, or has asked last."""
 
     socket: socket.socket
-    user: str
-    refusal: str = ""
+    uid: int
+    heard_at: float
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -68,13 +70,25 @@ class NodeHelper:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def add_connection(self, peer: socket.socket) -> None:
-        """Serve a socket that is connected."""
+        """Serve a socket that is connected. A user that may not ask gets the reason, and holds no connection."""
         size = struct.calcsize(PEER_FORMAT)
         _, uid, gid = struct.unpack(PEER_FORMAT, peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         peer.setblocking(False)
-        connection = Connection(peer, _user_name(uid), self._peers.find_refusal(uid, gid))
+        if refusal := self._peers.find_refusal(uid, gid):
+            with contextlib.suppress(OSError), peer:
+                peer.send(format_line(NodeReport(self._node, "", 0, 0, 0, "", refusal=refusal)))
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            counts = Counter(each.uid for each in self._connections)
+            self._close(max(self._connections, key=lambda each: (counts[each.uid], -each.heard_at)))
+        connection = Connection(peer, uid, time.monotonic())
         self._connections.add(connection)
         self._selector.register(peer, selectors.EVENT_READ, connection)
+
+    def _close(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
 
     def serve(self, tick: Callable[[], None] = lambda: None) -> None:
         """Answer until there is neither a listener nor a connection. `tick` is called once a second. At the end leases
@@ -85,7 +99,7 @@ class NodeHelper:
                 for key, _ in self._selector.select(CHECK_INTERVAL_S / 2):
                     if key.data is None:
                         self._accept()
-                    else:
+                    elif key.data in self._connections:  # another one of this turn may have taken its place
                         self._receive(key.data)
                 if time.monotonic() >= next_check:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
@@ -98,9 +112,6 @@ class NodeHelper:
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError, ConnectionError):
             peer, _ = self._listener.accept()
-            if len(self._connections) >= MAX_CONNECTIONS:
-                peer.close()
-                return
             self.add_connection(peer)
 
     def _receive(self, connection: Connection) -> None:
@@ -111,13 +122,12 @@ class NodeHelper:
         except OSError:
             part = b""
         connection.received += part
+        connection.heard_at = time.monotonic()
         is_open = bool(part) and len(connection.received) <= MAX_LINE_BYTES
         while is_open and (line := _take_line(connection.received)) is not None:
             is_open = self._answer(connection, line)
         if not is_open:
-            self._connections.discard(connection)
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
+            self._close(connection)
 
     def _answer(self, connection: Connection, line: bytes) -> bool:
         """Return whether the connection stays."""
@@ -125,10 +135,7 @@ class NodeHelper:
             request = parse_request(line)
         except WireError:
             return False
-        if connection.refusal:
-            report = NodeReport(self._node, "", request.seq, 0, 0, "", refusal=connection.refusal)
-        else:
-            report = self._carry_out(connection, request)
+        report = self._carry_out(connection, request)
         try:  # a report is smaller than the buffer of a socket: a peer that does not read has several waiting
             return connection.socket.send(line := format_line(report)) == len(line)
         except OSError:
@@ -148,7 +155,7 @@ class NodeHelper:
             return report
         self._last_order = order
         try:
-            write_audit(self._audit, [{"node": self._node, **order}], connection.user)
+            write_audit(self._audit, [{"node": self._node, **order}], _user_name(connection.uid))
         except OSError as error:  # a full disk must not keep caps from being lowered
             return replace(report, problems=(*report.problems, f"the audit log: {error.strerror}"))
         return report

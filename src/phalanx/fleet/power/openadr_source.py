@@ -4,7 +4,6 @@ events that were read hold until their ends."""
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from phalanx.fleet.power.target_record import read_target_record, write_target_r
 from phalanx.fleet.power_tree import PowerTree
 from phalanx.fleet.target_settings import OpenAdrSettings
 from phalanx.fleet.telemetry.credentials import Credentials, find_credentials, parse_service_url
+from phalanx.run.boot_clock import unix_now
 
 if TYPE_CHECKING:
     from openadr3 import Event, IntervalPeriod
@@ -42,7 +42,7 @@ class OpenAdrSource:
         settings: OpenAdrSettings,
         read_events: EventsReader,
         record: Path,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = unix_now,
         polls: bool = True,
     ):
         self._settings, self._read_events, self._wall_clock = settings, read_events, wall_clock
@@ -92,7 +92,11 @@ class OpenAdrSource:
 
     def _poll_again(self) -> None:
         while not self._has_ended.is_set():
-            self.poll()
+            try:
+                self.poll()
+            except Exception as error:  # what a VTN sends may be anything; the next poll comes nevertheless
+                logger.exception("power: %s: a poll has failed", self._settings.url)
+                self._report({f"{self._settings.url}: unreadable: {error}; its events hold until they end"})
             self._has_ended.wait(self._settings.interval_s)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
-from phalanx.fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
+from phalanx.fleet.power.allocation import NodeLimit, PoweredJob, allocate_caps
 from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import NO_PARENT, PowerTree
@@ -11,7 +11,7 @@ from phalanx.fleet.power_tree import NO_PARENT, PowerTree
 
 def choose_paused_jobs(
     tree: PowerTree,
-    limits: Sequence[NodeCaps | None],
+    limits: Sequence[NodeLimit],
     jobs: Sequence[PoweredJob],
     budgets_w: Sequence[float | None],
     settings: PowerSettings,
@@ -22,7 +22,7 @@ def choose_paused_jobs(
 
     Args:
         tree: The levels and nodes.
-        limits: For each node its devices' limits; None for a silent node.
+        limits: For each node its devices' limits.
         jobs: All jobs, the paused ones, too.
         budgets_w: For each level now.
         settings: Margin and the lowest cap of jobs that were not swept: below it a job is paused rather than slowed.
@@ -34,13 +34,17 @@ def choose_paused_jobs(
         return frozenset()
     is_first = any(target.strategy == "pause-first" for target in pausing.values())
 
-    def fits(running: Sequence[PoweredJob]) -> bool:
+    def find_tight(running: Sequence[PoweredJob]) -> frozenset[int]:
         share = 1.0 if is_first else settings.min_cap_share
         counted = [replace(job, curves={}) for job in running] if is_first else running
-        return allocate_caps(tree, limits, counted, budgets_w, settings.margin, share).is_within
+        return allocate_caps(tree, limits, counted, budgets_w, settings.margin, share).tight_levels
 
     levels = {index for index, level in enumerate(tree.levels) if level.label in pausing}
     choice = [job for job in jobs if job.name in pausable and _is_below(tree, job, levels)]
+    helped = levels - find_tight([job for job in jobs if job not in choice])
+    """Levels that hold with all of these paused: another one, as with a silent node, must not keep them from it."""
+    choice = [job for job in choice if _is_below(tree, job, helped)]
+    fits = lambda running: helped.isdisjoint(find_tight(running))  # noqa: E731
     return _pause_until(fits, jobs, sorted(choice, key=lambda job: (job.priority, job.num_devices, job.name)))
 
 

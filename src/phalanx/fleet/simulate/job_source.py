@@ -78,7 +78,7 @@ def read_job_trace(path: Path) -> list[tuple[float, int, float]]:
             rows.append((submit_s, int(gpus), duration_s))
     if not rows:
         raise DataError(f"{path}: no jobs")
-    return sorted(rows)
+    return sorted(rows, key=lambda row: row[0])  # jobs of one second stay in the order of the file
 
 
 def _read_number(path: Path, line: int, column: str, text: str) -> float:

@@ -6,20 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-T_QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-"""Quantile .975 of Student's t for 1 to 30 degrees of freedom."""
-NORMAL_QUANTILE = 1.96
+CONFIDENCE = 0.95
+"""That all intervals of a table have what they are of."""
+ANGLES = 20_001
 ROUNDING_SHARE = 1e-9
 """Relative difference below which two figures are equal."""
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Mean over seeds of a figure of one variant less that of another, with the interval of 95 % of this mean."""
+    """Mean over seeds of a figure of one variant less that of another, with its interval."""
 
     mean: float
     low: float
@@ -32,8 +28,12 @@ class PairedDifference:
         return math.isnan(self.low) or self.low <= 0.0 <= self.high
 
 
-def compare_paired(base: Sequence[float], other: Sequence[float]) -> PairedDifference:
-    """Return `other` less `base`, of equal seeds. Seeds without a figure in one of them are left out."""
+def compare_paired(base: Sequence[float], other: Sequence[float], num_compared: int = 1) -> PairedDifference:
+    """Return `other` less `base`, of equal seeds. Seeds without a figure in one of them are left out.
+
+    `num_compared`: differences that are looked at together. Their intervals are as wide as Bonferroni has it: with a
+    probability of 95 % each of them has its mean, so that no figure is called different by chance.
+    """
     before, after = np.array(base, dtype=float), np.array(other, dtype=float)
     differences = np.where(np.isclose(before, after, rtol=ROUNDING_SHARE, atol=0.0), 0.0, after - before)
     differences = differences[np.isfinite(differences)]
@@ -43,6 +43,14 @@ def compare_paired(base: Sequence[float], other: Sequence[float]) -> PairedDiffe
     mean = float(differences.mean())
     if number == 1:
         return PairedDifference(mean, math.nan, math.nan, 1)
-    quantile = T_QUANTILES[number - 2] if number - 2 < len(T_QUANTILES) else NORMAL_QUANTILE
+    quantile = find_student_quantile(1.0 - (1.0 - CONFIDENCE) / num_compared, number - 1)
     half = quantile * float(differences.std(ddof=1)) / math.sqrt(number)
     return PairedDifference(mean, mean - half, mean + half, number)
+
+
+def find_student_quantile(confidence: float, freedom: int) -> float:
+    """Return t of which Student's distribution has a share `confidence` between -t and t."""
+    angles = np.linspace(0.0, np.pi / 2, ANGLES)  # t is tan(angle) times the root of the degrees of freedom
+    density = np.cos(angles) ** (freedom - 1)
+    shares = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.tan(float(np.interp(confidence, shares / shares[-1], angles))) * math.sqrt(freedom)

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from phalanx.fleet.telemetry.rapl import find_rapl_domains
 from phalanx.fleet.telemetry.sample import HostSample
 from phalanx.fleet.telemetry.source import SourceReading
 
@@ -30,6 +31,7 @@ MAX_PACKAGE_WATTS = 2000.0
 
 @dataclass
 class _RaplPackage:
+    package: str
     energy_file: Path
     range_uj: int
     """Where the counter starts again at zero."""
@@ -97,27 +99,31 @@ class HostSource:
 
     def _find_packages(self) -> list[_RaplPackage]:
         found = []
-        for folder in sorted((self._root / "sys/class/powercap").glob("intel-rapl:*")):
-            if folder.name.count(":") > 1 or not (_read_text(folder / "name") or "").startswith("package"):
-                continue  # a part of a package, or the whole platform
-            range_uj, energy_file = _read_number(folder / "max_energy_range_uj"), folder / "energy_uj"
+        for domain in find_rapl_domains(self._root):
+            range_uj = _read_number(domain.folder / "max_energy_range_uj")
+            energy_file = domain.folder / "energy_uj"
             if range_uj is None or _read_number(energy_file) is None:
                 self.problems.append(
                     f"RAPL: {energy_file} cannot be read, so CPU power is estimated; readable by root only by default "
                     f"(sudo chmod a+r {energy_file})"
                 )
                 return []
-            found.append(_RaplPackage(energy_file, int(range_uj)))
+            found.append(_RaplPackage(domain.package, energy_file, int(range_uj)))
         if not found:
             self.problems.append("RAPL: this machine has no counters of CPU energy, so CPU power is estimated")
         return found
 
     def _read_energy(self) -> float | None:
-        """Joules of all packages since the source was opened; None unless each of them says what it drew."""
+        """Joules of all packages since the source was opened; None unless each of them says what it drew. Dies of a
+        package that show the same counter twice have one: it counts once."""
         is_known = bool(self._packages)
+        counted: set[tuple[str, int, int]] = set()
         for package in self._packages:
-            now_uj = _read_number(package.energy_file)
+            now_uj, last_uj, joules = _read_number(package.energy_file), package.last_uj, package.joules
             is_known &= now_uj is not None and package.add(int(now_uj), self._clock())
+            key = package.package, last_uj, package.last_uj
+            package.joules = joules if key in counted else package.joules
+            counted.add(key)
         return sum(package.joules for package in self._packages) if is_known else None
 
     def _measure_power(self, energy_j: float | None) -> float | None:

@@ -79,6 +79,7 @@ class ModbusSource:
         self._options, self._client, self._clock = options, client, clock
         self._newest: tuple[float, RackSample] | None = None
         self._refused: dict[str, str] = {}
+        self._failure = ""
         self._alive: tuple[float, float] | None = None
         """The controller's counter, and since when it has this value."""
         try:
@@ -91,7 +92,8 @@ class ModbusSource:
     @property
     def problems(self) -> Sequence[str]:
         """Points that cannot be read, and a controller that has stopped."""
-        found = [f"{self.name}: {column}: {text}" for column, text in sorted(self._refused.items())]
+        found = [f"{self.name}: {self._failure}"] if self._failure else []
+        found += [f"{self.name}: {column}: {text}" for column, text in sorted(self._refused.items())]
         if self._is_stopped():
             found.append(f"{self.name}: the counter of the controller stands: its values are missing")
         return found
@@ -117,11 +119,11 @@ class ModbusSource:
 
     def _poll(self) -> None:
         try:
-            self._newest = self._read_points()
+            self._newest, self._failure = self._read_points(), ""
         except ModbusError as error:
             if self._newest is not None:
                 logger.info("telemetry: %s: %s", self.name, error)
-            self._newest = None
+            self._newest, self._failure = None, str(error)
 
     def _read_points(self) -> tuple[float, RackSample]:
         """A time before the values were read, and the values. A point that the device refuses is missing; ModbusError

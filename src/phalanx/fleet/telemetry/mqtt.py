@@ -229,9 +229,16 @@ class AiomqttSubscriber:
             self._is_decided.set()
             try:
                 async for message in client.messages:
-                    on_message(str(message.topic), message.payload if isinstance(message.payload, bytes) else b"")
+                    self._deliver(message, on_message)
             finally:
                 self._client = None
+
+    def _deliver(self, message: "aiomqtt.Message", on_message: OnMessage) -> None:
+        payload = message.payload if isinstance(message.payload, bytes) else b""
+        try:
+            on_message(str(message.topic), payload)
+        except Exception:  # one message must not end all others
+            logger.exception("telemetry: %s: %s cannot be read", self._options.url, message.topic)
 
     def _make_tls_context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=self._options.ca_file)

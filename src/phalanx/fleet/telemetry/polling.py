@@ -32,4 +32,7 @@ class PollingThread:
         due = self._clock() + self._interval_s
         while not self._stop_requested.wait(max(self._interval_s / 4, due - self._clock())):
             due = self._clock() + self._interval_s
-            self._poll()
+            try:
+                self._poll()
+            except Exception:  # the next call comes nevertheless: what polls must not end silently
+                logger.exception("telemetry: a poll has failed")

@@ -16,9 +16,14 @@ from typing import Any
 
 from phalanx.fleet.telemetry.counters import FrozenCounterCheck
 from phalanx.fleet.telemetry.sample import DeviceSample, SlowReason
+from phalanx.fleet.telemetry.sample_limits import check_sample_value
 from phalanx.fleet.telemetry.source import SourceReading, SourceUnavailableError
 
 FETCH_TIMEOUT_S = 2.0
+"""Until something more of a page arrives."""
+PAGE_TIMEOUT_S = 10.0
+"""For all of it: an exporter that hangs may send a byte a second."""
+READ_BYTES = 1 << 20
 MAX_PAGE_BYTES = 64 << 20
 RENEWAL_S = 30.0
 """dcgm-exporter's default interval."""
@@ -75,7 +80,11 @@ def fetch_page(url: str) -> str:
     """The text at `url`. OSError where it is not answered in time, ValueError for no such address."""
     try:
         with PROXYLESS_OPENER.open(url, timeout=FETCH_TIMEOUT_S) as response:
-            page = response.read(MAX_PAGE_BYTES)
+            page, until = b"", time.monotonic() + PAGE_TIMEOUT_S
+            while len(page) < MAX_PAGE_BYTES and (part := response.read1(READ_BYTES)):
+                page += part
+                if time.monotonic() > until:
+                    raise TimeoutError
             if response.length or not page.endswith(b"\n"):  # a number that is cut off looks like another one
                 raise OSError("the answer is cut off")
             return str(page.decode(errors="replace"))
@@ -112,10 +121,13 @@ class PrometheusSource:
             raise SourceUnavailableError(f"{url}: has no metric of an accelerator, such as {names}")
 
     def read(self) -> SourceReading:
-        """Read the page once. No devices where it does not answer."""
+        """Read the page once. No devices where it does not answer, with the reason in `problems`."""
         try:
-            return SourceReading(self._read_page(), renewal_s=self._renewal_s)
-        except (OSError, ValueError):
+            reading = SourceReading(self._read_page(), renewal_s=self._renewal_s)
+            self.problems = []
+            return reading
+        except (OSError, ValueError) as error:
+            self.problems = [f"{self._url}: {describe_fetch_error(error)}"]
             return SourceReading()
 
     def close(self) -> None:
@@ -162,7 +174,9 @@ def _read_value(column: str, metric: Any, factor: float, oldest: float) -> float
         return None
     if (value < 0 and column not in NEGATIVE_COLUMNS) or (metric.timestamp is not None and metric.timestamp < oldest):
         return None
-    return SlowReason(int(value) & sum(SlowReason)) if column == "slow_reasons" else value * factor
+    if column == "slow_reasons":
+        return SlowReason(int(value) & sum(SlowReason))
+    return check_sample_value(column, value * factor)
 
 
 def describe_fetch_error(error: Exception) -> str:
@@ -171,5 +185,5 @@ def describe_fetch_error(error: Exception) -> str:
         return f"answers with status {error.code}"
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, TimeoutError):
-        return f"does not answer within {FETCH_TIMEOUT_S:g} s"
+        return "does not answer in time"
     return str(reason.strerror if isinstance(reason, OSError) and reason.strerror else reason)

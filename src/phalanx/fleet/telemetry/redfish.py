@@ -209,10 +209,6 @@ class SushyClient:
             raise RedfishStatusError(f"{path} is no resource of Redfish")
         return found
 
-    def post(self, path: str, body: Mapping[str, object]) -> None:
-        """Carry out an action; errors as of `get`."""
-        self._ask(lambda: self._connector.post(path, data=dict(body)), path)
-
     def close(self) -> None:
         """End the session, and the connection."""
         try:

@@ -2,6 +2,7 @@
 late, or of a counter that no longer changes. A missing value is never replaced by zero or by the value before it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Literal
@@ -137,6 +138,8 @@ class RackSample:
     """Pumps of a CDU that do not turn, or that it reports as failed."""
     age_s: float | None = None
     """Seconds since the oldest of these values was measured; None without any."""
+    ages_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Of single values, where they are not all of one age."""
 
 
 @dataclass(frozen=True, slots=True)

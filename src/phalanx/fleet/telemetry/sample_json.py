@@ -1,10 +1,11 @@
 """Samples as JSON values and back, as they travel from an agent to a server. Missing values are left out."""
 
-import math
 from dataclasses import fields
 from typing import Any
 
 from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
+from phalanx.fleet.telemetry.sample_limits import MAX_DEVICES, MAX_NAME_CHARS, check_sample_value
+from phalanx.std_streams import escape_control_chars
 
 SAMPLES_PATH = "/samples"
 """Where an agent sends them."""
@@ -22,13 +23,13 @@ def to_json(sample: NodeSample) -> dict[str, Any]:
 
 
 def from_json(found: Any) -> NodeSample:
-    """The sample of such values. ValueError, TypeError or KeyError where they are none."""
+    """The sample of such values, without those that no sensor gives. An Exception where they are none."""
     host = _read_values(HostSample, found["host"])
     host["cpu_power_is_estimate"] = bool(host.get("cpu_power_is_estimate", False))
     return NodeSample(
         time=float(found["time"]),
         host=HostSample(**host),
-        devices=tuple(_read_device(each) for each in found["devices"]),
+        devices=tuple(_read_device(each) for each in found["devices"][:MAX_DEVICES]),
     )
 
 
@@ -36,7 +37,13 @@ def _read_device(found: Any) -> DeviceSample:
     values = _read_values(DeviceSample, found)
     if (reasons := values.get("slow_reasons")) is not None:
         values["slow_reasons"] = SlowReason(int(reasons) & sum(SlowReason))
-    return DeviceSample(id=str(found["id"]), name=str(found.get("name", "")), **values)
+    return DeviceSample(id=_read_text(found["id"]), name=_read_text(found.get("name", "")), **values)
+
+
+def _read_text(value: object) -> str:
+    """One line that can be written as UTF-8."""
+    text = str(value)[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+    return escape_control_chars(text)
 
 
 def _values_of(value: HostSample | DeviceSample) -> dict[str, Any]:
@@ -47,4 +54,4 @@ def _values_of(value: HostSample | DeviceSample) -> dict[str, Any]:
 def _read_values(kind: type[HostSample | DeviceSample], found: Any) -> dict[str, Any]:
     known = FIELD_NAMES[kind]
     values = {name: float(each) for name, each in found.items() if name in known and name not in TEXT_FIELDS}
-    return {name: each for name, each in values.items() if math.isfinite(each)}
+    return {name: each for name, each in values.items() if check_sample_value(name, each) is not None}

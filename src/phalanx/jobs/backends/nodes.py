@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import Backend, open_backend
@@ -49,23 +49,6 @@ class NodeBackend(Backend, Protocol):
 
     def undrain_node(self, node: str) -> None:
         """Start jobs on a node again."""
-
-
-@runtime_checkable
-class PowerOffBackend(Protocol):
-    """A backend that can take the power of a node away."""
-
-    def check_power_off(self, nodes: Sequence[str]) -> Sequence[str]:
-        """Return what keeps it from powering off these nodes: settings, rights. Raises UsageError if that is not known.
-        Changes nothing."""
-
-    def power_off_nodes(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
-        """Take the power of nodes away, whatever runs there; return why it did not work, by node. Jobs start again on
-        other nodes, where they may. Returns soon; `finish_power_off` has to follow."""
-
-    def finish_power_off(self, nodes: Sequence[str], reason: str) -> Mapping[str, str]:
-        """Wait until the nodes are being powered off, and see that no job powers them up again; return why not, by
-        node."""
 
 
 def open_node_backend(name: str) -> NodeBackend:

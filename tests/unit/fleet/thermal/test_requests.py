@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from phalanx.app.thermal_guard import FleetActions
 from phalanx.app.thermal_requests import find_withdrawal, hold_request, make_session, open_request, set_withdrawal
 from phalanx.errors import UsageError
-from phalanx.fleet.node_states import NodeStates
 from phalanx.fleet.telemetry.modbus import PymodbusClient
 from phalanx.fleet.telemetry.modbus_map import ModbusEntry
 from phalanx.fleet.telemetry.rack_points import HEARTBEAT_PREFIX, METADATA_ROOT, VALUE_ROOT
@@ -370,19 +368,3 @@ def test_a_building_that_does_not_repeat_our_heartbeat_any_more_ends_the_request
         building.clock.now += 10.0
         building.beat()
     assert "no sign of life for 40 s" in str(session.step().ended)
-
-
-def test_a_rack_is_isolated_only_by_a_granted_request_that_is_repeated(tmp_path: Path) -> None:
-    building = FakeBuilding()
-    building.grant()
-    building.describe("Rack/RackLiquidIsolationRequest/x", rackLocationId="r1", integration="phalanx")
-    building.describe("Rack/RackElectricalIsolationRequest/y", rackLocationId="r1", integration="other")
-    with NodeStates(tmp_path / "nodes.db") as states:
-        actions = FleetActions(None, states, {}, building.requests)
-        assert actions.request_isolation("rack r1") == {}
-        assert actions.request_isolation("rack r2") == {"rack r2": "the building grants no request of isolation"}
-        actions.close()
-    topics = [topic for topic, _ in building.bus.messages]
-    assert topics == ["BMS/v1/phalanx/Value/Rack/RackLiquidIsolationRequest/x"]
-    building.requests.beat()
-    assert [(topic, message["value"]) for topic, message in building.bus.messages].count((topics[0], 1.0)) == 2

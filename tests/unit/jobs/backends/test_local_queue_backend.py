@@ -141,7 +141,7 @@ def test_a_running_job_that_is_paused_gets_a_signal_and_waits_afterwards(
 
 def test_the_guard_resumes_only_what_it_has_paused(paused_queue: PausedQueue) -> None:
     control, handle = BackendJobControl("for power, by a guard"), f"local:{paused_queue.id}"
-    control._open = lambda name: paused_queue.engine  # type: ignore[assignment, method-assign]
+    control._open = lambda name, thread: paused_queue.engine  # type: ignore[assignment, method-assign]
     control.check_handle(handle)
     paused_queue.engine.pause(paused_queue.id, "by hand")
     control.pause(handle)
@@ -159,7 +159,7 @@ def test_a_full_disk_ends_no_guard(
     paused_queue: PausedQueue, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     control, handle = BackendJobControl("for power, by a guard"), f"local:{paused_queue.id}"
-    control._open = lambda name: paused_queue.engine  # type: ignore[assignment, method-assign]
+    control._open = lambda name, thread: paused_queue.engine  # type: ignore[assignment, method-assign]
 
     def fail(*_: object) -> None:
         raise error
