@@ -23,9 +23,9 @@ STEPS = 3
 def blocks(precision: str) -> dict[str, object]:
     """Counts of a compiled forward and backward of two blocks of GPT-2's width."""
     from phalanx.models import transformer
-    from phalanx.train.distributed.blocks import find_blocks
     from phalanx.train.distributed.compile import compile_blocks
     from phalanx.train.distributed.float8_select import find_candidates
+    from phalanx.train.ops.blocks import find_blocks
     from phalanx.train.ops.float8 import convert_to_float8, quantize_weights_once
 
     model = transformer(vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2").cuda()
@@ -51,9 +51,9 @@ def accumulated(casts: str) -> dict[str, object]:
     """Counts of three micro-batches of two compiled blocks and an untied head, the gradients added up: with weights
     cast once (`casts` "once") or by autocast. The first step compiles."""
     from phalanx.models import transformer
-    from phalanx.train.distributed.blocks import find_blocks
     from phalanx.train.distributed.compile import compile_blocks
     from phalanx.train.grad_sync.reducer import LocalReducer
+    from phalanx.train.ops.blocks import find_blocks
     from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts
 
     model = transformer(

@@ -26,7 +26,6 @@ from phalanx.recipe.grad_sync_defaults import (
 )
 from phalanx.train.builder import count_units_per_sample, make_lm_head
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.buffer_sync import find_forward_changes, format_names, snapshot_weight_versions
 from phalanx.train.distributed.failures import is_gpu_failure
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
@@ -34,6 +33,7 @@ from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.distributed.same_model import new_buffer, other_parameter
 from phalanx.train.loss import LossFn
+from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.lora import describe_adapters, find_uncalled_adapters, is_lora_name
 from phalanx.train.ops.random_draws import seed_everything
 from phalanx.train.optim import trainable_parameters

@@ -23,11 +23,11 @@ from phalanx.recipe.grad_sync_defaults import (
     NONDETERMINISTIC_OP_KEY,
 )
 from phalanx.train.builder import make_lm_head, uses_cached_casts
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.compile import compile_blocks
 from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.lm_head import eval_mode
 from phalanx.train.loss import LossFn
+from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import AUTOCAST_DTYPES

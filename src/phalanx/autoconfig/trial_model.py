@@ -15,12 +15,12 @@ from phalanx.errors import RecipeError
 from phalanx.process_lifetime import prefer_oom_kill
 from phalanx.recipe import Recipe, describe_exception
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.distributed.failures import is_gpu_failure
 from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.loss import LossFn
 from phalanx.train.model_builder import build_model, check_model_fits_memory
+from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.tasks import Task, TensorBatch, check_problem_type, open_task
 
 

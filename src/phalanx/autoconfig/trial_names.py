@@ -16,7 +16,7 @@ OUT_OF_MEMORY_KEY = "out_of_memory"
 OTHER_LOAD_KEY = "other_busy_cores"
 """Key of what a trial returns that measured time on a CPU: the cores that other processes used meanwhile."""
 MAX_OTHER_LOAD = 0.3
-"""Cores that other processes may use in a trial whose times are kept for later starts."""
+"""Cores that other processes may use in a trial of which the times are kept for later starts."""
 ADAPTERS_KEY, UNCALLED_ADAPTERS_KEY = "adapters", "uncalled_adapters"
 """Keys of a model's profile: how many matrices have adapters, in words, and layers with one that are never called."""
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from phalanx.models import moe, transformer
 from phalanx.run.event_types import Compiled, StepDone
 from phalanx.train.compile_warmup import warm_up_compile
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.compile import compile_blocks
+from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import Clock, Remembering, SmallParts, make_parts, steps_of

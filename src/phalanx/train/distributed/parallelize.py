@@ -17,7 +17,6 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Parallelism
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
 from phalanx.train.distributed.async_tp import ASYNC_TP_CHUNKS
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.compile import CompileMode, compile_blocks
 from phalanx.train.distributed.context_parallel import check_context_parallel
 from phalanx.train.distributed.expert_parallel import apply_expert_parallel, check_experts, find_expert_modules
@@ -34,6 +33,7 @@ from phalanx.train.distributed.shard_spec import DimShard
 from phalanx.train.distributed.stubs import ModuleStub
 from phalanx.train.distributed.tensor_parallel import apply_tensor_parallel, check_tp_plan
 from phalanx.train.distributed.tp_plans import find_divisible_sizes, find_tp_plan
+from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts
 from phalanx.train.ops.collectives import Group
 from phalanx.train.ops.random_draws import refuse_draws, seed_after_blocks

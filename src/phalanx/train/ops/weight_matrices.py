@@ -6,7 +6,7 @@ from version 5, `phalanx.models:moe`) hold as one parameter [experts, ., .].
 
 from torch import nn
 
-from phalanx.train.distributed.blocks import find_blocks
+from phalanx.train.ops.blocks import find_blocks
 
 
 def is_linear(module: nn.Module) -> bool:

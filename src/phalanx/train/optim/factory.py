@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.dtensor_utils import NormFn, first_row
+from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.weight_matrices import find_expert_stacks, is_linear
 from phalanx.train.optim.adamw_8bit import AdamW8bit
 from phalanx.train.optim.adamw_bf16 import AdamWBf16, LowPrecisionAdamW, ParamOrigin

@@ -19,8 +19,8 @@ from phalanx.train.distributed.activation_checkpoint import (
     get_op_name,
 )
 from phalanx.train.distributed.block_state import BlockState, has_mutable_state
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.ops.blocks import find_blocks
 
 WAYS: tuple[ActivationCheckpointing, ...] = ("selective", "full")
 VOCAB, SEQUENCE = 23, 16

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from phalanx.models import transformer
 from phalanx.models.convnets import InceptionBlock, ResidualBlock, googlenet, nin, resnet
-from phalanx.train.distributed.blocks import find_blocks
+from phalanx.train.ops.blocks import find_blocks
 
 
 class Unit(nn.Module):

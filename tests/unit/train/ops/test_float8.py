@@ -16,7 +16,6 @@ from phalanx.recipe import Recipe, check_device
 from phalanx.run import Run
 from phalanx.train.distributed import float8_select
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
-from phalanx.train.distributed.blocks import find_blocks
 from phalanx.train.distributed.compile import compile_blocks
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.float8_select import (
@@ -27,6 +26,7 @@ from phalanx.train.distributed.float8_select import (
     measure_layer_rows,
     select_shapes,
 )
+from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.float8 import (
     BACKWARD_DTYPE,
     FORWARD_DTYPE,

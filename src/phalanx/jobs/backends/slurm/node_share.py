@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 SIZES_COMMAND = ("sinfo", "--noheader", "--Node", "--format=%c %m %G")
 MIN_NODE_MIB = 1024
-"""A node with less has no RealMemory in slurm.conf, whose default is 1 MiB."""
+"""A node with less has no RealMemory in slurm.conf: the default is 1 MiB."""
 
 
 @dataclass(frozen=True)
