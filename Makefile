@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test test-faults test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
+.PHONY: help venv lock audit train test parity test-faults test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
 	bench gpu-session-kit clean
 
 help: ## List the targets.
@@ -59,6 +59,9 @@ test: venv ## Run the tests that take less than 15 minutes together.
 
 test-faults: venv ## Test that runs survive injected faults and damaged files: about as long as `make test`.
 	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz
+
+parity: venv ## Compare every parallelism with one process: pairs of models, precisions, optimizers, dropout and data.
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py
 
 test-all: venv ## Run all tests, also those that take minutes each.
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak

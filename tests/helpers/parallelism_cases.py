@@ -58,7 +58,7 @@ MODELS = {
     ),
     "hf Llama": Model("hf:parity-llama", dropout_args=("attention_dropout",)),
     "hf Mixtral": Model(
-        "hf:parity-mixtral", dropout_args=("attention_dropout",), refused=frozenset({"expert", "tensor"})
+        "hf:parity-mixtral", dropout_args=("attention_dropout",), refused=frozenset({"expert", "tensor", "pipeline"})
     ),
     "hf GPT-2": Model("hf:parity-gpt2", dropout_args=("attn_pdrop", "resid_pdrop", "embd_pdrop")),
     "image classifier": Model(
@@ -198,6 +198,8 @@ FACTORS: dict[str, list[Any]] = {
 
 def _is_allowed(row: Values) -> bool:
     """Whether the values of these factors may stand in one recipe."""
+    if row.get("optimizer") == "muon" and "tensor" in getattr(row.get("layout"), "values", ()):
+        return False  # Muon works on whole matrices
     if "model" not in row:
         return True
     model = MODELS[row["model"]]

@@ -38,12 +38,13 @@ class MixerBlock(nn.Module):
     def __init__(self, patches, width, dropout):
         super().__init__()
         self.norm, self.mix = nn.LayerNorm(width), nn.Linear(patches, patches)
+        self.second_norm = nn.LayerNorm(width)
         self.expand, self.contract = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
         x = x + self.dropout(self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2))
-        return x + self.dropout(self.contract(torch.relu(self.expand(self.norm(x)))))
+        return x + self.dropout(self.contract(torch.relu(self.expand(self.second_norm(x)))))
 
 
 class ImageClassifier(nn.Module):

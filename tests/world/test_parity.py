@@ -33,7 +33,7 @@ def marks(index: int, case: Case) -> list[pytest.MarkDecorator]:
     """Keep the runs of one reference on one process of pytest, and leave most runs to `make parity`."""
     reference = hashlib.sha256(json.dumps(case.changes).encode()).hexdigest()[:8]
     group = pytest.mark.xdist_group(reference)
-    is_fast = index % (4 if case.layout.workers == 2 else 12) == 0 and case.layout.workers <= 4
+    is_fast = index % (5 if case.layout.workers == 2 else 13) == 0 and case.layout.workers <= 4
     return [group] if is_fast else [group, pytest.mark.slow]
 
 
