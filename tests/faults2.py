@@ -2,8 +2,8 @@
 
     python tests/faults2.py DIR [NAME ...]
 
-DIR has a folder for each fault, with its inputs and most with a `run.sh`. Each runs in a copy, with the helpers of the
-first round (`DIR/../faults`) where its scripts look for them. A fault without a script is replayed by the tests that pin
+DIR has a folder for each fault, with its inputs and mostly a `run.sh`. Each runs in a copy, with the helpers of the
+first round (`DIR/../faults`) where its scripts look for them. A fault without a script is replayed by tests that pin
 its kind. Prints a line for each fault, and exits with 1 where one is not right.
 """
 
