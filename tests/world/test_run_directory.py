@@ -24,7 +24,7 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerStarted,
 )
-from train_harness import HarnessRun, TrainHarness, Values, limit_swing, name_fleet, plan_fault
+from train_harness import HarnessRun, TrainHarness, Values, limit_swing, plan_fault
 
 
 def by_attempt(ended: HarnessRun) -> dict[int, list[int]]:
@@ -387,16 +387,3 @@ def test_an_evaluation_that_was_due_while_replicas_differed_waits_over_several_s
     changes = {"evaluation": {"every": 5}, "checkpoint": {"every": None}, "determinism": "off"}
     ended = lab.train({**changes, "local_sgd": {"method": "average", "sync_every": 2, "warmup_steps": 0}}, 2)
     assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [10, 12]  # due in step 5
-
-
-def test_runs_of_one_site_start_as_far_apart_as_its_ramp_asks(
-    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name_fleet(tmp_path, "max_ramp: 2 kW/s", monkeypatch)
-    first, second = (lab.train({}, 1) for _ in range(2))
-    assert first.events_of_kind(RunWarning) == []
-    (note,) = second.events_of_kind(RunWarning)
-    assert "max_ramp of site s" in note.text
-    begins = [run.events_of_kind(WorkerStarted)[0].time for run in (first, second)]
-    assert begins[1] - begins[0] > 1.0  # without GPUs a start adds 2.2 kW
-    assert second.digest == first.digest
