@@ -299,7 +299,7 @@ def test_the_time_of_a_sample_is_that_of_its_arrival_whatever_clock_its_node_has
 
 
 @pytest.mark.parametrize(
-    "text", ["\x00\x1b[2J", "\u202e\u2066", "<script>", "\ud800", "x" * 5000, "a\nb", "\ufffe", "`"]
+    "text", ["\x00\x1b[2J", "\u202e\u2066", "<script>", "\ud800", "x" * 5000, "a\nb", "\ufffe", "`"], ids=ascii
 )
 def test_every_text_of_a_sample_goes_through_every_page_as_bytes(text: str) -> None:
     line = json.dumps({"time": 1, "host": {}, "devices": [{"id": text, "name": text, "power_mean_w": 1}]}).encode()
