@@ -8,6 +8,7 @@ from pathlib import Path
 
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
+from phalanx.safe_files import check_links
 from phalanx.train.checkpoint import (
     CheckpointManifest,
     export_huggingface,
@@ -81,6 +82,7 @@ def export_to_huggingface(checkpoint: Path, out: Path) -> ExportedCheckpoint:
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Find the checkpoints of a run or of a directory of checkpoints, newest first; or return the one at `path`."""
+    check_links(path)
     if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
         return [path]
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
