@@ -82,12 +82,11 @@ def export_to_huggingface(checkpoint: Path, out: Path) -> ExportedCheckpoint:
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Find the checkpoints of a run or of a directory of checkpoints, newest first; or return the one at `path`."""
-    check_links(path)
-    if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
-        return [path]
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    is_checkpoint = re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir()
+    found = [path] if is_checkpoint else list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
         raise UsageError(f"{path}: no checkpoint here; name a run directory or a checkpoint such as step-000000060")
+    check_links(path)
     return found
 
 

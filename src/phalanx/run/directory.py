@@ -34,7 +34,6 @@ class Run:
     def open_existing(cls, path: Path | str) -> "Run":
         """The run at `path`; UsageError when there is none, DataError where a link leads out of it."""
         run = cls(Path(path))
-        check_links(run.path)
         if not run.has_started():
             for above in run.path.absolute().parents[:2]:
                 inner = cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent)
@@ -48,6 +47,7 @@ class Run:
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
                 f"--run {word_of(path)}` makes one"
             )
+        check_links(run.path)
         return run
 
     @property

@@ -3,11 +3,11 @@
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 
-from phalanx.app.checkpoint import find_checkpoints
 from phalanx.cli.report import write_page
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
@@ -276,10 +276,14 @@ def test_an_output_is_written_to_a_pipe_or_through_a_link_which_stay(tmp_path: P
 def test_a_link_out_of_a_run_directory_is_refused_by_all_who_open_it(tmp_path: Path, inner: str) -> None:
     """A run may come from another person: what its links lead to is neither read, written nor removed."""
     run = Run(tmp_path / "run")
-    (run.path / inner).parent.mkdir(parents=True)
+    run.logs.mkdir(parents=True)
+    (run.checkpoints / "step-1").mkdir(parents=True)
     run.resolved.write_text("name: a")
+    (run.checkpoints / "step-1" / "MANIFEST.json").touch()
+    if inner == "checkpoints":
+        shutil.rmtree(run.checkpoints)
     (run.path / inner).symlink_to(tmp_path / "victim")
-    for use in (Run.open_existing, check_run_path, lambda path: Run(path).create(), find_checkpoints):
+    for use in (Run.open_existing, check_run_path, lambda path: Run(path).create()):
         with pytest.raises(DataError, match=f"{inner}: is a link to .*victim, out of the run directory"):
             use(run.path)
     assert not (tmp_path / "victim").exists()
