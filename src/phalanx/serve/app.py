@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -157,7 +158,7 @@ class Server:
         """The list of runs."""
         query = _read_query(request)
         body = render_runs(self._render_list(query), query)
-        return self.context.render("Runs", "Runs", body, query.to_address("/stream/runs"))
+        return self.context.render("Runs", "Runs", body, query.to_address("stream/runs"))
 
     async def stream_runs(self, request: Request) -> Response:
         """The list again, whenever it changes."""
@@ -170,7 +171,7 @@ class Server:
 
     async def show_jobs(self, request: Request) -> Response:
         """The jobs of the backend."""
-        return self.context.render("Jobs", "Jobs", render_jobs_page(self._render_jobs(request)), "/stream/jobs")
+        return self.context.render("Jobs", "Jobs", render_jobs_page(self._render_jobs(request)), "stream/jobs")
 
     async def stream_jobs(self, request: Request) -> Response:
         """The jobs again, whenever they change."""
@@ -226,4 +227,4 @@ class Server:
 
 def _read_query(request: Request) -> RunQuery:
     page = request.query_params.get("page", "0")
-    return RunQuery(request.query_params.get("q", "").strip(), int(page) if page.isdecimal() and len(page) < 9 else 0)
+    return RunQuery(request.query_params.get("q", "").strip(), int(page) if re.fullmatch("[0-9]{1,8}", page) else 0)

@@ -1,5 +1,6 @@
 """The routes of a run: its page, logs, and the comparison with others."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,7 +46,7 @@ class RunRoutes:
             return self.context.render("Run", "Runs", render_problem(str(live.path), str(error)), status=422)
         id = request.path_params["id"]
         return self.context.render(
-            page.title, "Runs", render_run(page, f"/run/{id}", self.context.may_act(request)), f"/run/{id}/stream"
+            page.title, "Runs", render_run(page, f"run/{id}", self.context.may_act(request)), f"run/{id}/stream"
         )
 
     async def stream_run(self, request: Request) -> Response:
@@ -76,7 +77,7 @@ class RunRoutes:
         if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
         values = request.query_params
-        end = int(values["end"]) if values.get("end", "").isdecimal() else None
+        end = int(values["end"]) if re.fullmatch("[0-9]{1,18}", values.get("end", "")) else None
         wanted, id = values.get("q", ""), request.path_params["id"]
         body = await run_in_threadpool(render_logs, run, id, values.get("log"), wanted, end)
         return self.context.render("Logs", "Runs", body)
