@@ -268,18 +268,8 @@ def measure_serve(root: Path, live: list[Path], num_runs: int, num_nodes: int, s
     names = "".join(f"  - name: {node_address(number)}\n" for number in range(num_nodes))
     nodes_file.write_text(f"nodes:\n{names}")
     agents = [sys.executable, __file__, "--fake-agents", str(agent_port)]
-    serve = [
-        sys.executable,
-        "-m",
-        "phalanx",
-        "serve",
-        str(root),
-        "--port",
-        "0",
-        "--no-token",
-        "--nodes",
-        str(nodes_file),
-    ]
+    serve = [sys.executable, "-m", "phalanx", "serve", str(root), "--port", "0", "--no-token"]
+    serve += ["--nodes", str(nodes_file)]
     state = {**os.environ, "PHALANX_STATE_DIR": str(root.parent / "state")}
     with started(agents), LiveRunWriter(live):
         began = time.monotonic()
