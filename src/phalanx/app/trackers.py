@@ -120,9 +120,8 @@ def send_run(run: Run, name: str) -> str:
         except PhalanxError:
             raise
         except Exception as error:  # noqa: BLE001 - libraries of trackers raise anything
-            raise UsageError(
-                f"{name}: {describe_refusal(error) or f'cannot be reached: {first_line(error)}'}"
-            ) from None
+            reason = describe_refusal(error) or f"cannot be reached: {first_line(error)}"
+            raise UsageError(f"{name}: {reason}") from None
     sent = f"{run.path} is in {name} up to step {feed.state.sent_step}: {tracker.describe_location()}"
     held = feed.rows.num_held
     return f"{sent}\n{held} steps after the last checkpoint are held back until the run resumes" if held else sent

@@ -31,7 +31,7 @@ SECURITY_HEADERS = {
 class Access:
     """What the server demands. `token`: what a browser must know, for any page where `protects_pages`, else to act
     (`allows_actions`). `hosts`: names under which the server may be asked; empty for any. `proxy_names`: names of
-    proxies, from whose pages a browser may act."""
+    proxies, with pages from which a browser may act."""
 
     token: str | None = None
     protects_pages: bool = False

@@ -30,8 +30,8 @@ INCOMPLETE_EXIT_CODE = 3
 
 
 class FeedLoop:
-    """Sends what is new again and again, and reports what fails once until it works again. After a refusal it tries once
-    more, at the end."""
+    """Sends what is new again and again, and reports what fails once until it works again. After a refusal it
+    tries once more, at the end."""
 
     def __init__(self, run: Run, name: str, messages: TextIO):
         self._run, self._name, self._messages = run, name, messages

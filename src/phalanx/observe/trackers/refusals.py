@@ -1,4 +1,4 @@
-"""Tells what a tracker's server has answered from an outage: an answer stays the same until a person changes something."""
+"""Distinguish an answer of a tracker's server from an outage: it stays the same until a person changes something."""
 
 import re
 
@@ -6,15 +6,15 @@ from phalanx.errors import PhalanxError
 
 PASSING_STATUSES = frozenset({408, 425, 429, 499})
 """HTTP statuses of requests that may succeed later: time limits and rate limits."""
+SCHEMA_PATTERN = r"database schema|locate revision|no such (table|column)"
 CURES = (
     (r"previously created and deleted|'(active|deleted)' state|is deleted", "it was deleted there: restore it"),
-    (r"database schema|locate revision|no such (table|column)", "its store is of another version: migrate it, or install "
-     "that version of the package"),
+    (SCHEMA_PATTERN, "its store is of another version: migrate the store, or install that version"),
     (r"quota|limit exceeded|storage limit|payment", "raise the limit, or remove old runs"),
     (r"api[ _]key|\b401\b|unauthori[sz]ed|authenticat|log ?in|invalid token", "correct the key or password"),
     (r"\b403\b|permission|forbidden|denied|read-?only", "get the permission to write there, or name another place"),
     (r"\b404\b|not found|does not exist|could not find", "create it there, or correct its name"),
-)  # fmt: skip
+)
 """What helps against an answer, by its text."""
 
 
@@ -25,7 +25,7 @@ def describe_refusal(error: BaseException) -> str | None:
     text, status = str(error), _find_status(error)
     is_answer = isinstance(error, PermissionError) or (status is not None and status not in PASSING_STATUSES)
     matches = [cure for pattern, cure in CURES if re.search(pattern, text, re.IGNORECASE)]
-    is_schema = re.search(CURES[1][0], text, re.IGNORECASE) is not None
+    is_schema = re.search(SCHEMA_PATTERN, text, re.IGNORECASE) is not None
     is_wandb = type(error).__module__.startswith("wandb.") and bool(matches)
     if not (is_answer or is_schema or is_wandb):
         return None
