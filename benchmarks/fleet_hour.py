@@ -207,7 +207,7 @@ def open_page(folder: Path, hall: Hall, dark_since: dict[str, float], totals: To
     names = "".join(f"  - name: {node.name}\n" for node in hall.nodes)
     (folder / "nodes.yaml").write_text(f"nodes:\n{names}")
     agents = [sys.executable, __file__, "--fake-agents", str(port), str(folder / "shared"), "--nodes", str(num_nodes)]
-    serve = [sys.executable, "-m", "phalanx", "serve", str(folder / "runs"), "--port", "0"]
+    serve = [sys.executable, "-m", "phalanx", "serve", str(folder / "runs"), "--port", "0", "--no-token"]
     serve += ["--nodes", str(folder / "nodes.yaml"), "--agent-port", str(port)]
 
     def on_nodes(text: str, now: float) -> None:

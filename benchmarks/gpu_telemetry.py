@@ -122,7 +122,7 @@ def watch(run: Path, step: int, environment: Mapping[str, str], alive: Callable[
         answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=ASK_S, check=False)
         found[name] = {"exit": answer.returncode, "seconds": time.monotonic() - begun}
         found[name]["output"] = (answer.stdout + answer.stderr)[-4000:]
-    command = [sys.executable, "-m", "phalanx", "serve", str(run.parent), "--port", str(SERVE_PORT)]
+    command = [sys.executable, "-m", "phalanx", "serve", str(run.parent), "--no-token", "--port", str(SERVE_PORT)]
     command += ["--agent-port", str(METRICS_PORT)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:

@@ -268,14 +268,15 @@ def measure_serve(root: Path, live: list[Path], num_runs: int, num_nodes: int, s
     names = "".join(f"  - name: {node_address(number)}\n" for number in range(num_nodes))
     nodes_file.write_text(f"nodes:\n{names}")
     agents = [sys.executable, __file__, "--fake-agents", str(agent_port)]
-    serve = [sys.executable, "-m", "phalanx", "serve", str(root), "--port", "0", "--nodes", str(nodes_file)]
+    serve = [sys.executable, "-m", "phalanx", "serve", str(root), "--port", "0", "--no-token"]
+    serve += ["--nodes", str(nodes_file)]
     state = {**os.environ, "PHALANX_STATE_DIR": str(root.parent / "state")}
     with started(agents), LiveRunWriter(live):
         began = time.monotonic()
         with started([*serve, "--agent-port", str(agent_port)], env=state) as server:
             assert server.stdout is not None
             address = server.stdout.readline().split()[1].rstrip("/")
-            first_s = wait_for(lambda: "/run/" in fetch(f"{address}/"), began)
+            first_s = wait_for(lambda: '"run/' in fetch(f"{address}/"), began)
             all_s = wait_for(lambda: f">{num_runs} runs," in fetch(f"{address}/"), began)
             page = fetch(f"{address}/?q={live[0].name}")
             run = re.search(r'href="(/run/[0-9a-f]+)"', page)
@@ -325,10 +326,10 @@ def measure_large(folder: Path) -> list[str]:
         for _ in range(LARGE_LOG_BYTES // len(LOG_TEXT)):
             file.write(LOG_TEXT)
         file.write("the end\n")
-    with started([sys.executable, "-m", "phalanx", "serve", str(run.parent), "--port", "0"]) as server:
+    with started([sys.executable, "-m", "phalanx", "serve", str(run.parent), "--port", "0", "--no-token"]) as server:
         assert server.stdout is not None
         address = server.stdout.readline().split()[1].rstrip("/")
-        wait_for(lambda: "/run/" in fetch(f"{address}/"), time.monotonic())
+        wait_for(lambda: '"run/' in fetch(f"{address}/"), time.monotonic())
         link = re.search(r'href="(/run/[0-9a-f]+)"', fetch(f"{address}/"))
         assert link is not None
         page = f"{address}{link[1]}"

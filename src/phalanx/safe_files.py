@@ -58,12 +58,35 @@ def open_regular(path: Path | str, follow_links: bool = True) -> int:
 
 def open_for_append(path: Path | str) -> int:
     """A descriptor to read a file by and to write at its end; it is made where there is none. DataError for anything
-    but a regular file; OSError where it cannot be opened."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    but a regular file, a link included; OSError where it cannot be opened."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return _check_regular(os.open(path, flags, 0o644), path)
     except IsADirectoryError:
         raise DataError(f"{path}: expected a file, found a folder") from None
+    except OSError:
+        if os.path.islink(path):
+            raise DataError(f"{path}: expected a file, found a link") from None
+        raise
+
+
+def check_links(folder: Path) -> None:
+    """DataError where a link below `folder` leads out of it. `folder` itself may be a link."""
+    root, waiting = os.path.realpath(folder), [folder]
+    while waiting:
+        parent = waiting.pop()
+        try:
+            entries = list(os.scandir(parent))
+        except OSError:  # there is none, or what reads it says so
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(parent / entry.name)
+            elif entry.is_symlink() and os.path.commonpath([root, target := os.path.realpath(entry.path)]) != root:
+                raise DataError(
+                    f"{entry.path}: is a link to {target}, out of the run directory; Phalanx follows none, as a run "
+                    "may come from another person: remove the link, or move what it leads to into its place"
+                )
 
 
 def _check_regular(descriptor: int, path: Path | str) -> int:

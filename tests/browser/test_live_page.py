@@ -54,8 +54,9 @@ class ServeProcess:
     """A `phalanx serve` of its own."""
 
     def __init__(self, *arguments: str, **environment: str):
+        access = [] if "PHALANX_SERVE_TOKEN" in environment else ["--no-token"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", "phalanx", "serve", "--port", "0", *arguments, *access],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -181,6 +181,5 @@ def test_wandb_without_a_key_is_named(lab: TrainHarness, environment: Path, monk
     monkeypatch.setenv("WANDB_MODE", "online")
     reported = lab.command("report", "--to", "wandb", run.path)
     assert reported.returncode == ExitCode.USAGE
-    assert (
-        "wandb: cannot be reached: UsageError: No API key configured. Use `wandb login` to log in." in reported.stderr
-    )
+    assert "wandb: refused: UsageError: No API key configured. Use `wandb login` to log in." in reported.stderr
+    assert "correct the key" in reported.stderr

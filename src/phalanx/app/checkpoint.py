@@ -8,6 +8,7 @@ from pathlib import Path
 
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
+from phalanx.safe_files import check_links
 from phalanx.train.checkpoint import (
     CheckpointManifest,
     export_huggingface,
@@ -87,11 +88,11 @@ def export_to_huggingface(checkpoint: Path, out: Path, dtype: str | None = None)
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Find the checkpoints of a run or of a directory of checkpoints, newest first; or return the one at `path`."""
-    if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
-        return [path]
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    is_checkpoint = re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir()
+    found = [path] if is_checkpoint else list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
         raise UsageError(f"{path}: no checkpoint here; name a run directory or a checkpoint such as step-000000060")
+    check_links(path)
     return found
 
 

@@ -10,6 +10,7 @@ from phalanx.jobs.log_stream import LogStream
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted
+from phalanx.safe_files import check_links
 
 POLL_INTERVAL_S = 0.5
 """Seconds between two polls."""
@@ -39,6 +40,7 @@ def iter_log_lines(
     stream, noted = None, None
     if status.run_dir is not None and not raw:
         run = Run(Path(status.run_dir))
+        check_links(run.path)
         stream = LogStream(run, status.submitted_at or 0.0, make_event_formatter(run), clock)
     read, width, is_silent = open_log_reader(backend, job_id), 0, True
     while True:

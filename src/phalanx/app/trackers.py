@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
 from phalanx.observe.trackers.names import TRACKER_NAMES, describe_problem, make_tracker, set_library_defaults
-from phalanx.observe.trackers.process import INCOMPLETE_EXIT_CODE, first_line
+from phalanx.observe.trackers.process import INCOMPLETE_EXIT_CODE
+from phalanx.observe.trackers.refusals import describe_refusal, first_line
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.run import Run
+from phalanx.safe_files import open_for_append
 from phalanx.std_streams import word_of
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class TrackerProcess:
         self._run, self._name = run, name
         command = [sys.executable, "-P", "-m", "phalanx.observe.trackers.process"]
         command += [str(run.path.absolute()), name, str(os.getpid())]
-        with open(run.logs / f"tracker-{name}.log", "ab") as log:
+        with open(open_for_append(run.logs / f"tracker-{name}.log"), "ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -95,7 +97,7 @@ def start_tracker(run: Run, name: str) -> TrackerProcess | None:
     """Start the process that feeds a tracker; None, with a warning, where it cannot be started."""
     try:
         return TrackerProcess(run, name)
-    except OSError as error:
+    except (OSError, DataError) as error:
         logger.warning("%s: cannot be started, training continues without it: %s", name, error)
         return None
 
@@ -118,7 +120,8 @@ def send_run(run: Run, name: str) -> str:
         except PhalanxError:
             raise
         except Exception as error:  # noqa: BLE001 - libraries of trackers raise anything
-            raise UsageError(f"{name}: cannot be reached: {first_line(error)}") from None
+            reason = describe_refusal(error) or f"cannot be reached: {first_line(error)}"
+            raise UsageError(f"{name}: {reason}") from None
     sent = f"{run.path} is in {name} up to step {feed.state.sent_step}: {tracker.describe_location()}"
     held = feed.rows.num_held
     return f"{sent}\n{held} steps after the last checkpoint are held back until the run resumes" if held else sent

@@ -18,9 +18,7 @@ def serve(
     on: Annotated[
         str, typer.Option("--on", help="Show the jobs of this backend: local, slurm, kubernetes or ray.")
     ] = "local",
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Any but this machine's own demands a token.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8420,
     nodes: Annotated[
         Path | None, typer.Option("--nodes", metavar="FILE", help="Show the nodes of this file, not of the backend.")
@@ -48,11 +46,22 @@ def serve(
             help="Let a browser with the token cancel jobs, drain nodes, simulate; make nodes with evidence suspect.",
         ),
     ] = False,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Show the pages to every user of this machine, without the token.")
+    ] = False,
+    proxy_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--proxy-name",
+            metavar="NAME",
+            help="Name of a proxy before the server (repeatable).",
+        ),
+    ] = None,
 ) -> None:
     """Serve a live page of runs, jobs and nodes until Ctrl-C.
 
-    The page is read-only, and for browsers on this machine, unless you say otherwise. PHALANX_SERVE_TOKEN gives the
-    token; without it one is made and printed.
+    The page is read-only, and for browsers on this machine that have opened the printed address, unless you say
+    otherwise. PHALANX_SERVE_TOKEN gives the token; without it one is made.
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
@@ -74,5 +83,7 @@ def serve(
         os.environ.get("PHALANX_SERVE_TOKEN") or None,
         fleet,
         targets,
+        not no_token,
+        proxy_name or (),
     )
     run_server(options, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))

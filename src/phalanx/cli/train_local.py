@@ -134,6 +134,10 @@ def format_introduction(prepared: PreparedRun) -> str:
             value = choice["value"]
             shown = str(value).lower() if isinstance(value, bool) else value
             lines.append(f"auto     {choice['key']} = {shown}: {choice['reason']}")
+    if delayed := [name for name in recipe.trackers if name != "tensorboard"]:
+        every = recipe.checkpoint.every
+        when = "at the end only (checkpoint.every: null)" if every is None else "when a checkpoint saves them"
+        lines.append(f"trackers charts of {', '.join(delayed)} get steps {when}")
     if predicted := plan.get("predicted_step_s"):
         lines.append(
             f"predicted {format_duration(predicted)}/step, {format_duration(predicted * recipe.steps)} "

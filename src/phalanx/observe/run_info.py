@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from phalanx.recipe.schema import Recipe
 from phalanx.recipe.user_text import MAX_FILE_BYTES
 from phalanx.recipe.yaml_loader import parse_yaml
 from phalanx.run import Run
+from phalanx.run.small_files import is_number
 from phalanx.safe_files import read_text
 
 
@@ -89,40 +89,6 @@ def _mapping(path: Path) -> dict[str, Any]:
         return Recipe.model_validate(raw).model_dump(mode="json")
     except ValidationError:
         return raw
-
-
-NUMBER_KEYS = frozenset(
-    {"trainable_parameters", "flops_per_sample", "units_per_sample", "predicted_step_s", "calibrated_step_s"}
-    | {"physical_cores", "device_count", "threads_per_worker", "steps"}
-)
-TEXT_KEYS = frozenset(
-    {"unit", "data_summary", "flops_rule", "device", "device_name", "data_sheet_source", "host", "status", "digest"}
-)
-MAPPING_KEYS = frozenset({"measured_matmul_tflops", "data_sheet_tflops", "predicted_breakdown_s", "session", "git"})
-LIST_KEYS = frozenset({"auto_choices"})
-
-
-def drop_malformed(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a small JSON file of a run says, without what is not of its kind: it may be damaged."""
-    if value is None:
-        return None
-    return {key: each for key, each in value.items() if _has_expected_type(key, each)}
-
-
-def _has_expected_type(key: str, value: Any) -> bool:
-    if key in NUMBER_KEYS:
-        return value is None or (_is_number(value) and 0 <= value < 1e30)
-    if key in TEXT_KEYS:
-        return value is None or isinstance(value, str)
-    if key in LIST_KEYS:
-        return isinstance(value, list)
-    if key.endswith("_tflops"):
-        return isinstance(value, dict) and all(_is_number(each) and 0 <= each < 1e30 for each in value.values())
-    return isinstance(value, dict) if key in MAPPING_KEYS else True
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -217,7 +183,7 @@ def _sub_mapping(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _int_or_none(value: Any) -> int | None:
-    return int(value) if _is_number(value) else None
+    return int(value) if is_number(value) else None
 
 
 def _describe_data(data: Mapping[str, Any], task: str, summary: str | None = None) -> str:

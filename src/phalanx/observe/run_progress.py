@@ -35,12 +35,12 @@ def read_run_facts(run: Run) -> RunFacts:
     """Read the facts of a run from its resolved recipe, plan and cluster files; facts that are missing are not
     shown."""
     from phalanx.observe.metrics import measured_matmul_flops
-    from phalanx.observe.run_info import drop_malformed, read_resolved_recipe
+    from phalanx.observe.run_info import read_resolved_recipe
 
     recipe, plan, cluster = (
         read_resolved_recipe(run),
-        drop_malformed(run.read_json_or_empty(run.plan)) or {},
-        drop_malformed(run.read_json_or_empty(run.cluster)),
+        run.read_json_or_empty(run.plan),
+        run.read_json_or_empty(run.cluster),
     )
     task, evaluation = recipe.get("task"), recipe.get("evaluation")
     interval = evaluation.get("every") if isinstance(evaluation, dict) else None

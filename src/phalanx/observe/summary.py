@@ -27,7 +27,7 @@ from phalanx.observe.history import RunHistory, StepTable, as_float
 from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
 from phalanx.observe.run_cost import CostSummary, read_run_prices, summarize_cost
 from phalanx.observe.run_energy import EnergySummary, summarize_energy
-from phalanx.observe.run_info import RunInfo, drop_malformed, read_run_info, recipe_and_losses
+from phalanx.observe.run_info import RunInfo, read_run_info, recipe_and_losses
 from phalanx.observe.run_power import PowerSummary, summarize_power
 from phalanx.run import Run
 from phalanx.run.event_types import (
@@ -39,6 +39,7 @@ from phalanx.run.event_types import (
     StragglerDetected,
     WorkerFailure,
 )
+from phalanx.run.small_files import drop_malformed
 
 RUN_OUTCOMES = ("done", "interrupted", "failed")
 """What result.json may say of how a run ended."""
@@ -184,9 +185,9 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
     raises DataError when one of its files is malformed."""
     recipe, lost = recipe_and_losses(run)
     begun, ended = bool(history.attempts), any(attempt.end_status == "done" for attempt in history.attempts)
-    plan, cluster = (drop_malformed(_read(run, path, begun, lost)) for path in (run.plan, run.cluster))
+    plan, cluster = (_read(run, path, begun, lost) for path in (run.plan, run.cluster))
     environment = _read(run, run.environment, begun, lost)
-    result = drop_malformed(_read(run, run.result, ended, lost)) or {}
+    result = _read(run, run.result, ended, lost) or {}
     run_info = read_run_info(run, recipe, plan, cluster, environment, history)
     steps = history.steps
     status, last_step = _end(run, history, result, lost)
@@ -258,7 +259,7 @@ def _read(run: Run, path: Path, expected: bool, lost: list[str]) -> dict[str, An
         return None
     if not found and expected:
         lost.append(f"{path}: is {'missing' if found is None else 'empty'}")
-    return found
+    return None if found is None else drop_malformed(found)
 
 
 def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[str]) -> tuple[str, int]:

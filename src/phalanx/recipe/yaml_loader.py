@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import BaseResolver, implicit_resolvers
 
 from phalanx.errors import RecipeError
@@ -45,6 +46,8 @@ _CONTROL_CHARACTERS = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\
 """What YAML does not allow in a text; the parser would refuse it without naming the line."""
 
 
+_UNICODE_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
+"""What YAML 1.1 takes for a line break."""
 MAX_VALUES = 50_000
 """Values of a text; recipes have some hundred."""
 TOO_MANY_VALUES_TEXT = f"more than {MAX_VALUES} values, which no recipe has"
@@ -77,6 +80,18 @@ for _, *_rule in implicit_resolvers:
     _Cautious.add_implicit_resolver_base(*_rule)
 
 
+class _Representer(SafeRepresenter):
+    """Escapes what YAML takes for a line break: elsewhere than between double quotes it would become a space."""
+
+    def represent_str(self, data: str) -> Any:
+        """Make the scalar of a text."""
+        style = '"' if _UNICODE_LINE_BREAKS.search(data) else None
+        return self.represent_scalar(f"{_YAML_TAG_PREFIX}str", data, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
 class _Refused(MarkedYAMLError):
     """A text that is YAML and no recipe."""
 
@@ -102,7 +117,7 @@ def to_yaml(value: Any, flow: bool | None = None, width: int = 120) -> str:
     `flow`: whether mappings and lists stand in braces and brackets; None: those of nothing but scalars.
     """
     yaml = YAML(typ="safe", pure=True)
-    yaml.Resolver, yaml.version = _Cautious, (1, 1)
+    yaml.Resolver, yaml.Representer, yaml.version = _Cautious, _Representer, (1, 1)
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = flow, False  # type: ignore[assignment]
     yaml.brace_single_entry_mapping_in_flow_sequence = True
     yaml.width = width

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import DataError, UsageError, describe_os_error
-from phalanx.safe_files import open_regular, parse_json, read_json
+from phalanx.run.small_files import drop_malformed
+from phalanx.safe_files import check_links, open_regular, parse_json, read_json
 from phalanx.std_streams import word_of
 
 RESULT_FORMAT = 1
@@ -31,7 +32,7 @@ class Run:
 
     @classmethod
     def open_existing(cls, path: Path | str) -> "Run":
-        """The run at `path`; UsageError when there is none."""
+        """The run at `path`; UsageError when there is none, DataError where a link leads out of it."""
         run = cls(Path(path))
         if not run.has_started():
             for above in run.path.absolute().parents[:2]:
@@ -46,6 +47,7 @@ class Run:
                 f"{path}: no run here (it has neither resolved.yaml nor events nor checkpoints); `phalanx train RECIPE "
                 f"--run {word_of(path)}` makes one"
             )
+        check_links(run.path)
         return run
 
     @property
@@ -121,7 +123,9 @@ class Run:
         return self.path / "report.html"
 
     def create(self) -> None:
-        """Make the directory, its folders and its event log; what is there already stays."""
+        """Make the directory, its folders and its event log; what is there already stays. DataError where a link leads
+        out of it."""
+        check_links(self.path)
         for folder in (self.path, self.logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         self.events.touch()
@@ -169,9 +173,10 @@ class Run:
         return found
 
     def read_json_or_empty(self, path: Path) -> dict[str, Any]:
-        """The same for a file that a run can do without: empty where it is missing or damaged."""
+        """The same for a file that a run can do without: empty where it is missing or damaged, and without values of
+        another type than Phalanx writes."""
         try:
-            return self.read_json(path) or {}
+            return drop_malformed(self.read_json(path) or {})
         except DataError:
             return {}
 
@@ -189,7 +194,7 @@ def describe_unfinished(run: Run) -> str | None:
 
 def check_run_path(path: Path) -> None:
     """UsageError when a run cannot be kept at `path`, as far as that shows without writing: a run has a folder of its
-    own, in which nothing else is overwritten."""
+    own, in which nothing else is overwritten. DataError where a link leads out of it."""
     nearest_parent = next(candidate for candidate in (path.absolute(), *path.absolute().parents) if candidate.exists())
     if not nearest_parent.is_dir():
         raise UsageError(f"{path}: cannot create a run here: {nearest_parent} is a file; choose another --run")
@@ -200,6 +205,7 @@ def check_run_path(path: Path) -> None:
             f"{path}: cannot create a run here: the folder is not a run and holds other files, such as "
             f"{foreign_file}; choose another --run, for instance {path / 'run'}"
         )
+    check_links(path)
 
 
 def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
@@ -234,7 +240,7 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
 def _is_event_log(path: Path) -> bool:
     """Whether a file is empty or begins with an event."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with open(open_regular(path, follow_links=False), "rb") as file:
             line = file.readline(_HEADER_BYTES)
         return not line or parse_json(line.decode()).keys() >= {"kind", "time"}
     except (OSError, ValueError, AttributeError, DataError):

@@ -32,13 +32,13 @@ class LineTail:
     def skip(self, keep_bytes: int = 0) -> None:
         """Pass over what is there, but for the last `keep_bytes`: the first line of these may be a part of one."""
         with contextlib.suppress(FileNotFoundError):
-            self._offset = max(0, self.path.stat().st_size - keep_bytes)
+            self._offset = max(0, self.path.lstat().st_size - keep_bytes)
 
     def read(self, whole: bool = False) -> Iterator[bytes]:
         """Lines since the last call, without their ends; one that is not finished comes when it is, or when `whole`
         says that the file grows no more. None where there is no file yet. DataError for anything but a file."""
         try:
-            descriptor = open_regular(self.path)
+            descriptor = open_regular(self.path, follow_links=False)
         except FileNotFoundError:
             return
         with open(descriptor, "rb") as file:

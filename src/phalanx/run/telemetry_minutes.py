@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import DataError
 from phalanx.run.lines import LineTail
 from phalanx.safe_files import parse_json
 
@@ -87,25 +88,30 @@ class NodeMinuteTail:
     now, only as much is read, from the end."""
 
     def __init__(self, path: Path, max_bytes: int | None = None):
-        self._lines = LineTail(path)
+        self._path, self._lines = path, LineTail(path)
         if max_bytes is not None:
             self._lines.skip(max_bytes)
 
     def read(self) -> Iterator[NodeMinute]:
         """The minutes since the last call, in order; none where there is no file. DataError for anything but a file."""
-        for line in self._lines.read():
+        for line in self._read_lines():
             yield from _parse_line(line)
 
     def read_chosen(self, is_chosen: Callable[[bytes], bool]) -> Iterator[NodeMinute]:
         """The minutes of chosen lines since the last call, and the newest one, in order: to parse a day of a node
         with 8 accelerators takes a second."""
         newest, is_pending = b"", False
-        for line in self._lines.read():
+        for line in self._read_lines():
             newest, is_pending = line, not is_chosen(line)
             if not is_pending:
                 yield from _parse_line(line)
         if is_pending:
             yield from _parse_line(newest)
+
+    def _read_lines(self) -> Iterator[bytes]:
+        if self._path.parent.is_symlink():  # the run may come from another person
+            raise DataError(f"{self._path.parent}: expected a directory, found a link")
+        return self._lines.read()
 
 
 def _parse_line(line: bytes) -> Iterator[NodeMinute]:

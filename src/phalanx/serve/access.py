@@ -4,21 +4,23 @@ from loading or sending anything elsewhere."""
 import hmac
 import ipaddress
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.errors import UsageError
-from phalanx.serve.pages import PageFrame, render_frame, render_problem
+from phalanx.serve.page_response import PageResponse, relative_root
+from phalanx.serve.pages import PageFrame, render_problem
 
 TOKEN_VARIABLE = "PHALANX_SERVE_TOKEN"
 MIN_TOKEN_CHARS = 16
-COOKIE_NAME = "phalanx-token"
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "img-src 'self' data:; base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "same-origin",
     "cache-control": "no-store",
@@ -28,27 +30,38 @@ SECURITY_HEADERS = {
 @dataclass(frozen=True)
 class Access:
     """What the server demands. `token`: what a browser must know, for any page where `protects_pages`, else to act
-    (`allows_actions`). `hosts`: names under which the server may be asked; empty for any."""
+    (`allows_actions`). `hosts`: names under which the server may be asked; empty for any. `proxy_names`: names of
+    proxies, with pages from which a browser may act."""
 
     token: str | None = None
     protects_pages: bool = False
     allows_actions: bool = False
     hosts: tuple[str, ...] = ()
+    proxy_names: tuple[str, ...] = ()
 
 
-def make_access(host: str, allows_actions: bool, given_token: str | None) -> Access:
-    """What a server on `host` demands. UsageError for a token that is easily guessed."""
+def make_access(
+    host: str,
+    allows_actions: bool,
+    given_token: str | None,
+    demands_token: bool = True,
+    proxy_names: Sequence[str] = (),
+) -> Access:
+    """What a server on `host` demands. UsageError for a token that is easily guessed, and for pages without a token
+    that other machines can reach."""
     if given_token is not None and len(given_token) < MIN_TOKEN_CHARS:
         raise UsageError(
             f"{TOKEN_VARIABLE}: has {len(given_token)} characters, expected {MIN_TOKEN_CHARS} or more; without the "
             "variable a token is made"
         )
     is_local = _is_loopback(host)
-    needs_token = allows_actions or not is_local
-    token = given_token or (secrets.token_urlsafe(24) if needs_token else None)
+    if not demands_token and not is_local:
+        raise UsageError(f"--no-token: other machines reach {host}; leave out --no-token, or --host")
+    needs_token = allows_actions or demands_token
+    token = (given_token or secrets.token_urlsafe(24)) if needs_token else None
     # a name that someone else's DNS points at this machine must not open its pages in a browser on it
-    hosts = ("127.0.0.1", "localhost", "[::1]", host) if is_local else ()
-    return Access(token, not is_local or given_token is not None, allows_actions, hosts)
+    hosts = ("127.0.0.1", "localhost", "[::1]", host, *proxy_names) if is_local else ()
+    return Access(token, demands_token, allows_actions, hosts, tuple(proxy_names))
 
 
 def _is_loopback(host: str) -> bool:
@@ -58,10 +71,16 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def cookie_name(request: Request) -> str:
+    """The name of the cookie with the token. Browsers send a cookie to every port of a host."""
+    server = request.scope.get("server")
+    return f"phalanx-token-{server[1] if server else ''}"
+
+
 def knows_token(access: Access, request: Request) -> bool:
     """Whether a request shows the token: in its cookie, or as `Authorization: Bearer TOKEN`."""
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    shown = request.cookies.get(COOKIE_NAME) or bearer
+    shown = request.cookies.get(cookie_name(request)) or bearer
     return access.token is not None and hmac.compare_digest(shown.encode(), access.token.encode())
 
 
@@ -72,9 +91,15 @@ def describe_refusal(access: Access, request: Request) -> str | None:
     if not knows_token(access, request):
         return "Open the address with the token that `phalanx serve` has printed, then try again."
     origin = request.headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+    site = None if origin is None else origin.partition("://")[2]
+    if site not in (None, request.headers.get("host")) and not _has_name(str(site), access.proxy_names):
         return "The request comes from a page of another site."
     return None
+
+
+def _has_name(host: str, names: Sequence[str]) -> bool:
+    """Whether a host, with its port or without, is one of `names`."""
+    return host in names or host.rpartition(":")[0] in names
 
 
 class AccessMiddleware:
@@ -103,8 +128,12 @@ class AccessMiddleware:
     def _refuse(self, request: Request) -> Response | None:
         """What is answered instead of the page; None where the page is."""
         host = request.headers.get("host", "")
-        if self._access.hosts and host.rpartition(":")[0] not in self._access.hosts and host not in self._access.hosts:
-            return _problem(400, "Wrong address", f"This server answers to {self._access.hosts[0]}, not to {host}.")
+        if self._access.hosts and not _has_name(host, self._access.hosts):
+            name = host.rpartition(":")[0] or host
+            text = (
+                f"This server answers to {self._access.hosts[0]}, not to {name}. If {name} is the name of your proxy, "
+            )
+            return _problem(400, "Wrong address", f"{text}start `phalanx serve` with --proxy-name {name}.")
         if (token := request.query_params.get("token")) is not None and self._access.token is not None:
             if hmac.compare_digest(token.encode(), self._access.token.encode()):
                 return self._set_cookie(request, token)
@@ -114,12 +143,16 @@ class AccessMiddleware:
         return None
 
     def _set_cookie(self, request: Request, token: str) -> Response:
-        """To the same page, without the token in its address."""
-        kept = request.url.remove_query_params("token")
-        response = RedirectResponse(f"{kept.path}?{kept.query}" if kept.query else kept.path, status_code=303)
-        response.set_cookie(COOKIE_NAME, token, httponly=True, samesite="strict")
+        """To the same page, without the token in its address. The first page sets the cookie, so that browsers send it
+        with every page of this server, and to no other path of a proxy."""
+        root, page = relative_root(request.scope), request.url.remove_query_params("token")
+        here = page.path[1:] + (f"?{page.query}" if page.query else "")
+        if root != "./":
+            return RedirectResponse(f"{root}?{urlencode({'token': token, 'to': here})}", status_code=303)
+        response = RedirectResponse(f"./{request.query_params.get('to', here)}", status_code=303)
+        response.set_cookie(cookie_name(request), token, path=None, httponly=True, samesite="strict")
         return response
 
 
 def _problem(status: int, title: str, text: str) -> Response:
-    return Response(render_frame(PageFrame(title, ""), render_problem(title, text)), status, media_type="text/html")
+    return PageResponse(PageFrame(title, ""), render_problem(title, text), status)

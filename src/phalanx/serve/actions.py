@@ -28,7 +28,7 @@ class Actions:
     access: Access
     jobs: JobReader
     node_actions: NodeActions
-    find_run: Callable[[Request], Run | None]
+    find_run: Callable[[str], Run | None]
     wall_clock: Callable[[], float]
 
     def make_routes(self) -> list[Route]:
@@ -51,7 +51,7 @@ class Actions:
 
     async def note(self, request: Request) -> Response:
         """Add a note to a run."""
-        if (run := self.find_run(request)) is None:
+        if (run := self.find_run(request.path_params["id"])) is None:
             return PlainTextResponse("There is no such run.", 404)
 
         def act(form: Form) -> str:

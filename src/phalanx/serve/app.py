@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from phalanx.errors import DataError
 from phalanx.observe.html_report.document import read_page_css, read_page_script
-from phalanx.run import Run
 from phalanx.serve.access import Access, AccessMiddleware
 from phalanx.serve.actions import Actions
 from phalanx.serve.agent_streams import AgentStreams
@@ -129,7 +130,7 @@ class Server:
             Route("/compare", on_first_request(lambda: self.run_routes.show_comparison)),
             Route("/jobs", self.show_jobs),
             Route("/stream/jobs", self.stream_jobs),
-            *Actions(self.access, self.jobs, self.node_actions, self._find_run, self.wall_clock).make_routes(),
+            *Actions(self.access, self.jobs, self.node_actions, self.index.find_run, self.wall_clock).make_routes(),
             Route("/power", on_first_request(lambda: self.fleet_routes.show_power)),
             Route("/stream/power", on_first_request(lambda: self.fleet_routes.stream_power)),
             Route("/cooling", on_first_request(lambda: self.fleet_routes.show_cooling)),
@@ -149,7 +150,7 @@ class Server:
         return Starlette(
             routes=routes,
             middleware=[Middleware(AccessMiddleware, access=self.access)],
-            exception_handlers={404: self._show_not_found},
+            exception_handlers={404: self._show_not_found, DataError: self._show_refused},
             lifespan=run_readers,
         )
 
@@ -157,7 +158,7 @@ class Server:
         """The list of runs."""
         query = _read_query(request)
         body = render_runs(self._render_list(query), query)
-        return self.context.render("Runs", "Runs", body, query.to_address("/stream/runs"))
+        return self.context.render("Runs", "Runs", body, query.to_address("stream/runs"))
 
     async def stream_runs(self, request: Request) -> Response:
         """The list again, whenever it changes."""
@@ -170,7 +171,7 @@ class Server:
 
     async def show_jobs(self, request: Request) -> Response:
         """The jobs of the backend."""
-        return self.context.render("Jobs", "Jobs", render_jobs_page(self._render_jobs(request)), "/stream/jobs")
+        return self.context.render("Jobs", "Jobs", render_jobs_page(self._render_jobs(request)), "stream/jobs")
 
     async def stream_jobs(self, request: Request) -> Response:
         """The jobs again, whenever they change."""
@@ -211,14 +212,13 @@ class Server:
     def _render_jobs(self, request: Request) -> str:
         return render_jobs(self.jobs.jobs, self.jobs.backend, self.context.may_act(request))
 
-    def _find_run(self, request: Request) -> Run | None:
-        row = self.index.find(request.path_params["id"])
-        return None if row is None else Run(row.path)
-
     async def _show_not_found(self, request: Request, error: Exception) -> Response:
         return self.context.render(
             "Not found", "", render_problem("Not found", "There is no page with this address."), status=404
         )
+
+    async def _show_refused(self, request: Request, error: Exception) -> Response:
+        return self.context.render("Run", "Runs", render_problem("Not shown", str(error)), status=422)
 
     def _static(self, content: bytes, media_type: str) -> Response:
         headers = {"cache-control": "max-age=31536000, immutable"}  # the address changes with the content
@@ -227,4 +227,4 @@ class Server:
 
 def _read_query(request: Request) -> RunQuery:
     page = request.query_params.get("page", "0")
-    return RunQuery(request.query_params.get("q", "").strip(), int(page) if page.isdecimal() and len(page) < 9 else 0)
+    return RunQuery(request.query_params.get("q", "").strip(), int(page) if re.fullmatch("[0-9]{1,8}", page) else 0)

@@ -108,7 +108,7 @@ def render_cluster_page(content: str, period: str) -> str:
     """The page of the cluster."""
     options = "".join(f"<option{' selected' if name == period else ''}>{name}</option>" for name in USAGE_PERIODS)
     return f"""<header><h1>Cluster</h1></header>
-<form class="bar-form" method="get" action="/cluster">
+<form class="bar-form" method="get" action="cluster">
 <label>Runs written in the last <select name="period">{options}</select></label> <button>Show</button></form>
 <div id="cluster">{content}</div>
 <p class="note">Device-hours are those that runs held, from start to end of each attempt and until the restart after a

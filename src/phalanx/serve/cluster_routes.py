@@ -29,7 +29,7 @@ class ClusterRoutes:
         """Usage over all runs."""
         period = find_period([request.query_params.get("period", "")])
         body = render_cluster_page(self._render_cluster(period), period)
-        return self.context.render("Cluster", "Cluster", body, f"/stream/cluster?period={period}")
+        return self.context.render("Cluster", "Cluster", body, f"stream/cluster?period={period}")
 
     async def stream_cluster(self, request: Request) -> Response:
         """Usage again."""

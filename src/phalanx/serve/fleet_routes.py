@@ -74,7 +74,7 @@ class FleetRoutes:
 
     async def show_power(self, request: Request) -> Response:
         """The power tree."""
-        return self.context.render("Power", "Power", render_power_page(self._render_power()), "/stream/power")
+        return self.context.render("Power", "Power", render_power_page(self._render_power()), "stream/power")
 
     async def stream_power(self, request: Request) -> Response:
         """The power tree again."""
@@ -86,7 +86,7 @@ class FleetRoutes:
 
     async def show_cooling(self, request: Request) -> Response:
         """Racks and margins."""
-        return self.context.render("Cooling", "Cooling", render_cooling_page(self._render_cooling()), "/stream/cooling")
+        return self.context.render("Cooling", "Cooling", render_cooling_page(self._render_cooling()), "stream/cooling")
 
     async def stream_cooling(self, request: Request) -> Response:
         """Racks and margins again."""

@@ -127,12 +127,12 @@ def _render_moment(moment: float | None, predicted: float | None) -> str:
 
 
 def _render_cells(job: JobStatus, found: JobList, may_cancel: bool) -> Sequence[str]:
-    run = f'<a href="/run/{run_id(Path(job.run_dir))}">{escape(job.name)}</a>' if job.run_dir else escape(job.name)
+    run = f'<a href="run/{run_id(Path(job.run_dir))}">{escape(job.name)}</a>' if job.run_dir else escape(job.name)
     why = job.reason or (f"exit code {job.exit_code}" if job.exit_code else "")
     if not why and job.state is JobState.QUEUED:
         why = "waits for its turn"
     cancel = (
-        f'<button class="act" data-action="/jobs/cancel" data-job="{escape(job.id)}" '
+        f'<button class="act" data-action="jobs/cancel" data-job="{escape(job.id)}" '
         f'data-confirm="Cancel job {escape(job.id)} ({escape(job.name)})?">Cancel</button>'
     )
     return (

@@ -95,7 +95,7 @@ def _find_lines(lines: Sequence[bytes], skipped: int, start: int, sought: bytes)
 def render_logs(run: Run, id: str, name: str | None, wanted: str, end: int | None) -> str:
     """The page with one log of a run; `name` is one of `list_logs`, the first for None."""
     names = list_logs(run)
-    title = f'<header><h1>Logs</h1></header><p class="sub"><a href="/run/{id}">{escape(str(run.path))}</a></p>'
+    title = f'<header><h1>Logs</h1></header><p class="sub"><a href="run/{id}">{escape(str(run.path))}</a></p>'
     if not names:
         return f'{title}<p class="note">No worker has printed anything yet.</p>'
     chosen = name if name in names else names[0]
@@ -103,7 +103,7 @@ def render_logs(run: Run, id: str, name: str | None, wanted: str, end: int | Non
         f'<option value="{escape(each)}"{" selected" if each == chosen else ""}>{escape(_describe_name(each))}</option>'
         for each in names
     )
-    form = f"""<form class="bar-form" method="get" action="/run/{id}/logs" role="search">
+    form = f"""<form class="bar-form" method="get" action="run/{id}/logs" role="search">
 <label>Worker <select name="log">{options}</select></label>
 <label>Lines with <input type="search" name="q" value="{escape(wanted)}"></label>
 <button>Show</button></form>"""
@@ -121,7 +121,7 @@ def _render_part(part: LogPart, id: str, name: str, wanted: str) -> str:
     more = ""
     if wanted and part.start > 0:
         words = urlencode({"log": name, "q": wanted, "end": part.start})
-        more = f' <a href="/run/{id}/logs?{escape(words)}">Search further back</a>'
+        more = f' <a href="run/{id}/logs?{escape(words)}">Search further back</a>'
     return f'<p class="note">{read}.{more}</p><pre class="log" tabindex="0">{lines}</pre>'
 
 

@@ -143,7 +143,7 @@ def render_nodes_page(content: str, by: str, text: str) -> str:
     )
     label = escape(HEAT_MAPS[by][0])
     return f"""<header><h1>Nodes</h1></header>
-<form class="bar-form" method="get" action="/nodes">
+<form class="bar-form" method="get" action="nodes">
 <label>Colour by <select name="by">{options}</select></label>
 <label>Filter <input type="search" name="q" value="{escape(text)}" placeholder="name or state"></label>
 <button>Show</button></form>
@@ -171,7 +171,7 @@ def find_shown_state(node: FleetNode, now: float) -> str:
 
 def _render_cells(node: FleetNode, now: float) -> Sequence[str]:
     reading, jobs = node.reading, () if node.backend is None else node.backend.jobs
-    name = f'<a href="/nodes/{escape(quote(node.name, safe=""))}">{escape(node.name)}</a>'
+    name = f'<a href="nodes/{escape(quote(node.name, safe="", errors="surrogateescape"))}">{escape(node.name)}</a>'
     shown = find_shown_state(node, now)
     state = f'<span class="status {escape(shown.replace(" ", "-"))}">{escape(shown)}</span>'
     if reading is None:
@@ -221,7 +221,7 @@ def _render_actions(node: FleetNode) -> str:
     """A form that drains a node or takes it back."""
     return f"""<form class="bar-form"><input type="hidden" name="node" value="{escape(node.name)}">
 <label>Reason <input name="reason" required></label>
-<button data-action="/nodes/drain">Drain</button> <button data-action="/nodes/undrain">Undrain</button>
+<button data-action="nodes/drain">Drain</button> <button data-action="nodes/undrain">Undrain</button>
 </form><p id="answer" role="status"></p>"""
 
 

@@ -43,7 +43,7 @@ class NodeRoutes:
         """All nodes."""
         by, text = _read_node_query(request)
         body = render_nodes_page(self._render_nodes(by, text)[0], by, text)
-        return self.context.render("Nodes", "Nodes", body, f"/stream/nodes?{urlencode({'by': by, 'q': text})}")
+        return self.context.render("Nodes", "Nodes", body, f"stream/nodes?{urlencode({'by': by, 'q': text})}")
 
     async def stream_nodes(self, request: Request) -> Response:
         """The table of nodes and the heat map again."""

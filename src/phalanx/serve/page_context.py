@@ -5,11 +5,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from phalanx.serve.access import Access, describe_refusal
+from phalanx.serve.page_response import PageResponse
 from phalanx.serve.page_stream import Message, stream_messages
-from phalanx.serve.pages import PageFrame, render_frame
+from phalanx.serve.pages import PageFrame
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -25,7 +26,7 @@ class PageContext:
 
     def render(self, title: str, tab: str, body: str, events: str | None = None, status: int = 200) -> Response:
         """Return a page. `events`: address of the stream that renews it."""
-        return HTMLResponse(render_frame(PageFrame(title, tab, events, self.static_version), body), status)
+        return PageResponse(PageFrame(title, tab, events, self.static_version), body, status)
 
     def stream(self, read: Callable[[], Awaitable[Message]]) -> Response:
         """Return a stream of what `read` returns, once a second."""

@@ -5,6 +5,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from phalanx.std_streams import escape_control_chars
+
 STREAM_INTERVAL_S = 1.0
 """Between two messages of a stream, which also say that the connection lives."""
 
@@ -21,7 +23,8 @@ async def stream_messages(
     while not is_over():
         message = await read()
         sections = message.get("sections", {})
-        message["sections"] = {id: html for id, html in sections.items() if shown.get(id) != hash(html)}
+        changed = {id: html for id, html in sections.items() if shown.get(id) != hash(html)}
+        message["sections"] = {id: escape_control_chars(html) for id, html in changed.items()}
         shown.update((id, hash(html)) for id, html in sections.items())
         message["now"] = wall_clock()
         yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"

@@ -13,25 +13,28 @@ from phalanx.serve.tables import render_time
 SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 120, 26
 ROWS_PER_PAGE = 100
 PAGE_TABS = (
-    ("Runs", "/"),
-    ("Jobs", "/jobs"),
-    ("Nodes", "/nodes"),
-    ("Power", "/power"),
-    ("Cooling", "/cooling"),
-    ("What-if", "/what-if"),
-    ("Cluster", "/cluster"),
+    ("Runs", "./"),
+    ("Jobs", "jobs"),
+    ("Nodes", "nodes"),
+    ("Power", "power"),
+    ("Cooling", "cooling"),
+    ("What-if", "what-if"),
+    ("Cluster", "cluster"),
 )
 
 
 @dataclass(frozen=True)
 class PageFrame:
     """What surrounds each page. `events`: address of the stream that renews it. `static_version` changes with the
-    static files, which browsers keep."""
+    static files, which browsers keep. `root`: the first page, relative to this one; all addresses are relative to it,
+    also `here`, this page."""
 
     title: str
     tab: str
     events: str | None = None
     static_version: str = ""
+    root: str = "./"
+    here: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,16 @@ def render_frame(frame: PageFrame, body: str) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<base href="{frame.root}">
 <link rel="icon" href="data:,">
-<link rel="stylesheet" href="/static/phalanx.css{version}">
+<link rel="stylesheet" href="static/phalanx.css{version}">
 <title>{escape(frame.title)} · Phalanx</title>
 </head>
 <body{events}>
-<a class="skip" href="#content">Skip to content</a>
+<a class="skip" href="{escape(frame.here)}#content">Skip to content</a>
 <nav aria-label="Pages"><strong>Phalanx</strong>{tabs}<span id="connection" role="status"></span></nav>
 <main id="content">{body}</main>
-<script src="/static/phalanx.js{version}"></script>
+<script src="static/phalanx.js{version}"></script>
 </body>
 </html>
 """
@@ -113,11 +117,11 @@ def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: boo
 def render_runs(content: str, query: RunQuery) -> str:
     """The page of all runs."""
     return f"""<header><h1>Runs</h1></header>
-<form class="bar-form" method="get" action="/" role="search">
+<form class="bar-form" method="get" action="./" role="search">
 <label>Filter <input type="search" name="q" value="{escape(query.text)}" placeholder="path or status"></label>
 <button>Show</button>
 </form>
-<form method="get" action="/compare">
+<form method="get" action="compare">
 <p><button>Compare the ticked runs</button></p>
 <div id="runs">{content}</div>
 </form>"""
@@ -129,7 +133,7 @@ def _render_row(listed: ListedRun) -> str:
     total = f" of {row.total_steps}" if row.total_steps else ""
     cells = (
         f'<input type="checkbox" name="run" value="{id}" aria-label="compare {name}">',
-        f'<a href="/run/{id}">{name}</a>',
+        f'<a href="run/{id}">{name}</a>',
         f'<span class="status {escape(status.replace(" ", "-"))}">{escape(status)}</span>',
         f"{row.step}{total}" if row.first_event_at is not None else "",
         formatting.format_loss(row.loss) if row.loss is not None else "",
@@ -167,10 +171,10 @@ def _render_page_links(count: int, query: RunQuery) -> str:
         return ""
     links = []
     if query.page > 0:
-        links.append(f'<a href="{escape(query.to_address("/", page=query.page - 1))}">Previous</a>')
+        links.append(f'<a href="{escape(query.to_address("./", page=query.page - 1))}">Previous</a>')
     links.append(f"page {query.page + 1} of {last + 1}")
     if query.page < last:
-        links.append(f'<a href="{escape(query.to_address("/", page=query.page + 1))}">Next</a>')
+        links.append(f'<a href="{escape(query.to_address("./", page=query.page + 1))}">Next</a>')
     return f'<p class="note pages">{" ".join(links)}</p>'
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from phalanx.run import Run
+from phalanx.safe_files import check_links
 from phalanx.serve.run_row import RunRow, read_run_row, stat_run
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,13 @@ class RunIndex:
     def find(self, id: str) -> RunRow | None:
         """The row of an id; None where there is no such run, or no longer."""
         return self._rows.get(id)
+
+    def find_run(self, id: str) -> Run | None:
+        """The run of an id, as `find`. DataError where a link leads out of it: it may show files of another user."""
+        if (row := self.find(id)) is None:
+            return None
+        check_links(row.path)
+        return Run(row.path)
 
     def start(self) -> None:
         """Keep the rows up to date in a thread."""

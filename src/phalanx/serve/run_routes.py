@@ -1,5 +1,6 @@
 """The routes of a run: its page, logs, and the comparison with others."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ class RunRoutes:
 
     async def show_run(self, request: Request) -> Response:
         """The page of a run."""
-        if (live := self._find_run(request)) is None:
+        if (live := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
         try:
             page = await run_in_threadpool(self.live_runs.find(live).read_page)
@@ -45,12 +46,12 @@ class RunRoutes:
             return self.context.render("Run", "Runs", render_problem(str(live.path), str(error)), status=422)
         id = request.path_params["id"]
         return self.context.render(
-            page.title, "Runs", render_run(page, f"/run/{id}", self.context.may_act(request)), f"/run/{id}/stream"
+            page.title, "Runs", render_run(page, f"run/{id}", self.context.may_act(request)), f"run/{id}/stream"
         )
 
     async def stream_run(self, request: Request) -> Response:
         """The parts of a run's page that change, and its charts."""
-        if (run := self._find_run(request)) is None:
+        if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
         live, shown_titles, shown_version = self.live_runs.find(run), [""], [0]
 
@@ -73,10 +74,10 @@ class RunRoutes:
 
     async def show_logs(self, request: Request) -> Response:
         """Output of the workers of a run."""
-        if (run := self._find_run(request)) is None:
+        if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
         values = request.query_params
-        end = int(values["end"]) if values.get("end", "").isdecimal() else None
+        end = int(values["end"]) if re.fullmatch("[0-9]{1,18}", values.get("end", "")) else None
         wanted, id = values.get("q", ""), request.path_params["id"]
         body = await run_in_threadpool(render_logs, run, id, values.get("log"), wanted, end)
         return self.context.render("Logs", "Runs", body)
@@ -92,10 +93,6 @@ class RunRoutes:
         except (DataError, UsageError) as error:
             return self.context.render("Compare", "Runs", render_problem("Compare runs", str(error)), status=422)
         return self.context.render("Compare", "Runs", render_comparison_body(comparison))
-
-    def _find_run(self, request: Request) -> Run | None:
-        row = self.index.find(request.path_params["id"])
-        return None if row is None else Run(row.path)
 
     def _missing_run(self) -> Response:
         text = "No run with this address. It was moved or removed, or the server has not found it yet."

@@ -10,7 +10,7 @@ from phalanx.errors import DataError
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, EvaluationDone, RunEnded, RunEvent, StepDone
 from phalanx.run.events import from_fields
-from phalanx.safe_files import open_regular, parse_json
+from phalanx.safe_files import check_links, open_regular, parse_json
 
 END_BYTES = 1 << 16
 """Bytes that are read at each end of the file: some 200 events."""
@@ -93,6 +93,8 @@ def read_run_row(run: Run, before: RunRow | None = None) -> RunRow:
     if state is None:
         return empty
     try:
+        if before is None:
+            check_links(run.path)
         descriptor = open_regular(run.events, follow_links=False)
     except (OSError, DataError) as error:
         return replace(empty, problem=_describe(error))

@@ -60,6 +60,10 @@ class ServeOptions:
     """Fleet file with budgets, plant and simulation."""
     targets: Path | None = None
     """Load targets of that fleet."""
+    demands_token: bool = True
+    """Whether pages are shown to browsers with the token only."""
+    proxy_names: Sequence[str] = ()
+    """Names of proxies before the server."""
 
 
 def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
@@ -75,7 +79,7 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
     fleet = None if options.fleet is None else _load_fleet(options.fleet, options.targets)
     prices = None if options.cluster is None else _load_prices(options.cluster)
     open_backend(options.backend)  # a name that is none, or a package that is missing
-    access = make_access(options.host, options.allow_actions, options.token)
+    access = make_access(options.host, options.allow_actions, options.token, options.demands_token, options.proxy_names)
     _raise_file_limit()
     with _listen(options.host, options.port) as listener:
         index = RunIndex(options.roots)

@@ -29,7 +29,7 @@ def render_what_if_page(form: Mapping[str, str], answer: str, refusal: str | Non
     )
     what = form.get("what", "")
     return f"""<header><h1>What-if</h1></header>
-<form method="post" action="/what-if">
+<form method="post" action="what-if">
 <p><label for="what">Variants, one a line, such as <code>power_cap=0.8</code>, <code>extra_racks=4</code>,
 <code>site.plant.supply_c=35</code> or <code>spares=0.04 policy=srtf</code></label></p>
 <p><textarea id="what" name="what" rows="{MAX_VARIANTS}" spellcheck="false">{escape(what)}</textarea></p>

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.recipe import load_recipe
 from phalanx.recipe.yaml_edit import rewrite_recipe
-from phalanx.recipe.yaml_loader import parse_yaml
+from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
 TEXT = """\
 # mine
@@ -127,3 +127,11 @@ def test_the_example_keeps_every_comment() -> None:
     assert len(old) == len(new)
     assert sum(a != b for a, b in zip(old, new, strict=True)) == 2
     assert [line.partition("#")[2] for line in old] == [line.partition("#")[2] for line in new]
+
+
+@pytest.mark.parametrize("flow", [None, False, True])
+def test_every_character_of_a_text_is_read_back(flow: bool | None) -> None:
+    """U+0085, U+2028 and U+2029 are line breaks for YAML 1.1: a manifest turned them into spaces."""
+    for number in (*range(0x100), 0x2028, 0x2029, 0xFEFF, 0xFFFE, 0x1F600):
+        values = [f"a{chr(number)}b", f"a {chr(number)} b", chr(number)]
+        assert parse_yaml(to_yaml({"args": values}, flow), "manifest")[0] == {"args": values}

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -269,3 +270,38 @@ def test_an_output_is_written_to_a_pipe_or_through_a_link_which_stay(tmp_path: P
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize("inner", ["events.jsonl", "checkpoints", "logs/attempt-0-rank-0.log", "checkpoints/step-1/f"])
+def test_a_link_out_of_a_run_directory_is_refused_by_all_who_open_it(tmp_path: Path, inner: str) -> None:
+    """A run may come from another person: what its links lead to is neither read, written nor removed."""
+    run = Run(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    (run.checkpoints / "step-1").mkdir(parents=True)
+    run.resolved.write_text("name: a")
+    (run.checkpoints / "step-1" / "MANIFEST.json").touch()
+    if inner == "checkpoints":
+        shutil.rmtree(run.checkpoints)
+    (run.path / inner).symlink_to(tmp_path / "victim")
+    for use in (Run.open_existing, check_run_path, lambda path: Run(path).create()):
+        with pytest.raises(DataError, match=f"{inner}: is a link to .*victim, out of the run directory"):
+            use(run.path)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_links_within_a_run_and_to_a_run_are_followed(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.create()
+    (run.path / "newest.log").symlink_to("logs/attempt-0-rank-0.log")
+    (tmp_path / "link").symlink_to(run.path)
+    check_run_path(tmp_path / "link")
+
+
+def test_values_of_another_type_are_left_out_of_a_file_that_a_run_can_do_without(tmp_path: Path) -> None:
+    choice = {"key": "precision", "value": "bf16", "reason": "faster"}
+    damaged = {"auto_choices": [choice, {"key": "a", "worth": 1}], "trainable_parameters": "x", "session": {}}
+    write_json(tmp_path / "plan.json", damaged)
+    run = Run(tmp_path)
+    assert run.read_json_or_empty(run.plan) == {}
+    write_json(run.plan, good := {"auto_choices": [choice], "trainable_parameters": 5, "session": {"optimizer": "SGD"}})
+    assert run.read_json_or_empty(run.plan) == good

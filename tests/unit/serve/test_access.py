@@ -1,9 +1,14 @@
 """Who may see a page, and who may act: asked of the application as a browser would."""
 
+import os
+import re
+import shutil
 import time
 from collections.abc import Mapping
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urljoin
 
 import pytest
 
@@ -13,9 +18,10 @@ from phalanx.app.fleet_nodes import open_node_states
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.nodes import NodeService
 from phalanx.jobs.spec import JobState, JobStatus
-from phalanx.serve.access import COOKIE_NAME, SECURITY_HEADERS, make_access
+from phalanx.serve.access import SECURITY_HEADERS, make_access
 from phalanx.serve.job_pages import JobReader, render_jobs
 from phalanx.serve.run_index import run_id
+from phalanx.std_streams import escape_control_chars
 from serve_browser import Browser, FakeBackend
 
 TOKEN = "0123456789abcdef"
@@ -28,13 +34,82 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_pages_of_this_machine_need_no_token(folder: Path) -> None:
-    answer = Browser(folder, make_access("127.0.0.1", False, None)).get("/")
+    answer = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False)).get("/")
     assert answer.status == 200
     assert "runs/one" in answer.text
 
 
-def test_every_answer_has_the_security_headers(folder: Path) -> None:
+def test_another_user_of_this_machine_needs_the_token_unless_the_server_shows_its_pages_to_all(folder: Path) -> None:
     browser = Browser(folder, make_access("127.0.0.1", False, None))
+    assert [browser.get(path).status for path in ("/", "/metrics", "/static/phalanx.js")] == [403, 403, 403]
+    with pytest.raises(UsageError, match="--no-token: other machines reach"):
+        make_access("0.0.0.0", False, None, demands_token=False)
+
+
+@pytest.mark.parametrize("path", ["/", "/jobs", "/nodes/n1", "/run/ID", "/run/ID/logs?q=loss", "/compare", "/nothing"])
+def test_every_link_of_a_page_leads_below_the_path_of_a_proxy(folder: Path, path: str) -> None:
+    """Jupyter, Open OnDemand and nginx serve the page below a path of theirs that the server does not know."""
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
+    path, prefix = path.replace("ID", run_id(folder / "one")), "https://site/node/n1/8420"
+    text = browser.get(path, cookie=f"phalanx-token-8420={TOKEN}").text
+    base = urljoin(prefix + path, re.findall('<base href="(.*?)">', text)[0])
+    assert base == f"{prefix}/"
+    links = re.findall('(?<!<base )(?:href|src|action|data-action|data-events)="(.*?)"', text)
+    found = {urljoin(base, unescape(link)) for link in links if not link.startswith("data:")}
+    assert {f"{prefix}/", f"{prefix}/jobs", f"{prefix}{path}#content"} <= found
+    assert all(each.startswith(f"{prefix}/") and ".." not in each for each in found)
+
+
+def test_the_token_in_the_address_of_an_inner_page_sets_the_cookie_for_all(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", False, TOKEN))
+    first = browser.get(f"/run/1/logs?q=a&token={TOKEN}").headers["location"]
+    assert urljoin("https://site/x/run/1/logs", first).startswith("https://site/x/?token=")
+    answer = browser.get(first.removeprefix("../.."))
+    assert urljoin("https://site/x/", answer.headers["location"]) == "https://site/x/run/1/logs?q=a"
+    assert "path" not in answer.headers["set-cookie"].lower()  # that of the address
+    elsewhere = browser.get(f"/?token={TOKEN}&to=//evil.example").headers["location"]
+    assert urljoin("https://site/x/", elsewhere).startswith("https://site/")
+
+
+def test_a_proxy_may_ask_and_act_under_the_name_that_the_user_gives(folder: Path) -> None:
+    refused = Browser(folder, make_access("127.0.0.1", True, TOKEN)).get("/", host="hub.example.org")
+    assert (refused.status, "--proxy-name hub.example.org" in refused.text) == (400, True)
+    browser = Browser(folder, make_access("127.0.0.1", True, TOKEN, proxy_names=["hub.example.org"]))
+    cookie, origin = f"phalanx-token-8420={TOKEN}", "https://hub.example.org"
+    assert browser.get("/", host="hub.example.org:443", cookie=cookie).status == 200
+    assert browser.post("/jobs/cancel", "job=7", cookie=cookie, origin=origin).status == 200
+    assert browser.post("/jobs/cancel", "job=7", cookie=cookie, origin="https://evil.example").status == 403
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe", "a\u202eb\x1b".encode()])
+def test_a_run_of_any_name_is_shown(folder: Path, name: bytes) -> None:
+    shutil.copytree(folder / "one", folder / os.fsdecode(name))
+    browser = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False))
+    run = f"/run/{run_id(folder / os.fsdecode(name))}"
+    shown = escape_control_chars(os.fsdecode(name))
+    assert shown in browser.get("/").text
+    assert browser.get(run).status == 200
+    assert shown in browser.get(f"{run}/logs").text
+    assert browser.get(f"{run}/logs?q=a&end={'9' * 5000}").status == 200
+    assert browser.get("/metrics").status == 200
+
+
+def test_a_run_with_a_link_out_of_it_is_not_shown(folder: Path) -> None:
+    """It shows files of the server's user, or of another one, to all who see the page."""
+    shutil.copytree(folder / "one", folder / "two")
+    (folder / "secret").mkdir()
+    (folder / "secret" / "attempt-0-rank-0.log").write_text("secret text")
+    shutil.rmtree(folder / "two" / "logs", ignore_errors=True)
+    (folder / "two" / "logs").symlink_to(folder / "secret")
+    browser, run = Browser(folder, make_access("127.0.0.1", True, TOKEN)), f"/run/{run_id(folder / 'two')}"
+    for path in (run, f"{run}/logs", f"{run}/stream"):
+        answer = browser.get(path, cookie=f"phalanx-token-8420={TOKEN}")
+        assert (answer.status, "secret text" in answer.text) == (422, False)
+    assert browser.post(f"{run}/note", "text=a", cookie=f"phalanx-token-8420={TOKEN}").status == 422
+
+
+def test_every_answer_has_the_security_headers(folder: Path) -> None:
+    browser = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False))
     for path in ("/", "/jobs", "/nodes", "/nodes/n1", "/nothing", "/run/0123", "/compare", "/metrics"):
         found = browser.get(path).headers
         assert {name: found[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS, path
@@ -47,17 +122,17 @@ def test_another_address_demands_a_token(folder: Path) -> None:
     browser = Browser(folder, access)
     for path in ("/", "/jobs", "/static/phalanx.js", "/metrics", "/grafana.json"):
         assert browser.get(path).status == 403
-    assert browser.get("/", cookie=f"{COOKIE_NAME}={access.token}").status == 200
+    assert browser.get("/", cookie=f"phalanx-token-8420={access.token}").status == 200
     for path in ("/", "/metrics", "/grafana.json"):
         assert browser.get(path, authorization=f"Bearer {access.token}").status == 200
-    assert browser.get("/", cookie=f"{COOKIE_NAME}=wrong").status == 403
+    assert browser.get("/", cookie="phalanx-token-8420=wrong").status == 403
 
 
 def test_the_token_in_the_address_becomes_a_cookie_that_scripts_cannot_read(folder: Path) -> None:
     browser = Browser(folder, make_access("0.0.0.0", False, TOKEN))
     answer = browser.get(f"/jobs?x=1&token={TOKEN}")
     assert answer.status == 303
-    assert answer.headers["location"] == "/jobs?x=1"
+    assert answer.headers["location"] == "./jobs?x=1"
     assert "HttpOnly" in answer.headers["set-cookie"]
     assert "SameSite=strict" in answer.headers["set-cookie"]
     assert browser.get("/?token=wrong").status == 403
@@ -69,31 +144,31 @@ def test_a_token_that_is_easily_guessed_is_refused() -> None:
 
 
 def test_a_name_that_points_here_by_foreign_dns_is_refused(folder: Path) -> None:
-    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    browser = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False))
     assert browser.get("/", host="evil.example:8420").status == 400
     assert browser.get("/", host="localhost:8420").status == 200
     assert browser.get("/", host="[::1]:8420").status == 200
 
 
 def test_nothing_can_be_done_on_a_server_that_is_read_only(folder: Path) -> None:
-    browser = Browser(folder, make_access("127.0.0.1", False, TOKEN))
-    answer = browser.post("/jobs/cancel", "job=7", cookie=f"{COOKIE_NAME}={TOKEN}")
+    browser = Browser(folder, make_access("127.0.0.1", False, TOKEN, demands_token=False))
+    answer = browser.post("/jobs/cancel", "job=7", cookie=f"phalanx-token-8420={TOKEN}")
     assert (answer.status, browser.backend.cancelled) == (403, [])
     assert "--allow-actions" in answer.text
 
 
 def test_a_job_is_cancelled_with_the_token_and_not_without(folder: Path) -> None:
-    browser = Browser(folder, make_access("127.0.0.1", True, None))
+    browser = Browser(folder, make_access("127.0.0.1", True, None, demands_token=False))
     assert browser.post("/jobs/cancel", "job=7").status == 403
     assert browser.backend.cancelled == []
     browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
-    assert browser.post("/jobs/cancel", "job=7", cookie=f"{COOKIE_NAME}={TOKEN}").status == 200
+    assert browser.post("/jobs/cancel", "job=7", cookie=f"phalanx-token-8420={TOKEN}").status == 200
     assert browser.backend.cancelled == ["7"]
 
 
 def test_a_form_of_another_site_does_nothing(folder: Path) -> None:
     browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
-    cookie = f"{COOKIE_NAME}={TOKEN}"
+    cookie = f"phalanx-token-8420={TOKEN}"
     assert browser.post("/jobs/cancel", "job=7", cookie=cookie, origin="https://evil.example").status == 403
     assert browser.backend.cancelled == []
     assert browser.post("/jobs/cancel", "job=7", cookie=cookie, origin="http://127.0.0.1:8420").status == 200
@@ -102,46 +177,46 @@ def test_a_form_of_another_site_does_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(("body", "status"), [("job=8", 409), ("x" * 20_000, 413), ("", 409)])
 def test_a_request_that_cannot_be_done_changes_nothing(folder: Path, body: str, status: int) -> None:
     browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
-    answer = browser.post("/jobs/cancel", body, cookie=f"{COOKIE_NAME}={TOKEN}")
+    answer = browser.post("/jobs/cancel", body, cookie=f"phalanx-token-8420={TOKEN}")
     assert (answer.status, browser.backend.cancelled) == (status, [])
 
 
 def test_a_button_to_cancel_is_shown_only_where_it_works(folder: Path) -> None:
     browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
     assert "/jobs/cancel" not in browser.get("/jobs").text
-    assert "/jobs/cancel" in browser.get("/jobs", cookie=f"{COOKIE_NAME}={TOKEN}").text
+    assert 'data-action="jobs/cancel"' in browser.get("/jobs", cookie=f"phalanx-token-8420={TOKEN}").text
 
 
 def test_texts_of_jobs_and_queries_are_escaped(folder: Path) -> None:
-    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    browser = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False))
     assert "<b>job</b>" not in browser.get("/jobs").text
     assert "<script>" not in browser.get("/?q=%22%3E%3Cscript%3E").text
 
 
 @pytest.mark.parametrize("path", ["/run/..%2f..%2fetc", "/run/0123456789abcdef", "/run/x/logs", "/run/x/stream"])
 def test_a_run_that_was_not_found_is_a_page_that_says_so(folder: Path, path: str) -> None:
-    answer = Browser(folder, make_access("127.0.0.1", False, None)).get(path)
+    answer = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False)).get(path)
     assert answer.status == 404
     assert "No run with this address" in answer.text or "no page with this address" in answer.text
 
 
 @pytest.mark.parametrize("query", ["?page=99999999", "?page=-1", "?page=x", "?q=done&page=5"])
 def test_a_page_beyond_the_last_shows_the_last(folder: Path, query: str) -> None:
-    answer = Browser(folder, make_access("127.0.0.1", False, None)).get(f"/{query}")
+    answer = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False)).get(f"/{query}")
     assert answer.status == 200
     assert "runs/one" in answer.text
 
 
 def test_two_runs_are_compared_and_one_is_not(folder: Path) -> None:
     healthy(folder / "two", seed=1)
-    browser = Browser(folder, make_access("127.0.0.1", False, None))
-    ids = [part.partition('"')[0] for part in browser.get("/").text.split("/run/")[1:]]
+    browser = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False))
+    ids = [part.partition('"')[0] for part in browser.get("/").text.split('"run/')[1:]]
     assert "Recipe keys that differ" in browser.get(f"/compare?run={ids[0]}&run={ids[1]}").text
     assert browser.get(f"/compare?run={ids[0]}").status == 400
 
 
 def test_readings_can_be_left_out_of_the_metrics(folder: Path) -> None:
-    browser = Browser(folder, make_access("127.0.0.1", False, None))
+    browser = Browser(folder, make_access("127.0.0.1", False, None, demands_token=False))
     browser.server.streams = SimpleNamespace(read_samples=lambda: {"n1": full_node(time.time())})  # type: ignore[assignment]
     assert "phalanx_device_power_watts" in browser.get("/metrics").text
     answer = browser.get("/metrics?readings=no")
@@ -173,13 +248,13 @@ def test_predicted_starts_and_ends_are_marked(folder: Path) -> None:
 
 def test_notes_are_added_with_the_token_and_shown_escaped(folder: Path) -> None:
     browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
-    cookie, run = f"{COOKIE_NAME}={TOKEN}", f"/run/{run_id(folder / 'one')}"
+    cookie, run = f"phalanx-token-8420={TOKEN}", f"/run/{run_id(folder / 'one')}"
     assert browser.post(f"{run}/note", "text=hello").status == 403
     assert 'data-action="' not in browser.get(run).text
     assert browser.post(f"{run}/note", "text=%3Cb%3Elower+the+rate%3C%2Fb%3E", cookie=cookie).status == 200
     page = browser.get(run, cookie=cookie).text
     assert "&lt;b&gt;lower the rate&lt;/b&gt;" in page
-    assert f'data-action="{run}/note"' in page
+    assert f'data-action="{run[1:]}/note"' in page
     assert browser.post(f"{run}/note", "text=++", cookie=cookie).status == 409
     assert browser.post("/run/0123/note", "text=x", cookie=cookie).status == 404
 
@@ -189,7 +264,7 @@ def test_a_node_is_drained_and_taken_back_with_the_token(
 ) -> None:
     monkeypatch.setenv("PHALANX_STATE_DIR", str(tmp_path / "state"))
     browser = Browser(folder, make_access("127.0.0.1", True, TOKEN))
-    backend, cookie = browser.node_backend, f"{COOKIE_NAME}={TOKEN}"
+    backend, cookie = browser.node_backend, f"phalanx-token-8420={TOKEN}"
     assert browser.post("/nodes/drain", "node=n2&reason=loud").status == 403
     assert backend.nodes["n2"].service is NodeService.OPEN
     assert browser.post("/nodes/drain", "node=n2&reason=loud", cookie=cookie).text == "n2 is drained."

@@ -14,7 +14,7 @@ from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
-from phalanx.serve.access import COOKIE_NAME, Access, make_access
+from phalanx.serve.access import Access, make_access
 from phalanx.serve.cooling_page import list_margins, render_cooling
 from phalanx.serve.fleet_routes import ServedFleet, load_served_fleet
 from phalanx.serve.pages import PAGE_TABS
@@ -85,7 +85,7 @@ def test_load_targets_are_read_again_when_their_file_changes(tmp_path: Path) -> 
     targets = tmp_path / "targets.yaml"
     targets.write_text("targets: []")
     served = load_served_fleet(tmp_path / "fleet.yaml", targets)
-    browser = Browser(tmp_path, make_access("127.0.0.1", False, None), served)
+    browser = Browser(tmp_path, make_access("127.0.0.1", False, None, demands_token=False), served)
     routes = browser.server.fleet_routes
     assert "(load target)" not in browser.get("/power").text
     targets.write_text("targets: [{level: row w, limit: 15 kW, start: '1970-01-01T00:00:00Z'}]")
@@ -165,11 +165,11 @@ def test_a_simulation_in_its_process_gives_the_page_and_ends_at_its_time_limit(f
 
 
 def test_what_if_is_refused_without_the_token_or_from_another_site(tmp_path: Path, fleet: ServedFleet) -> None:
-    read_only = Browser(tmp_path, make_access("127.0.0.1", False, None), fleet)
+    read_only = Browser(tmp_path, make_access("127.0.0.1", False, None, demands_token=False), fleet)
     assert "disabled" in read_only.get("/what-if").text
     assert read_only.post("/what-if", "what=").status == 403
     browser = Browser(tmp_path, make_access("127.0.0.1", True, TOKEN), fleet)
-    cookie = f"{COOKIE_NAME}={TOKEN}"
+    cookie = f"phalanx-token-8420={TOKEN}"
     assert browser.post("/what-if", "what=").status == 403
     assert browser.post("/what-if", "what=", cookie=cookie, origin="http://evil.example").status == 403
     answer = browser.post("/what-if", "what=power_cap%3D7", cookie=cookie, origin="http://127.0.0.1:8420")
@@ -182,16 +182,16 @@ def test_one_simulation_runs_at_a_time(tmp_path: Path, fleet: ServedFleet) -> No
     browser = Browser(tmp_path, access, fleet)
     routes = browser.server.fleet_routes
     with routes.simulation_lock:
-        answer = browser.post("/what-if", "what=", cookie=f"{COOKIE_NAME}={TOKEN}")
+        answer = browser.post("/what-if", "what=", cookie=f"phalanx-token-8420={TOKEN}")
     assert answer.status == 429
 
 
 def test_the_pages_show_without_a_fleet_what_they_need(tmp_path: Path) -> None:
-    browser = Browser(tmp_path, make_access("127.0.0.1", False, None))
+    browser = Browser(tmp_path, make_access("127.0.0.1", False, None, demands_token=False))
     assert "phalanx serve --fleet FLEET.yaml" in browser.get("/power").text
     assert "No rack is read" in browser.get("/cooling").text
     assert browser.post("/what-if", "").status == 403
-    assert all(browser.get(address).status == 200 for _, address in PAGE_TABS)
+    assert all(browser.get(f"/{address.removeprefix('./')}").status == 200 for _, address in PAGE_TABS)
 
 
 def test_a_fleet_file_is_checked_before_anything_is_served(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from phalanx.fleet.thermal.device_series import DeviceSeries
 from phalanx.fleet.thermal.series_csv import make_series
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups
+from phalanx.safe_files import check_links
 
 
 def read_series_runs(folder: Path, kind: str | None = None) -> list[DeviceSeries]:
@@ -26,6 +27,7 @@ def read_series_runs(folder: Path, kind: str | None = None) -> list[DeviceSeries
         raise UsageError(f"{folder}: neither a run directory nor a folder with some")
     rows: dict[tuple[str, str, str], list[list[float]]] = {}
     for path in runs:
+        check_links(path)
         run = Run(path)
         which = kind or _find_kind(run)
         for minute in _read_minutes(run):

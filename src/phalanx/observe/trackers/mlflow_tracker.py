@@ -53,6 +53,11 @@ class MlflowTracker(Tracker):
             experiment_id = self._find_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or tracked_run.project)
             found = client.search_runs([experiment_id], f"tags.`{ID_TAG}` = '{tracked_run.id}'", max_results=1)
             run = found[0] if found else None
+        if run is not None and run.info.lifecycle_stage == "deleted":
+            raise UsageError(
+                f"mlflow: run {run.info.run_name} ({run.info.run_id}) is deleted: restore it, or remove "
+                f"{tracked_run.path}/trackers/mlflow.json to send another one"
+            )
         if run is None:
             run = client.create_run(experiment_id, tags={ID_TAG: tracked_run.id}, run_name=tracked_run.name)
         elif run.info.status != "RUNNING":
@@ -104,6 +109,8 @@ class MlflowTracker(Tracker):
             except MlflowException:  # another run has just created it
                 if (experiment := client.get_experiment_by_name(name)) is None:
                     raise
+        if experiment.lifecycle_stage == "deleted":
+            raise UsageError(f"mlflow: experiment {name} is deleted: restore it, or set MLFLOW_EXPERIMENT_NAME")
         return str(experiment.experiment_id)
 
     def _send(self, metrics: "Sequence[Metric]") -> None:

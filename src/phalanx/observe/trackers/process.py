@@ -15,6 +15,7 @@ from typing import TextIO
 from phalanx.formatting import format_plural
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
 from phalanx.observe.trackers.names import make_tracker, set_library_defaults
+from phalanx.observe.trackers.refusals import describe_refusal, first_line
 from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
 from phalanx.run import Run
 from phalanx.std_streams import word_of
@@ -29,13 +30,15 @@ INCOMPLETE_EXIT_CODE = 3
 
 
 class FeedLoop:
-    """Sends what is new again and again, and reports what fails once until it works again."""
+    """Sends what is new again and again, and reports what fails once until it works again. After a refusal it
+    tries once more, at the end."""
 
     def __init__(self, run: Run, name: str, messages: TextIO):
         self._run, self._name, self._messages = run, name, messages
         self._feed = TrackerFeed(run, name, make_tracker(name))
         self._has_failed = False
-        self.interval_s = POLL_INTERVAL_S
+        self.interval_s: float | None = POLL_INTERVAL_S
+        """Seconds until the next try; None: at the end."""
 
     def send(self) -> bool:
         """Send what is new; return whether that worked."""
@@ -43,10 +46,13 @@ class FeedLoop:
             self._feed.send_new()
         except Exception as error:  # noqa: BLE001 - libraries of trackers raise anything; training continues without it
             traceback.print_exc()
-            if not self._has_failed:
+            refusal = describe_refusal(error)
+            if refusal is not None and self.interval_s is not None:
+                self._report(f"{refusal.removeprefix(f'{self._name}: ')}; training continues without it")
+            elif not self._has_failed:
                 self._report(f"cannot be reached, training continues without it: {first_line(error)}")
-            self._has_failed = True
-            self.interval_s = min(2 * self.interval_s, MAX_RETRY_INTERVAL_S)
+            self._has_failed, waited_s = True, self.interval_s or MAX_RETRY_INTERVAL_S
+            self.interval_s = None if refusal is not None else min(2 * waited_s, MAX_RETRY_INTERVAL_S)
             return False
         if self._has_failed:
             self._report("works again")
@@ -76,12 +82,6 @@ class FeedLoop:
 
     def _report(self, text: str) -> None:
         print(f"{self._name}: {text}", file=self._messages, flush=True)
-
-
-def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def main(run_path: str, name: str, parent: int) -> int:

@@ -194,8 +194,11 @@ def time_layer(
 
 
 def _read_times(run: Run, path: Path) -> dict[MatmulShape, LayerTimes]:
-    records = (run.read_json(path) or {}).get("layers", [])
-    return {MatmulShape(**each["shape"]): LayerTimes(**each["seconds"]) for each in records}
+    records = run.read_json_or_empty(path).get("layers", [])
+    try:
+        return {MatmulShape(**each["shape"]): LayerTimes(**each["seconds"]) for each in records}
+    except (KeyError, TypeError):  # damaged: they are measured again
+        return {}
 
 
 def _write_times(path: Path, times: Mapping[MatmulShape, LayerTimes]) -> None:

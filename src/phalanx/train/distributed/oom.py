@@ -51,7 +51,7 @@ def explain_out_of_memory(micro_size: int, plan: dict[str, Any] | None) -> Itera
 def find_fitting_micro_size(plan: dict[str, Any] | None, memory: int) -> int | None:
     """Return the largest micro-batch size with activations that fit in `memory` bytes together with parameters,
     gradients and optimizer state (4 fp32 values per parameter); None if the plan does not know."""
-    if not plan or not plan.get("activation_bytes_per_sample"):
+    if not plan or not plan.get("activation_bytes_per_sample") or not plan.get("trainable_parameters"):
         return None
     return int(max(0, (memory - 16 * plan["trainable_parameters"]) // plan["activation_bytes_per_sample"]))
 
