@@ -1,5 +1,7 @@
 """Collectives of ranks are compared; what is pending is read while the main thread waits."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -38,7 +40,11 @@ def pending(rank: int, world: int) -> tuple[list[str], list[str], tuple[int, ...
         dist.all_reduce(torch.ones(3), group=pair)
     else:
         work.wait()
-    after = [each.operation for each in read_collectives() if each.group == pair.group_name and each.is_pending]
+    for _ in range(1000):  # gloo's thread marks a collective as done after it has woken who waits for it
+        after = [each.operation for each in read_collectives() if each.group == pair.group_name and each.is_pending]
+        if not after:
+            break
+        time.sleep(0.01)
     return before, after, list_process_groups()[pair.group_name]
 
 

@@ -131,7 +131,9 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":
         tokenizer = str(find_tokenizer_file(recipe_dir / data.tokenizer))
-        ends = load_tokenizer(tokenizer).ends  # it says what is wrong before anything is written
+        loaded = load_tokenizer(tokenizer)  # it says what is wrong before anything is written
+        assert isinstance(loaded, HuggingFaceTokenizer)
+        ends = loaded.ends
         checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
     pieces = tuple(_group_into_pieces(parts))
     return PreparePlan(kind, source.text_field, tuple(files), pieces, tokenizer, checksum, ends)  # type: ignore[arg-type]

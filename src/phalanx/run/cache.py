@@ -42,10 +42,9 @@ def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
 def check_cache_writable(environ: Mapping[str, str] = os.environ) -> None:
     """Raise UsageError, with the variable that names another, where no cache directory is and none can be made."""
     root = cache_root(environ)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{root}: cannot be made: {error.strerror}; {CACHE_ADVICE}") from None
+    parent = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if parent != root and not os.access(parent, os.W_OK):
+        raise UsageError(f"{root}: cannot be made, since {parent} cannot be written; {CACHE_ADVICE}")
 
 
 def load_or_measure(

@@ -73,7 +73,7 @@ class CduReader:
             has_leak=leak,
             has_leak_sensor_fault=fault,
             failed_pumps=count_failed_rotors((pump, get_resource(pump, "PumpSpeedPercent")) for pump in pumps),
-            **numbers,
+            **numbers,  # type: ignore[arg-type]  # columns of numbers alone
         )
 
     def _read_leak(self, cdu: Resource) -> tuple[bool | None, bool | None]:
