@@ -13,6 +13,8 @@ from phalanx.std_streams import escape_control_chars
 
 MAX_SMALL_FILE_BYTES = 16 << 20
 """Bytes of a small file of a run; plans of the largest models have some hundred kilobytes."""
+WANDB_DIR = "wandb"
+"""Directory in which W&B makes links to its own logs and to files that users save."""
 _FILE_TYPE_NAMES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -71,7 +73,8 @@ def open_for_append(path: Path | str) -> int:
 
 
 def check_links(folder: Path) -> None:
-    """DataError where a link below `folder` leads out of it. `folder` itself may be a link."""
+    """DataError where a link below `folder` leads out of it. `folder` itself may be a link, and what is in WANDB_DIR is
+    not looked at."""
     root, waiting = os.path.realpath(folder), [folder]
     while waiting:
         parent = waiting.pop()
@@ -80,7 +83,7 @@ def check_links(folder: Path) -> None:
         except OSError:  # there is none, or what reads it says so
             continue
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_dir(follow_symlinks=False) and entry.name != WANDB_DIR:
                 waiting.append(parent / entry.name)
             elif entry.is_symlink() and os.path.commonpath([root, target := os.path.realpath(entry.path)]) != root:
                 raise DataError(

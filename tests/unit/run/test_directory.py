@@ -293,6 +293,8 @@ def test_links_within_a_run_and_to_a_run_are_followed(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create()
     (run.path / "newest.log").symlink_to("logs/attempt-0-rank-0.log")
+    (run.path / "wandb" / "logs").mkdir(parents=True)
+    (run.path / "wandb" / "logs" / "debug-core.log").symlink_to(tmp_path / "log")  # W&B makes it
     (tmp_path / "link").symlink_to(run.path)
     check_run_path(tmp_path / "link")
 

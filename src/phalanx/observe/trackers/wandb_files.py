@@ -16,8 +16,9 @@ _FULL_PART, _FIRST_PART, _LAST_PART = 1, 2, 4
 
 
 def find_offline_files(run_path: Path, run_id: str) -> list[Path]:
-    """The offline files of a run, oldest first."""
-    return sorted(run_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
+    """The offline files of a run, oldest first; no links, as the run may come from another person."""
+    found = run_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
+    return sorted(path for path in found if not path.is_symlink() and not path.parent.is_symlink())
 
 
 def find_newest_step(paths: Sequence[Path]) -> int:
