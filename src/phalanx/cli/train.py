@@ -60,6 +60,7 @@ def train(
         int | None,
         typer.Option(
             min=1,
+            max=100_000,
             metavar="N",
             help="CPU cores on each node, with --on slurm, kubernetes or ray.",
             show_default="the job's share of a node, or a few a worker",
