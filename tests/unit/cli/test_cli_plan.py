@@ -32,7 +32,7 @@ def test_the_best_layouts_are_printed_with_time_and_memory(capsys: pytest.Captur
     assert plan(BATCH, *HERE, "--top", "3") == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0].startswith("gpt-python: 3.28 M parameters, 1024 samples of 256 tokens")
+    assert lines[0].startswith("gpt-python: 788 k parameters, 1024 samples of 256 tokens")
     assert lines[1].startswith("1,024 x NVIDIA H100")
     assert [line[:2] for line in lines[4:7]] == ["1 ", "2 ", "3 "]
     assert "replicate 1024" in lines[4]
