@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.autoconfig import resolve
 from phalanx.autoconfig.choices import AutoChoice
 from phalanx.autoconfig.micro_batch import MemoryProfile, WorkerMemory
 from phalanx.autoconfig.resolve import (
@@ -20,6 +21,7 @@ from phalanx.autoconfig.resolve import (
 )
 from phalanx.autoconfig.trial_names import (
     MATMUL_TRIAL,
+    MAX_OTHER_LOAD,
     META_PROFILE_TRIAL,
     OTHER_LOAD_KEY,
     PROFILE_TRIAL,
@@ -215,6 +217,7 @@ def test_a_model_has_the_fewest_threads_that_are_as_fast(seconds: dict[int, floa
 
 def test_a_trial_that_others_disturbed_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(resolve, "MAX_OTHER_LOAD", MAX_OTHER_LOAD)
     loads = iter([1.5, 0.0])
     call = cache_trials(
         lambda function, payload: {"fp32": 1.0, OTHER_LOAD_KEY: next(loads)}, discover_machine(), "code", TrialTimes()
