@@ -3,8 +3,9 @@
     python benchmarks/grad_sync/workloads.py gpt-1024        # prints its pace on one thread of this machine, as JSON
 
 The GPT is that of examples/gpt-python.yaml with a width of 256 (3.3 M parameters, 256 tokens in a sample); NiN and
-GoogLeNet have images of 224 x 224 as ImageNet's, 1000 classes (8 images a node are FireCaffe's batch of 1,024 on 128 nodes), or as those of
-Fashion-MNIST resized: one channel and 10 classes. Their values do not matter to the pace; they are random.
+GoogLeNet have images of 224 x 224 as ImageNet's, 1000 classes (8 images a node are FireCaffe's batch of 1,024 on 128
+nodes), or as those of Fashion-MNIST resized: one channel and 10 classes. Their values do not matter to the pace; they
+are random.
 """
 
 import json
