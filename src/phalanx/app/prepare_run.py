@@ -253,7 +253,7 @@ def resolve_run(
     plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
     notes += describe_short_sources(opened, recipe)
     notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
-    notes += describe_other_load(cluster)
+    notes += describe_other_load(given, cluster)
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)

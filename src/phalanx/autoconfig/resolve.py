@@ -240,9 +240,10 @@ def describe_lost_state(plan: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def describe_other_load(cluster: Mapping[str, Any]) -> list[str]:
-    """Warn about times that were measured while other programs used the CPU."""
-    if (cores := cluster.get(OTHER_LOAD_KEY) or 0.0) <= MAX_OTHER_LOAD:
+def describe_other_load(given: Recipe, cluster: Mapping[str, Any]) -> list[str]:
+    """Warn about values that were chosen by times which were measured while other programs used the CPU."""
+    cores = cluster.get(OTHER_LOAD_KEY) or 0.0
+    if cores <= MAX_OTHER_LOAD or "auto" not in (given.precision, given.num_threads):
         return []
     return [
         f"other programs use {cores:.1f} cores: the rates and times measured now are too low; they are measured again "
