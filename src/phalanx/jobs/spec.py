@@ -38,7 +38,7 @@ class JobState(StrEnum):
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
-CORES_PER_GPU, CORES_PER_WORKER = 4, 2
+CORES_PER_GPU, CORES_PER_WORKER = 4, 1
 """Cores for each GPU, and for each worker on CPUs, of a job that does not say how many it needs: even small nodes of
 clouds have as many."""
 

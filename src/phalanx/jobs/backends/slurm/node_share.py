@@ -12,6 +12,8 @@ from phalanx.jobs.spec import Job
 logger = logging.getLogger(__name__)
 
 SIZES_COMMAND = ("sinfo", "--noheader", "--Node", "--format=%c %m %G")
+MAX_CORES_PER_WORKER = 4
+"""Cores for each worker on CPUs, where nodes have as many."""
 MIN_NODE_MIB = 1024
 """A node with less has no RealMemory in slurm.conf: the default is 1 MiB."""
 
@@ -48,7 +50,7 @@ def add_node_share(job: Job, sizes: Sequence[NodeSize]) -> Job:
     shares = [1.0 if is_exclusive or not job.gpus_per_node else job.gpus_per_node / size.gpus for size in fitting]
     cpus = min(math.floor(size.cpus * share) for size, share in zip(fitting, shares, strict=True))
     if not job.gpus_per_node and not is_exclusive:
-        cpus = min(cpus, job.min_cpus_per_node)
+        cpus = min(cpus, MAX_CORES_PER_WORKER * job.workers_per_node)
     memory_mib = min(math.floor(size.memory_mib * share) for size, share in zip(fitting, shares, strict=True))
     memory_bytes = memory_mib * 2**20 if job.gpus_per_node and memory_mib >= MIN_NODE_MIB else None
     return replace(job, cpus_per_node=job.cpus_per_node or max(1, cpus), memory_bytes=job.memory_bytes or memory_bytes)
