@@ -168,7 +168,7 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
         mesh = build_mesh(layout, place)
         own = mesh.own_micro_batches(MICRO_BATCHES)
         scoring = LossFn(task, "fp32", place.device)
-        made = (mesh, place, ParallelConfig(), len(own), lambda turn, stage: None, None)
+        made = (mesh, place, ParallelConfig(), len(own), lambda turn: None, None)
         divided, objective = build_pipeline(model, scoring, batch_of(0), *made)
     gradients = ParallelReducer(divided, None)
     sums: list[int] = []
