@@ -20,6 +20,7 @@ Any other shape, and draws of experts, raise RecipeError where ranks hold slices
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -157,6 +158,9 @@ def locate(shape: Sequence[int]) -> Place | None:
     """Return the whole tensor of which this rank draws a part of this shape; None if the part is the whole. RecipeError
     if unknown."""
     slices, widths = _state.slices, _state.widths
+    thread = threading.current_thread()
+    if thread is not threading.main_thread() and not thread.name.startswith("Dummy"):
+        return None  # a thread that reads data; those of autograd, which recomputes forwards, are no Python threads
     if _state.experts:
         raise RecipeError(
             f"parallelism: {_state.experts} draws random numbers (dropout, noise) for rows in the order of experts, "
@@ -315,6 +319,16 @@ def _replace_dropout(
     return replacement
 
 
+def _unless_keyed(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Leave draws from a generator of the caller's own as they are: data sets key their samples so."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Tensor:
+        own = kwargs.get("generator") is not None
+        return original(*args, **kwargs) if own else replacement(*args, **kwargs)
+
+    return chosen
+
+
 def _replace_factory(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make the replacement of torch.rand, randn or randint, which take the size last."""
 
@@ -327,7 +341,7 @@ def _replace_factory(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         whole = original(*args, size if place is None else place[0], **kwargs)
         return whole if place is None else _take(whole, place, size)
 
-    return replacement
+    return _unless_keyed(original, replacement)
 
 
 def _replace_like(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -339,7 +353,7 @@ def _replace_like(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(input, *args, **{"memory_format": torch.contiguous_format, **kwargs})
         return _take(original(input.new_empty(place[0]), *args, **kwargs), place, input.shape)
 
-    return replacement
+    return _unless_keyed(original, replacement)
 
 
 def _replace_normal(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -354,7 +368,7 @@ def _replace_normal(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         result: Tensor = mean + std * _take(noise, place, shape)
         return result
 
-    return replacement
+    return _unless_keyed(original, replacement)
 
 
 def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -367,7 +381,7 @@ def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]
         drawn = _take(torch_rand(place[0], device=input.device, **kwargs), place, input.shape)
         return (drawn < (input if p is None else p)).to(input.dtype)
 
-    return replacement
+    return _unless_keyed(original, replacement)
 
 
 def _replace_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -382,7 +396,7 @@ def _replace_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return self.copy_(_take(torch_rand(place[0], device=self.device), place, self.shape) < probability)
         return self.copy_(_take(original(self.new_empty(place[0]), *args, **kwargs), place, self.shape))
 
-    return replacement
+    return _unless_keyed(original, replacement)
 
 
 def _refuse_cut(

@@ -1,6 +1,7 @@
 """Random draws of slices: parts of the draw for the whole tensor, found from shapes and places."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -200,6 +201,22 @@ def test_slices_matter_in_steps_only() -> None:
     torch.manual_seed(0)
     after = torch.rand(5, WIDTH)
     assert after.equal(torch.rand(5, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+
+def test_draws_from_a_generator_of_its_own_and_of_a_thread_that_reads_data_are_left_alone() -> None:
+    slices = HeldSlices(BATCH, LENGTH, ((0, 4),))
+
+    def sample() -> Tensor:
+        return torch.randn(BATCH, 4, WIDTH, generator=torch.Generator().manual_seed(7))
+
+    def read_in_thread() -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            torch.manual_seed(7)
+            return pool.submit(torch.randn, BATCH, 4, WIDTH).result()
+
+    expected = sample()
+    assert torch.equal(drawn(sample, slices), expected)
+    assert torch.equal(drawn(read_in_thread, slices), expected)
 
 
 def test_what_a_block_draws_does_not_depend_on_how_much_the_one_before_drew() -> None:
