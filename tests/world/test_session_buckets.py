@@ -26,7 +26,7 @@ def buckets(rank: int, world: int, *, folder: str, bucket: Any, begun: bool, nod
     if rank == 0:
         run.recipe.write_text(dump_recipe(given))
         run.resolved.write_text(dump_recipe(resolved_recipe(world, **given.model_dump(exclude_unset=True))))
-        write_json(run.plan, {"session": {}} if begun else {})
+        write_json(run.plan, {"session": {"optimizer": "AdamW"}} if begun else {})
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
     os.environ["PHALANX_NODE_RANK"] = str(rank * nodes // world)
     dist.barrier()
