@@ -282,6 +282,7 @@ print("done", step)
 def test_a_paused_job_saves_waits_without_machines_and_resumes(engine: RayBackend, tmp_path: Path) -> None:
     ident = submit(engine, tmp_path, COUNT, name="paused", num_nodes=2, backend_options={"max-restarts": "0"})
     until(lambda: engine.poll(ident).state is JobState.RUNNING, "it did not start")
+    until(lambda: all((tmp_path / f"steps-{node}").exists() for node in range(2)), "a node did no step")
     assert not engine.resume(ident)
     engine.pause(ident, "for power")
     until(lambda: engine.poll(ident).state is JobState.QUEUED, "it did not stop")

@@ -207,6 +207,8 @@ class ControlServer:
 def find_listen_address(host: str, resolve: Callable[[str], str] = lambda host: resolve_address(host)[1]) -> str:
     """The address to listen on where others know this node as `host`: its own, or all of them where the name leads to
     the loopback here, as Debian has a machine call itself 127.0.1.1. OSError for a name that leads nowhere."""
+    if not host:
+        return ""
     address = resolve(host)
     is_loopback = address.startswith("127.") or address == "::1"
     is_loopback_alias = is_loopback and host not in ("localhost", "::1") and not host.startswith("127.")
