@@ -20,7 +20,7 @@ def render_each(
         try:
             yield render(item)
         except Exception:  # what others send may be anything
-            logger.exception("serve: %s cannot be rendered", name(item))
+            logger.exception("serve: %a cannot be rendered", name(item))
             yield escape(name(item)), '<span class="problem">unreadable</span>', *[""] * (num_columns - 2)
 
 
