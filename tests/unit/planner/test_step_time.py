@@ -219,7 +219,7 @@ def test_sharded_weights_wait_for_a_slow_network() -> None:
     slow = predict_step_time(replace(setup(layout, zero_level=3), cluster=faster(named("h100:64"), 1, 0.1)), H100)
     fast = predict_step_time(replace(setup(layout, zero_level=3), cluster=faster(named("h100:64"), 1, 10.0)), H100)
     assert slow.fsdp_exposed > 0.5 * slow.gemm
-    assert fast.fsdp_exposed < 0.4 * fast.gemm
+    assert fast.fsdp_exposed < 0.5 * fast.gemm  # weights outside of blocks travel in fp32
 
 
 def test_only_weights_that_are_divided_are_waited_for() -> None:
