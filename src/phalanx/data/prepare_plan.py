@@ -126,7 +126,9 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         parts = [part for file in files for part in split_source_file(file, size)]
     if not parts:
         raise RecipeError(f"data.source: the {len(files)} file(s) found contain no text")
-    tokenizer, checksum, ends = "bytes", None, NO_ENDS
+    tokenizer = "bytes"
+    checksum = None
+    ends = NO_ENDS
     if isinstance(data.tokenizer, BpeTokenizerConfig):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":

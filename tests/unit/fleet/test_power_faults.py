@@ -189,7 +189,7 @@ def test_a_node_that_reports_the_highest_epoch_leaves_one_for_the_others() -> No
 
 
 class FakeProcess:
-    """A process that does not end, and for which nobody may wait."""
+    """A process that does not end, and that must not be waited for."""
 
     pid = 4711
 
@@ -295,7 +295,7 @@ def test_a_peer_that_never_answers_is_connected_again(clock: FakeClock, make_pee
 
 
 class Refusing:
-    """Allows nobody."""
+    """Allows no user."""
 
     def find_refusal(self, uid: int, gid: int) -> str:
         return f"user {uid} may not use this helper"
