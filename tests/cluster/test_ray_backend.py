@@ -271,8 +271,8 @@ step = int(state.read_text()) if state.exists() else 0
 while step < 100:
     step += 1
     time.sleep(0.1)
+    state.write_text(str(step))
     if asked:
-        state.write_text(str(step))
         print("saved", step)
         sys.exit(75)
 print("done", step)

@@ -215,7 +215,7 @@ def test_a_run_that_the_guard_pauses_is_held_and_ends_in_the_same_digest_after_i
     )
     job = job_of(rig)
     control, handle = BackendJobControl("for power"), f"slurm:{job}"
-    control._open = lambda name: slurm  # type: ignore[assignment, method-assign]
+    control._open = lambda name, thread: slurm  # type: ignore[assignment, method-assign]
     control.check_handle(handle)
     control.pause(handle)
     wait_until(lambda: control.read_state(handle) is PausableState.PAUSED, 60, "the run to save and leave")
