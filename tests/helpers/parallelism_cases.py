@@ -7,6 +7,7 @@ The runs cover each pair of values of two factors (a parallelism with a model, a
 """
 
 import itertools
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,6 +195,14 @@ FACTORS: dict[str, list[Any]] = {
     "documents": ["plain", "packed"],
     "evaluation": ["even", "uneven"],
 }
+
+
+def draw_case(rng: random.Random, max_workers: int) -> Case:
+    """Draw a case with any values of the factors that may stand in one recipe."""
+    while True:
+        row = {name: rng.choice(values) for name, values in FACTORS.items()}
+        if row["layout"].workers <= max_workers and _is_allowed(row):
+            return Case(**row)
 
 
 def _is_allowed(row: Values) -> bool:

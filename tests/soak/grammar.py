@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-Values = dict[str, Any]
+from parallelism_cases import Values, draw_case
 
 TEXTS, IMAGES, SIDE, CLASSES = 6, 240, 16, 4
 SEQUENCE_MODELS = {
@@ -77,7 +77,7 @@ def write_sources(folder: Path, words: Any) -> None:
 
 
 def draw_recipe(rng: random.Random) -> RecipeSample:
-    """The next recipe."""
+    """The recipe of a round whose seed is even. Those of odd ones are `draw_matrix_recipe`'s."""
     images = rng.random() < 0.15
     build = weighted(rng, IMAGE_MODELS if images else SEQUENCE_MODELS)
     determinism = weighted(rng, {"fixed-world": 5, "elastic": 4, "off": 3, "auto": 1})
@@ -103,11 +103,7 @@ def draw_recipe(rng: random.Random) -> RecipeSample:
         "memory": {"activation_checkpointing": weighted(rng, {"auto": 2, "none": 2, "selective": 2, "full": 2})},
         "determinism": determinism,
         **_synchronisation(rng, determinism, world),
-        "checkpoint": {
-            "every": weighted(rng, {rng.randint(4, 25): 8, None: 1}),
-            "keep": rng.randint(1, 3),
-            "in_memory_every": weighted(rng, {"1%": 3, "20%": 1, None: 3, rng.randint(1, 7): 3}),
-        },
+        "checkpoint": _checkpoint(rng),
         "fault_tolerance": {"max_restarts": 6},
     }
     if images:
@@ -139,6 +135,26 @@ def draw_recipe(rng: random.Random) -> RecipeSample:
     return RecipeSample(recipe, world, (world,))
 
 
+def draw_matrix_recipe(rng: random.Random) -> RecipeSample:
+    """A recipe of the parity matrix (its models, layouts, precisions, optimizers and data), with checkpoints."""
+    case = draw_case(rng, max_workers=4)
+    recipe: Values = {
+        **case.changes,
+        "name": "soak",
+        "parallelism": case.layout.values,
+        "grad_sync": {},
+        "compile": False,
+        "num_threads": 1,
+        "seed": rng.randrange(1000),
+        "determinism": weighted(rng, {"fixed-world": 3, "off": 1}),
+        "steps": rng.randint(60, 120),
+        "checkpoint": _checkpoint(rng),
+        "fault_tolerance": {"max_restarts": 6},
+    }
+    recipe["evaluation"] = {**recipe["evaluation"], "every": rng.choice([5, 20]), "holdout_fraction": 0.05}
+    return RecipeSample(recipe, case.layout.workers, (case.layout.workers,))
+
+
 def _model(rng: random.Random, build: str) -> Values:
     if build == "phalanx.models:resnet":
         return {"build": build, "args": {"base_channels": 8, "blocks": [1, 1], "in_channels": 1}}
@@ -163,6 +179,14 @@ def _text_data(rng: random.Random) -> Values:
 
 def _image_data() -> Values:
     return {"source": {"idx": {"images": "images.idx", "labels": "labels.idx"}}}
+
+
+def _checkpoint(rng: random.Random) -> Values:
+    return {
+        "every": weighted(rng, {rng.randint(4, 25): 8, None: 1}),
+        "keep": rng.randint(1, 3),
+        "in_memory_every": weighted(rng, {"1%": 3, "20%": 1, None: 3, rng.randint(1, 7): 3}),
+    }
 
 
 def _evaluation(rng: random.Random, images: bool) -> Values:

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
-from grammar import RecipeSample, Values, draw_recipe, write_sources
+from grammar import RecipeSample, Values, draw_matrix_recipe, draw_recipe, write_sources
 
+from parity_inputs import write_parity_inputs
 from phalanx.app.chaos import PINNED_FILES, read_newest_digest
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.chaos import launcher, verify
@@ -133,6 +134,7 @@ def create_recipe_dir(folder: Path) -> None:
     """The folder of all recipes: data, and modules of a user's own."""
     folder.mkdir(parents=True)
     write_sources(folder, random_words)
+    write_parity_inputs(folder, random_words(1, 700))
     for name in OWN_MODULES:
         shutil.copy(TESTS / name, folder)
 
@@ -140,7 +142,7 @@ def create_recipe_dir(folder: Path) -> None:
 def run_round(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[str] = ()) -> Round:
     """One round, in a folder that is removed when its digests are equal. `callbacks`: of the recipe besides."""
     rng = random.Random(seed)
-    what = draw_recipe(rng)
+    what = draw_matrix_recipe(rng) if seed % 2 else draw_recipe(rng)
     what.recipe["callbacks"] = list(callbacks)
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from grammar import ROUNDED, draw_recipe, method_of
+from grammar import ROUNDED, draw_matrix_recipe, draw_recipe, method_of
 from soak import TESTS, Counts, Round, create_recipe_dir, reproduce_command, run_round
 
 from phalanx.recipe import Recipe
@@ -32,10 +32,11 @@ def round_of(soak: Path, seed: int, *callbacks: str) -> Round:
 
 
 def test_a_seed_draws_the_same_recipe_again_and_all_are_recipes() -> None:
-    first, second = ([draw_recipe(random.Random(seed)) for seed in range(300)] for _ in range(2))
-    assert first == second
-    for each in first:
-        Recipe.model_validate(each.recipe)
+    for draw in (draw_matrix_recipe, draw_recipe):
+        first, second = ([draw(random.Random(seed)) for seed in range(300)] for _ in range(2))
+        assert first == second
+        for each in first:
+            Recipe.model_validate(each.recipe)
     assert {method_of(each.recipe) for each in first} > {"auto", *ROUNDED}
     assert {len(each.others) for each in first} == {1, 2, 3}
     assert {(each.nodes, each.queue) for each in first} == {(1, False), (2, False), (1, True)}

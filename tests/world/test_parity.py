@@ -7,12 +7,12 @@ import json
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import parallelism_cases
 import train_harness as harness_module
-from parallelism_cases import BLOCKS, CASES, MICRO_SIZE, MODELS, STEPS, Case, Layout
+from parallelism_cases import CASES, MICRO_SIZE, MODELS, STEPS, Case, Layout
+from parity_inputs import write_parity_inputs
 from phalanx.errors import ExitCode, RecipeError
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
@@ -42,28 +42,7 @@ RUNS = [pytest.param(case, id=str(case), marks=marks(index, case)) for index, ca
 
 @pytest.fixture(scope="module", autouse=True)
 def inputs(lab: TrainHarness) -> None:
-    """Write short documents, images, and Hugging Face models beside the recipes."""
-    text = (lab.folder / "few.txt").read_text()
-    lines = [json.dumps({"text": text[start : start + 11]}) for start in range(0, len(text), 11)]
-    (lab.folder / "documents.jsonl").write_text("\n".join(lines))
-    random = np.random.default_rng(0)
-    for name, shape, num_values in (("images", (200, 8, 8), 256), ("labels", (200,), 10)):
-        head = b"\0\0\x08" + bytes([len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
-        (lab.folder / f"parity.{name}").write_bytes(
-            head + random.integers(0, num_values, shape, dtype=np.uint8).tobytes()
-        )
-    save_huggingface_models(lab.folder)
-
-
-def save_huggingface_models(folder: Path) -> None:
-    tiny = pytest.importorskip("tiny_huggingface")
-    transformers = pytest.importorskip("transformers")
-    for family in ("llama", "mixtral", "gpt2"):
-        layers = {"n_layer": BLOCKS} if family == "gpt2" else {"num_hidden_layers": BLOCKS}
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
-        config = tiny.make_config(family, vocab_size=257, **layers, **experts)
-        transformers.set_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / f"parity-{family}")
+    write_parity_inputs(lab.folder, (lab.folder / "few.txt").read_text())
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,16 @@ import pytest
 from phalanx.app.power import PowerReading, load_power_fleet, open_guard
 from phalanx.fleet.power.allocation import NodeCaps, NodeLimit, PoweredJob, allocate_caps
 from phalanx.fleet.power.claims import list_budgets
-from phalanx.fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, FakeNode, make_fake_nodes
+from phalanx.fleet.power.devices import CapLimits
+from phalanx.fleet.power.fake_fleet import (
+    FakeCapDevice,
+    FakeClock,
+    FakeLinks,
+    FakeNetwork,
+    FakeNode,
+    MemoryStore,
+    make_fake_nodes,
+)
 from phalanx.fleet.power.guard import GuardIdentity, LostNodeError, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx.fleet.power.helper_file import PeerList
 from phalanx.fleet.power.helper_links import ANSWER_TIMEOUT_S, END_TIMEOUT_S, HelperConnection, HelperLinks
@@ -28,6 +38,7 @@ from phalanx.fleet.power.node_helper import MAX_CONNECTIONS, NodeHelper
 from phalanx.fleet.power.node_keeper import NodeKeeper
 from phalanx.fleet.power.shed import choose_paused_jobs
 from phalanx.fleet.power.speed_curve import SpeedCurve
+from phalanx.fleet.power.timed_device import TimedDevice
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 
@@ -374,3 +385,27 @@ def test_a_load_target_holds_when_the_clock_is_set(
 def test_a_target_that_holds_from_its_arrival_on_holds_after_a_clock_was_set_back() -> None:
     target = LoadTarget("feed a", 1.0, 1000.0, end_s=2000.0, is_immediate=True)
     assert [target.is_active(now) for now in (0.0, 1000.0, 2000.0)] == [True, True, False]
+
+
+def test_a_driver_that_hangs_on_one_device_keeps_no_other_from_the_end_of_its_lease() -> None:
+    clock, limits = FakeClock(), CapLimits(200.0, 700.0, 700.0)
+    plain = [FakeCapDevice(name, clock, limits, lambda _: 600.0) for name in ("gpu-0", "gpu-1")]
+    released = threading.Event()
+    hanging = TimedDevice(plain[0], timeout_s=0.05)
+    keeper = NodeKeeper("n0", [hanging, plain[1]], MemoryStore(), clock)
+    keeper.answer(NodeRequest(1, 1, "guard", takes_over=True))
+    session = keeper.answer(NodeRequest(2, 1, "guard")).session
+    raised = NodeRequest(3, 1, "guard", session=session, caps_w=(600.0,) * 2, fallback_w=(300.0,) * 2, lease_s=30.0)
+    assert keeper.answer(raised).refusal == ""
+    plain[0].read_cap_w = lambda: [released.wait(60.0), plain[0].cap_w][1]  # type: ignore[method-assign]
+    clock.now += 31.0
+    keeper.check_lease()
+    assert plain[1].cap_w == 300.0
+    report = keeper.answer(NodeRequest(4, 1, "guard"))
+    assert [device.cap_w for device in report.devices] == [None, 300.0]
+    assert any("gpu-0: its driver hangs" in problem for problem in report.problems)
+    released.set()
+    while hanging.is_hanging():
+        time.sleep(0.01)
+    keeper.check_lease()
+    assert plain[0].cap_w == 300.0

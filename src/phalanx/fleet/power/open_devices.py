@@ -9,12 +9,14 @@ from phalanx.fleet.power.device_range import select_devices
 from phalanx.fleet.power.devices import CapDevice, CapError
 from phalanx.fleet.power.local_devices import find_rapl_devices, open_nvml_devices
 from phalanx.fleet.power.redfish_limit import open_redfish_device
+from phalanx.fleet.power.timed_device import TimedDevice
 from phalanx.fleet.telemetry.redfish import RedfishOptions
 
 
 def open_cap_devices(settings: CapDeviceSettings, node: str) -> Sequence[CapDevice]:
     """Return the devices of this machine that may be capped. Raises CapError where one is missing."""
-    return select_devices(_open_all(settings, node), settings)
+    devices = select_devices(_open_all(settings, node), settings)
+    return devices if settings.kind == "redfish" else [TimedDevice(device) for device in devices]
 
 
 def _open_all(settings: CapDeviceSettings, node: str) -> Sequence[CapDevice]:
