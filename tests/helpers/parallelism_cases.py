@@ -4,18 +4,20 @@ table of docs/how-to/parallelism.md is made of nothing else.
     python tests/helpers/parallelism_cases.py          # write the table into docs/how-to/parallelism.md
 
 The runs cover each pair of values of two factors (a parallelism with a model, an optimizer with a precision, ...).
+Parallelisms of three dimensions and more are in one run each.
 """
 
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 Values = dict[str, Any]
 
-STEPS = 20
+STEPS = 10
 GLOBAL_SIZE = 8
 MICRO_SIZE = 2
 TRAINING: Values = {
@@ -24,6 +26,7 @@ TRAINING: Values = {
     "checkpoint": {"every": None},
     "evaluation": {"every": STEPS},
     "callbacks": [],
+    "determinism": "off",
     "memory": {"activation_checkpointing": "none"},
 }
 # The default rate of AdamW: it makes steps of full size of gradients that are mostly rounding, so a higher one shows
@@ -124,6 +127,8 @@ LAYOUTS = (
     Layout({"tensor": 2, "pipeline": 2}, moved_to={"shard": 2}),
     Layout({"context": 2, "pipeline": 2}, moved_to={"shard": 2}),
     Layout({"shard": 4, "expert": 2}, {"shard": 2, "expert": 2}),
+)
+DEEP_LAYOUTS = (
     Layout({"shard": 2, "tensor": 2, "expert": 2}),
     Layout({"context": 2, "pipeline": 2, "expert": 2}, {"shard": 2}),
     Layout({"replicate": 2, "shard": 2, "tensor": 2}, {"shard": 2}),
@@ -150,15 +155,15 @@ class Case:
     @property
     def changes(self) -> Values:
         """The recipe without its parallelism: what the run has in common with one process."""
-        return self._make_changes(self.dropout, MICRO_SIZE)
+        return self._make_changes(MICRO_SIZE)
 
     def changes_with_micro_size(self, micro_size: int) -> Values:
         """The recipe without dropout, whose masks differ by micro-batch size, on micro-batches of another size."""
-        return self._make_changes(0.0, micro_size)
+        return replace(self, dropout=0.0, evaluation="even")._make_changes(micro_size)
 
-    def _make_changes(self, dropout: float, micro_size: int) -> Values:
+    def _make_changes(self, micro_size: int) -> Values:
         model = MODELS[self.model]
-        args = {**model.args, **dict.fromkeys(model.dropout_args, dropout)}
+        args = {**model.args, **dict.fromkeys(model.dropout_args, self.dropout)}
         data = model.changes["data"]
         if self.documents == "packed":
             data = {**data, "source": [{"jsonl": "documents.jsonl"}], "document_masking": True, "packing": "whole"}
@@ -199,9 +204,15 @@ FACTORS: dict[str, list[Any]] = {
 
 def draw_case(rng: random.Random, max_workers: int) -> Case:
     """Draw a case with any values of the factors that may stand in one recipe."""
+    layouts = [layout for layout in (*LAYOUTS, *DEEP_LAYOUTS) if layout.workers <= max_workers]
+    return _draw_allowed(rng, {"layout": rng.choice(layouts)})
+
+
+def _draw_allowed(rng: random.Random, chosen: Values) -> Case:
+    """Draw the values of factors that are not chosen."""
     while True:
-        row = {name: rng.choice(values) for name, values in FACTORS.items()}
-        if row["layout"].workers <= max_workers and _is_allowed(row):
+        row = {**{name: rng.choice(values) for name, values in FACTORS.items()}, **chosen}
+        if _is_allowed(row):
             return Case(**row)
 
 
@@ -255,14 +266,23 @@ def _count_new(row: dict[str, int], missing: dict[Any, None]) -> int:
     return sum(pair in missing for pair in _pairs_of(row))
 
 
-CASES = tuple(_cover_pairs())
+def _cover_deep_layouts() -> Iterator[Case]:
+    """Give each deep layout a model in turn, and other values at random."""
+    rng = random.Random(0)
+    for index, layout in enumerate(DEEP_LAYOUTS):
+        names = [name for name, model in MODELS.items() if layout.fits(model)]
+        chosen = {"layout": layout, "model": names[index % len(names)]}
+        yield _draw_allowed(rng, chosen)
+
+
+CASES = (*_cover_pairs(), *_cover_deep_layouts())
 
 
 def _choose_moved() -> list[Case]:
     """Choose a case of each parallelism whose model can also have the one that its checkpoint is read under."""
     return [
         next(case for case in CASES if case.layout == layout and Layout(layout.moved_to).fits(MODELS[case.model]))
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, *DEEP_LAYOUTS)
     ]
 
 
@@ -273,8 +293,11 @@ def table() -> str:
     """Parallelisms x models in Markdown: what is tested, and what a recipe is refused for."""
     lines = ["| workers | parallelism | " + " | ".join(MODELS) + " |", "|---:|---|" + ":-:|" * len(MODELS)]
     tested = {(str(case.layout), case.model) for case in CASES}
-    for layout in sorted(LAYOUTS, key=lambda layout: layout.workers):
-        words = ("yes" if (str(layout), name) in tested else "refused" for name in MODELS)
+    for layout in sorted((*LAYOUTS, *DEEP_LAYOUTS), key=lambda layout: layout.workers):
+        words = (
+            "yes" if (str(layout), name) in tested else "-" if layout.fits(model) else "refused"
+            for name, model in MODELS.items()
+        )
         lines.append(f"| {layout.workers} | {layout} | {' | '.join(words)} |")
     return "\n".join(lines) + "\n"
 

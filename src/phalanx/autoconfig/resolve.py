@@ -340,9 +340,11 @@ def measure_memory(
         return MemoryProfile(profile["trainable_parameters"], profile["frozen_parameters"], profile["peaks"], logits)
 
     if is_model_sharded(given):
-        profile = call(META_PROFILE_TRIAL, trial_payload)
+        # Following a model takes seconds, so the mode that needs least goes first.
+        profile = call(META_PROFILE_TRIAL, {**trial_payload, "ways": ["full"]})
         check_forward(given, profile)
         if profile and not fits_unsharded(given, make_needs(profile), single_budget):
+            profile = call(META_PROFILE_TRIAL, trial_payload)
             return profile, make_needs(profile)
     for modes in (["none", "selective", "full"], ["selective", "full"], ["full"]):
         profile = call(PROFILE_TRIAL, {**trial_payload, "ways": modes})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from phalanx.errors import RecipeError
 from phalanx.train.distributed.context_attention import ContextMethod, choose_context_method
 from phalanx.train.distributed.context_parallel import ContextParallel, check_context_parallel, shard_batch
-from phalanx.train.hf.inputs import adapt_inputs, get_logits
+from phalanx.train.hf.inputs import adapt_inputs, compute_positions, get_logits
 from phalanx.train.lm_head import bypass_lm_head
 from phalanx.train.ops.collectives import Group, group_size
 from phalanx.train.ops.linear_cross_entropy import vocab_parallel
@@ -28,11 +28,13 @@ LossSums = list[tuple[str, Tensor, Tensor | int]]
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """How sequences are split over a context-parallel group: the attention method, and the argument for positions."""
+    """How sequences are split over a context-parallel group: the attention method, the argument for positions, and
+    whether positions begin anew in each document, as `adapt_inputs` has them on one process."""
 
     group: Group
     method: ContextMethod
     positions_argument: str
+    restarts_positions: bool
 
 
 def plan_context_split(model: nn.Module, group: Group, length: int) -> ContextSplit:
@@ -40,9 +42,10 @@ def plan_context_split(model: nn.Module, group: Group, length: int) -> ContextSp
     its attention does not support context parallelism."""
     argument = check_context_parallel(model, length)
     heads, kv_heads = count_attention_heads(model)
-    if any(hook is adapt_inputs for hook in model._forward_pre_hooks.values()):
+    is_adapted = any(hook is adapt_inputs for hook in model._forward_pre_hooks.values())
+    if is_adapted:
         argument = "positions"  # the hook converts them to the model's own, together with documents
-    return ContextSplit(group, choose_context_method(heads, kv_heads, group_size(group)), argument)
+    return ContextSplit(group, choose_context_method(heads, kv_heads, group_size(group)), argument, is_adapted)
 
 
 def count_attention_heads(model: nn.Module) -> tuple[int, int]:
@@ -103,8 +106,10 @@ class LossFn:
         if self.context_split is None:
             yield batch
             return
-        mine = shard_batch(batch, self.context_split.group, self.context_split.method)
         documents = batch.get("documents")
+        if documents is not None and self.context_split.restarts_positions:
+            batch = {**batch, "positions": compute_positions(documents)}
+        mine = shard_batch(batch, self.context_split.group, self.context_split.method)
         with ContextParallel(
             self.context_split.group, self.context_split.method, documents, replace_masks=True
         ) as context:

@@ -151,7 +151,7 @@ def prepared(tmp_path: Path) -> Path:
     [
         ("auto", 100, PROFILED, [PROFILE_TRIAL]),
         ({"shard": 2}, 17_000, PROFILED, [META_PROFILE_TRIAL, PROFILE_TRIAL]),
-        ({"shard": 2}, 16_000, PROFILED, [META_PROFILE_TRIAL]),
+        ({"shard": 2}, 16_000, PROFILED, [META_PROFILE_TRIAL, META_PROFILE_TRIAL]),
         ({"shard": 2}, 16_000, {}, [META_PROFILE_TRIAL, PROFILE_TRIAL]),
     ],
     ids=["a whole model", "a divided one that fits into one process", "one that does not", "one nobody can imagine"],

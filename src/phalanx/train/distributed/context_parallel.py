@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
+from phalanx.compat import is_real_tensor
 from phalanx.errors import RecipeError
 from phalanx.train.distributed.context_attention import (
     ContextMethod,
@@ -119,9 +120,9 @@ class ContextParallel:
         documents, whatever its mask.
     replace_masks: for models that build a causal mask when positions are not contiguous, as under `gather` (Hugging
         Face models do): without documents, such a mask is replaced by causal attention over the whole sequence instead
-        of being refused. Only for models that `check_context_parallel` accepted. They build it on all ranks but the
-        last, which has contiguous chunks, and repeat key-value heads where they do; so on the last they are repeated
-        here.
+        of being refused. So is a mask without data, as they build it when positions are unknown. Only for models that
+        `check_context_parallel` accepted. They build it on all ranks but the last, which has contiguous chunks, and
+        repeat key-value heads where they do; so on the last they are repeated here.
 
     It is active for all threads of the process, since a recomputation may run in one of autograd's. It must be active
     there, too: hand `make_checkpoint_contexts` to checkpoint, or keep it active around the backward. Blocks may be
@@ -186,7 +187,7 @@ class ContextParallel:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         _check_shapes(query, key)
-        if attn_mask is not None and self.masks is None and not self.replace_masks:
+        if attn_mask is not None and self.masks is None and not self.replace_masks and is_real_tensor(attn_mask):
             raise RecipeError(
                 "parallelism.context: the model gives attention a mask of its own part of the sequence; only causal, "
                 "full and document attention can be split"
