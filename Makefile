@@ -61,7 +61,7 @@ test-faults: venv ## Test that runs survive injected faults and damaged files: a
 	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz
 
 parity: venv ## Compare every parallelism with one process: pairs of models, precisions, optimizers, dropout and data.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py
 
 test-all: venv ## Run all tests, also those that take minutes each.
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak

@@ -59,5 +59,5 @@ class TimedDevice:
 def _run(function: Callable[[], T], future: "Future[T]") -> None:
     try:
         future.set_result(function())
-    except Exception as error:  # raised by the caller
+    except Exception as error:  # noqa: BLE001 - the caller raises it
         future.set_exception(error)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.compat import fake_tensor_mode
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
+from phalanx.train.distributed import context_parallel
 from phalanx.train.distributed.context_attention import (
     ContextMethod,
     attention_over_context,
@@ -25,6 +27,7 @@ from phalanx.train.distributed.context_parallel import (
     make_checkpoint_contexts,
     shard_batch,
 )
+from phalanx.train.loss import ContextSplit, LossFn
 from phalanx.train.ops.collectives import Group
 
 
@@ -136,6 +139,29 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_attention_that_would_come_out_wrong_is_refused(said: str, options: dict[str, Any]) -> None:
     with ContextParallel(ranks(0, 2), "gather"), pytest.raises(RecipeError, match=rf"^parallelism.context: .*{said}"):
         attention(**options)
+
+
+def test_a_mask_without_data_stands_for_causal_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def attend(query: Tensor, *args: Any, causal: bool, **options: Any) -> Tensor:
+        seen.append(causal)
+        return query
+
+    monkeypatch.setattr(context_parallel, "attention_over_context", attend)
+    with ContextParallel(ranks(0, 2), "alltoall"), fake_tensor_mode():  # as transformers makes one for a traced model
+        attention(attn_mask=torch.ones(4, 4, dtype=torch.bool))
+    assert seen == [True]
+
+
+def test_positions_begin_anew_in_each_document_of_a_split_sequence_for_a_model_that_has_them_so() -> None:
+    loss_fn = LossFn(cast(Any, None), "fp32", torch.device("cpu"))
+    batch = {"tokens": torch.arange(8)[None], "documents": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])}
+    for restarts, first in ((True, [0, 1, 2, 0, 1, 0, 1, 2]), (False, list(range(8)))):
+        loss_fn.context_split = ContextSplit(None, "alltoall", "positions", restarts)
+        with loss_fn._split_sequences(batch) as mine:
+            attention()
+        assert mine["positions"].tolist() == [first]
 
 
 def test_attention_to_another_sequence_is_refused() -> None:

@@ -503,6 +503,28 @@ def test_parameters_that_nothing_uses_are_on_the_last_stage() -> None:
     assert not {"unused.weight", "unused.bias"} & division_of(model, 2).parameter_names(0)
 
 
+class Reusing(nn.Module):
+    """A block whose layer is applied to two tensors, or to its own output."""
+
+    def __init__(self, in_turn: bool):
+        super().__init__()
+        self.layer, self.in_turn = nn.Linear(WIDTH, WIDTH), in_turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = self.layer(x)
+        return self.layer(once) if self.in_turn else once + self.layer(2 * x)
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "reused"), [(True, {"blocks.1.layer.weight", "blocks.1.layer.bias"}), (False, set())]
+)
+def test_a_parameter_that_is_applied_to_what_it_has_computed_is_named(in_turn: bool, reused: set[str]) -> None:
+    model = Model()
+    model.blocks[1] = Reusing(in_turn)
+    found = trace_dataflow(model, BLOCKS, objective, tokens())
+    assert found.reused_params == reused
+
+
 def test_a_skip_connection_within_a_stage_is_no_obstacle() -> None:
     found = trace_dataflow(Skip(), BLOCKS, objective, tokens())
     assert partition_stages(found, (0, 4)).num_stages == 1

@@ -24,7 +24,12 @@ from phalanx.train.distributed.pipeline.partition import (
     extract_stages,
     partition_stages,
 )
-from phalanx.train.distributed.pipeline.schedule import Pipeline, assign_stage_owners, check_micro_batches
+from phalanx.train.distributed.pipeline.schedule import (
+    SPLIT_BACKWARD_SCHEDULES,
+    Pipeline,
+    assign_stage_owners,
+    check_micro_batches,
+)
 from phalanx.train.distributed.shard_spec import DimShard
 
 if TYPE_CHECKING:
@@ -44,6 +49,11 @@ def partition_model(
             f"need as many blocks, and the model has {len(model_plan.blocks)}"
         )
     dataflow = trace_dataflow(model, model_plan.blocks, _flatten_loss(loss_fn), batch)
+    if parallelism.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES and dataflow.reused_params:
+        raise RecipeError(  # torch computes the gradients of weights by a walk that would pass the first use again
+            f"parallelism.pipeline_schedule: {parallelism.pipeline_schedule} cannot train "
+            f"{min(dataflow.reused_params)}, which a block uses again on what it computed with it; use 1f1b"
+        )
     inside = {
         name: tuple(n for n in sorted(dataflow.required_params[i]) if n.startswith(f"{name}."))
         for i, name in enumerate(model_plan.blocks)

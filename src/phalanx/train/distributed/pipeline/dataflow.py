@@ -7,7 +7,7 @@ found. `partition.py` cuts the model.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class Dataflow:
     ]  # [n - 1] whether the first argument of a block is, as an object, the output of the block before
     outputs: tuple[BlockOutput, ...]  # [n]
     unused_params: frozenset[str]  # parameters that nothing depends on
+    reused_params: frozenset[str]  # parameters that are applied to something that depends on them already
     changed_buffers: Mapping[str, frozenset[int]]
     """Buffers outside the blocks that a training forward changes, by first name, and the blocks during or directly
     after which they change. A change before the first block counts as in it."""
@@ -147,6 +148,7 @@ class _DataflowTracer:
         self._extra_input_blocks: list[frozenset[int]] = []
         self._takes_previous_output: list[bool] = []
         self._outputs: list[BlockOutput] = []
+        self._reused_params: set[str] = set()
         self._last_output: Tensor | None = None
         self._no_grad_params: set[str] = set()
         self._handles = []
@@ -195,6 +197,7 @@ class _DataflowTracer:
             tuple(self._takes_previous_output),
             tuple(self._outputs),
             idle,
+            frozenset(self._reused_params),
             {name: frozenset(block_indices) for name, block_indices in self._changed_buffers.items()},
         )
 
@@ -272,18 +275,46 @@ class _DataflowTracer:
 
     def _trace_graph(self, outputs: Any) -> frozenset[str]:
         """Record the blocks with outputs at the ends of the graph of some tensors; return the parameters there."""
-        queue = [get_gradient_edge(x).node for x in iterate_tensors(outputs) if x.requires_grad]
-        seen = set(queue)
-        while queue:
-            for node, _ in queue.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    queue.append(node)
+        seen = _find_ancestors(get_gradient_edge(x).node for x in iterate_tensors(outputs) if x.requires_grad)
         found = [self._graph_sources[node] for node in seen if node in self._graph_sources]
+        self._reused_params |= self._find_reused_params(seen)
         marks = {mark for mark in found if isinstance(mark, int)}
         self._input_blocks.append(frozenset(mark for mark in marks if mark >= 0))
         self._extra_input_blocks.append(frozenset(-1 - mark for mark in marks if mark < 0))
         return frozenset(name for name in found if isinstance(name, str))
+
+    def _find_reused_params(self, graph: set[Node]) -> set[str]:
+        """Return the parameters that a block applies to its input, and again to what depends on the result."""
+        readers: dict[Node, list[Node]] = {}
+        for reader in graph:
+            for node, _ in reader.next_functions:
+                if node is not None:
+                    readers.setdefault(node, []).append(reader)
+        received = [node for node, mark in self._graph_sources.items() if isinstance(mark, int)]
+        follows = _find_reachable(received, lambda node: readers.get(node, ()))
+        reused = set()
+        for source, name in self._graph_sources.items():
+            own = _find_reachable([source], lambda node: set(readers.get(node, ())) - follows)  # cast, transposed
+            operations = {reader for node in own for reader in readers.get(node, ())} & follows
+            if isinstance(name, str) and any(_find_ancestors([each]) & (operations - {each}) for each in operations):
+                reused.add(name)
+        return reused
+
+
+def _find_ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """Return nodes of an autograd graph, and all nodes that they depend on."""
+    return _find_reachable(nodes, lambda node: (each for each, _ in node.next_functions if each is not None))
+
+
+def _find_reachable(nodes: Iterable[Node], next_nodes: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    queue = list(nodes)
+    seen = set(queue)
+    while queue:
+        for node in next_nodes(queue.pop()):
+            if node not in seen:
+                seen.add(node)
+                queue.append(node)
+    return seen
 
 
 def _describe_output(output: Any, given: Any) -> BlockOutput:
