@@ -17,7 +17,7 @@ from typing import Any
 
 Values = dict[str, Any]
 
-STEPS = 10
+STEPS = 6
 GLOBAL_SIZE = 8
 MICRO_SIZE = 2
 TRAINING: Values = {
@@ -182,7 +182,7 @@ class Case:
                 "name": self.optimizer,
                 "lr": LEARNING_RATE[self.optimizer],
                 "max_grad_norm": 0.5,
-                "schedule": {"warmup_steps": 5},
+                "schedule": {"warmup_steps": 3},
             },
         }
 

@@ -64,7 +64,8 @@ def profile_model(payload: dict[str, Any]) -> dict[str, Any]:
 def profile_model_meta(payload: dict[str, Any]) -> dict[str, Any]:
     """`profile_model` with tensors that have neither memory nor values, for a model that no worker holds whole: no
     weight is read and nothing is computed. Memory is counted as on a CPU, and whether the model looks ahead is not
-    checked. Empty where the model cannot be followed so, because what it does depends on values."""
+    checked. Empty for a model of at most `num_small` parameters, and where the model cannot be followed so, because what
+    it does depends on values."""
     try:
         with fake_tensor_mode(symbols=False):
             return _profile_opened(payload, with_values=False)
@@ -75,6 +76,8 @@ def profile_model_meta(payload: dict[str, Any]) -> dict[str, Any]:
 def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[str, Any]:
     torch.set_num_threads(payload["threads"])  # with more threads than free cores they would wait for each other
     model, task, data = open_trial(payload, with_values)
+    if not with_values and sum(parameter.numel() for parameter in model.parameters()) <= payload.get("num_small", 0):
+        return {}
     built, buffers = dict(model.named_parameters()), get_persistent_buffers(model)
     device = select_trial_device(payload) if with_values else torch.device("cpu")
     if not with_values:

@@ -36,6 +36,7 @@ from phalanx.autoconfig.micro_batch import (
     fits_unsharded,
     is_model_sharded,
     loss_modes_to_try,
+    state_bytes_per_parameter,
 )
 from phalanx.autoconfig.predict import load_calibrated_cluster, predict_best_parallelism, predict_step
 from phalanx.autoconfig.trial_names import (
@@ -68,6 +69,8 @@ from phalanx.recipe.grad_sync_defaults import (
 from phalanx.recipe.schema import Parallelism
 from phalanx.run.cache import load_or_measure
 
+SMALL_STATE_SHARE = 0.1
+"""Share of one process's memory up to which the training state of a sharded model is small."""
 STEPS_READ = 3
 """Steps of samples that are in memory at once: one in use, two prefetched (`data/prefetch.py`)."""
 MAX_FEWER_THREADS_SLOWDOWN = 0.03
@@ -340,8 +343,10 @@ def measure_memory(
         return MemoryProfile(profile["trainable_parameters"], profile["frozen_parameters"], profile["peaks"], logits)
 
     if is_model_sharded(given):
-        # Following a model takes seconds, so the mode that needs least goes first.
-        profile = call(META_PROFILE_TRIAL, {**trial_payload, "ways": ["full"]})
+        # Following a model takes seconds: a small one is measured at once, and the mode that needs least goes first.
+        per_parameter = state_bytes_per_parameter(given, single_budget.device)
+        num_small = int(SMALL_STATE_SHARE * single_budget.memory_bytes / per_parameter)
+        profile = call(META_PROFILE_TRIAL, {**trial_payload, "ways": ["full"], "num_small": num_small})
         check_forward(given, profile)
         if profile and not fits_unsharded(given, make_needs(profile), single_budget):
             profile = call(META_PROFILE_TRIAL, trial_payload)

@@ -166,6 +166,13 @@ def test_what_is_imagined_is_what_a_profile_finds(folder: Path, precision: str) 
     assert profile_model_meta(given) == profile_model(given)
 
 
+def test_a_small_model_is_left_to_the_trial_with_values(folder: Path) -> None:
+    given = shipped(folder, args={"layers": 2, "hidden_size": 64, "num_heads": 2})
+    num_parameters = profile_model_meta(given)["trainable_parameters"]
+    assert profile_model_meta(given | {"num_small": num_parameters}) == {}
+    assert profile_model_meta(given | {"num_small": num_parameters - 1}) != {}
+
+
 def test_a_hugging_face_model_is_imagined_without_its_weights(tmp_path: Path, folder: Path) -> None:
     tiny = pytest.importorskip("tiny_huggingface")
     tiny.save_random_model(tmp_path / "llama", "llama")
