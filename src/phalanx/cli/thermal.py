@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli import thermal_guard, thermal_requests
+from phalanx.cli import thermal_guard
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode, UsageError
 
@@ -163,8 +163,6 @@ def advise(
 
 
 app.command()(thermal_guard.guard)
-app.command()(thermal_requests.request)
-app.command()(thermal_requests.withdraw)
 
 
 def _parse_columns(column: list[str] | None) -> dict[str, str]:
