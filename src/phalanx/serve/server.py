@@ -55,7 +55,7 @@ class ServeOptions:
     """PHALANX_METRICS_PORT of the agents; 0: none are asked."""
     token: str | None = None
     fleet: Path | None = None
-    """Fleet file with budgets, plant and simulation."""
+    """Fleet file with budgets and a plant."""
     targets: Path | None = None
     """Load targets of that fleet."""
     demands_token: bool = True
