@@ -1,4 +1,4 @@
-"""Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance, advice."""
+"""Bars of the cooling plant, a part of those of heat (`fleet_thermal.py`): tower, site hours, PUE, balance."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from phalanx.fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_flee
 from phalanx.fleet.simulate.site_series import SiteHours, read_weather_hours
 from phalanx.fleet.simulation_settings import FailureEntry, JobClassEntry, SimulationSettings
 from phalanx.fleet.site_settings import HourlyFile, SiteConditions
-from phalanx.fleet.thermal.closed_loop import ClosedLoopResult, LoopOutages, run_closed_loop
 from phalanx.fleet.thermal.cooling_tower import find_approach
 from phalanx.fleet.thermal.device_series import Values
 from phalanx.fleet.thermal.plant import PlantControls, simulate_plant
@@ -64,7 +63,6 @@ def measure_plant_bars(data: Path) -> list[Bar]:
                 for name, weather in read().items()
             ],
             "energy balance and PUE": lambda: _measure_pue(read()),
-            "closed loop of verified requests": lambda: _measure_closed_loops(read()),
             "simulated years": lambda: _measure_simulated_sites(files()),
         },
     )
@@ -86,7 +84,7 @@ class SiteYear:
         found = read_weather(self.path, WEATHER_COLUMNS, self.site)
         order = np.argsort(found.times)
         times = [found.times[index] for index in order]
-        return Weather(times, found.dry_bulb_c[order], found.wet_bulb_c[order], found.missing)
+        return Weather(times, found.dry_bulb_c[order], found.wet_bulb_c[order])
 
 
 def _find_sites(data: Path) -> dict[str, SiteYear]:
@@ -229,56 +227,6 @@ def _measure_pue(sites: dict[str, Weather]) -> list[Bar]:
         )
     )
     return bars
-
-
-def _measure_closed_loops(sites: dict[str, Weather]) -> list[Bar]:
-    """Requests by what was measured in the hour before, each verified by a local controller; and the same where the
-    adviser is silent for 6 hours each week and an operator takes over for a day each month."""
-    bars, disturbed = [], []
-    for kind in ("tower", "dry_cooler"):
-        for site, weather in sites.items():
-            hours = range(len(weather.times))
-            outages = LoopOutages(
-                frozenset(hour for hour in hours if hour % 168 < 6),
-                frozenset(hour for hour in hours if 300 <= hour % 720 < 324),
-            )
-            loop, with_outages = _run_loop(kind, weather), _run_loop(kind, weather, outages)
-            disturbed.append(with_outages)
-            throttled = _count_throttled(loop)
-            bars.append(
-                _bar(
-                    f"{site}, {kind.replace('_', ' ')}, closed loop of verified requests: energy of pumps, fans "
-                    "and chiller against 32 C fixed; hours with throttling",
-                    "less; not more hours",
-                    f"{-loop.advice.saved_share:+.0%} (site {-loop.advice.saved_site_share:+.1%}); "
-                    f"{throttled[0]} against {throttled[1]}",
-                    loop.advice.saved_share > 0 and throttled[0] <= throttled[1],
-                )
-            )
-    saved = [each.advice.saved_share for each in disturbed]
-    counts = [_count_throttled(each) for each in disturbed]
-    advised_hours, fixed_hours = sum(each[0] for each in counts), sum(each[1] for each in counts)
-    bars.append(
-        _bar(
-            f"the same {len(disturbed)} site-years, adviser silent 6 h a week, operator in charge a day a month: "
-            "energy; throttling",
-            "less; not more hours",
-            f"{-max(saved):+.0%} to {-min(saved):+.0%}; {advised_hours} against {fixed_hours} hours; own set point in "
-            f"{sum(each.num_local_hours for each in disturbed) / len(disturbed):.0f} hours a year",
-            min(saved) > 0 and advised_hours <= fixed_hours,
-        )
-    )
-    return bars
-
-
-def _run_loop(kind: str, weather: Weather, outages: LoopOutages | None = None) -> ClosedLoopResult:
-    plant = CoolingPlant(design_it="10 MW", heat_rejection=kind)
-    it_w = np.full(len(weather.times), LOAD_SHARE * plant.design_it)
-    return run_closed_loop(plant, it_w, weather.dry_bulb_c, weather.wet_bulb_c, outages)
-
-
-def _count_throttled(loop: ClosedLoopResult) -> tuple[int, int]:
-    return int(loop.advice.advised.is_throttled.sum()), int(loop.advice.fixed.is_throttled.sum())
 
 
 def _measure_simulated_sites(sites: Mapping[str, SiteYear]) -> list[Bar]:

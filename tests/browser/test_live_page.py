@@ -191,7 +191,6 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
         "/nodes",
         "/power",
         "/cooling",
-        "/what-if",
         f"/nodes/{os.uname().nodename}",
         run_page,
         f"{run_page}/logs",
@@ -200,23 +199,6 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
     ):
         page.visit(f"{serve.base}{path}")
         assert find_violations(page) == [], path
-
-
-def test_a_what_if_study_is_asked_and_answered_on_the_page(page: Page, runs: Path) -> None:
-    server = ServeProcess(str(runs), "--fleet", str(FLEET), "--allow-actions", PHALANX_SERVE_TOKEN=TOKEN)
-    try:
-        page.visit(server.address)
-        page.visit(f"{server.base}/power")
-        wait_until(lambda: "rack r16" in text_of(page, "#power"))
-        page.visit(f"{server.base}/what-if")
-        page.evaluate("document.querySelector('#what').value = 'power_cap=0.8'")
-        page.evaluate("document.querySelector('[name=days]').value = '5', document.querySelector('form').submit()")
-        wait_until(lambda: "power_cap=0.8" in text_of(page, "[aria-label=Comparison] thead"))
-        assert page.evaluate("document.querySelectorAll('figure.chart canvas').length") >= 4
-        assert find_violations(page) == []
-        assert page.messages == []
-    finally:
-        server.end()
 
 
 def test_the_page_of_a_simulation_is_accessible_and_asks_for_nothing(page: Page, tmp_path: Path) -> None:
@@ -234,7 +216,7 @@ def test_pages_are_used_on_a_phone_in_the_dark_and_by_keyboard(page: Page, serve
     page.dark()
     open_run(page, serve, "troubled")
     run_page = page.evaluate("location.pathname")
-    for path in ("/", "/jobs", "/nodes", "/power", "/cooling", "/what-if", "/cluster", run_page, f"{run_page}/logs"):
+    for path in ("/", "/jobs", "/nodes", "/power", "/cooling", "/cluster", run_page, f"{run_page}/logs"):
         page.visit(f"{serve.base}{path}")
         assert page.evaluate("document.documentElement.scrollWidth <= 390"), path
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"

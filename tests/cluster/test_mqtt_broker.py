@@ -13,9 +13,8 @@ import pytest
 from fake_bms import FakePoint, make_metadata, make_value
 from phalanx.fleet.telemetry.credentials import Credentials
 from phalanx.fleet.telemetry.mqtt import AiomqttSubscriber, MqttOptions, MqttSource, open_mqtt
-from phalanx.fleet.telemetry.rack_points import HEARTBEAT_PREFIX, METADATA_PREFIX, METADATA_ROOT, VALUE_PREFIX
+from phalanx.fleet.telemetry.rack_points import HEARTBEAT_PREFIX, METADATA_PREFIX, VALUE_PREFIX
 from phalanx.fleet.telemetry.source import SourceUnavailableError
-from phalanx.fleet.thermal.bms_requests import REQUEST_TOPIC_FILTERS, BmsRequestChannel, BmsRequests
 from server_processes import find_free_port, find_program, make_certificate, run_server
 
 pytest.importorskip("aiomqtt", reason="aiomqtt is not installed: pip install 'phalanx[fleet]'")
@@ -26,9 +25,7 @@ pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"NOTHING IS TESTED ON A R
 POWER = FakePoint("RackPower", tag="site1/row3/rack05/power", rack="rack-05")
 LEAK = FakePoint("RackLeakDetect", tag="site1/row3/rack05/leak", rack="rack-05")
 READER = {"PHALANX_MQTT_USER": "reader", "PHALANX_MQTT_PASSWORD": "swordfish"}
-PERMISSIONS = (
-    "user bms\ntopic readwrite BMS/#\nuser reader\ntopic read BMS/v1/PUB/#\ntopic write BMS/v1/phalanx/Value/#\n"
-)
+PERMISSIONS = "user bms\ntopic readwrite BMS/#\nuser reader\ntopic read BMS/v1/PUB/#\n"
 
 
 class Broker:
@@ -158,35 +155,3 @@ def test_what_a_broker_refuses_is_said(
 def test_a_broker_that_is_not_there_is_unavailable(broker: Broker) -> None:
     with pytest.raises(SourceUnavailableError, match="refused"):
         open_mqtt(broker.options(), READER)
-
-
-def test_a_request_reaches_the_building_and_is_not_kept(
-    broker: Broker, wait_until: Callable[[Callable[[], bool]], None]
-) -> None:
-    received: list[tuple[str, bytes]] = []
-    with broker.run():
-        building = AiomqttSubscriber(broker.options(), Credentials("bms", "swordfish"))
-        building.start(["BMS/v1/phalanx/#"], lambda topic, payload: received.append((topic, payload)))
-        bus = AiomqttSubscriber(broker.options(), Credentials("reader", "swordfish"))
-        requests = BmsRequests("phalanx", bus)
-        bus.start(REQUEST_TOPIC_FILTERS, requests.receive)
-        try:
-            grant = {"objectId": "cdu-1", "engUnit": "C", "integration": "phalanx"}
-            broker.publish(f"{METADATA_ROOT}CDU/LiquidTemperatureSpRequest/a", grant, is_retained=True)
-            wait_until(lambda: requests.find_grant("CDU/LiquidTemperatureSpRequest", "cdu-1") is not None)
-            BmsRequestChannel(requests, "cdu-1").request(33.0)
-            wait_until(lambda: bool(received))
-            topic, payload = received[0]
-            assert topic == "BMS/v1/phalanx/Value/CDU/LiquidTemperatureSpRequest/a"
-            assert (json.loads(payload)["value"], json.loads(payload)["quality"]) == (33.0, 1)
-        finally:
-            bus.stop()
-            building.stop()
-        late: list[str] = []
-        another = AiomqttSubscriber(broker.options(), Credentials("bms", "swordfish"))
-        another.start(["BMS/#"], lambda topic, payload: late.append(topic))
-        wait_until(lambda: bool(late))  # metadata, which are kept
-        another.stop()
-        assert late == [f"{METADATA_ROOT}CDU/LiquidTemperatureSpRequest/a"]
-    with pytest.raises(OSError, match="not connected"):
-        bus.publish("BMS/v1/phalanx/Value/x", b"{}")

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pymodbus.constants import ExcCodes
@@ -17,13 +17,10 @@ NUM_REGISTERS = 64
 
 @dataclass
 class ModbusDevice:
-    """Registers from 0 on, holding and input alike. `refused`: addresses that answer with an exception; `on_write` is
-    called after each write with the address."""
+    """Registers from 0 on, holding and input alike. `refused`: addresses that answer with an exception."""
 
     registers: list[int] = field(default_factory=lambda: [0] * NUM_REGISTERS)
     refused: set[int] = field(default_factory=set)
-    writes: list[tuple[int, list[int]]] = field(default_factory=list)
-    on_write: Callable[[int], None] = lambda address: None
     port: int = 0
 
     @property
@@ -38,10 +35,6 @@ class ModbusDevice:
     ) -> ExcCodes | None:
         if address in self.refused:
             return ExcCodes.ILLEGAL_ADDRESS
-        if written is not None:
-            self.writes.append((address, [int(word) for word in written]))
-            self.put(address, [int(word) for word in written])
-            self.on_write(address)
         for index in range(len(current)):
             if 0 <= start + index < NUM_REGISTERS:
                 current[index] = self.registers[start + index]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 TRACKER_EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")
-FLEET_EXTRAS = ("fleet", "serve", "otlp")
+FLEET_EXTRAS = ("fleet", "serve")
 DEVELOPMENT = (
     *("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray"),
     *(*FLEET_EXTRAS, *TRACKER_EXTRAS),

@@ -68,7 +68,6 @@ def simulate_variants(
     replay: Path | None,
     seeds: int | None,
     settings: Sequence[str] = (),
-    reads_more_files: bool = True,
 ) -> list[SimulatedVariant]:
     """Simulate a fleet file as it is, and once for each variant: a text of settings such as "spares=0.04 days=90".
 
@@ -80,17 +79,15 @@ def simulate_variants(
         replay: CSV file of jobs, instead of those of the file.
         seeds: Simulations of each; by default the file's.
         settings: Settings of all variants, such as simulate.days=30; a variant may not have them.
-        reads_more_files: Whether a variant may name hourly files that the fleet file does not.
 
     Raises RecipeError for a wrong file or setting, DataError for a wrong trace, UsageError for jobs that can never run.
     """
     if not all(each.strip() for each in variants):
         raise UsageError("--what: expected KEY=VALUE, such as spares=0.04")
     trace = None if replay is None else read_job_trace(replay)
-    may_read = None if reads_more_files else _list_files(load_fleet_file(path)[0])
-    base = _simulate_variant(path, "", settings, trace, seeds, may_read)
+    base = _simulate_variant(path, "", settings, trace, seeds)
     number = len(base.results)
-    return [base, *(_simulate_variant(path, label, settings, trace, number, may_read) for label in variants)]
+    return [base, *(_simulate_variant(path, label, settings, trace, number) for label in variants)]
 
 
 def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationResult], float]) -> SeedSpread:
@@ -102,21 +99,12 @@ def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationRes
     return SeedSpread(float(np.mean(values)), low, high)
 
 
-def _list_files(fleet: FleetFile) -> set[str]:
-    """The hourly files and recipes that a fleet names."""
-    if fleet.simulate is None:
-        return set()
-    recipes = {entry.recipe for entry in fleet.simulate.jobs.values() if entry.recipe is not None}
-    return recipes | set(fleet.simulate.site.list_files())
-
-
 def _simulate_variant(
     path: Path,
     label: str,
     common: Sequence[str],
     trace: JobTrace | None,
     seeds: int | None,
-    may_read: set[str] | None,
 ) -> SimulatedVariant:
     try:
         words = shlex.split(label)
@@ -138,8 +126,6 @@ def _simulate_variant(
     if any(key.startswith(PLANT_KEY) for key in keys) and "simulate.site.plant.design_it" not in keys:
         _check_plant_is_given(path, overrides)
     fleet, locations = load_fleet_file(path, [*overrides, *common])
-    if may_read is not None and (more := _list_files(fleet) - may_read):
-        raise UsageError(f"{label}: names {min(more)}, a file that {path.name} does not; add it there")
     settings = fleet.simulate
     if settings is None or not (settings.jobs or trace):
         raise UsageError(f"{path}: no jobs to simulate; add `simulate: {{jobs: ...}}`, or give --replay JOBS.csv")

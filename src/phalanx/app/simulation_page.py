@@ -23,10 +23,10 @@ MOST_STACKED_POINTS = 480
 def render_simulation_html(variants: Sequence[SimulatedVariant]) -> str:
     """The whole document."""
     name = variants[0].fleet_name
-    return render_document(f"{name}: simulation", render_simulation_body(variants), f"Phalanx simulation of {name}")
+    return render_document(f"{name}: simulation", _render_body(variants), f"Phalanx simulation of {name}")
 
 
-def render_simulation_body(variants: Sequence[SimulatedVariant]) -> str:
+def _render_body(variants: Sequence[SimulatedVariant]) -> str:
     """That page without its frame."""
     table, base = compare_variants(variants), variants[0]
     start = ""

@@ -6,20 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import DataError, UsageError
-from phalanx.fleet.fleet_file import load_fleet_file
-from phalanx.fleet.simulate.site_series import align_hours, format_hour
-from phalanx.fleet.thermal.closed_loop import ClosedLoopResult, run_closed_loop
-from phalanx.fleet.thermal.device_series import DeviceSeries, Values
+from phalanx.fleet.thermal.device_series import DeviceSeries
 from phalanx.fleet.thermal.fit import fit_thermal_model
 from phalanx.fleet.thermal.heat_check import HeatCheck, check_heat
 from phalanx.fleet.thermal.model_file import ThermalModelFile, load_thermal_model, save_thermal_model
-from phalanx.fleet.thermal.plant_settings import CoolingPlant
 from phalanx.fleet.thermal.series_csv import make_series, parse_time, read_series_csv
 from phalanx.fleet.thermal.series_runs import read_series_runs
-from phalanx.fleet.thermal.set_points import SetPointAdvice, advise_set_points
-from phalanx.fleet.thermal.weather import Weather, read_weather
 
-__all__ = ["advise_cooling", "check_thermal", "fit_thermal", "parse_time", "read_device_series", "simulate_requests"]
+__all__ = ["check_thermal", "fit_thermal", "parse_time", "read_device_series"]
 
 
 def read_device_series(
@@ -68,36 +62,6 @@ def check_thermal(series: Sequence[DeviceSeries], model: Path, recent_s: float) 
     if not found.devices:
         raise DataError("; ".join(["no device was checked", *found.problems[:5]]))
     return found
-
-
-def advise_cooling(
-    fleet: Path, weather: Path, columns: Mapping[str, str], site: str | None, load: float
-) -> tuple[CoolingPlant, Weather, SetPointAdvice]:
-    """Advise set points for the plant of a fleet file in each hour of a weather file, at a share `load` of its IT."""
-    plant, hours, it_w = _load_plant(fleet, weather, columns, site, load)
-    return plant, hours, advise_set_points(plant, it_w, hours.dry_bulb_c, hours.wet_bulb_c)
-
-
-def simulate_requests(
-    fleet: Path, weather: Path, columns: Mapping[str, str], site: str | None, load: float
-) -> tuple[CoolingPlant, Weather, ClosedLoopResult]:
-    """Send the advice as requests to the simulated plant of a fleet file; arguments as of `advise_cooling`."""
-    plant, hours, it_w = _load_plant(fleet, weather, columns, site, load)
-    return plant, hours, run_closed_loop(plant, it_w, hours.dry_bulb_c, hours.wet_bulb_c)
-
-
-def _load_plant(
-    fleet: Path, weather: Path, columns: Mapping[str, str], site: str | None, load: float
-) -> tuple[CoolingPlant, Weather, Values]:
-    plant = load_fleet_file(fleet)[0].cooling
-    if plant is None:
-        raise UsageError(f"{fleet}: no key cooling; add `cooling: {{design_it: 10 MW}}`")
-    hours = read_weather(weather, columns, site)
-    series = align_hours(weather, hours.times, np.stack([hours.dry_bulb_c, hours.wet_bulb_c]))
-    dry, wet = series.columns
-    times = [format_hour(series.first_hour + index) for index in range(len(dry))]
-    aligned = Weather(times, dry, wet, series.num_filled)
-    return plant, aligned, np.full(len(times), load * plant.design_it)
 
 
 def _join(parts: Sequence[DeviceSeries]) -> DeviceSeries:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from phalanx.app.fleet_nodes import find_actor
-from phalanx.app.thermal_requests import thermal_state_dir
 from phalanx.errors import UsageError
 from phalanx.fleet.audit_log import find_audit_problem
 from phalanx.fleet.latest_reading import LatestReading
@@ -24,6 +23,7 @@ from phalanx.fleet.thermal.response import CoolingResponder, Problems, ResponseE
 from phalanx.jobs.backends.nodes import NodeBackend, group_running_jobs
 from phalanx.jobs.spec import JobState
 from phalanx.run.boot_clock import unix_now
+from phalanx.run.private_files import state_root
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def guard_cooling(
         raise UsageError(f"{nodes}: nothing to guard: give nodes a rack, and name mqtt or cdus, or a source of margins")
     cooled = CooledNodes(racks, {cdu.id: cdu.racks for cdu in file.cdus})
     detector = FaultDetector(cooled, settings.min_flow_share)
-    audit = thermal_state_dir() / "audit.jsonl"
+    audit = state_root() / "thermal" / "audit.jsonl"
     audit_problems: dict[str, None] = {}
 
     def record(event: ResponseEvent) -> None:

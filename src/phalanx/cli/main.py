@@ -45,7 +45,7 @@ _COMMAND_MODULES = {
     "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),
     "fleet": ("phalanx.cli.fleet:app", "Show, drain and test nodes."),
     "simulate": ("phalanx.cli.simulate:simulate", "Simulate months of a fleet, and answer what-if questions."),
-    "thermal": ("phalanx.cli.thermal:app", "Find nodes that run hot; advise on cooling."),
+    "thermal": ("phalanx.cli.thermal:app", "Find nodes that run hot; guard cooling."),
     "power": ("phalanx.cli.power:app", "Hold the budgets of sites, feeds, rows and racks by power caps."),
     "serve": ("phalanx.cli.serve:serve", "Serve a live page of runs, jobs and nodes."),
     "data": ("phalanx.cli.data:app", "Prepare, verify and inspect training data."),

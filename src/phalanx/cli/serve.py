@@ -43,7 +43,7 @@ def serve(
         bool,
         typer.Option(
             "--allow-actions",
-            help="Let a browser with the token cancel jobs, drain nodes, simulate; make nodes with evidence suspect.",
+            help="Let a browser with the token cancel jobs and drain nodes; make nodes with evidence suspect.",
         ),
     ] = False,
     no_token: Annotated[

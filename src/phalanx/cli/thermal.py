@@ -1,4 +1,4 @@
-"""`phalanx thermal`: thermal models, nodes that run hot, the cooling plant."""
+"""`phalanx thermal`: thermal models, nodes that run hot, lost cooling."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli import thermal_guard, thermal_requests
+from phalanx.cli import thermal_guard
 from phalanx.cli.stderr import print_warning
 from phalanx.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from phalanx.fleet.thermal.device_series import DeviceSeries
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Find nodes that run hot; advise on and guard cooling."
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Find nodes that run hot; guard cooling.")
 
 SourcesArgument = Annotated[
     list[Path], typer.Argument(metavar="SOURCE...", help="CSV files, run directories, or folders of runs.")
@@ -42,7 +40,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.callback()
 def group() -> None:
-    """Find nodes that run hot; advise on and guard cooling."""
+    """Find nodes that run hot; guard cooling."""
 
 
 @app.command()
@@ -113,58 +111,7 @@ def check(
     return int(ExitCode.UNFIT_NODE if found.findings else ExitCode.DONE)
 
 
-@app.command()
-def advise(
-    fleet: Annotated[Path, typer.Argument(metavar="FLEET", help="Fleet file with the key cooling.")],
-    weather: Annotated[
-        Path, typer.Option("--weather", metavar="CSV", help="Hours of outside air: time, dry_bulb_c, wet_bulb_c.")
-    ],
-    site: Annotated[
-        str | None, typer.Option("--site", metavar="NAME", help="Only rows of this site, by the column site.")
-    ] = None,
-    load: Annotated[
-        float, typer.Option("--load", min=0.05, max=1.0, metavar="SHARE", help="IT power over the plant's design.")
-    ] = 0.8,
-    closed_loop: Annotated[
-        bool,
-        typer.Option(
-            "--closed-loop",
-            help="Send it hour by hour, by the hour before, as requests that a simulated controller verifies.",
-        ),
-    ] = False,
-    column: ColumnOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Advise supply temperature and flow of a cooling plant.
-
-    With the saving, the limits and the reason.
-
-    Compared with a fixed set point and a flow that follows the load. Nothing is sent anywhere.
-    """
-    from phalanx.app.thermal import advise_cooling, simulate_requests
-    from phalanx.cli.plant_output import advice_to_json, describe_loop, format_advice, loop_to_json
-
-    columns = _parse_columns(column)
-    loop = None
-    if closed_loop:
-        plant, hours, loop = simulate_requests(fleet, weather, columns, site, load)
-        advice = loop.advice
-    else:
-        plant, hours, advice = advise_cooling(fleet, weather, columns, site, load)
-    if as_json:
-        more = {} if loop is None else {"closed_loop": loop_to_json(loop)}
-        print(json.dumps({**advice_to_json(plant, hours, advice), **more}, indent=2))
-        return
-    if hours.missing:
-        print_warning(f"{weather}: {hours.missing} missing hours have the values of the hour before")
-    print("\n".join(format_advice(plant, hours, advice)))
-    if loop is not None:
-        print(f"\n{describe_loop(loop)}")
-
-
 app.command()(thermal_guard.guard)
-app.command()(thermal_requests.request)
-app.command()(thermal_requests.withdraw)
 
 
 def _parse_columns(column: list[str] | None) -> dict[str, str]:

@@ -45,25 +45,6 @@ class MqttEntry(StrictModel):
     verify_tls: bool = True
     ca_file: Path | None = None
     credentials_file: Path | None = None
-    integration: str | None = None
-    """Name that the building has given Phalanx on the bus. Without it nothing is ever published."""
-
-
-class SetPointLimits(StrictModel):
-    """What may be requested of a CDU. The building's own limits come after these."""
-
-    min_c: float = Field(ge=5, le=60)
-    max_c: float = Field(ge=5, le=60)
-    max_step_k: float = Field(2.0, gt=0, le=10)
-    """Change of the set point within `step_interval_s`."""
-    step_interval_s: float = Field(3600.0, gt=0, le=1e6)
-
-    @model_validator(mode="after")
-    def check_order(self) -> "SetPointLimits":
-        """Refuse limits that nothing is within."""
-        if self.min_c >= self.max_c:
-            raise ValueError(f"min_c {self.min_c:g} is not below max_c {self.max_c:g}")
-        return self
 
 
 class CduEntry(StrictModel):
@@ -75,18 +56,12 @@ class CduEntry(StrictModel):
     """Location ids of the racks that it supplies."""
     redfish: CduRedfishEntry | None = None
     modbus: ModbusEntry | None = None
-    set_point: SetPointLimits | None = None
-    """Within what `phalanx thermal request` may ask for a supply temperature. Without it, it refuses."""
 
     @model_validator(mode="after")
     def check_sources(self) -> "CduEntry":
-        """Refuse two sources, and limits of what cannot be requested."""
+        """Refuse two sources."""
         if self.redfish is not None and self.modbus is not None:
             raise ValueError("found redfish and modbus, expected one of them")
-        if self.set_point is not None and self.redfish is not None:
-            raise ValueError("set_point: a set point over Redfish has no heartbeat, so it is not requested; remove it")
-        if self.set_point is not None and self.modbus is not None and self.modbus.request is None:
-            raise ValueError("set_point: modbus has no `request` registers, so nothing can be written")
         return self
 
 

@@ -135,8 +135,6 @@ class Server:
             Route("/stream/power", on_first_request(lambda: self.fleet_routes.stream_power)),
             Route("/cooling", on_first_request(lambda: self.fleet_routes.show_cooling)),
             Route("/stream/cooling", on_first_request(lambda: self.fleet_routes.stream_cooling)),
-            Route("/what-if", on_first_request(lambda: self.fleet_routes.show_what_if)),
-            Route("/what-if", on_first_request(lambda: self.fleet_routes.answer_what_if), methods=["POST"]),
             Route("/nodes", on_first_request(lambda: self.node_routes.show_nodes)),
             Route("/stream/nodes", on_first_request(lambda: self.node_routes.stream_nodes)),
             Route("/nodes/{name}", on_first_request(lambda: self.node_routes.show_node)),

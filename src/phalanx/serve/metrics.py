@@ -1,5 +1,5 @@
-"""Runs, jobs and nodes as metrics, for `/metrics` and for OTLP. Only running runs have series of their own: a folder of
-10,000 runs is no burden for what stores them."""
+"""Runs, jobs and nodes as metrics, for `/metrics`. Only running runs have series of their own: a folder of 10,000 runs
+is no burden for what stores them."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

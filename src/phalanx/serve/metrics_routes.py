@@ -1,9 +1,7 @@
 """The route that Prometheus reads."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import Metric
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +18,7 @@ from phalanx.serve.run_index import RunIndex
 
 @dataclass
 class MetricsRoutes:
-    """The handler, and what it sends, also for OTLP."""
+    """The handler, and what it sends."""
 
     index: RunIndex
     jobs: JobReader
@@ -34,11 +32,7 @@ class MetricsRoutes:
         content = await run_in_threadpool(lambda: render_families(build_metrics(snapshot)))
         return Response(content, headers={"content-type": METRICS_TYPE})
 
-    def build_metrics(self) -> Iterator[Metric]:
-        """All metrics of now."""
-        return build_metrics(self.take_snapshot())
-
-    def take_snapshot(self, with_readings: bool = True) -> MetricSnapshot:
+    def take_snapshot(self, with_readings: bool) -> MetricSnapshot:
         """What is known now."""
         jobs, nodes = self.jobs.jobs, self.nodes.nodes
         return MetricSnapshot(

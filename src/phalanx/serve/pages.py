@@ -18,7 +18,6 @@ PAGE_TABS = (
     ("Nodes", "nodes"),
     ("Power", "power"),
     ("Cooling", "cooling"),
-    ("What-if", "what-if"),
     ("Cluster", "cluster"),
 )
 

@@ -1,7 +1,6 @@
 """Start the server, and end it on Ctrl-C."""
 
 import errno
-import os
 import resource
 import socket
 import time
@@ -24,7 +23,6 @@ from phalanx.serve.app import Server
 from phalanx.serve.job_pages import JobReader
 from phalanx.serve.node_actions import NodeActions
 from phalanx.serve.node_reader import NodeReader, ReadFleet
-from phalanx.serve.otlp import OtlpExport, open_otlp_export
 from phalanx.serve.run_accounts import AccountReader
 from phalanx.serve.run_index import RunIndex, run_id
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from phalanx.fleet.telemetry.sample import RackSample
     from phalanx.serve.fleet_routes import ServedFleet
 
-ServerThread = RunIndex | JobReader | NodeReader | AccountReader | OtlpExport
+ServerThread = RunIndex | JobReader | NodeReader | AccountReader
 SHUTDOWN_TIMEOUT_S = 2
 """For streams to end: they look once a second."""
 
@@ -57,7 +55,7 @@ class ServeOptions:
     """PHALANX_METRICS_PORT of the agents; 0: none are asked."""
     token: str | None = None
     fleet: Path | None = None
-    """Fleet file with budgets, plant and simulation."""
+    """Fleet file with budgets and a plant."""
     targets: Path | None = None
     """Load targets of that fleet."""
     demands_token: bool = True
@@ -97,11 +95,8 @@ def serve(options: ServeOptions, report: Callable[[str], None]) -> None:
             NodeActions(options.backend),
             fleet,
         )
-        export = open_otlp_export(os.environ, lambda: server.metrics_routes.build_metrics())
         index.start()
         readers: list[ServerThread] = [server.jobs, server.nodes, server.accounts]
-        if export is not None:
-            readers.append(export)
         threads: list[ServerThread] = [index]
 
         def start_readers() -> None:

@@ -104,7 +104,7 @@ def test_another_year_of_a_site_has_its_own_figures_in_order_of_time(tmp_path: P
     goals = fleet_plant._find_published_hours(tmp_path, name)
     assert goals == (3 * 336, None, None)
     assert fleet_plant._measure_site_hours(name, weather, goals).is_met is None  # 8,064 hours are no year
-    year = Weather(weather.times * 2, np.tile(weather.dry_bulb_c, 2), np.tile(weather.wet_bulb_c, 2), 0)
+    year = Weather(weather.times * 2, np.tile(weather.dry_bulb_c, 2), np.tile(weather.wet_bulb_c, 2))
     assert fleet_plant._measure_site_hours(name, year, (6 * 336, None, None)).is_met
 
 

@@ -103,38 +103,3 @@ def test_telemetry_of_a_run_is_read(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["thermal", "fit", "run", "--kind", "H100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kinds"]["H100"]["r_k_per_w"] == pytest.approx(0.08)
     assert main(["thermal", "check", "run", "--kind", "H100"]) == 0
-
-
-FLEET = """\
-sites: {s1: {}}
-feeds: {f1: {site: s1}}
-rows: {r1: {feed: f1}}
-racks: {k1: {row: r1, node_type: h100}}
-node_types: {h100: {node: dgx-h100}}
-"""
-
-
-def test_advise_prints_what_is_saved_and_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "fleet.yaml").write_text(FLEET + "cooling: {design_it: 10 MW}\n")
-    rows = "\n".join(f"{3600 * hour},{20 + hour % 12},{12 + hour % 12}" for hour in range(48))
-    (folder / "weather.csv").write_text(f"time,dry_bulb_c,wet_bulb_c\n{rows}\n")
-    assert main(["thermal", "advise", "fleet.yaml", "--weather", "weather.csv"]) == 0
-    out = capsys.readouterr().out
-    assert "of pumps, fans and chiller" in out
-    assert "hours with throttling" in out
-    assert main(["thermal", "advise", "fleet.yaml", "--weather", "weather.csv", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["hours"]) == 48
-    assert found["advised"]["max_balance_error"] < 1e-9
-
-
-def test_a_fleet_without_a_plant_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "fleet.yaml").write_text(FLEET)
-    (folder / "weather.csv").write_text("time,dry_bulb_c,wet_bulb_c\n0,20,12\n")
-    assert main(["thermal", "advise", "fleet.yaml", "--weather", "weather.csv"]) == 64
-    assert "fleet.yaml: no key cooling; add `cooling: {design_it: 10 MW}`" in capsys.readouterr().err
-    (folder / "fleet.yaml").write_text(FLEET + "cooling: {design_it: 10, tower_aproach_k: 3}\n")
-    assert main(["thermal", "advise", "fleet.yaml", "--weather", "weather.csv"]) == 78
-    err = capsys.readouterr().err
-    assert "fleet.yaml:6: cooling.tower_aproach_k: unknown key" in err
-    assert "expected a power with its unit" in err

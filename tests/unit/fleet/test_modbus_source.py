@@ -46,7 +46,6 @@ def server() -> Iterator[ModbusDevice]:
 def device(server: ModbusDevice) -> ModbusDevice:
     server.registers[:] = [0] * len(server.registers)
     server.refused.clear()
-    server.writes.clear()
     return server
 
 

@@ -1,4 +1,4 @@
-"""The pages of a fleet file: budgets with what is late at its most, margins of devices, and bounded simulations."""
+"""The pages of a fleet file: budgets with what is late at its most, margins of devices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,24 +6,21 @@ from pathlib import Path
 import pytest
 
 from made_samples import full_node
-from phalanx.app.bounded_simulation import SimulationRequest, answer_request, simulate_bounded
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError
 from phalanx.fleet.fleet_node import FleetNode
 from phalanx.fleet.latest_reading import LatestReading, reading_from_sample
 from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power_tree import NodePower
 from phalanx.fleet.telemetry.sample import DeviceSample, NodeSample, RackSample
 from phalanx.fleet.thermal.plant_settings import CoolingPlant
-from phalanx.serve.access import Access, make_access
+from phalanx.serve.access import make_access
 from phalanx.serve.cooling_page import list_margins, render_cooling
 from phalanx.serve.fleet_routes import ServedFleet, load_served_fleet
 from phalanx.serve.pages import PAGE_TABS
 from phalanx.serve.power_page import read_levels, render_power
-from phalanx.serve.what_if_page import parse_request, render_what_if_page
 from serve_browser import Browser
 
 NOW = 1000.0
-TOKEN = "0123456789abcdef"
 FLEET = """
 sites: {s: {}}
 feeds: {f: {site: s, budget: 30 kW}, g: {feed: f}}
@@ -129,68 +126,10 @@ def test_a_leak_stands_first() -> None:
     assert "32.0 °C" in page
 
 
-def test_a_form_that_is_no_request_is_refused() -> None:
-    assert parse_request({"what": " spares=0.1 \n\npower_cap=0.8"}, "f").variants == ["spares=0.1", "power_cap=0.8"]
-    with pytest.raises(UsageError, match="expected numbers"):
-        parse_request({"days": "many"}, "f")
-    assert "&lt;b&gt;" in render_what_if_page({"what": "<b>"}, "", None)
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (SimulationRequest("f", ["a"] * 5, 1, 1), "5 variants, expected at most 4"),
-        (SimulationRequest("f", [], 1e9, 1), "days, expected more than 0"),
-        (SimulationRequest("f", [], float("nan"), 1), "days, expected more than 0"),
-        (SimulationRequest("f", [], 1, 50), "50 seeds, expected 1 to 5"),
-    ],
-)
-def test_a_request_beyond_the_limits_is_refused(request_: SimulationRequest, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        simulate_bounded(request_)
-
-
-def test_a_variant_may_not_name_another_file_nor_more_days(fleet: ServedFleet) -> None:
-    what = "site.price_per_kwh=/etc/passwd"
-    answer = answer_request(SimulationRequest(str(fleet.path), [what], 1, 1))
-    assert answer["problem"].startswith(f"{what}: names /etc/passwd, a file that fleet.yaml does not")
-    answer = answer_request(SimulationRequest(str(fleet.path), ["days=4000"], 1, 1))
-    assert "simulate.days=4000: the same is given for all variants" in answer["problem"]
-
-
-def test_a_simulation_in_its_process_gives_the_page_and_ends_at_its_time_limit(fleet: ServedFleet) -> None:
-    assert "Accelerators" in simulate_bounded(SimulationRequest(str(fleet.path), ["power_cap=0.8"], 2, 1))
-    with pytest.raises(UsageError, match=r"took more than 0.01 s"):
-        simulate_bounded(SimulationRequest(str(fleet.path), [], 2, 1), time_limit_s=0.01)
-
-
-def test_what_if_is_refused_without_the_token_or_from_another_site(tmp_path: Path, fleet: ServedFleet) -> None:
-    read_only = Browser(tmp_path, make_access("127.0.0.1", False, None, demands_token=False), fleet)
-    assert "disabled" in read_only.get("/what-if").text
-    assert read_only.post("/what-if", "what=").status == 403
-    browser = Browser(tmp_path, make_access("127.0.0.1", True, TOKEN), fleet)
-    cookie = f"phalanx-token-8420={TOKEN}"
-    assert browser.post("/what-if", "what=").status == 403
-    assert browser.post("/what-if", "what=", cookie=cookie, origin="http://evil.example").status == 403
-    answer = browser.post("/what-if", "what=power_cap%3D7", cookie=cookie, origin="http://127.0.0.1:8420")
-    assert answer.status == 422
-    assert "power_cap" in answer.text
-
-
-def test_one_simulation_runs_at_a_time(tmp_path: Path, fleet: ServedFleet) -> None:
-    access = Access(TOKEN, False, True)
-    browser = Browser(tmp_path, access, fleet)
-    routes = browser.server.fleet_routes
-    with routes.simulation_lock:
-        answer = browser.post("/what-if", "what=", cookie=f"phalanx-token-8420={TOKEN}")
-    assert answer.status == 429
-
-
 def test_the_pages_show_without_a_fleet_what_they_need(tmp_path: Path) -> None:
     browser = Browser(tmp_path, make_access("127.0.0.1", False, None, demands_token=False))
     assert "phalanx serve --fleet FLEET.yaml" in browser.get("/power").text
     assert "No rack is read" in browser.get("/cooling").text
-    assert browser.post("/what-if", "").status == 403
     assert all(browser.get(f"/{address.removeprefix('./')}").status == 200 for _, address in PAGE_TABS)
 
 

@@ -47,14 +47,10 @@ class ModbusUnreachableError(ModbusError):
 
 
 class RegisterClient(Protocol):
-    """Reads and writes numbers of one device, in counts."""
+    """Reads numbers of one device, in counts."""
 
     def read(self, point: RegisterPoint) -> float:
         """Read a number. Raises ModbusError."""
-        ...
-
-    def write(self, point: RegisterPoint, count: float) -> None:
-        """Write a number. Raises ModbusError."""
         ...
 
     def close(self) -> None:
@@ -198,17 +194,6 @@ class PymodbusClient:
         kind = client.DATATYPE[point.type.upper()]
         registers = answer.registers  # type: ignore[attr-defined]
         return float(client.convert_from_registers(registers, kind, word_order=point.word_order or "big"))  # type: ignore[arg-type]
-
-    def write(self, point: RegisterPoint, count: float) -> None:
-        """Write a number, in counts, by one request: a controller never sees half of it."""
-        client = self._client
-        if point.type is None:
-            self._ask(lambda: client.write_coil(point.address, bool(count), device_id=self._device_id), point)
-            return
-        value = count if point.type in ("float32", "float64") else int(count)
-        kind = client.DATATYPE[point.type.upper()]
-        words = client.convert_to_registers(value, kind, word_order=point.word_order or "big")
-        self._ask(lambda: client.write_registers(point.address, words, device_id=self._device_id), point)
 
     def close(self) -> None:
         """End the connection."""

@@ -71,39 +71,6 @@ class RegisterPoint(StrictModel):
         return 1 if self.type is None else NUM_REGISTERS[self.type]
 
 
-class ModbusRequestEntry(StrictModel):
-    """Registers by which the supply set point may be requested. Without them nothing is ever written."""
-
-    set_point: RegisterPoint
-    """Where a request is written, in C, F or K."""
-    enable: RegisterPoint
-    """1: the controller may follow the request; 0: it returns to its own set point."""
-    heartbeat: RegisterPoint
-    """Counter that Phalanx writes; the controller drops the request when it stops."""
-    echo: RegisterPoint
-    """Where the controller copies that counter to."""
-    in_charge: RegisterPoint | None = None
-    """1 while an operator has taken over."""
-
-    @model_validator(mode="after")
-    def check_tables(self) -> "ModbusRequestEntry":
-        """Refuse what cannot be written."""
-        for name in ("set_point", "enable", "heartbeat"):
-            point: RegisterPoint = getattr(self, name)
-            if point.table not in ("holding", "coil"):
-                raise ValueError(f"{name}: a table {point.table} cannot be written; expected holding")
-        owners: dict[tuple[str, int], str] = {}
-        for name in ("set_point", "enable", "heartbeat", "echo", "in_charge"):
-            point = getattr(self, name)
-            for offset in range(0 if point is None else point.num_registers):
-                place = point.table, point.address + offset
-                if (owner := owners.setdefault(place, name)) != name:
-                    raise ValueError(f"{name}: {place[0]} {place[1]} is that of {owner}; expected one of its own")
-        if self.set_point.unit not in LIQUID_UNITS["c"]:
-            raise ValueError(f"set_point: unit {self.set_point.unit}: expected one of {', '.join(LIQUID_UNITS['c'])}")
-        return self
-
-
 class ModbusEntry(StrictModel):
     """A CDU that is read by Modbus TCP. Only numbers that the map names are read."""
 
@@ -118,7 +85,6 @@ class ModbusEntry(StrictModel):
     alive: RegisterPoint | None = None
     """A counter that the controller moves: while it does not, all values are missing. Without it, a gateway may answer
     for a controller that has stopped."""
-    request: ModbusRequestEntry | None = None
 
     @model_validator(mode="after")
     def check_units(self) -> "ModbusEntry":
@@ -129,8 +95,6 @@ class ModbusEntry(StrictModel):
                 raise ValueError(f"{column}: unit {point.unit}: expected one of {', '.join(known)}")
             if point.type is None and "1" not in known:
                 raise ValueError(f"{column}: a {point.table} is one bit; expected a register")
-        if self.request is not None and "set_point_c" not in self.points:
-            raise ValueError("request: points has no set_point_c, so what the controller holds is not known")
         return self
 
 
@@ -148,10 +112,3 @@ def to_base_unit(point: RegisterPoint, count: float, units: dict[str, tuple[floa
         return None
     factor, offset = units[point.unit or "1"]
     return count * (1.0 if point.scale is None else point.scale) * factor + offset
-
-
-def to_count(point: RegisterPoint, value: float, units: dict[str, tuple[float, float]]) -> float:
-    """Return what is written for a value in its base unit: a whole number, but for a floating-point register."""
-    factor, offset = units[point.unit or "1"]
-    count = (value - offset) / factor / (1.0 if point.scale is None else point.scale)
-    return count if point.type in ("float32", "float64") else float(round(count))

@@ -45,8 +45,6 @@ class MqttOptions:
     """Certificates that sign the broker's; without it, those of the system."""
     credentials_file: Path | None = None
     """In the form of .netrc; else PHALANX_MQTT_USER and PHALANX_MQTT_PASSWORD."""
-    integration: str | None = None
-    """Name that the building has given Phalanx. A source never publishes, with or without it."""
 
 
 class Subscriber(Protocol):
@@ -100,12 +98,7 @@ class MqttSource:
 
 
 def open_mqtt(options: MqttOptions, environment: Mapping[str, str] = os.environ) -> MqttSource:
-    """Open the bus that `options` names, to read it. Errors as of `open_subscriber` and of its start."""
-    return MqttSource(options, open_subscriber(options, environment))
-
-
-def open_subscriber(options: MqttOptions, environment: Mapping[str, str] = os.environ) -> "AiomqttSubscriber":
-    """Return a member of the bus that `options` names; its `start` connects it.
+    """Open the bus that `options` names, to read it.
 
     Raises:
         SourceUnavailableError: the broker does not answer, or refuses.
@@ -116,7 +109,7 @@ def open_subscriber(options: MqttOptions, environment: Mapping[str, str] = os.en
     credentials = find_credentials("MQTT", address.hostname or "", options.credentials_file, environment)
     if credentials is not None and address.scheme == "mqtt":
         raise UsageError(f"{options.url}: a password is not sent without TLS; use mqtts://")
-    return AiomqttSubscriber(options, credentials)
+    return MqttSource(options, AiomqttSubscriber(options, credentials))
 
 
 class AiomqttSubscriber:
@@ -133,8 +126,6 @@ class AiomqttSubscriber:
         self._is_decided = threading.Event()
         """Set when the first connection has been made, or has failed."""
         self._refusal = ""
-        self._client: aiomqtt.Client | None = None
-        """While it is connected."""
 
     def start(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
         """Connect and subscribe; wait until the broker has answered."""
@@ -161,19 +152,6 @@ class AiomqttSubscriber:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(STOP_TIMEOUT_S)
-
-    def publish(self, topic: str, payload: bytes) -> None:
-        """Publish a message that the broker does not keep, and wait until it has it. Raises OSError if it has not."""
-        import aiomqtt
-
-        loop, client = self._loop, self._client
-        if loop is None or client is None:
-            raise OSError(f"{self._options.url}: is not connected")
-        sending = asyncio.run_coroutine_threadsafe(client.publish(topic, payload, qos=1, retain=False), loop)
-        try:
-            sending.result(CONNECT_TIMEOUT_S)
-        except (aiomqtt.MqttError, TimeoutError) as error:
-            raise OSError(f"{self._options.url}: {topic}: {_describe_error(error) or 'no answer'}") from None
 
     def _run(self, loop: asyncio.AbstractEventLoop, task: "asyncio.Task[None]") -> None:
         asyncio.set_event_loop(loop)
@@ -225,13 +203,9 @@ class AiomqttSubscriber:
     async def _receive_until_lost(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
         async with self._make_client() as client:
             await self._subscribe(client, topic_filters, qos=1)
-            self._client = client
             self._is_decided.set()
-            try:
-                async for message in client.messages:
-                    self._deliver(message, on_message)
-            finally:
-                self._client = None
+            async for message in client.messages:
+                self._deliver(message, on_message)
 
     def _deliver(self, message: "aiomqtt.Message", on_message: OnMessage) -> None:
         payload = message.payload if isinstance(message.payload, bytes) else b""

@@ -7,7 +7,6 @@ point, the chiller does the rest; without one the supply temperature rises. All 
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.fleet.thermal.cooling_tower import FAN_EXPONENT, WATER_J_PER_KG_K, find_effectiveness
 from phalanx.fleet.thermal.device_series import Values
@@ -51,12 +50,10 @@ class PlantHours:
     rack_return_c: Values
     core_c: Values
     """Of a device at full power."""
-    fan_share: Values
     evaporation_kg_per_s: Values
     makeup_kg_per_s: Values
     balance_error: Values
     """Largest imbalance of a loop or of the whole plant, over the IT power."""
-    is_throttled: NDArray[np.bool_]
 
     @property
     def site_w(self) -> Values:
@@ -148,11 +145,9 @@ def simulate_plant(
         rack_supply_c=rack_supply,
         rack_return_c=rack_return,
         core_c=core,
-        fan_share=fan,
         evaporation_kg_per_s=evaporation,
         makeup_kg_per_s=evaporation * plant.concentration_cycles / (plant.concentration_cycles - 1),
         balance_error=np.zeros(count),
-        is_throttled=core > plant.core_limit_c,
     )
     error = _find_balance_error(hours, plant, hall_flow * WATER_J_PER_KG_K, rack_flow * WATER_J_PER_KG_K, rack_pump)
     return replace(hours, balance_error=error)

@@ -39,8 +39,6 @@ class CoolingPlant(StrictModel):
     hall_range_k: Kelvins = 10.0
     rack_range_k: Kelvins = 10.0
     """1.5 L/min for each kW."""
-    max_rack_rise_k: Kelvins = 12.5
-    """Of the coolant over a rack: 1.2 L/min for each kW; 1.25 to 2 are usual."""
     cdu_approach_k: Kelvins = 4.0
     """Rack supply over hall supply at design."""
     exchanger_approach_k: Kelvins = 3.0

@@ -23,12 +23,11 @@ MAX_WET_OVER_DRY_K = 0.5
 
 @dataclass(frozen=True)
 class Weather:
-    """Hours in order. `missing`: hours without a row or a value."""
+    """Hours in order."""
 
     times: list[str]
     dry_bulb_c: Values
     wet_bulb_c: Values
-    missing: int
 
 
 def read_weather(path: Path, columns: Mapping[str, str], site: str | None = None) -> Weather:
@@ -58,8 +57,8 @@ def _check_columns(table: CsvTable, names: Mapping[str, str], site: str | None, 
         missing = ["wet_bulb_c"]
     if missing:
         raise UsageError(
-            f"{table.path}: no column {names[missing[0]]}, found {table.describe_columns()}; name it by "
-            f"--column {missing[0]}=COLUMN, or in a fleet file by `columns: {{{missing[0]}: COLUMN}}`"
+            f"{table.path}: no column {names[missing[0]]}, found {table.describe_columns()}; name it in "
+            f"the fleet file by `columns: {{{missing[0]}: COLUMN}}`"
         )
 
 
@@ -67,7 +66,7 @@ def _read_rows(table: CsvTable, names: Mapping[str, str], site: str | None) -> W
     path = table.path
     times: list[str] = []
     values: list[list[float]] = []
-    missing, sites = 0, set()
+    sites = set()
     for number, row in table.iterate(names):
         if site is not None:
             sites.add(row["site"])
@@ -80,7 +79,6 @@ def _read_rows(table: CsvTable, names: Mapping[str, str], site: str | None) -> W
                 "columns exchanged?"
             )
         if np.isnan(found[0]) or (np.isnan(found[1]) and np.isnan(found[2])):
-            missing += 1
             continue
         times.append(row["time"])
         values.append(found)
@@ -95,7 +93,7 @@ def _read_rows(table: CsvTable, names: Mapping[str, str], site: str | None) -> W
                 f"{path}: relative_humidity_pct is {np.max(humidity[unknown]):g} at most; expected percent, not shares"
             )
         wet[unknown] = find_wet_bulb(dry[unknown], humidity[unknown] / 100)
-    return Weather(times, dry, wet, missing)
+    return Weather(times, dry, wet)
 
 
 def _read_value(path: Path, line: int, name: str, text: str | None) -> float:
