@@ -77,7 +77,7 @@ def write_sources(folder: Path, words: Any) -> None:
 
 
 def draw_recipe(rng: random.Random) -> RecipeSample:
-    """The recipe of a round whose seed is even. Those of odd ones are `draw_matrix_recipe`'s."""
+    """The recipe of a round with an even seed. Odd seeds have those of `draw_matrix_recipe`."""
     images = rng.random() < 0.15
     build = weighted(rng, IMAGE_MODELS if images else SEQUENCE_MODELS)
     determinism = weighted(rng, {"fixed-world": 5, "elastic": 4, "off": 3, "auto": 1})

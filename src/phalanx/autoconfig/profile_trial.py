@@ -64,7 +64,7 @@ def profile_model(payload: dict[str, Any]) -> dict[str, Any]:
 def profile_model_meta(payload: dict[str, Any]) -> dict[str, Any]:
     """`profile_model` with tensors that have neither memory nor values, for a model that no worker holds whole: no
     weight is read and nothing is computed. Memory is counted as on a CPU, and whether the model looks ahead is not
-    checked. Empty for a model of at most `num_small` parameters, and where the model cannot be followed so, because what
+    checked. Empty for a model of at most `num_small` parameters, and for one that cannot be followed so, because what
     it does depends on values."""
     try:
         with fake_tensor_mode(symbols=False):

@@ -29,7 +29,7 @@ LossSums = list[tuple[str, Tensor, Tensor | int]]
 @dataclass(frozen=True)
 class ContextSplit:
     """How sequences are split over a context-parallel group: the attention method, the argument for positions, and
-    whether positions begin anew in each document, as `adapt_inputs` has them on one process."""
+    whether positions restart in each document, as `adapt_inputs` has them on one process."""
 
     group: Group
     method: ContextMethod

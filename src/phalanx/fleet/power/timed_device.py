@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class TimedDevice:
-    """A device whose calls raise CapError after `timeout_s`. While one hangs, further ones raise at once. One that
+    """A device with calls that raise CapError after `timeout_s`. While one hangs, further ones raise at once. One that
     returns late has had its effect: the keeper reads the cap back at its next check."""
 
     def __init__(self, device: CapDevice, timeout_s: float = CALL_TIMEOUT_S):

@@ -154,7 +154,7 @@ def test_a_mask_without_data_stands_for_causal_attention(monkeypatch: pytest.Mon
     assert seen == [True]
 
 
-def test_positions_begin_anew_in_each_document_of_a_split_sequence_for_a_model_that_has_them_so() -> None:
+def test_positions_restart_in_each_document_of_a_split_sequence_for_a_model_that_has_them_so() -> None:
     loss_fn = LossFn(cast(Any, None), "fp32", torch.device("cpu"))
     batch = {"tokens": torch.arange(8)[None], "documents": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])}
     for restarts, first in ((True, [0, 1, 2, 0, 1, 0, 1, 2]), (False, list(range(8)))):
