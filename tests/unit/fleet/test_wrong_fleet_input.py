@@ -173,7 +173,6 @@ def test_a_job_has_nodes_of_several_racks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ("saves: {every_s: 10, stall_s: 20, swing: 1 kW}", "saves: stall_s: 20 s of every 10 s leave no time to train"),
         ('job: "foo:7"', "jobs.a.job: found .*, expected text matching"),
     ],
 )
