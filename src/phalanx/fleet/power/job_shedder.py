@@ -97,10 +97,6 @@ class JobShedder:
         """Return the jobs that need power: all but the paused ones. One that is still saving does."""
         return [job for job in self.jobs if not self._is_paused(job)]
 
-    def list_paused_nodes(self) -> list[str]:
-        """Return the nodes of paused jobs."""
-        return [self.tree.nodes[node].name for job in self.jobs if self._is_paused(job) for node in job.devices]
-
     def _is_paused(self, job: PoweredJob) -> bool:
         shed = self._shed.get(job.name)
         return shed is not None and shed.is_paused
