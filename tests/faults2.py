@@ -281,7 +281,7 @@ FAULTS = {
     "security": Fault(tests=("tests/unit/run", "tests/unit/jobs/agent")),
     "x1-model-args-of-wrong-type": Fault(check_model_args),
     "x2-omp-num-threads-ignored": Fault(check_threads),
-    "x3-read-only-home": Fault(check_read_only_home),
+    "x3-read-only-home": Fault(check_read_only_home, "unset PHALANX_CACHE_DIR; bash run.sh"),
     "x4-mfu-above-100": Fault(tests=("tests/unit/observe/test_metrics.py",)),
     "x5-submit-says-error-and-queues": Fault(
         check_queue_without_locks,

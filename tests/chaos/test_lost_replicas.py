@@ -28,7 +28,6 @@ from train_harness import (
     TrainHarness,
     Values,
     kill_youngest_worker,
-    limit_swing,
     list_live_workers,
     plan_fault,
     wait_until,
@@ -76,18 +75,6 @@ def test_the_others_go_on_from_memory_and_another_takes_its_place(
     assert_nothing_was_lost(lab, ended, changes)
     assert worlds(ended) == [nproc, nproc - 1, nproc]
     assert ended.result["num_restarts"] == len(ended.events_of_kind(WorkerFailure)) == 1
-
-
-def test_a_worker_that_asks_for_slots_is_lost_while_the_run_waits_for_one(
-    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference = lab.train_reference(LONG, 1)
-    limit_swing(tmp_path, monkeypatch)
-    ended = lab.train(LONG, 2, faults=[plan_fault(25, ranks=[0])])
-    assert worlds(ended)[:2] == [2, 1]
-    assert ended.digest == reference.digest
-    assert steps_of(ended) == list(range(1, 71))
-    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [39, 59, 70]  # the next one is due then
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])

@@ -1,7 +1,6 @@
 """`phalanx train --on slurm` on a real Slurm: the same run as on one machine, whatever happens to its nodes."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -15,20 +14,10 @@ from phalanx.errors import ExitCode
 from phalanx.fleet.power.job_control import BackendJobControl
 from phalanx.fleet.power.job_shedder import PausableState
 from phalanx.jobs.backends.slurm.backend import SlurmBackend
-from phalanx.jobs.spec import Job, JobState
 from phalanx.run import Run
 from phalanx.run.event_types import RunEnded, StepDone, WorkerStarted
 from slurm_cluster import SlurmCluster
 from train_harness import HarnessRun, TrainHarness, Values, count_steps, plan_fault, wait_until, write_faults
-
-RAMPED_FLEET = """\
-sites: {s: {max_ramp: 1 kW/s}}
-feeds: {f: {site: s}}
-rows: {r: {feed: f}}
-racks: {k: {row: r, node_type: h, nodes: 4, names: "n[1-4]"}}
-node_types: {h: {node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}
-power: {slots: .}
-"""
 
 
 @pytest.fixture
@@ -228,41 +217,3 @@ def test_a_run_that_the_guard_pauses_is_held_and_ends_in_the_same_digest_after_i
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.train_reference({}, 2).digest
     assert [event.step for event in found.events_of_kind(StepDone)] == list(range(1, 13))  # none was done again
-
-
-def test_jobs_of_one_site_start_as_far_apart_as_its_ramp_asks(
-    rig: SlurmCluster,
-    lab: TrainHarness,
-    variables: dict[str, str],
-    started: list["subprocess.Popen[str]"],
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "fleet.yaml").write_text(RAMPED_FLEET)
-    variables["PHALANX_CLUSTER"] = str(tmp_path / "fleet.yaml")
-    runs = [lab.new_run(), lab.new_run()]
-    processes = [train(rig, lab, run, variables, started, {}, f"name={run.path.name}") for run in runs]
-    found = [ended(process, run, 120) for process, run in zip(processes, runs, strict=True)]
-    assert [each.code for each in found] == [ExitCode.DONE] * 2, [each.message for each in found]
-    begins = sorted(each.events_of_kind(WorkerStarted)[0].time for each in found)
-    assert begins[1] - begins[0] > 4.0  # without GPUs a start on two nodes adds 4.4 kW
-    assert len({each.digest for each in found}) == 1
-
-
-def test_a_framework_job_is_paused_while_it_waits_for_its_start(
-    rig: SlurmCluster, started: list["subprocess.Popen[str]"], tmp_path: Path
-) -> None:
-    (tmp_path / "fleet.yaml").write_text(RAMPED_FLEET)
-    slots = tmp_path / "starts-s.json"
-    slots.write_text(json.dumps({"free_at": time.time() + 1000.0}))
-    slurm = SlurmBackend(rig.run, tmp_path / "slurm", clock=itertools.count(step=10).__next__)
-    command = (sys.executable, "-P", "-m", "phalanx.app.framework_node", "torch", "1", "--", "echo", "started")
-    environment = {"PHALANX_CLUSTER": str(tmp_path / "fleet.yaml")}
-    job = slurm.submit(slurm.render(Job("waits", command, tmp_path, num_nodes=2, environment=environment)))
-    wait_until(lambda: any("starting in" in line for line in slurm.read_logs(job)), 60, "the first node to wait")
-    slurm.pause(job, "for power")
-    wait_until(lambda: slurm.poll(job).reason == "paused: for power", 90, "the job to be paused")
-    assert slurm.poll(job).exit_code == ExitCode.UNFINISHED
-    slots.write_text("")
-    assert slurm.resume(job)
-    wait_until(lambda: slurm.poll(job).state is JobState.DONE, 90, "the job to end")
-    assert sum(line.endswith("| started") for line in slurm.read_logs(job)) == 2

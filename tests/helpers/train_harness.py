@@ -328,24 +328,3 @@ def send_signal_at_step(step: int, number: signal.Signals = signal.SIGTERM) -> C
 def count_steps(run: Run) -> int:
     """The highest step in the events so far."""
     return max((event.step for event in read_events(run.events) if isinstance(event, StepDone)), default=0)
-
-
-def name_fleet(folder: Path, limits: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name to runs a fleet file whose only node is this machine."""
-    path = folder / "fleet.yaml"
-    path.write_text(f"""\
-sites: {{s: {{{limits}}}}}
-feeds: {{f: {{site: s}}}}
-rows: {{r: {{feed: f}}}}
-racks: {{k: {{row: r, node_type: h, names: {os.uname().nodename}}}}}
-node_types: {{h: {{node: dgx-h100, power: 10 kW, device_power: 700 W, idle: 3 kW, device_idle: 100 W}}}}
-power: {{slots: .}}
-""")
-    monkeypatch.setenv("PHALANX_CLUSTER", str(path))
-
-
-def limit_swing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs stall one at a time, while another job does for as long as the test lasts."""
-    name_fleet(folder, "max_swing: 3 kW", monkeypatch)
-    stall = {"watts": 2200.0, "since": 0.0, "until": time.time() + 3000.0, "stalls": True}
-    (folder / "stalls-s.json").write_text(json.dumps({"jobs": {"other": stall}}))

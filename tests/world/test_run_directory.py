@@ -1,6 +1,5 @@
 """What stands in the directory of a run of whole worlds: events, result, and how a run goes on in it."""
 
-import json
 import math
 import os
 import shutil
@@ -24,7 +23,7 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerStarted,
 )
-from train_harness import HarnessRun, TrainHarness, Values, limit_swing, plan_fault
+from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 
 def by_attempt(ended: HarnessRun) -> dict[int, list[int]]:
@@ -365,25 +364,3 @@ def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(
     assert f": {key}: " in str(ended.message)
     run.resolved.write_text(text)
     assert lab.train({}, 1, run).digest == lab.train_reference({}, 1).digest
-
-
-def test_evaluations_of_a_run_wait_for_those_of_other_jobs_of_its_site(
-    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit_swing(tmp_path, monkeypatch)
-    ended = lab.train({"evaluation": {"every": 5}, "checkpoint": {"every": None}}, 2)
-    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [9, 12]  # by then the next ones are due
-    assert ended.events_of_kind(RunWarning)[0].text == (
-        "step 5: evaluations and saves wait for those of other jobs: max_swing of site s"
-    )
-    assert ended.digest == lab.train_reference({}, 2).digest
-    assert json.loads((tmp_path / "stalls-s.json").read_text())["jobs"].keys() == {"other"}
-
-
-def test_an_evaluation_that_was_due_while_replicas_differed_waits_over_several_synchronizations(
-    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit_swing(tmp_path, monkeypatch)
-    changes = {"evaluation": {"every": 5}, "checkpoint": {"every": None}, "determinism": "off"}
-    ended = lab.train({**changes, "local_sgd": {"method": "average", "sync_every": 2, "warmup_steps": 0}}, 2)
-    assert [event.step for event in ended.events_of_kind(EvaluationDone)] == [10, 12]  # due in step 5

@@ -20,7 +20,7 @@ from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 from phalanx.run import Event, Run
-from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone, WorkerFailure
+from phalanx.run.event_types import AttemptStarted, HangDetected, RunWarning, StepDone, WorkerFailure
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.inference import load_trained_model
 from phalanx.train.map_dataset import MapDatasetSource, fingerprint_dataset
@@ -30,7 +30,6 @@ from train_harness import (
     HarnessRun,
     TrainHarness,
     Values,
-    limit_swing,
     plan_fault,
     send_signal_at_step,
     wait_until,
@@ -169,18 +168,6 @@ def test_evaluating_in_the_loop_changes_nothing(lab: TrainHarness, scripts: Path
     evaluating = ours(lab, ["evaluates", *overrides], 2)
     assert evaluating.digest == undisturbed(lab, "dropout", *overrides, nproc=2).digest
     assert evaluating.result["steps"] == STEPS
-
-
-def test_saves_of_a_loop_wait_for_evaluations_of_other_jobs(
-    lab: TrainHarness, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit_swing(tmp_path, monkeypatch)
-    ended = ours(lab, ["right"], nproc=2, faults=[SLOW])
-    saved = [event.step for event in ended.events_of_kind(CheckpointSaved)]
-    assert (saved[0], saved[-1]) == (7, STEPS)  # due at step 4, and again at step 8
-    assert set(saved) <= {7, 11, STEPS}  # a slow disk may still write the first one in step 11
-    monkeypatch.delenv("PHALANX_CLUSTER")
-    assert ended.digest == undisturbed(lab, "right", nproc=2).digest
 
 
 def test_rates_count_tokens_and_the_plan_knows_the_loop(lab: TrainHarness, scripts: Path) -> None:

@@ -50,30 +50,6 @@ def find_fleet_cluster(text: str, folder: Path | None = None) -> FleetCluster | 
 
 
 @dataclass(frozen=True)
-class NamedFleet:
-    """A fleet file that is given as a cluster."""
-
-    path: Path
-    file: FleetFile
-    tree: PowerTree
-
-
-def load_named_fleet(text: str) -> NamedFleet | None:
-    """Load a fleet file that is given as for `find_fleet_cluster`; None where `text` names none."""
-    path, _ = _split_type(text, Path())
-    if not _is_fleet_file(path):
-        return None
-    file, locations = load_fleet_file(path)
-    return NamedFleet(path, file, build_power_tree(file, locations))
-
-
-def find_missing_file(text: str) -> Path | None:
-    """Return the file that a cluster is given as; None where it is there, or `text` is a name."""
-    path, _ = _split_type(text, Path())
-    return path.absolute() if path.suffix.lower() in FILE_SUFFIXES and not path.is_file() else None
-
-
-@dataclass(frozen=True)
 class PlanTarget:
     """What a run is planned for. `cluster`: a value or a name, None for this machine; `swept`: what a sweep of the run
     has measured under power caps."""

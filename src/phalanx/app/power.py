@@ -62,7 +62,7 @@ def load_power_fleet(fleet: Path, jobs: Path | None = None, targets: Path | None
         file,
         tree,
         group_by_rack(tree) if jobs is None else load_jobs_file(jobs, tree),
-        LiveTargets([] if targets is None else [TargetsFileSource(targets, tree)]),
+        LiveTargets(None if targets is None else TargetsFileSource(targets, tree)),
         fleet,
     )
 

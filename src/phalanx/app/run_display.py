@@ -10,7 +10,7 @@ from phalanx.run.event_types import AttemptStarted, RunEnded, RunWarning, Worker
 
 class DeferredDisplay:
     """A run's progress display, created when training starts or fails: the facts it shows are not known earlier.
-    Warnings before that are shown at once: a start may wait for an hour."""
+    Warnings before that are shown at once: it may wait for nodes for minutes."""
 
     def __init__(self, run: Run, stream: TextIO):
         self._run, self._stream = run, stream

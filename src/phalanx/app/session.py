@@ -33,7 +33,6 @@ from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
 from phalanx.run.process_messages import WorkerFinishing
-from phalanx.run.stall_slots import read_swing_shares
 from phalanx.std_streams import escape_control_chars, word_of
 
 RUN_DIR_VARIABLE = "PHALANX_RUN_DIR"
@@ -236,8 +235,7 @@ def _join_run(announced: _AnnouncedRun, report: Any, force: bool, stop: Any) -> 
         resolved = load_resolved_recipe(announced.run.resolved)
         dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, resolved.device))
         heartbeat = _open_heartbeat(dist_env.local_rank)
-        shares = read_swing_shares(os.environ)
-        process = WorkerProcess(announced.run, loaded.recipe_dir, dist_env, report, stop, heartbeat, shares)
+        process = WorkerProcess(announced.run, loaded.recipe_dir, dist_env, report, stop, heartbeat)
         configure_torch(resolved, dist_env)
         init_process_group(dist_env, before=come_together)
         heartbeat.record("rendezvous")

@@ -144,7 +144,7 @@ def make_framework_job(
         sys.executable,
         "-P",
         "-m",
-        "phalanx.app.framework_node",
+        "phalanx.jobs.frameworks.launcher",
         framework,
         str(nproc_per_node or 1),
         "--",

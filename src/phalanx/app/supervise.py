@@ -8,7 +8,6 @@ from typing import Any
 from phalanx.app.budget import BudgetGuard, load_prices, stop_at_budget
 from phalanx.app.prepare_run import PreparedRun
 from phalanx.app.resume import read_last_attempt, read_last_step
-from phalanx.app.site_limits import open_site_limits
 from phalanx.app.trackers import feed_trackers
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.cluster import discover_machine
@@ -60,7 +59,6 @@ def supervise_run(
         ),
     )
     num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
-    agent.find_start_terms = open_site_limits(num_local_devices if machine.num_gpus else 0, run)
     with record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)), feed_trackers(run, recipe.trackers):
         guard = None
         if recipe.budget is not None:

@@ -8,7 +8,6 @@ from functools import partial
 from phalanx.app.budget import BudgetGuard, load_prices, stop_at_budget
 from phalanx.app.prepare_run import create_run
 from phalanx.app.resume import read_last_attempt
-from phalanx.app.site_limits import open_site_limits
 from phalanx.app.supervise import supervise_until_done
 from phalanx.app.trackers import feed_trackers
 from phalanx.app.train_arguments import TrainArguments
@@ -75,7 +74,6 @@ def supervise_script(
             return replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
 
         agent = LeaderAgent(run, fork_server, show_and_configure)
-        agent.find_start_terms = open_site_limits(world_size if discover_machine().num_gpus else 0, run)
         agent.preload = "phalanx.app.session:preload_session"
         warnings = [] if note is None else [RunWarning(text=note)]
         first_attempt = read_last_attempt(run) + 1

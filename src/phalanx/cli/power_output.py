@@ -10,7 +10,6 @@ from phalanx.fleet.power.guard import GuardStatus
 from phalanx.fleet.power.load_targets import find_active_budgets
 from phalanx.fleet.power.plan_writes import CapWrite, plan_writes
 from phalanx.fleet.power.sweep_file import SweptCap
-from phalanx.fleet.power.swing_check import check_swings
 from phalanx.formatting import format_percent
 from phalanx.run.boot_clock import unix_now
 from phalanx.text_table import Column, format_table
@@ -92,7 +91,6 @@ def format_plan(fleet: PowerFleet, reading: PowerReading, allocation: Allocation
     lines.append(f"one cap for all would be {format_percent(allocation.share_for_all)} of each device's most power")
     change = f"{_kilowatts(abs(before - after))} {'less' if after <= before else 'more'}"
     lines.append(f"claim: {_kilowatts(before)} now, {_kilowatts(after)} planned, {change}")
-    lines += map(str, check_swings(fleet.tree, fleet.jobs))
     writes = list_writes(fleet, reading, allocation)
     lines.append(f"{len(writes)} writes; `phalanx power apply` prints them")
     if not allocation.is_within:

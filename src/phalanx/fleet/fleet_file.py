@@ -57,8 +57,6 @@ class SiteEntry(StrictModel):
     budget: Power | None = None
     max_ramp: PowerRate | None = None
     """How fast its power may rise: jobs resume one after the other."""
-    max_swing: Power | None = None
-    """How far its power may fall and rise again at once."""
 
 
 class FeedEntry(StrictModel):

@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.fleet.node_control_settings import CapDeviceSettings, HelperReach
-from phalanx.fleet.target_settings import FlexSettings, OpenAdrSettings
 
 MAX_LEASE_S = 60.0
 LATE_AFTER_PERIODS = 3
@@ -27,13 +26,6 @@ class PowerSettings(StrictModel):
     """Seconds from a write to the first change of power."""
     lease_s: float = Field(30.0, gt=0, le=MAX_LEASE_S)
     """Seconds after which a node that hears nothing lowers its caps to the fallback."""
-    slots: str | None = Field(None, min_length=1)
-    """Folder on storage that all jobs share, in which jobs take slots for their starts, evaluations and saves where a
-    site has `max_ramp` or `max_swing`; relative to the fleet file. Default: the state directory of the user."""
-    flex: FlexSettings | None = None
-    """Load targets over MQTT, in the form of NVIDIA's DSX Flex."""
-    openadr: OpenAdrSettings | None = None
-    """Load targets of a utility, by OpenADR 3."""
 
     devices: CapDeviceSettings = CapDeviceSettings()
     """What of each node is capped."""

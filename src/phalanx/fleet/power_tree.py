@@ -45,14 +45,13 @@ class NodePower:
 @dataclass(frozen=True)
 class BudgetLevel:
     """A part of the fleet with a budget. `parent` is an index into the tree's levels, and less than its own.
-    `max_ramp_w_per_s` and `max_swing_w`: of a site, None without a limit."""
+    `max_ramp_w_per_s`: of a site, None without a limit."""
 
     kind: LevelKind
     name: str
     budget_w: float | None
     parent: int = NO_PARENT
     max_ramp_w_per_s: float | None = None
-    max_swing_w: float | None = None
 
     @property
     def label(self) -> str:
@@ -132,9 +131,7 @@ class _TreeBuilder:
         fleet, nodes = self._fleet, []
         for name, (_, site) in self._expand("sites", fleet.sites).items():
             index = self._add("site", name, site.budget, NO_PARENT)
-            self._levels[index] = replace(
-                self._levels[index], max_ramp_w_per_s=site.max_ramp, max_swing_w=site.max_swing
-            )
+            self._levels[index] = replace(self._levels[index], max_ramp_w_per_s=site.max_ramp)
         self._add_feeds(self._expand("feeds", fleet.feeds))
         for name, (key, row) in self._expand("rows", fleet.rows).items():
             self._add("row", name, row.budget, self._find_level("feed", row.feed, ("rows", key, "feed")))

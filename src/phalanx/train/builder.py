@@ -169,7 +169,6 @@ def build_context(
         evaluate=make_evaluator(process, recipe, data, loss_module, dist_env, mesh),
         prepare_batch=lambda arrays: to_device(arrays, dist_env.device),
         heartbeat=process.heartbeat,
-        swing_shares=process.swing_shares,
     )
 
 

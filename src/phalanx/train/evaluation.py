@@ -64,21 +64,12 @@ class EvaluationPolicy:
             self.improved = self._evaluate_if_due(due_steps)
             self.last_step = self._train_state.step
 
-    @property
-    def every(self) -> int | None:
-        """Steps between two evaluations; None for never."""
-        return None if self._context.evaluate is None else self._context.recipe.evaluation.every
-
-    def is_due(self, due_steps: Sequence[int]) -> bool:
-        """Return whether to evaluate after one of `due_steps`."""
-        every, step = self.every, self._train_state.step
-        if every is None or step == 0:
-            return False
-        return any(due_step % every == 0 for due_step in due_steps) or step == self._context.recipe.steps
-
     def _evaluate_if_due(self, due_steps: Sequence[int]) -> bool:
         context, train_state = self._context, self._train_state
-        if context.evaluate is None or not self.is_due(due_steps):
+        every = context.recipe.evaluation.every
+        if every is None or context.evaluate is None or train_state.step == 0:
+            return False
+        if train_state.step != context.recipe.steps and all(step % every for step in due_steps):
             return False
         with context.parallel_model.use_global_params():
             result = context.evaluate()

@@ -85,7 +85,7 @@ class Session:
         self.rank, self.world_size, self.device = dist_env.rank, dist_env.world_size, dist_env.device
         self._run, self._recipe, self._folder, self._dist_env = run, recipe, process.folder, dist_env
         self._reporter, self._stop, self._force = process.reporter, process.stop_request, force
-        self._heartbeat, self._swing_shares = process.heartbeat, process.swing_shares
+        self._heartbeat = process.heartbeat
         if dist_env.is_rank_zero:
             clean_checkpoint_dir(run.checkpoints)
         self._mesh = build_mesh(recipe.parallelism, dist_env, recipe)
@@ -223,7 +223,6 @@ class Session:
             evaluate=None,
             prepare_batch=lambda batch: batch_to_device(batch, dist_env.device),
             heartbeat=self._heartbeat,
-            swing_shares=self._swing_shares,
         )
 
     def _write_plan(self, prepared: PreparedModel, dataset: Any, tokens: int) -> None:

@@ -12,7 +12,6 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.run.event_types import CheckpointRejected
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
-from phalanx.run.stall_slots import SwingShare
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
@@ -43,7 +42,6 @@ class WorkerProcess:
     reporter: Reporter
     stop_request: StopRequest = field(default_factory=StopRequest)
     heartbeat: HeartbeatWriter | NullHeartbeat = field(default_factory=NullHeartbeat)
-    swing_shares: tuple[SwingShare, ...] = ()
 
 
 @dataclass
@@ -75,8 +73,6 @@ class TrainContext:
     """Whether the agent asks this worker to form another world with the others."""
     check_membership: Callable[[], None] = field(default=lambda: None, kw_only=True)
     """Raises when that cannot wait for the end of the step, because a worker is lost."""
-    swing_shares: tuple[SwingShare, ...] = field(default=(), kw_only=True)
-    """Sites that limit the swing of power, so that evaluations and saves take turns with other jobs."""
 
     @property
     def app_state(self) -> AppState:

@@ -29,7 +29,6 @@ from phalanx.train.distributed.collective_trace import CollectiveCheck
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.distributed.process_group import collect_in_background
 from phalanx.train.distributed.same_model import SameModel
-from phalanx.train.distributed.stall_turns import LAST_LOCK_TIMEOUT_S, StallTurns
 from phalanx.train.evaluation import EvaluationPolicy
 from phalanx.train.grad_sync.autoselect import GradSyncSelector
 from phalanx.train.lr_schedule import compute_learning_rate
@@ -84,7 +83,6 @@ class Trainer:
         self._samples_at_step_start = train_state.samples_consumed
         self._post_step_done = survivor_state.post_step_done
         self._evaluation = EvaluationPolicy(context, survivor_state, self._report_event)
-        self._stall_turns = StallTurns(context.swing_shares, dist_env, self._report_event)
         self._rollback_reason = survivor_state.rollback_reason
         self._buffers_before: list[BufferSnapshot] = []  # at the begin of a step that a reconfiguration may interrupt
         self._last_step: LastStep | None = None
@@ -167,7 +165,6 @@ class Trainer:
         # A single worker needs no agreement: a request that came late in the step takes effect at once.
         stop_requested = world_size == 1 and self.context.stop_request.requested
         self._stop_agreed = bool(result.flags["stop"]) or stop_requested
-        self._stall_turns.end_stall()  # the step that is done has waited for the snapshot of a save
         self.timer.lap("other")
         self._evaluation.improved = False
         if not self._rolled_back:  # the work after this step was already done before the rollback
@@ -261,37 +258,18 @@ class Trainer:
         self.timer.lap("checkpoint_stall")
 
     def _run_post_step(self) -> None:
-        """Run evaluation and checkpoints that are due after a step, unless they wait for those of other jobs."""
+        """Run evaluation and checkpoints that are due after a step."""
         step, local_sgd = self.train_state.step, self.context.parallel_model.local_sgd
         # with local SGD those since the replicas last held the same weights
-        new_steps = range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
-        due_steps = range(min(new_steps.start, self._post_step_done + 1), new_steps.stop) if new_steps else new_steps
-        waits = self._must_wait(due_steps)
-        if not waits:
-            self._evaluation.evaluate_if_due(due_steps)
-            if self._collective_check is not None:
-                self._collective_check.compare(f"evaluation after step {step}")
+        due_steps = range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
+        self._evaluation.evaluate_if_due(due_steps)
+        if self._collective_check is not None:
+            self._collective_check.compare(f"evaluation after step {step}")
         self.timer.skip()
         if not self.is_done:
-            self.checkpointer.save_if_due(range(0) if waits else due_steps, new_steps, self._evaluation.improved)
+            self.checkpointer.save_if_due(due_steps, self._evaluation.improved)
             self.timer.lap("checkpoint_stall")
-        if not waits:
-            self._post_step_done = step
-
-    def _must_wait(self, due_steps: range) -> bool:
-        """Return whether an evaluation or save that is due comes after a later step: before the next one is due."""
-        step, checkpointer, turns = self.train_state.step, self.checkpointer, self._stall_turns
-        if not due_steps:  # replicas of local SGD differ
-            return not self.is_done
-        evaluates = self._evaluation.is_due(due_steps)
-        saves = checkpointer.durable_in_flight is None and checkpointer.is_save_due(due_steps)
-        if not turns.are_taken or not (evaluates or saves):
-            return False
-        if self._evaluation.last_step == step:  # a reconfiguration interrupted it, and a best state is not saved yet
-            return False
-        waited, step_s = step - 1 - self._post_step_done, checkpointer.step_times.usual_step_s
-        patience = min(filter(None, (self._evaluation.every, checkpointer.interval.steps))) - 1
-        return not turns.may_stall(step, waited, patience, step_s, evaluates, must=self.is_done)
+        self._post_step_done = step
 
     @property
     def state_is_consistent(self) -> bool:
@@ -301,7 +279,6 @@ class Trainer:
     def detach(self) -> SurvivorState:
         """Restore the state at the end of the last completed step, without communication."""
         pending_save = self.checkpointer.detach()  # first: it may be copying what changes below
-        self._stall_turns.end_stall(LAST_LOCK_TIMEOUT_S)
         self.context.accumulator.reducer.close()
         in_step = self.train_state.samples_consumed == self._samples_at_step_start
         if in_step:
@@ -314,7 +291,6 @@ class Trainer:
         """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
         self.checkpointer.save_final(self._evaluation.improved)
-        self._stall_turns.end_stall(LAST_LOCK_TIMEOUT_S)
         status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
         self._report_event(RunEnded(status=status, step=self.train_state.step))
         return status

@@ -30,7 +30,6 @@ from phalanx.run.event_types import RunWarning, WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
 from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import StandbyReady, WorkerFinishing
-from phalanx.run.stall_slots import read_swing_shares
 from phalanx.train.builder import build_context, make_evaluator
 from phalanx.train.callbacks import Callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir, list_checkpoints
@@ -184,7 +183,7 @@ class Attempt:
     def __init__(self, process: WorkerProcess, force: bool):
         run, dist_env = process.run, process.dist_env
         with telling_others(dist_env):
-            recipe, shares = load_resolved_recipe(run.resolved), read_swing_shares(os.environ)
+            recipe = load_resolved_recipe(run.resolved)
             dist_env = replace(dist_env, device=select_device(dist_env.local_rank, os.environ, recipe.device))
             configure_torch(recipe, dist_env)
         self._parallelism, self._force, self._is_standby = recipe.parallelism, force, _is_standby()
@@ -203,7 +202,7 @@ class Attempt:
             process.heartbeat.record("rendezvous")
             if dist_env.is_rank_zero:
                 clean_checkpoint_dir(run.checkpoints)
-        self.process = replace(process, dist_env=dist_env, swing_shares=shares)
+        self.process = replace(process, dist_env=dist_env)
         self.recipe = recipe = ensure_data_prepared(recipe, run, process.folder)
         self.data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
         assert_same_on_all_ranks(dist_env, self.data.fingerprint, "data", SAME_DATA_HINT)

@@ -111,7 +111,7 @@ def test_a_script_travels_with_the_folder_that_it_is_started_in(
 def test_a_frameworks_job_is_named_after_its_script() -> None:
     job = make_framework_job("jax", ["python", "-u", "path/to/my.script.py", "--lr", "1"], 2, None)
     assert job.name == "my.script"
-    assert job.command[1:7] == ("-P", "-m", "phalanx.app.framework_node", "jax", "2", "--")
+    assert job.command[1:7] == ("-P", "-m", "phalanx.jobs.frameworks.launcher", "jax", "2", "--")
     with pytest.raises(UsageError, match="needs a command"):
         make_framework_job("torch", [], None, None)
 

@@ -1,4 +1,4 @@
-"""Jobs that are paused for a load target, by priority, and resumed one after the other; saves that do not coincide."""
+"""Jobs that are paused for a load target, by priority, and resumed one after the other."""
 
 import random
 from collections.abc import Sequence
@@ -14,8 +14,6 @@ from phalanx.fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
 from phalanx.fleet.power.job_shedder import JobShedder, PausableState, ShedInput
 from phalanx.fleet.power.load_targets import LoadTarget, ShedStrategy
 from phalanx.fleet.power.shed import choose_paused_jobs
-from phalanx.fleet.power.stagger import SavePattern, plan_save_offsets, plan_starts
-from phalanx.fleet.power.swing_check import SiteSwing, check_swings
 from phalanx.fleet.power_settings import PowerSettings
 from phalanx.fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 from phalanx.fleet.power_units import parse_power_rate
@@ -147,7 +145,6 @@ def test_a_job_counts_as_running_until_it_has_saved_and_is_asked_once() -> None:
     bench.run(10, 3 * FLOOR_W - 1)
     assert bench.running == ["middle", "high", "other-feed"]
     assert bench.control.calls == ["pause local:low"]
-    assert bench.shedder.list_paused_nodes() == ["n0"]
 
 
 def test_a_job_is_resumed_when_the_power_has_been_there_for_a_while() -> None:
@@ -243,55 +240,11 @@ def test_a_guard_that_restarts_resumes_what_was_paused_before() -> None:
     assert list(bench.resumed) == ["low"]
 
 
-def test_starts_keep_the_ramp() -> None:
-    assert plan_starts([6.7e6, 1e6, 1e6], 1e6, 5.0) == pytest.approx([5.0, 11.7, 12.7])
-    assert plan_starts([6.7e6, 1e6], None) == [0.0, 0.0]
-
-
-def falls_together(jobs: Sequence[SavePattern], offsets: Sequence[float], time_s: float) -> float:
-    return sum(j.swing_w for j, o in zip(jobs, offsets, strict=True) if 0 <= (time_s - o) % j.interval_s < j.stall_s)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_saves_of_equal_intervals_never_fall_together_by_more_than_the_swing(seed: int) -> None:
-    source = random.Random(seed)
-    jobs = [SavePattern(600.0, source.uniform(5, 30), source.uniform(1e5, 9e5)) for _ in range(12)]
-    offsets = plan_save_offsets(jobs, 1e6)
-    assert offsets is not None
-    assert max(falls_together(jobs, offsets, each * 0.5) for each in range(1200)) <= 1e6
-
-
-def test_saves_that_cannot_be_spread_are_found() -> None:
-    assert plan_save_offsets([SavePattern(60.0, 40.0, 1e6)] * 2, 1e6) is None
-    assert plan_save_offsets([SavePattern(60.0, 4.0, 2e6)], 1e6) is None
-
-
 def test_a_ramp_has_its_unit() -> None:
     assert parse_power_rate("1.5 MW/s") == 1.5e6
     for text in ("1.5 MW", "1 MW/min", 5):
         with pytest.raises(ValueError, match="1 MW/s"):
             parse_power_rate(text)
-
-
-def check_site(max_swing_w: float, stall_s: float = 20.0) -> SiteSwing:
-    saves = SavePattern(100.0, stall_s, 2000.0)
-    jobs = [replace(job, saves=saves) for job in JOBS[:3]]
-    tree = PowerTree((replace(LEVELS[0], max_swing_w=max_swing_w), *LEVELS[1:]), TREE.nodes)
-    (found,) = check_swings(tree, [*jobs, JOBS[3]])
-    return found
-
-
-def test_saves_that_a_site_allows_need_no_offset() -> None:
-    assert str(check_site(6000.0)) == "site s: blocking saves at once would swing 6.0 kW of 6.0 kW"
-
-
-def test_saves_that_swing_too_far_get_offsets() -> None:
-    assert check_site(4000.0).offsets_s == {"low": 0.0, "middle": 0.0, "high": 20.0}
-    assert str(check_site(4000.0)).endswith("start later: high 20 s")
-
-
-def test_saves_that_are_too_long_to_be_spread_are_named() -> None:
-    assert "cannot be spread" in str(check_site(2000.0, stall_s=50.0))
 
 
 def test_a_guard_raises_caps_within_the_ramp_of_the_site() -> None:

@@ -382,11 +382,6 @@ def test_a_load_target_holds_when_the_clock_is_set(
         assert find_budgets(guard)() == [15_000.0, None, None, None]
 
 
-def test_a_target_that_holds_from_its_arrival_on_holds_after_a_clock_was_set_back() -> None:
-    target = LoadTarget("feed a", 1.0, 1000.0, end_s=2000.0, is_immediate=True)
-    assert [target.is_active(now) for now in (0.0, 1000.0, 2000.0)] == [True, True, False]
-
-
 def test_a_driver_that_hangs_on_one_device_keeps_no_other_from_the_end_of_its_lease() -> None:
     clock, limits = FakeClock(), CapLimits(200.0, 700.0, 700.0)
     plain = [FakeCapDevice(name, clock, limits, lambda _: 600.0) for name in ("gpu-0", "gpu-1")]

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from phalanx.fleet.power.claims import TOLERANCE_W
 from phalanx.fleet.power.speed_curve import SpeedCurve
-from phalanx.fleet.power.stagger import SavePattern
 from phalanx.fleet.power_tree import NO_PARENT, PowerTree
 
 SPEED_STEPS = 64
@@ -26,15 +25,13 @@ Watts = npt.NDArray[np.float64]
 class PoweredJob:
     """A synchronous job. `devices`: for each node (its index in the tree) how many of its devices, or which.
     `curves`: by node type; without one for each type of its nodes the job is not swept. `priority`: a job of a higher
-    one is slowed down later. `handle`: backend and id, such as local:7, of a job that can be paused.
-    `saves`: its blocking saves."""
+    one is slowed down later. `handle`: backend and id, such as local:7, of a job that can be paused."""
 
     name: str
     devices: Mapping[int, tuple[int, ...]]
     curves: Mapping[str, SpeedCurve] = field(default_factory=dict)
     priority: int = 0
     handle: str | None = None
-    saves: SavePattern | None = None
 
     @property
     def num_devices(self) -> int:

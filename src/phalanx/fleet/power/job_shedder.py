@@ -10,9 +10,8 @@ from phalanx.errors import PhalanxError
 from phalanx.fleet.power.allocation import NodeLimit, PoweredJob
 from phalanx.fleet.power.load_targets import LoadTarget
 from phalanx.fleet.power.shed import choose_paused_jobs
-from phalanx.fleet.power.stagger import estimate_start_step, plan_starts
 from phalanx.fleet.power_settings import PowerSettings
-from phalanx.fleet.power_tree import PowerTree
+from phalanx.fleet.power_tree import NodePower, PowerTree
 
 RESUME_AFTER_S = 10.0
 """Seconds for which there has to be power for a paused job: a target that is replaced by another one pauses once."""
@@ -98,10 +97,6 @@ class JobShedder:
         """Return the jobs that need power: all but the paused ones. One that is still saving does."""
         return [job for job in self.jobs if not self._is_paused(job)]
 
-    def list_paused_nodes(self) -> list[str]:
-        """Return the nodes of paused jobs."""
-        return [self.tree.nodes[node].name for job in self.jobs if self._is_paused(job) for node in job.devices]
-
     def _is_paused(self, job: PoweredJob) -> bool:
         shed = self._shed.get(job.name)
         return shed is not None and shed.is_paused
@@ -185,9 +180,10 @@ class JobShedder:
         if shed.resume_at is None:
             site = self.tree.find_site(next(iter(job.devices)))
             nodes = job.devices.items()
-            step_w = sum(estimate_start_step(self.tree.nodes[node].power, len(devices)) for node, devices in nodes)
-            begin = max(now, self._free_at.get(site.name, now))
-            shed.resume_at, self._free_at[site.name] = plan_starts([step_w, 0.0], site.max_ramp_w_per_s, begin)
+            step_w = sum(_estimate_start_step(self.tree.nodes[node].power, len(devices)) for node, devices in nodes)
+            shed.resume_at = max(now, self._free_at.get(site.name, now))
+            rise_s = step_w / site.max_ramp_w_per_s if site.max_ramp_w_per_s is not None else 0.0
+            self._free_at[site.name] = shed.resume_at + rise_s
         if now >= shed.resume_at:
             try:
                 self.control.resume(handle)
@@ -212,3 +208,8 @@ class JobShedder:
         except PhalanxError as error:
             self.tell(f"{name} ({handle}): {error}")
             return PausableState.RUNNING  # the worst case
+
+
+def _estimate_start_step(power: NodePower, num_devices: int) -> float:
+    """Return the watts by which the start of a job on `num_devices` of a node raises its power at most."""
+    return power.rest_max_w - power.rest_idle_w + num_devices * (power.device_max_w - power.device_idle_w)

@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from phalanx.cluster.spec import Figure, StrictModel
 from phalanx.errors import DataError, RecipeError
 from phalanx.fleet.fleet_file import expand_names
 from phalanx.fleet.power.allocation import PoweredJob
 from phalanx.fleet.power.speed_curve import SpeedCurve, SweepPoint
-from phalanx.fleet.power.stagger import SavePattern
 from phalanx.fleet.power.sweep_file import load_sweep
 from phalanx.fleet.power_tree import NodePower, PowerTree
 from phalanx.fleet.power_units import Power
@@ -32,21 +30,6 @@ class SweepEntry(StrictModel):
     draw: Power
 
 
-class BlockingSavesEntry(StrictModel):
-    """Saves, or evaluations, for which the job's accelerators wait."""
-
-    every_s: Annotated[float, Field(gt=0, le=1e7)]
-    stall_s: Annotated[float, Field(gt=0, le=1e6)]
-    swing: Power
-    """Fall of the job's power meanwhile, as `phalanx report` measures it."""
-
-    @model_validator(mode="after")
-    def _check_stall(self) -> Self:
-        if self.stall_s >= self.every_s:
-            raise ValueError(f"stall_s: {self.stall_s:g} s of every {self.every_s:g} s leave no time to train")
-        return self
-
-
 class PoweredJobEntry(StrictModel):
     """A job on all devices of its nodes. `sweep`: by node type."""
 
@@ -56,8 +39,6 @@ class PoweredJobEntry(StrictModel):
     """A job of a higher one is slowed down later."""
     job: str | None = Field(None, pattern=JOB_REGEX)
     """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""
-    saves: BlockingSavesEntry | None = None
-    """Blocking saves; Phalanx's own are asynchronous."""
     sweep: dict[str, list[SweepEntry]] = Field(default_factory=dict)
     run: Path | None = None
     """Directory of a run with a stored sweep, relative to this file's; instead of `sweep`."""
@@ -95,9 +76,7 @@ def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
         if problem := _find_curve_problem(curves, types):
             raise RecipeError(f"{where}: jobs.{name}: {problem}")
         devices = {indices[node]: tuple(range(tree.nodes[indices[node]].power.num_devices)) for node in names}
-        each = entry.saves
-        saves = None if each is None else SavePattern(each.every_s, each.stall_s, each.swing)
-        jobs.append(PoweredJob(name, devices, curves, entry.priority, entry.job, saves))
+        jobs.append(PoweredJob(name, devices, curves, entry.priority, entry.job))
     return jobs
 
 

@@ -1,11 +1,11 @@
-"""Load targets: a lower budget of a level for a time, from a file or a utility. Of several for a level the latest one
+"""Load targets: a lower budget of a level for a time, from a file. Of several for a level the latest one
 wins; without an end it holds until it is replaced."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, Protocol, overload
+from typing import Literal, overload
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import PhalanxError, RecipeError
@@ -24,64 +24,18 @@ others are slowed down."""
 class LoadTarget:
     """A limit of a level, such as `feed a`, from `start_s` to `end_s`, in unix seconds.
 
-    `limit_w`: None for the default, the budget of the fleet file. `end_s`: None until it is replaced. `id`: of the
-    request, which reports repeat. `is_immediate`: it holds from its arrival on, which `start_s` has for reports: a
-    guard that restarts after the clock was set back holds it, too.
+    `end_s`: None until it is replaced.
     """
 
     level: str
-    limit_w: float | None
+    limit_w: float
     start_s: float
     end_s: float | None = None
     strategy: ShedStrategy = "pause"
-    id: str = ""
-    is_immediate: bool = False
-
-    def has_begun(self, unix_time_s: float) -> bool:
-        """Whether its start is over at a time."""
-        return self.is_immediate or self.start_s <= unix_time_s
 
     def is_active(self, unix_time_s: float) -> bool:
         """Whether it holds at a time."""
-        return self.has_begun(unix_time_s) and (self.end_s is None or unix_time_s < self.end_s)
-
-
-class TargetSource(Protocol):
-    """Where load targets come from. A source that is silent keeps what it has said: each target ends at its own end."""
-
-    def read_targets(self) -> Sequence[LoadTarget]:
-        """Return all targets that have not ended, in the order in which they came."""
-
-    def list_problems(self) -> list[str]:
-        """Return what went wrong since the last call: messages that were refused, a source that is silent."""
-
-    def close(self) -> None:
-        """Leave the source."""
-
-
-@dataclass(frozen=True)
-class LiveTargets(Sequence[LoadTarget]):
-    """The targets of several sources now: those of a later source win."""
-
-    sources: Sequence[TargetSource] = ()
-
-    def list_problems(self) -> list[str]:
-        """Return what went wrong since the last call, in all sources."""
-        return [problem for source in self.sources for problem in source.list_problems()]
-
-    def __iter__(self) -> Iterator[LoadTarget]:
-        for source in self.sources:
-            yield from source.read_targets()
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    @overload
-    def __getitem__(self, index: int) -> LoadTarget: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LoadTarget]: ...
-    def __getitem__(self, index: int | slice) -> LoadTarget | Sequence[LoadTarget]:
-        return list(iter(self))[index]
+        return self.start_s <= unix_time_s and (self.end_s is None or unix_time_s < self.end_s)
 
 
 class LoadTargetEntry(StrictModel):
@@ -150,8 +104,29 @@ class TargetsFileSource:
         problems, self._problems = self._problems, []
         return problems
 
-    def close(self) -> None:
-        """There is nothing to leave."""
+
+@dataclass(frozen=True)
+class LiveTargets(Sequence[LoadTarget]):
+    """The targets of a file now; none without a file."""
+
+    source: TargetsFileSource | None = None
+
+    def list_problems(self) -> list[str]:
+        """Return what went wrong since the last call."""
+        return [] if self.source is None else self.source.list_problems()
+
+    def __iter__(self) -> Iterator[LoadTarget]:
+        return iter(() if self.source is None else self.source.read_targets())
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> LoadTarget: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LoadTarget]: ...
+    def __getitem__(self, index: int | slice) -> LoadTarget | Sequence[LoadTarget]:
+        return list(iter(self))[index]
 
 
 def _read_stamp(path: Path) -> tuple[int, ...] | None:
@@ -164,12 +139,8 @@ def _read_stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def find_active_targets(targets: Sequence[LoadTarget], unix_time_s: float) -> dict[str, LoadTarget]:
-    """Return the target that holds for each level at a time; a level with its default is left out."""
-    active: dict[str, LoadTarget] = {}
-    for target in targets:
-        if target.is_active(unix_time_s):
-            active[target.level] = target
-    return {level: target for level, target in active.items() if target.limit_w is not None}
+    """Return the target that holds for each level at a time."""
+    return {target.level: target for target in targets if target.is_active(unix_time_s)}
 
 
 def find_active_budgets(tree: PowerTree, targets: Sequence[LoadTarget], unix_time_s: float) -> list[float | None]:

@@ -176,8 +176,8 @@ class AiomqttSubscriber:
                 logger.info("telemetry: %s: %s", self._options.url, _describe_error(error))
             await asyncio.sleep(self._retry_interval_s)
 
-    def _make_client(self, identifier: str | None = None, clean_session: bool | None = None) -> "aiomqtt.Client":
-        """A client of this broker, to be entered. A session that is not clean is kept under its identifier."""
+    def _make_client(self) -> "aiomqtt.Client":
+        """Return a client of this broker, to be entered."""
         import aiomqtt
 
         address, user = urlsplit(self._options.url), self._credentials
@@ -188,21 +188,19 @@ class AiomqttSubscriber:
             password=None if user is None else user.password,
             tls_context=self._make_tls_context() if address.scheme == "mqtts" else None,
             timeout=CONNECT_TIMEOUT_S,
-            identifier=identifier,
-            clean_session=clean_session,
         )
 
-    async def _subscribe(self, client: "aiomqtt.Client", topic_filters: Sequence[str], qos: int) -> None:
+    async def _subscribe(self, client: "aiomqtt.Client", topic_filters: Sequence[str]) -> None:
         import aiomqtt
 
         for topic_filter in topic_filters:
-            granted = await client.subscribe(topic_filter, qos=qos)
+            granted = await client.subscribe(topic_filter, qos=1)
             if any(isinstance(code, int) and code >= FIRST_REFUSAL_CODE for code in granted):
                 raise aiomqtt.MqttError(f"refuses the topics {topic_filter} to this user")
 
     async def _receive_until_lost(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
         async with self._make_client() as client:
-            await self._subscribe(client, topic_filters, qos=1)
+            await self._subscribe(client, topic_filters)
             self._is_decided.set()
             async for message in client.messages:
                 self._deliver(message, on_message)

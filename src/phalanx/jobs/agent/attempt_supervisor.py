@@ -126,7 +126,7 @@ class AttemptSupervisor:
             attempt=attempt.number,
             world_size=attempt.world_size,
             command=command,
-            environment=dict(leader.worker_environment),
+            environment={},
             logs_dir=str(leader.run.logs),
             local_world_size=attempt.world_size,
             is_elastic=replica_size is not None,

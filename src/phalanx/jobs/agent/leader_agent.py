@@ -23,7 +23,7 @@ from phalanx.jobs.agent.fork_server_client import ForkServerLostError, StopReque
 from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
 from phalanx.jobs.agent.leader_state import LeaderState
 from phalanx.jobs.agent.node_group import RemoteNode
-from phalanx.jobs.agent.node_waiting import CHECK_INTERVAL_S, REJOIN_TIMEOUT_S, follow_idle_nodes, wait_for_nodes
+from phalanx.jobs.agent.node_waiting import REJOIN_TIMEOUT_S, wait_for_nodes
 from phalanx.jobs.agent.storage_retry import StorageBackoff
 from phalanx.run.event_types import WorkerFailure
 from phalanx.run.process_messages import Command
@@ -76,10 +76,6 @@ class LeaderAgent(LeaderState):
             if (unfit_reason := self.check_preflight()) is not None:
                 self.emit(unfit_node_event(0, self.node_group.local_node.name, unfit_reason))
                 return RunOutcome(ExitCode.UNFIT_NODE, None, unfit_reason)
-            if not self.wait_for_start():
-                return RunOutcome(ExitCode.UNFINISHED, None, "asked to stop before its workers were started")
-            if self.node_group.missing_nodes:
-                continue
             attempt = self.run_attempt(attempt_number, world_size, command)
             code, message = decide_outcome(attempt, self.run.logs, attempt_number)
             logger.info("attempt %d ended: exit statuses %s, %s", attempt_number, attempt.exit_statuses, message)
@@ -155,20 +151,6 @@ class LeaderAgent(LeaderState):
                     return finding.reason
                 self.warn(f"{finding.check}: {finding.reason}")
         return None
-
-    def wait_for_start(self) -> bool:
-        """Wait until the workers may start, or a node is lost. Returns False when the run is to stop meanwhile."""
-        terms = self.find_start_terms([node.name for node in self.node_group.nodes])
-        self.worker_environment = terms.environment
-        if terms.reason:
-            self.warn(terms.reason)
-        end = self.clock() + terms.seconds
-        while not self.node_group.missing_nodes and (left_s := end - self.clock()) > 0:
-            self.wait(min(left_s, CHECK_INTERVAL_S) if self.node_group.remote_nodes else left_s)
-            follow_idle_nodes(self)
-            if self.stopping:
-                return False
-        return True
 
     def wait(self, seconds: float) -> bool:
         """Sleep for `seconds` or until a signal arrives. Returns whether the run is to stop."""

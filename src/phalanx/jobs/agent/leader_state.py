@@ -3,8 +3,7 @@
 import itertools
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Self
 
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, ForkServerClient, ForkServerLostError
@@ -20,16 +19,6 @@ from phalanx.run.process_messages import SendSignal
 
 REPEATED_SIGTERM_WINDOW_S = 5.0
 """Seconds within which a second SIGTERM is a repetition: Slurm's step and its daemon send one each."""
-
-
-@dataclass(frozen=True)
-class StartTerms:
-    """For how many seconds workers start later, and why; a reason without seconds is a warning. `environment`:
-    variables that they get."""
-
-    seconds: float = 0.0
-    reason: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class LeaderState:
@@ -59,9 +48,6 @@ class LeaderState:
         self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
         self.find_stop_reason: Callable[[], str | None] = lambda: None
         """Called once a second; a text makes the workers save and the run end."""
-        self.find_start_terms: Callable[[Sequence[str]], StartTerms] = lambda nodes: StartTerms()
-        """Called before each attempt with the names of its nodes."""
-        self.worker_environment: Mapping[str, str] = {}
         self.preload: str | None = None
         """`module:function` for `ForkServerClient.preload`, called with None before there are workers."""
         self.stopping = False

@@ -1,14 +1,11 @@
 """Wait until all nodes of a run have joined its leader, and follow them until it starts workers."""
 
-import signal
 from functools import partial
 
 from phalanx.deadline import Deadline, format_clock_time
 from phalanx.jobs.agent.leader_state import LeaderState
-from phalanx.jobs.agent.node_group import RemoteNode
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.lock import is_wanted
-from phalanx.run.node_messages import StopRequested
 
 CHECK_INTERVAL_S = 1.0
 """Seconds between checks of whether the run is to stop, independent of the nodes that join."""
@@ -63,25 +60,6 @@ def wait_for_nodes(leader: LeaderState, timeout_s: float) -> str | None:
                 if old is not None:
                     old.connection.close()
     return None
-
-
-def follow_idle_nodes(leader: LeaderState) -> None:
-    """Read what nodes without workers have sent: requests to stop. Remove nodes that are gone or silent."""
-    with EventLoop() as loop:
-        for node in leader.node_group.remote_nodes.values():
-            loop.add_reader(node.connection, partial(_read_idle_node, leader, node))
-        loop.run_once(0.0)
-    for node in leader.node_group.find_timed_out(leader.clock()):
-        leader.node_group.remove_node(node)
-    leader.handle_signals()
-
-
-def _read_idle_node(leader: LeaderState, node: RemoteNode) -> None:
-    messages = node.receive(node.connection)
-    if messages is None:
-        leader.node_group.remove_node(node)
-    elif any(isinstance(message, StopRequested) for message in messages):
-        leader.signals.received.append(signal.SIGUSR1)
 
 
 def _describe_missing(leader: LeaderState, deadline: Deadline) -> str:

@@ -47,17 +47,15 @@ EXIT_GRACE_S = 30.0
 """Seconds for processes to end after SIGTERM."""
 
 
-def main(arguments: Sequence[str] | None = None, leader_delay_s: float = 0.0) -> int:
-    """Run this node's part of the job; returns its exit code. Node 0 may start `leader_delay_s` later than this one."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this node's part of the job; returns its exit code."""
     framework, nproc_per_node, _, *command = sys.argv[1:] if arguments is None else arguments
     try:
         configure_logging()
         node_env = NodeEnv.from_environment(os.environ)
         with contextlib.ExitStack() as stack:
             with SignalQueue() as signals:
-                topology, connections = join_nodes(
-                    node_env, int(nproc_per_node), stack, leader_delay_s, lambda: check_stop(signals)
-                )
+                topology, connections = join_nodes(node_env, int(nproc_per_node), stack, lambda: check_stop(signals))
             logger.info(
                 "node %d: %d %s processes on each of %s",
                 node_env.node_rank,

@@ -37,7 +37,6 @@ def join_nodes(
     node_env: NodeEnv,
     nproc_per_node: int,
     stack: contextlib.ExitStack,
-    leader_delay_s: float = 0.0,
     check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[ProcessTopology, list[AuthConnection]]:
     """All nodes of the job, and this node's connections: from the leader to all others, else to the leader.
@@ -48,7 +47,7 @@ def join_nodes(
     if node_env.node_rank == 0:
         return _accept_nodes(node_env, nproc_per_node, ports, stack, check_stop)
     host, port = node_env.leader_address
-    deadline = Deadline(f"node 0 at {host}:{port}", JOIN_TIMEOUT_S + leader_delay_s)
+    deadline = Deadline(f"node 0 at {host}:{port}", JOIN_TIMEOUT_S)
     while True:
         check_stop()
         try:

@@ -112,15 +112,10 @@ class Checkpointer:
         """The save in flight, if it goes to disk."""
         return None if self._in_flight is None or self._in_flight.in_memory else self._in_flight
 
-    def is_save_due(self, due_steps: Sequence[int]) -> bool:
-        """Return whether a save to disk is due after one of `due_steps`."""
-        return any(map(self.interval.is_due, due_steps))
-
-    def save_if_due(self, due_steps: Sequence[int], copy_steps: Sequence[int], improved: bool) -> None:
+    def save_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
         """Start a save if one is due after one of `due_steps`, the work of which is done now, or if this state is the
-        best so far (`improved`); else copy to memory if that is due after one of `copy_steps`. Never while steps are
-        skipped, when weights may be bad. Raises UsageError, after the first step, if the workers together would not
-        save all of the state."""
+        best so far (`improved`); else copy to memory if that is due. Never while steps are skipped, when weights may be
+        bad. Raises UsageError, after the first step, if the workers together would not save all of the state."""
         if self._train_state.consecutive_skips:
             return
         if not self._is_prepared:
@@ -128,8 +123,8 @@ class Checkpointer:
             self._prepare()
         if self.interval.steps is not None:
             self._save_to_disk_if_due(due_steps, improved)
-        if self._in_flight is None and copy_steps:  # a run restored from a copy must find all checkpoints before it
-            self._copy_if_due(copy_steps)
+        if self._in_flight is None and due_steps:  # a run restored from a copy must find all checkpoints before it
+            self._copy_if_due(due_steps)
 
     def start_save(self, is_best: bool = False, is_scheduled: bool = True) -> None:
         """Start a save to disk; none may be in flight. `is_scheduled` saves are those that a run without failures would
@@ -274,7 +269,7 @@ class Checkpointer:
             self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
 
     def _save_to_disk_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
-        is_scheduled, saving = improved or self.is_save_due(due_steps), self.durable_in_flight
+        is_scheduled, saving = improved or any(map(self.interval.is_due, due_steps)), self.durable_in_flight
         if not is_scheduled and (saving is not None or not self._replacement_owed):
             return
         if saving is not None and not improved:
@@ -284,7 +279,7 @@ class Checkpointer:
         self.wait_until_saved()
         self.start_save(improved, is_scheduled)
 
-    def _copy_if_due(self, copy_steps: Sequence[int]) -> None:
+    def _copy_if_due(self, due_steps: Sequence[int]) -> None:
         interval, step = self.copy_interval, self._train_state.step
         if interval.must_choose(step):
             usual_step_s = self.step_times.usual_step_s
@@ -292,7 +287,7 @@ class Checkpointer:
             chosen = interval.choose(step, self._last_step, self.interval.steps, *costs)
             if chosen is not None:
                 self._report_event(chosen)
-        if any(map(interval.is_due, copy_steps)):
+        if any(map(interval.is_due, due_steps)):
             self.start_copy()
 
     def _continue_from(self, step: int) -> None:

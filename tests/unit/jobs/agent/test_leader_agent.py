@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,16 @@ from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.heartbeat_checks import check_deadlock, check_hangs, check_stop
 from phalanx.jobs.agent.leader_agent import LeaderAgent
-from phalanx.jobs.agent.leader_state import StartTerms
 from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode
 from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.run import Event, Run, read_events
-from phalanx.run.control_channel import AuthConnection, ControlServer
+from phalanx.run.control_channel import ControlServer
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, HangDetected, RunWarning, StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable, HeartbeatWriter
 from phalanx.run.message_socket import drain, make_socket_pair, receive, send
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.node_messages import Hello, Ping, StopRequested
+from phalanx.run.node_messages import Hello, Ping
 from phalanx.run.process_messages import (
     PendingCollective,
     RunResult,
@@ -256,76 +255,6 @@ def test_an_attempt_that_falls_is_told_and_followed_by_another(
     assert kinds(shown) == ["failure", "warning"]
     assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
     assert "restarting from the last good checkpoint" in shown[1].text
-
-
-def test_each_attempt_starts_after_the_delay_of_its_nodes(
-    tmp_path: Path, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, clock, asked, waited = Run(tmp_path), Leaps(0.0), [], []
-    run.create()
-
-    def find_start_terms(nodes: Sequence[str]) -> StartTerms:
-        asked.append(nodes)
-        return StartTerms(7.0, "starting in 7.0 s: max_ramp of site s")
-
-    def wait(seconds: float) -> None:
-        waited.append(seconds)
-        clock.now += 4.0
-
-    with LeaderAgent(run, stage, shown.append, clock=clock) as agent:
-        agent.find_start_terms = find_start_terms
-        monkeypatch.setattr(agent.signals, "wait", wait)
-        outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3), attempt({0: 0})], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
-    assert asked == [[agent.node_group.local_node.name]] * 2
-    assert waited == [7.0, 3.0, 7.0, 3.0]
-    assert [event.text for event in shown if isinstance(event, RunWarning)].count(
-        "starting in 7.0 s: max_ramp of site s"
-    ) == 2
-
-
-def test_a_stop_request_ends_the_wait_for_a_start(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.find_start_terms = lambda nodes: StartTerms(1000.0, "later")
-    monkeypatch.setattr(agent.signals, "wait", lambda seconds: agent.signals.received.append(signal.SIGTERM))
-    outcome, numbers = supervise(agent, [], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
-    assert outcome.message == "asked to stop before its workers were started"
-
-
-@pytest.fixture
-def joined(agent: LeaderAgent) -> Iterator[AuthConnection]:
-    """The other node's end of its connection to the leader of a run on two nodes."""
-    ours, theirs = socket.socketpair()
-    connection, far_end = AuthConnection(ours, b"key", True), AuthConnection(theirs, b"key", False)
-    hello = Hello(host="n2", node_rank=1, num_nodes=2)  # type: ignore[call-arg]
-    agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
-    agent.node_group.remote_nodes[1] = RemoteNode(connection, hello)
-    yield far_end
-    connection.close()
-    far_end.close()
-
-
-def test_another_node_that_is_to_stop_ends_the_wait_for_a_start(
-    agent: LeaderAgent, joined: AuthConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent.find_start_terms = lambda nodes: StartTerms(5.0, "later")
-    joined.send(StopRequested())
-    outcome, numbers = supervise(agent, [attempt({0: 0})], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
-    assert outcome.message == "asked to stop before its workers were started"
-
-
-def test_a_node_that_is_lost_in_the_wait_for_a_start_costs_no_attempt(
-    agent: LeaderAgent, joined: AuthConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent.find_start_terms = lambda nodes: StartTerms(5.0, "later")
-    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.JOIN_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("phalanx.jobs.agent.leader_agent.REJOIN_TIMEOUT_S", 0.1)
-    joined.close()
-    outcome, numbers = supervise(agent, [attempt({0: 0})], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [])
-    assert outcome.message is not None
-    assert outcome.message.startswith("node 1 did not come within 0 s")
 
 
 def test_attempts_that_save_nothing_new_are_given_up(
