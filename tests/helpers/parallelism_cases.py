@@ -17,7 +17,7 @@ from typing import Any
 
 Values = dict[str, Any]
 
-STEPS = 6
+STEPS = 10
 GLOBAL_SIZE = 8
 MICRO_SIZE = 2
 TRAINING: Values = {
@@ -141,8 +141,8 @@ DEEP_LAYOUTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run of the matrix. `documents`: plain windows, or packed documents with masks, activation checkpointing, and
-    frozen parameters where the model has some. `evaluation`: whether its last micro-batch is as large as the others."""
+    """A run of the matrix. `documents`: plain windows, or packed documents with masks, and frozen parameters where the
+    model has some. `evaluation`: whether its last micro-batch is as large as the others."""
 
     layout: Layout
     model: str
@@ -156,6 +156,11 @@ class Case:
     def changes(self) -> Values:
         """The recipe without its parallelism: what the run has in common with one process."""
         return self._make_changes(MICRO_SIZE)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks are recomputed, which has to draw the same random numbers again."""
+        return self.documents == "packed" and self.dropout > 0
 
     def changes_with_micro_size(self, micro_size: int) -> Values:
         """The recipe without dropout, whose masks differ by micro-batch size, on micro-batches of another size."""
@@ -177,12 +182,12 @@ class Case:
             "precision": self.precision,
             "batch": {"global_size": GLOBAL_SIZE, "micro_size": micro_size},
             "evaluation": {**TRAINING["evaluation"], "max_samples": max_samples},
-            "memory": {"activation_checkpointing": "full" if self.documents == "packed" else "none"},
+            "memory": {"activation_checkpointing": "full" if self.recomputes else "none"},
             "optimizer": {
                 "name": self.optimizer,
                 "lr": LEARNING_RATE[self.optimizer],
                 "max_grad_norm": 0.5,
-                "schedule": {"warmup_steps": 3},
+                "schedule": {"warmup_steps": 5},
             },
         }
 

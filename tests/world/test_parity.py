@@ -1,4 +1,4 @@
-"""The parity matrix: each parallelism against one process, with losses and gradient norms of 6 steps, and checkpoints
+"""The parity matrix: each parallelism against one process, with losses and gradient norms of 10 steps, and checkpoints
 that are the same state under another parallelism. `helpers/parallelism_cases.py` lists the runs; `make parity` runs all
 of them, `make test` a part."""
 

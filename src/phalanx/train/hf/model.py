@@ -31,7 +31,7 @@ from phalanx.train.hf.safetensors_reader import (
     open_weight_reader,
     strip_wrapper_parts,
 )
-from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source
+from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source, preload_conversions
 from phalanx.train.ops.lora import is_lora_name
 
 MAX_LISTED_TENSORS = 5
@@ -214,6 +214,7 @@ def preload_architecture(directory: str) -> None:
     Errors in the directory are ignored here, because building the model reports them."""
     with suppress(PhalanxError):
         load_architecture(Path(directory), {})
+    preload_conversions()
 
 
 def _group_alias_names(model: nn.Module) -> dict[str, list[str]]:
