@@ -45,7 +45,7 @@ def test_a_worker_that_waits_for_ever_is_told_with_its_stack_and_started_again(l
 
 def test_workers_in_different_collectives_are_started_again_in_seconds(lab: TrainHarness) -> None:
     started = time.monotonic()
-    ended = lab.train({}, 2, faults=[plan_fault(6, "collective", ranks=[0])])
+    ended = lab.train({}, 2, faults=[plan_fault(6, "lone-collective", ranks=[0])])
     assert ended.digest == lab.train_reference({}, 2).digest
     (hang,) = ended.events_of_kind(HangDetected)
     assert "deadlock" in hang.phase

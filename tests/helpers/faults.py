@@ -9,7 +9,8 @@ at or beyond the step.
 do: `kill` or `term` this worker, `exit` (sys.exit(0)), `vanish` (os._exit(0)), `kill-agent`, `hang-up` (break all
 connections to others), `raise`, `block`, `slow` (every step from there on, until the file `until` exists),
 `limit-files` (no file of this process may grow beyond a few bytes, as on a full disk), `free-files`, `freeze` (as
-SIGSTOP holds it still), `fail-storage` (this process can open, make, rename, list or remove nothing in the run's
+SIGSTOP holds it still), `lone-collective` (issue one that the others do not), `fail-storage` (this process
+can open, make, rename, list or remove nothing in the run's
 directory, and sync nothing: EIO), `mend-storage`, `fail-read` (as a read that storage refuses), `lose-gpu` (raises what
 torch does when a GPU failed), `gpu` (the emulated GPU of this worker gives the `error`, a number of CUDA's, after so
 many more `calls` that give it work: tests/emulated/nullrt.c), `collective` (a `signal` to this worker in the middle of
@@ -123,7 +124,7 @@ def inject(fault):
         os._exit(0)
     elif do == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif do == "collective":  # one that the other workers do not issue
+    elif do == "lone-collective":
         import torch
         import torch.distributed
 
