@@ -22,7 +22,12 @@ def read_targets(url: str, level: str) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(f"usage: {sys.argv[0]} URL LEVEL FILE")
     url, level, file = sys.argv[1:]
-    new = Path(f"{file}.new")
-    new.write_text(json.dumps({"targets": read_targets(url, level)}))
-    new.replace(file)  # the guard never reads half a file
+    try:
+        text = json.dumps({"targets": read_targets(url, level)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"error: {url}: {type(error).__name__}: {error}")
+    Path(f"{file}.new").write_text(text)
+    Path(f"{file}.new").replace(file)  # the guard never reads half a file
