@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CORE_INSTALLED := $(VENV)/.core-installed
 INSTALLED := $(VENV)/.installed
 
 # Tests start hundreds of processes: without bytecode each would compile the sources again, in 0.2 s of CPU time.
@@ -18,21 +19,28 @@ venv: $(INSTALLED) ## Make the virtual environment with all that development nee
 
 # What is locked first, each file by its hash; then torch, whose builds differ from index to index, and what it needs of a
 # GPU, by version; docs/reference/dependencies.md says more.
-$(INSTALLED): pyproject.toml constraints.txt requirements.lock hatch_build.py
+$(CORE_INSTALLED): pyproject.toml constraints.txt core.lock hatch_build.py
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --require-hashes -r core.lock
+	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
+	@touch $@
+
+$(INSTALLED): $(CORE_INSTALLED) requirements.lock fleet/pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]' -e './fleet[dev]'
 	@touch $@
 
 # packages that are not locked: torch, and what only its builds for a GPU need
 UNLOCKED := torch triton $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand \
 	cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) $(addprefix cuda-,bindings pathfinder toolkit)
 
-lock: ## Choose the newest versions of what development needs, for requirements.lock.
+COMPILE := --quiet --universal --python-version 3.11 --generate-hashes -c constraints.txt --custom-compile-command "make lock" \
+	$(addprefix --no-emit-package ,$(UNLOCKED) phalanx)
+
+lock: ## Choose the newest versions of what development needs, for requirements.lock and core.lock.
 	test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install --quiet uv; }
-	build/uv/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --extra dev \
-		-c constraints.txt $(addprefix --no-emit-package ,$(UNLOCKED)) --custom-compile-command "make lock" \
-		-o requirements.lock pyproject.toml
+	build/uv/bin/uv pip compile $(COMPILE) --upgrade --extra dev -o requirements.lock pyproject.toml fleet/pyproject.toml
+	build/uv/bin/uv pip compile $(COMPILE) --extra build -c requirements.lock -o core.lock pyproject.toml
 
 audit: ## Look for known vulnerabilities in what is locked; where advisories cannot be reached, say so.
 	test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
@@ -46,8 +54,9 @@ audit: ## Look for known vulnerabilities in what is locked; where advisories can
 		test $$code = 0 || exit 1; \
 	done
 
-train: venv ## Train the example on real text, report on it, and let it write some text.
-	$(BIN)/phalanx train examples/gpt-python.yaml --run runs/gpt-python
+# Half of its steps, so that installing and training take three minutes on two cores.
+train: $(CORE_INSTALLED) ## Install Phalanx, train the example on real text, report on it, and let it write some text.
+	$(BIN)/phalanx train examples/gpt-python.yaml steps=150 --run runs/gpt-python
 	$(BIN)/phalanx report runs/gpt-python --html runs/gpt-python/report.html
 	$(BIN)/phalanx generate runs/gpt-python
 
@@ -55,19 +64,19 @@ train: venv ## Train the example on real text, report on it, and let it write so
 PYTEST_ON_BOTH_CORES := -m pytest -m "not slow" --durations 20 -n 2 --dist loadfile --no-loadscope-reorder
 
 test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/world tests/browser tests/unit
+	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/world fleet/tests/world tests/browser tests/unit fleet/tests/unit
 
 test-faults: venv ## Test that runs survive injected faults and damaged files: about as long as `make test`.
-	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz
+	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz fleet/tests/fuzz
 
 parity: venv ## Compare every parallelism with one process: pairs of models, precisions, optimizers, dropout and data.
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py
 
 test-all: venv ## Run all tests, also those that take minutes each.
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak fleet/tests
 
 test-cluster: venv ## Test on a real Slurm, Ray, Redfish, MQTT and Prometheus, made on this machine; Slurm needs root.
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest tests/cluster fleet/tests/cluster
 
 # PART=1 leaves out what is marked as slow: .ci/run has ten minutes for it.
 test-emulated: build/emulated/venv/.installed ## Test the GPU path on an emulated GPU; takes torch's CUDA build (4.7 GB).
@@ -98,35 +107,37 @@ chaos: venv ## Inject hundreds of faults of every kind into one recipe, and comp
 soak: venv ## Train random recipes under random faults for HOURS (2), and compare their digests; SEED is of the first.
 	PYTHONPATH=tests/helpers $(BIN)/python tests/soak/soak.py --hours $(or $(HOURS),2) $(if $(SEED),--seed $(SEED))
 
-fuzz: venv ## Run tests/fuzz for HOURS (2), each time with the next SEED (1), until one fails.
+fuzz: venv ## Run the fuzz tests for HOURS (2), each time with the next SEED (1), until one fails.
 	@echo "$(or $(HOURS),2) $(or $(SEED),1)" | grep -Eqx '[0-9]+(\.[0-9]+)? [0-9]+' || \
 		{ echo "error: HOURS=$(HOURS) SEED=$(SEED): expected numbers, such as HOURS=0.5 SEED=7" >&2; exit 64; }
 	@seed=$(or $(SEED),1); end=$$(( $$(date +%s) + $$(awk 'BEGIN { print int(3600 * $(or $(HOURS),2)) }') )); \
-	while FUZZ_SEED=$$seed $(BIN)/python -m pytest -q -x tests/fuzz || \
-			{ echo "again: FUZZ_SEED=$$seed $(BIN)/python -m pytest -x tests/fuzz"; exit 1; }; do \
+	while FUZZ_SEED=$$seed $(BIN)/python -m pytest -q -x tests/fuzz fleet/tests/fuzz || \
+			{ echo "again: FUZZ_SEED=$$seed $(BIN)/python -m pytest -x tests/fuzz fleet/tests/fuzz"; exit 1; }; do \
 		seed=$$(( seed + 1 )); [ $$(date +%s) -lt $$end ] || break; \
 	done; echo "no failure in the seeds below $$seed"
 
 structure: venv ## Print the figures of the code's structure beside their goals; ARGS=--list names what misses them.
 	$(BIN)/python tools/structure.py $(ARGS)
 
-lint: venv ## Check format, lint, types, layers and words.
+lint: venv ## Check format, lint, types, layers, words and the budgets of lines.
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/words.py
+	$(BIN)/python tools/structure.py --budgets
 
 format: venv ## Format the code and fix what ruff can fix.
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-docs: venv ## Write the reference pages that come from the code, and build the site into build/site.
+docs: venv ## Write the reference pages that come from the code, and build the sites into build/site and build/fleet-site.
 	$(BIN)/python tools/reference.py
 	$(MAKE) VENV=$(VENV) site
 
-site: venv ## Build the site into build/site; a broken link is an error.
+site: venv ## Build the sites into build/site and build/fleet-site; a broken link is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f fleet/mkdocs.yml
 
 bench: venv ## Run the benchmarks against their peers; tables go to docs/benchmarks.
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
@@ -144,4 +155,4 @@ gpu-session-kit: ## Download what benchmarks/gpu_session.py needs on a machine w
 
 clean: ## Remove what was built; the runs in runs/ and the virtual environment stay.
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks examples fleet -name __pycache__ -type d -prune -exec rm -rf {} +

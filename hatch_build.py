@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 NAME = "phalanx.cdx.json"
-DEVELOPMENT = frozenset({"dev", "bench"})
+DEVELOPMENT = frozenset({"build", "dev", "bench"})
 """Extras that are for who works on Phalanx."""
 
 

@@ -19,6 +19,7 @@ import importlib
 import itertools
 import os
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -47,11 +48,11 @@ from loop_overhead import (
 )
 from phalanx.data import open_data
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
-from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError
+from phalanx.jobs.agent.trial_workers import TrialWorkers, WorkersFailedError
 from phalanx.recipe import Recipe, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases
-from phalanx.run.process_messages import Command
+from phalanx.run.process_messages import Command, SendSignal
 
 PHALANX_NAME = "Phalanx"
 PEER_LOOPS = {PLAIN: plain, "Fabric": fabric, "Accelerate": accelerate}
@@ -109,12 +110,14 @@ def peers(cores: int) -> list[CpuCompetitor]:
 
 def train_phalanx(payload: dict[str, Any]) -> None:
     """`phalanx train`'s worker, but for the optimizer of the rungs below `fused`."""
-    from phalanx.train.optim import factory
+    from phalanx.train.optim import container
     from phalanx.train.worker import run_worker
 
     silence_output()
     if not payload["fused"]:
-        factory._build_adamw = lambda groups, spec: torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=False)
+        container._build_adamw = lambda groups, spec: torch.optim.AdamW(
+            groups, lr=spec.lr, betas=spec.betas, fused=False
+        )
     run_worker({"run": payload["folder"], "folder": payload["folder"]})
 
 
@@ -176,13 +179,28 @@ def train_peer(payload: dict[str, Any]) -> None:
 # ---- turns
 
 
+class PausedWorkers(TrialWorkers):
+    """Workers that are stopped (SIGSTOP) between their turns."""
+
+    def start(self, fork_server: ForkServerClient) -> None:
+        super().start(fork_server)
+        fork_server.send(SendSignal(signal=int(signal.SIGSTOP)))
+
+    def run_for(self, seconds: float) -> list[StepDone]:
+        """Whole steps of a turn but for the first, since caches hold data of other contenders."""
+        self._fork_server.send(SendSignal(signal=int(signal.SIGCONT)))
+        steps = self.measure_steps(seconds, min_steps=4)
+        self._fork_server.send(SendSignal(signal=int(signal.SIGSTOP)))
+        return steps[1:]
+
+
 def compete(
     contenders: list[CpuCompetitor], size: str, options: argparse.Namespace, folder: Path, dataset: Path, cores: int
 ) -> tuple[dict[CpuCompetitor, list[list[float]]], dict[CpuCompetitor, str]]:
     """Seconds of steps of every contender by rounds, and why some have none."""
     rounds: dict[CpuCompetitor, list[list[float]]] = {}
     failed: dict[CpuCompetitor, str] = {}
-    worlds: dict[CpuCompetitor, PausableWorkers] = {}
+    worlds: dict[CpuCompetitor, PausedWorkers] = {}
     with contextlib.ExitStack() as stack:
         for number, contender in enumerate(contenders):
             run = Run(folder / f"{size}-{number}")
@@ -191,10 +209,10 @@ def compete(
             function = "train_phalanx" if contender.name == PHALANX_NAME else "train_peer"
             payload = {"folder": str(run.path), "name": contender.name, "fused": contender.fused}
             command = Command(function=f"{Path(__file__).stem}:{function}", payload=payload)
-            nursery = stack.enter_context(ForkServerClient())
-            world = PausableWorkers(nursery, run, contender.processes, command)
+            fork_server = stack.enter_context(ForkServerClient())
+            world = PausedWorkers(run.logs, contender.processes, command)
             try:
-                world.start()
+                world.start(fork_server)
             except WorkersFailedError as error:
                 failed[contender] = str(error)
                 print(f"{contender.name}, {contender.label}: {error}", file=sys.stderr, flush=True)

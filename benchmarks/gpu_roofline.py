@@ -46,7 +46,7 @@ def bytes_of_a_step(case: gpu.Case) -> float:
     from torch._inductor.runtime import triton_heuristics
 
     from phalanx.models import transformer
-    from phalanx.train.distributed.compile import compile_blocks
+    from phalanx.train.distributed.parallelize import compile_blocks
     from phalanx.train.ops.blocks import find_blocks
     from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts
 

@@ -26,11 +26,10 @@ from typing import Any
 
 import gpu
 from loop_overhead import make_dataset
-from phalanx.fleet.telemetry.local_sources import open_local_sources
-from phalanx.fleet.telemetry.sample import NodeSample
-from phalanx.fleet.telemetry.sampler import NodeSampler, SamplingThread
 from phalanx.run import EventTail
 from phalanx.run.event_types import StepDone
+from phalanx.telemetry.record import NodeSampler, SamplingThread, open_local_sources
+from phalanx.telemetry.sample import NodeSample
 
 WINDOW_S = 4.0
 """Seconds of sampling, then as many without."""
@@ -108,7 +107,7 @@ def effect(task: dict[str, Any], folder: Path, patience: float, environment: Map
 
 
 def watch(run: Path, step: int, environment: Mapping[str, str], alive: Callable[[], bool]) -> dict[str, Any]:
-    """Once a run with PHALANX_METRICS_PORT has done `step`: its agent's metrics, `phalanx fleet`, and the live page."""
+    """Once a run with PHALANX_METRICS_PORT has done `step`: its agent's metrics, and the live page."""
     tail, done = EventTail(run / "events.jsonl"), 0
     while alive() and done < step:
         done = max([done, *(event.step for event in tail.read() if isinstance(event, StepDone))])
@@ -116,14 +115,7 @@ def watch(run: Path, step: int, environment: Mapping[str, str], alive: Callable[
     if done < step:
         return {"failed": f"the run ended at step {done}"}
     found: dict[str, Any] = {"agent_metrics": values_of(ask(METRICS_PORT, "/metrics"))}
-    for name, arguments in (("show", ["show", "--json"]), ("show_text", ["show"]), ("ls", ["ls"])):
-        command = [sys.executable, "-m", "phalanx", "fleet", *arguments]
-        begun = time.monotonic()
-        answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=ASK_S, check=False)
-        found[name] = {"exit": answer.returncode, "seconds": time.monotonic() - begun}
-        found[name]["output"] = (answer.stdout + answer.stderr)[-4000:]
     command = [sys.executable, "-m", "phalanx", "serve", str(run.parent), "--no-token", "--port", str(SERVE_PORT)]
-    command += ["--agent-port", str(METRICS_PORT)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
         begun = time.monotonic()
@@ -131,7 +123,6 @@ def watch(run: Path, step: int, environment: Mapping[str, str], alive: Callable[
         found["serve_s"] = time.monotonic() - begun
         if link := re.search(r'href="(/run/[^"]+)"', pages["runs"]):
             pages["run"] = ask(SERVE_PORT, link[1])
-        pages["nodes"] = ask_stream(SERVE_PORT, "/stream/nodes")
         found["serve_metrics"] = values_of(ask(SERVE_PORT, "/metrics"))
         found["pages"] = {name: words_of(page) for name, page in pages.items()}
     finally:
@@ -149,18 +140,6 @@ def ask(port: int, path: str) -> str:
             return str(answer.read().decode())
     except OSError as error:
         return f"no answer: {error}"
-
-
-def ask_stream(port: int, path: str, seconds: float = 8.0) -> str:
-    """What server-sent events say in so many seconds."""
-    lines, end = [], time.monotonic() + seconds
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=seconds) as answer:
-            while time.monotonic() < end and (line := answer.readline()):
-                lines.append(line.decode())
-    except OSError as error:
-        lines.append(f"no answer: {error}")
-    return "".join(lines)
 
 
 def wait_for(port: int, path: str, server: "subprocess.Popen[str]") -> str:

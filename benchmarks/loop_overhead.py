@@ -48,9 +48,8 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.data import open_data, prepare_source
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent
-from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
-from phalanx.observe.progress import make_display
-from phalanx.observe.run_progress import read_run_facts
+from phalanx.jobs.agent.leader_state import RecoveryPolicy
+from phalanx.observe.progress import make_display, read_run_facts
 from phalanx.recipe import Recipe, data_schema, dump_recipe, load_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted
@@ -238,7 +237,9 @@ def phalanx(job: LoopTask, folder: Path, report: Reporter) -> tuple[nn.Module, S
     def steps() -> Steps:  # the trainer's loop, with a pause after each step
         with trainer._open_batches() as batches:
             while not trainer.is_done:
-                trainer.after_step(trainer.train_step(trainer._next_micro_batches(batches)))
+                micro_batches, lr = trainer._next_micro_batches(batches), trainer._learning_rate
+                trainer.train_step.accumulate(trainer.train_state.step + 1, micro_batches)
+                trainer.end_step(trainer.train_step.apply(trainer.train_step.reduce(), lr), lr)
                 yield
 
     return parts.model, steps()
@@ -478,8 +479,8 @@ def run_comparison(recipe: Recipe, world: int, options: argparse.Namespace, fold
     command = Command(function=f"{Path(__file__).stem}:contend", payload=payload)
     display = make_display(io.StringIO(), recipe.steps, read_run_facts(run))
     with (
-        ForkServerClient() as nursery,
-        LeaderAgent(run, nursery, display.show_event, RecoveryPolicy(1)) as agent,
+        ForkServerClient() as fork_server,
+        LeaderAgent(run, fork_server, display.show_event, RecoveryPolicy(1)) as agent,
     ):
         outcome = agent.supervise(world, command, 0)
     display.close()

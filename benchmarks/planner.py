@@ -23,8 +23,8 @@ import numpy as np
 
 from phalanx.cluster import load_cluster
 from phalanx.errors import UsageError
+from phalanx.planner.device_costs import stack_by_name
 from phalanx.planner.scenario import Scenario
-from phalanx.planner.stacks import stack_by_name
 from phalanx.recipe.schema import Parallelism
 from pictures import scatter
 from planner_validation import convnet_predictions

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planner import stacks
+from phalanx.planner import device_costs
 from planner import language_runs
 from planner_validation.fit_constants import fit_map
 from planner_validation.llm_predictions import predict_step_seconds
@@ -124,7 +124,7 @@ def fitted(pool: ProcessPoolExecutor, rows: Sequence[int]) -> dict[str, float]:
     chosen = _sampled(rows)
     groups = [_group(_rows[at][0], _rows[at][2]) for at in chosen]
     weights = np.array([min(1.0, 4.0 / groups.count(group)) for group in groups])
-    names = {name: prior for name in stacks.list_constants() if (prior := _prior(name)) is not None}
+    names = {name: prior for name in device_costs.list_constants() if (prior := _prior(name)) is not None}
     usual = np.log([centre for centre, _ in names.values()])
     measured = np.log([_rows[at][1].measured for at in chosen])
 
@@ -171,7 +171,7 @@ def _predict(constants: Constants, rows: Sequence[int]) -> list[float]:
 @contextmanager
 def _using(constants: Constants) -> Any:
     """Other constants than those of the file."""
-    shipped = stacks.load_stack_data
+    shipped = device_costs.load_stack_data
     changed = deepcopy(shipped())
     for name, value in constants.items():
         *way, last = name.split(".")
@@ -182,11 +182,11 @@ def _using(constants: Constants) -> Any:
             inner[:] = [min(LARGEST, value), min(LARGEST, BACKWARD * value)]
         else:
             inner[last] = min(LARGEST, value) if last == "tensor_hidden" else value
-    stacks.load_stack_data = lambda: changed  # type: ignore[assignment]
+    device_costs.load_stack_data = lambda: changed  # type: ignore[assignment]
     try:
         yield
     finally:
-        stacks.load_stack_data = shipped
+        device_costs.load_stack_data = shipped
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from phalanx.autoconfig.predict import load_calibrated_cluster, predict_step
+from phalanx.autoconfig.resolve import load_calibrated_cluster, predict_step
 from phalanx.cluster import Cluster, discover_machine
-from phalanx.cluster.calibration import reference_slowdown
-from phalanx.cluster.calibration.reference_gemm import RunInProcess
-from phalanx.cluster.health.check_process import CheckProcess
+from phalanx.cluster.calibration.timing import RunInProcess, time_reference_gemm
+from phalanx.cluster.health.checks.matmul import baseline_seconds
+from phalanx.cluster.health.runner import CheckProcess
 from phalanx.errors import UsageError
 from phalanx.recipe import load_resolved_recipe
 from phalanx.run import read_events
@@ -142,11 +142,10 @@ def wait_until_idle(local_cluster: Cluster, elsewhere: RunInProcess) -> float:
 
 def measure_slowdown(local_cluster: Cluster, elsewhere: RunInProcess) -> float:
     """By what share the reference product takes longer now than in the probe."""
-    assert local_cluster.measured is not None
-    share = reference_slowdown(discover_machine(), local_cluster.measured, elsewhere, REFERENCE_DURATION_S)
-    if share is None:
+    baseline = baseline_seconds(local_cluster.measured)
+    if baseline is None:
         raise UsageError("the probe has no reference product: run `phalanx calibrate` again")
-    return share
+    return float(time_reference_gemm(discover_machine(), elsewhere, REFERENCE_DURATION_S)["seconds"]) / baseline - 1
 
 
 if __name__ == "__main__":

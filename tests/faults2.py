@@ -277,7 +277,7 @@ FAULTS = {
         check_pipeline_evaluation, "timeout 300 phalanx train pp.yaml --nproc-per-node 4 --run runs/pp"
     ),
     "32-start-on-an-ordinary-cpu": Fault(tests=("tests/unit/autoconfig",)),
-    "fleet": Fault(tests=("tests/unit/fleet/test_power_faults.py", "tests/unit/fleet/thermal/test_response.py")),
+    "fleet": Fault(tests=("fleet/tests/unit/test_power_faults.py", "fleet/tests/unit/thermal/test_response.py")),
     "security": Fault(tests=("tests/unit/run", "tests/unit/jobs/agent")),
     "x1-model-args-of-wrong-type": Fault(check_model_args),
     "x2-omp-num-threads-ignored": Fault(check_threads),

@@ -1,7 +1,8 @@
 """Write the reference pages that come from the code: `python tools/reference.py` (part of `make docs`).
 
 In docs/reference: cli.md from the command line's own parser, python.md from docstrings, recipe.md from the schema,
-events.md from the dataclasses. A test fails when one of them is stale.
+events.md from the dataclasses. In fleet/docs/reference: cli.md of what phalanx-fleet adds. A test fails when one of
+them is stale.
 """
 
 import dataclasses
@@ -13,14 +14,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx import recipe
+import typer
+from recipe_reference import render_recipe_reference
+
 from phalanx.cli.main import _make_app
+from phalanx.cli.serve import make_serve_command
 from phalanx.errors import ExitCode
 from phalanx.jobs.backends.options import OPTION_CLASSES, list_option_help
 from phalanx.run import event_types
 from phalanx.run.events import EVENT_TYPES
 
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+FLEET_FOLDER = ROOT / "fleet" / "docs" / "reference"
 MADE_BY = "This page is made from the code by `make docs`."
 
 PYTHON_API = (
@@ -83,9 +89,25 @@ def cli_page() -> str:
     return "\n".join(parts)
 
 
-def _commands(group: Any, context: Any, path: str) -> Iterator[str]:
-    for name in group.list_commands(context) or []:
-        command = group.get_command(context, name)
+def fleet_cli_page() -> str:
+    """Return cli.md of phalanx-fleet: its commands, and its options of `phalanx serve`."""
+    from phalanx_fleet.commands import COMMANDS
+    from phalanx_fleet.pages import make_pages
+
+    root: Any = _make_app()
+    context = root.make_context("phalanx", [], resilient_parsing=True)
+    parts = [f"# Command line\n\n{MADE_BY} `--help` of each command prints the same.\n"]
+    parts += _commands(root, context, "phalanx", list(COMMANDS))
+    own, command = _serve_command(()), _serve_command((make_pages,))
+    command.params = command.params[len(own.params) :]
+    parts.append("## Options of phalanx serve\n")
+    parts += _option_table(command, command.make_context("serve", [], resilient_parsing=True))
+    return "\n".join(parts)
+
+
+def _commands(group: Any, context: Any, path: str, names: list[str] | None = None) -> Iterator[str]:
+    for name in names or group.list_commands(context) or []:
+        command = _serve_command(()) if name == "serve" else group.get_command(context, name)
         if command.hidden:
             continue
         below = command.make_context(name, [], parent=context, resilient_parsing=True)
@@ -99,6 +121,13 @@ def _commands(group: Any, context: Any, path: str) -> Iterator[str]:
         level = "##" if path == "phalanx" else "###"
         yield f"{level} {full}\n\n```text\n{usage}\n```\n\n{text}\n"
         yield from _option_table(command, below)
+
+
+def _serve_command(makers: tuple[Any, ...]) -> Any:
+    """`phalanx serve` with the options of these pages only, whatever is installed."""
+    app = typer.Typer()
+    app.command("serve")(make_serve_command(makers))
+    return typer.main.get_command(app)
 
 
 def _backend_options() -> Iterator[str]:
@@ -256,7 +285,7 @@ def _fields(thing: Any, without: tuple[str, ...] = ()) -> Iterator[str]:
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli_page,
     "python.md": python_page,
-    "recipe.md": recipe.render_recipe_reference,
+    "recipe.md": render_recipe_reference,
     "events.md": events_page,
 }
 """How each page is made."""
@@ -265,6 +294,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def main() -> int:
     for name, make in PAGES.items():
         (FOLDER / name).write_text(make())
+    (FLEET_FOLDER / "cli.md").write_text(fleet_cli_page())
     return 0
 
 

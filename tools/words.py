@@ -32,7 +32,7 @@ BANNED = read_list()
 TEXT = re.compile(
     r"(?<![\w-])(" + "|".join(phrase.replace("-", r"[\s-]+") for phrase in BANNED["text"]) + r")(?![\w-])", re.I
 )
-SKIPPED = ("docs/benchmarks/notes/",)
+SKIPPED = ("docs/benchmarks/notes/", "fleet/docs/benchmarks/notes.md")
 """Diaries: they quote what was printed then."""
 ALLOWED_MARK = "# words: allow"
 """Ends a line of code with a string that must not change, such as a part of a hash key."""
@@ -91,11 +91,13 @@ def _name_words(path: Path, line: int, name: str) -> Iterator[Found]:
 
 
 def all_words(root: Path = ROOT) -> list[Found]:
-    """Banned words of src, docs, the README and the change log."""
+    """Banned words of both packages, their docs, READMEs and the change log."""
     found: list[Found] = []
-    for path in sorted((root / "src").rglob("*.py")):
-        found += python_words(path, path.read_text())
-    pages = [*sorted((root / "docs").rglob("*.md")), *sorted(root.glob("*.md"))]
+    for package in (root / "src", root / "fleet" / "src"):
+        for path in sorted(package.rglob("*.py")):
+            found += python_words(path, path.read_text())
+    pages = [*(root / "docs").rglob("*.md"), *(root / "fleet").rglob("*.md"), *root.glob("*.md")]
+    pages.sort()
     for path in pages:
         if not str(path.relative_to(root)).startswith(SKIPPED):
             found += text_words(path, 1, path.read_text(), "docs")

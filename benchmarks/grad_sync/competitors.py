@@ -22,17 +22,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from links import RENDEZVOUS_PORT, address
-from phalanx.recipe import Recipe
 from phalanx.recipe.schema import OuterOptimizerConfig
-from phalanx.run import Event
-from phalanx.train.distributed.environment import DistEnv as Worker
 from phalanx.train.grad_sync import BucketedReducer
-from phalanx.train.grad_sync.autoselect import GradSyncSelector
 from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
-from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD
-from phalanx.train.local_sgd.sync_schedule import SyncSchedule
-from phalanx.train.step_timer import HostStepTimer
-from phalanx.train.train_state import TrainState
+from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD, SyncSchedule
 from rate_limited import RateLimitedModel
 
 BYTES_PER_MIB = 2**20
@@ -104,46 +97,6 @@ def phalanx_strategy(model: RateLimitedModel, turn_info: TurnInfo, **keywords: A
         exchange.end_backward()
         exchange.reduce_gradients()
 
-    return Competitor(step, partial(_gradients, model), scale=float(turn_info.world_size), close=exchange.close)
-
-
-def phalanx_auto(model: RateLimitedModel, turn_info: TurnInfo, **keywords: Any) -> Competitor:
-    """What `grad_sync.algorithm: auto` has chosen under `determinism: off`, at this pace, before the steps that
-    count."""
-    recipe = Recipe.model_validate({"determinism": "off", "parallelism": {"replicate": turn_info.world_size}})
-    exchange = BucketedReducer(
-        list(model.parameters()),
-        rank=turn_info.rank,
-        world_size=turn_info.world_size,
-        micro_batches=turn_info.world_size,
-        is_elastic=False,
-        **keywords,
-    )
-    watch, progress = HostStepTimer(), TrainState()
-
-    def tell(event: Event) -> None:
-        if turn_info.rank == 0:
-            print(event, flush=True)
-
-    choosing = GradSyncSelector(recipe, Worker(turn_info.rank, turn_info.world_size), exchange, 1, progress, tell)
-
-    def step() -> None:
-        watch.start()
-        model.zero_grad()
-        exchange.begin_backward(turn_info.rank)
-        loss = model()
-        watch.lap("forward")
-        loss.backward()
-        exchange.end_backward()
-        watch.lap("backward")
-        exchange.reduce_gradients()
-        watch.lap("grad_sync")
-
-    while not progress.grad_sync_selection.is_final:
-        step()
-        choosing.record_step(*watch.stop())
-        progress.step += 1
-        choosing.select_if_due()
     return Competitor(step, partial(_gradients, model), scale=float(turn_info.world_size), close=exchange.close)
 
 
@@ -315,7 +268,6 @@ NO_SYNC = "none"
 PHALANX_COMPETITORS: dict[str, Callable[[RateLimitedModel, TurnInfo], Competitor]] = {
     "all-reduce": phalanx_strategy,
     "all-reduce-1mib": partial(phalanx_strategy, bucket_bytes=BYTES_PER_MIB),
-    "auto-1mib": partial(phalanx_auto, bucket_bytes=BYTES_PER_MIB),
     "replicas": partial(phalanx_strategy, is_elastic=True),
     "replicas-1mib": partial(phalanx_strategy, is_elastic=True, bucket_bytes=BYTES_PER_MIB),
     **{

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 from phalanx.cluster import catalog
+from phalanx.cluster.catalog import get_entry, list_names
 from phalanx.cluster.spec import AcceleratorSpec, NodeSpec, Precision
 from phalanx.errors import RecipeError
 from planner_validation.cells import CannotPredict, Row
@@ -180,7 +181,7 @@ def find_network(row: Row, device: AcceleratorSpec, devices: int) -> DeviceNetwo
     link or rate that it names as well. Ethernet of 10 Gb/s and PCIe 3 where nobody knows."""
     said = row.get("interconnect", "")
     node = _find_node(said, row.get("gpu", "")) or _default_node(device.name)
-    inside, outside, latency = catalog.find_link("PCIe 3").gbps, catalog.find_link("Ethernet 10").gbps, (1e-6, 5e-6)
+    inside, outside, latency = find_link("PCIe 3").gbps, find_link("Ethernet 10").gbps, (1e-6, 5e-6)
     count, cores = 8, None
     if node is not None:
         count, cores = node.count, node.cores
@@ -227,14 +228,30 @@ def _find_node(text: str, device: str) -> NodeSpec | None:
 
 
 @cache
-def _find_links(text: str) -> tuple[catalog.LinkKind, ...]:
-    found = (_look_up_or_none(catalog.find_link, phrase) for phrase in _word_groups(text))
+@dataclass(frozen=True)
+class LinkKind:
+    """A kind of link: GB/s one way, latency of the smallest message, kind of network within a node."""
+
+    name: str
+    gbps: float
+    latency_us: float | None = None
+    kind: str | None = None
+
+
+def find_link(name: str) -> LinkKind:
+    """Return the link of this name in the catalog. Raises RecipeError if there is none."""
+    entry = get_entry("links", name)
+    return LinkKind(entry.name, **entry.values)
+
+
+def _find_links(text: str) -> tuple[LinkKind, ...]:
+    found = (_look_up_or_none(find_link, phrase) for phrase in _word_groups(text))
     return tuple(one for one in found if one is not None)
 
 
 @cache
 def _default_node(name: str) -> NodeSpec | None:
-    nodes = (catalog.find_node(name) for name in catalog.list_names("nodes"))
+    nodes = (catalog.find_node(name) for name in list_names("nodes"))
     return next((node for node in nodes if node.accelerator.name == name), None)
 
 

@@ -1,8 +1,8 @@
 """Replay of published runs of language models: a prediction beside each row of a table.
 
 Each row's model is built from its shape and followed, divided as the row says over the hardware that it names, and its
-step simulated. What software does is that of its stack (`planner/stacks.py`). Rows with 1 in a column `calibrate` may
-move the constants of their source and accelerator (`fit_constants.py`); no row has a constant of its own.
+step simulated. What software does is that of its stack (`planner/device_costs.py`). Rows with 1 in a column `calibrate`
+may move the constants of their source and accelerator (`fit_constants.py`); no row has a constant of its own.
 """
 
 import math
@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.planner.device_costs import device_costs_for_stack
 from phalanx.planner.memory import estimate_memory
 from phalanx.planner.scenario import Scenario
-from phalanx.planner.stacks import device_costs_for_stack
 from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from planner_validation.cells import CannotPredict, Row
 from planner_validation.fit_constants import MeasuredRun, fit_stack_constants, scale_stack

@@ -14,10 +14,10 @@ from phalanx.cluster.catalog import find_accelerator
 from phalanx.cluster.spec import Cluster, ScaleOutNetwork
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
+from phalanx.planner.device_costs import load_stack_data, stack_by_name
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario, SoftwareStack
-from phalanx.planner.stacks import load_stack_data, stack_by_name
-from phalanx.planner.trace import build_on_meta, language_modeling_forward, profile_model
+from phalanx.planner.trace.trace_model import build_on_meta, language_modeling_forward, profile_model
 from phalanx.recipe.schema import Parallelism
 from planner_validation.cells import CannotPredict
 from planner_validation.llm_rows import DecoderShape, PublishedRun, largest_divisor

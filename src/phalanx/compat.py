@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -58,14 +59,6 @@ def reduce_scatter_into(
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(part, whole, group=group, async_op=not wait)
     return work
-
-
-def clear_dtensor_mesh_cache() -> None:
-    """Have DTensor forget what it has worked out on any mesh, which keeps the mesh and its groups, with their threads
-    and connections, alive."""
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
 
 
 def fake_tensor_mode(symbols: bool = True) -> "AbstractContextManager[object]":
@@ -172,6 +165,28 @@ def causal_lower_right(queries: int, keys: int) -> "torch.Tensor":
 
     with _disable_current_modes():
         return bias.causal_lower_right(queries, keys)
+
+
+def is_attention_bias(mask: object) -> bool:
+    """Return whether a mask is a bias of torch.nn.attention. Nothing is imported for a mask that cannot be one."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
+def attend_with_bias(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    bias: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> "torch.Tensor":
+    """Compute scaled_dot_product_attention with a bias of torch.nn.attention. torch's own function takes such a bias
+    for a mask without values while another function stands in for it in torch.nn.functional."""
+    result: torch.Tensor = type(bias)._dispatch(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
+    return result
 
 
 def observe_operations(on_result: "Callable[[Any], None]") -> "AbstractContextManager[object]":

@@ -1,24 +1,16 @@
 """Waits with a deadline that report from time to time that they still wait."""
 
-import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from phalanx.std_streams import escape_control_chars
-
-if TYPE_CHECKING:
-    import psutil
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two looks at what is waited for."""
 REPORT_INTERVAL_S = 30.0
 """Seconds between two reports of a wait."""
-RESUME_AFTER_CHECKS = 4
-"""Looks, one each second, after which processes of ours that were stopped are continued. They are counted, and
-not seconds, since a scheduler that suspends a job stops this process, too, and then continues all."""
 MAX_COUNTED_INTERVAL_S = 5.0
 """Seconds that count between two looks, at most: in the rest this process was stopped, and probably what it
 waits for as well."""
@@ -66,25 +58,3 @@ class Deadline:
             limit_text = f", for {self.limit_s:.0f} s at most" if math.isfinite(self.limit_s) else ""
             self._report(f"still waiting for {self.what} after {self.waited_s:.0f} s{limit_text}")
         return False
-
-
-def find_stopped(pids: Iterable[int]) -> "list[psutil.Process]":
-    """Those of these processes that were stopped by a signal; not by a debugger, which no signal continues."""
-    import psutil  # it takes longer than all else here, and nothing may ever have to be waited for
-
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if process.status() == psutil.STATUS_STOPPED:
-                found.append(process)
-    return found
-
-
-def resume_processes(processes: "Iterable[psutil.Process]") -> None:
-    """Continue processes that were stopped."""
-    import psutil
-
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.resume()

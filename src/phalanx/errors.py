@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
     DATA = 65  # bad data: a shard or checkpoint that is missing, torn or not what its manifest says
     UNFINISHED = 75  # saved and stopped before the end: start me again
     UNFIT_NODE = 77  # this node is unfit: start me elsewhere
-    RECIPE = 78  # bad recipe, a source that matches no file, or a budget that is used up
+    RECIPE = 78  # bad recipe, or a source that matches no file
     GAVE_UP = 93  # no progress in three attempts: do not restart
 
 

@@ -1,7 +1,10 @@
 """Numbers as people read them: short, with units. Every function takes None or NaN and then says "not measured"."""
 
 import math
+import os
 import signal
+from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 
 NOT_MEASURED_TEXT = "not measured"
@@ -109,3 +112,18 @@ def format_timestamp(t: float | None) -> str:
         if t is None
         else datetime.fromtimestamp(t).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
     )
+
+
+def shorten_paths(paths: Sequence[str]) -> list[str]:
+    """Return of each path the shortest tail that no other path has: [x/a, y/a, y/b] -> [x/a, y/a, b]. Equal paths stay
+    equal."""
+    parts = {path: tuple(os.path.normpath(path).split(os.sep)) for path in paths}
+    names: dict[str, str] = {}
+    length = 0
+    while len(names) < len(parts):
+        length += 1
+        counts = Counter(each[-length:] for each in set(parts.values()))
+        for path, each in parts.items():
+            if path not in names and (counts[each[-length:]] == 1 or length >= len(each)):
+                names[path] = os.sep.join(each[-length:])
+    return [names[path] for path in paths]

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import Page
 from PIL import Image
 
-from make_run import Maker, healthy, troubled
+from chromium import Page
+from make_run import healthy, troubled
 from phalanx.observe.compare import compare_runs, render_comparison_html
 from phalanx.observe.history import read_history
 from phalanx.observe.html_report.report import render_report_html
@@ -60,12 +60,6 @@ def test_the_report_of_a_troubled_run_renders_without_network_or_complaint(page:
     assert page.evaluate("document.querySelectorAll('.advice li').length") >= 4
 
 
-def test_the_report_of_a_run_that_has_only_started_renders_too(page: Page, tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    assert_renders_alone(page, write_report(maker.path))
-
-
 def test_a_comparison_renders_without_network_or_complaint(page: Page, tmp_path: Path) -> None:
     runs = [Run(healthy(tmp_path / name, seed=seed)) for seed, name in enumerate(("a", "b"))]
     path = tmp_path / "compare.html"
@@ -88,28 +82,9 @@ def test_the_pointer_over_a_plot_shows_the_values_there(page: Page, tmp_path: Pa
     assert page.messages == []
 
 
-def test_a_chart_shows_newer_values_without_a_new_page(page: Page, tmp_path: Path) -> None:
-    page.open(write_report(healthy(tmp_path / "run")))
-    page.evaluate(
-        """
-        const figure = document.querySelector("figure.wide");
-        const json = JSON.parse(figure.querySelector("script").textContent);
-        figure.querySelector(".canvas").replaceChildren();
-        const live = phalanxCharts.draw(figure, json);
-        json.series[0].y[0] = 7.5;
-        live.update(json);
-        """
-    )
-    assert page.evaluate("live.plot.data[1][0]") == 7.5
-    page.evaluate("json.series.pop(); json.log = true; live.update(json)")
-    assert page.evaluate("live.plot.series.length") == 3
-    assert page.evaluate("figure.querySelectorAll('canvas').length") == 1
-    assert page.messages == []
-
-
 def test_dark_mode_is_dark_and_a_phone_needs_no_sideways_scrolling(page: Page, tmp_path: Path) -> None:
     page.open(write_report(troubled(tmp_path / "run")))
-    page.dark()
+    page.prefer_colors("dark")
     corner = Image.open(io.BytesIO(page.picture())).convert("L").getpixel((3, 3))
     assert isinstance(corner, int)
     assert corner < 60

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from checkpoints import kept
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointFailed, CheckpointSaved, StepDone
@@ -19,15 +20,6 @@ QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}
 """Checkpoints at steps 4, 8 and 12, none for being the best."""
 SLOW = plan_fault(1, "slow", delay=0.03)
 """Steps so slow that a save is done before the next is due."""
-
-
-def kept(run: Run) -> list[int]:
-    """Steps of the checkpoints, each verified; nothing else lies beside them."""
-    checkpoints = list_checkpoints(run.checkpoints)
-    for checkpoint in checkpoints:
-        verify_checkpoint(checkpoint)
-    assert {path.name for path in run.checkpoints.iterdir()} - {"best.json"} == {path.name for path in checkpoints}
-    return [parse_step(checkpoint) for checkpoint in checkpoints]
 
 
 def failed(ended: HarnessRun) -> list[int]:

@@ -1,4 +1,4 @@
-"""The agent, the nursery or the store is killed: nothing outlives the run, and the next start ends in the same bits."""
+"""The agent, the fork server or the store is killed: nothing outlives the run; the next start has the same bits."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_nothing_outlives_a_run_whose_worker_crashed_nor_one_that_gave_up(lab: T
     assert ended.digest == lab.train_reference({}, 2).digest
 
 
-def test_a_killed_nursery_ends_the_run_with_a_message_and_it_can_be_started_again(lab: TrainHarness) -> None:
+def test_a_killed_fork_server_ends_the_run_with_a_message_and_it_can_be_started_again(lab: TrainHarness) -> None:
     run = lab.new_run()
     write_faults(run, [plan_fault(1, "slow", delay=0.12), plan_fault(7, "block")])
     with lab.start("train", lab.recipe_file({}), "--run", run.path, "--nproc-per-node", "2") as process:
@@ -112,7 +112,7 @@ def test_a_store_that_is_killed_while_workers_get_ready_costs_seconds(lab: Train
     assert time.monotonic() - begun < 30
 
 
-def test_a_nursery_that_is_killed_before_the_first_step_ends_the_command_with_75(lab: TrainHarness) -> None:
+def test_a_fork_server_that_is_killed_before_the_first_step_ends_the_command_with_75(lab: TrainHarness) -> None:
     run = lab.new_run()
     with lab.start("train", lab.recipe_file({}), "--run", run.path) as process:
         wait_until(lambda: len(psutil.Process(process.pid).children()) > 0)
@@ -123,7 +123,7 @@ def test_a_nursery_that_is_killed_before_the_first_step_ends_the_command_with_75
     assert "Traceback" not in errors
 
 
-def test_workers_end_between_runs_of_one_nursery(lab: TrainHarness) -> None:
+def test_workers_end_between_runs_of_one_fork_server(lab: TrainHarness) -> None:
     """Also that several runs of several workers can share one: their meetings do not mix."""
     for nproc in (2, 3, 2):
         ended = lab.train({}, nproc, faults=[plan_fault(3, ranks=[0])])

@@ -1,11 +1,9 @@
 """Several agents, one for each node, here all on one machine: one of them, its machine or its network is lost, and the
 run ends in the same bits."""
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +11,11 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
-from phalanx.run import Run
 from phalanx.run.event_types import HangDetected, RunWarning, WorkerFailure
+from run_nodes import Nodes, make_nodes
 from train_harness import (
     HarnessRun,
     TrainHarness,
-    Values,
     count_steps,
     list_live_workers,
     plan_fault,
@@ -27,42 +24,9 @@ from train_harness import (
 )
 
 
-class Nodes:
-    """The nodes of one run. `start(0)` is the leading one."""
-
-    def __init__(self, lab: TrainHarness, run: Run, token: Path, changes: Values):
-        self.count = 2
-        self.lab, self.run, self.token, self.changes = lab, run, token, changes
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.stack = contextlib.ExitStack()
-
-    def start(self, node: int, token: Path | None = None, **more: str) -> "subprocess.Popen[str]":
-        variables = {"PHALANX_NUM_NODES": str(self.count), "PHALANX_NODE_RANK": str(node)}
-        variables["PHALANX_LEADER_ADDR"] = f"127.0.0.1:{self.port}"
-        variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
-        variables |= more
-        recipe = self.lab.recipe_file(self.changes)
-        words = ("train", recipe, "--run", self.run.path, "--nproc-per-node", "1")
-        return self.stack.enter_context(self.lab.start(*words, variables=variables))
-
-    def end(
-        self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60
-    ) -> HarnessRun:
-        """How the run ended; the members end with its code."""
-        _, errors = leader.communicate(timeout=seconds)
-        for member in members:
-            out, said = member.communicate(timeout=20)
-            assert member.returncode == leader.returncode, (errors, out, said)
-        return HarnessRun(self.run, leader.returncode, errors)
-
-
 @pytest.fixture
 def nodes(lab: TrainHarness, tmp_path: Path) -> Iterator[Nodes]:
-    token = tmp_path / "token"
-    token.write_text("0123456789abcdef" * 4)
-    token.chmod(0o600)
-    nodes = Nodes(lab, lab.new_run(), token, {})
+    nodes = make_nodes(lab, tmp_path)
     with nodes.stack:
         yield nodes
 

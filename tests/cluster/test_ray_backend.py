@@ -18,10 +18,11 @@ import pytest
 
 from backend_contract import BackendContract
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.nodes import NodeService
+from phalanx.jobs.backends.base import NodeService
 from phalanx.jobs.backends.ray.backend import RayBackend
-from phalanx.jobs.snapshot import snapshot_folder
 from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.run.event_types import AttemptStarted
+from train_harness import HarnessRun, TrainHarness, count_steps, plan_fault, write_faults
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 pytestmark = pytest.mark.filterwarnings("default")  # of Ray's client
@@ -75,6 +76,16 @@ def members(session: int) -> list[int]:
     return found
 
 
+def find_processes(variable: str) -> list[int]:
+    """The processes with this variable in their environment, such as NAME=value."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return found
+
+
 def until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
     deadline = time.monotonic() + patience
     while not (found := condition()):
@@ -94,8 +105,14 @@ def machines(address: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[RayBackend]:
-    gcs, dashboard, agent, client, second = free_ports(5)
+def ports() -> list[int]:
+    """Where the machines listen. The first two: where they join, and the dashboard."""
+    return free_ports(6)
+
+
+@pytest.fixture(scope="module")
+def engine(ports: list[int]) -> Iterator[RayBackend]:
+    gcs, dashboard, agent, client, second, _ = ports
     folder = Path("/tmp") / f"phalanx-ray-{os.getpid()}"  # short: it holds sockets
     address = f"http://127.0.0.1:{dashboard}"
     head = (f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}")
@@ -186,23 +203,15 @@ while True:
 @pytest.fixture(scope="module")
 def names(engine: RayBackend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Jobs that run at the same time, and their ids: starting one takes Ray some seconds."""
-    one_ends_badly = "import os, time; os.environ['PHALANX_NODE_RANK'] == '1' and exit(93); time.sleep(600)"
     wanted: dict[str, tuple[str, dict[str, Any]]] = {
         "meet": (MEET, {"num_nodes": 2}),
         "unfit": (UNFIT, {}),
         "both-unfit": ("raise SystemExit(77)", {"num_nodes": 2}),
-        "one-ends-badly": (one_ends_badly, {"num_nodes": 2}),
         "late": (SAVE, {"time_limit_s": 20.0}),
-        "large": ("pass", {"num_nodes": 3, "backend_options": {"patience": "2"}}),
-        "travels": ("import os; print(open('data.txt').read(), os.getcwd())", {"snapshot": True}),
     }
     found = {}
     for name, (script, fields) in wanted.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "data.txt").write_text("carried")
-        if fields.pop("snapshot", False):
-            fields["snapshot"] = snapshot_folder(folder)
-        found[name] = submit(engine, folder, script, name=name, **fields)
+        found[name] = submit(engine, tmp_path_factory.mktemp(name), script, name=name, **fields)
     return found
 
 
@@ -224,31 +233,11 @@ def test_where_there_is_no_other_machine_it_ends(engine: RayBackend, names: dict
     assert "no place for the job" in str(status.reason)
 
 
-def test_a_bad_end_takes_the_other_node_along(engine: RayBackend, names: dict[str, str]) -> None:
-    status = ended(engine, names["one-ends-badly"])
-    assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 93, 1), status.reason
-
-
 def test_a_job_saves_before_its_time_is_over(engine: RayBackend, names: dict[str, str]) -> None:
     status, lines = ended(engine, names["late"]), list(engine.read_logs(names["late"]))
     assert (status.state, status.exit_code) == (JobState.INTERRUPTED, 75), lines
     assert "saved" in lines
     assert "time limit" in str(status.reason)
-
-
-def test_a_job_for_which_there_is_no_room_says_so(engine: RayBackend, names: dict[str, str]) -> None:
-    status = ended(engine, names["large"])
-    assert (status.state, status.num_attempts) == (JobState.INTERRUPTED, 0)
-    assert "the job needs 3 nodes with 1 CPU, each on a separate machine; " in str(status.reason)
-    assert "fit on 2 machines" in str(status.reason)
-
-
-def test_the_folder_travels_when_it_is_asked_to(
-    engine: RayBackend, names: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    assert ended(engine, names["travels"]).state is JobState.DONE
-    (line,) = [line for line in engine.read_logs(names["travels"]) if line.startswith("carried")]
-    assert str(tmp_path_factory.getbasetemp()) not in line
 
 
 def test_a_cancelled_job_may_save_for_longer_than_ray_waits_of_itself(engine: RayBackend, tmp_path: Path) -> None:
@@ -262,58 +251,37 @@ def test_a_cancelled_job_may_save_for_longer_than_ray_waits_of_itself(engine: Ra
         engine.send_signal(name, signal.SIGUSR1)
 
 
-COUNT = """
-import os, pathlib, signal, sys, time
-state = pathlib.Path(f"steps-{os.environ['PHALANX_NODE_RANK']}")
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-first = int(state.read_text()) if state.exists() else 0
-last = first + 10 if first else 10**9  # it ends after a resume only, however slow the machine is
-for step in range(first + 1, last + 1):
-    time.sleep(0.1)
-    state.write_text(str(step))
-    if asked:
-        print("saved", step)
-        sys.exit(75)
-print("done after", first)
-"""
-
-
-def test_a_paused_job_saves_waits_without_machines_and_resumes(engine: RayBackend, tmp_path: Path) -> None:
-    ident = submit(engine, tmp_path, COUNT, name="paused", num_nodes=2, backend_options={"max-restarts": "0"})
-    until(lambda: engine.poll(ident).state is JobState.RUNNING, "it did not start")
-    until(lambda: all((tmp_path / f"steps-{node}").exists() for node in range(2)), "a node did no step")
-    assert not engine.resume(ident)
-    engine.pause(ident, "for power")
-    until(lambda: engine.poll(ident).state is JobState.QUEUED, "it did not stop")
-    assert engine.poll(ident).reason == "paused: for power"
-    saved = [(tmp_path / f"steps-{node}").read_text() for node in range(2)]
-    time.sleep(3)
-    assert engine.poll(ident).state is JobState.QUEUED
-    assert engine.resume(ident)
-    status = ended(engine, ident)
-    assert (status.state, status.num_attempts) == (JobState.DONE, 2)
-    lines = list(engine.read_logs(ident))
-    assert all(any(f"done after {step}" in line for line in lines) for step in saved)
-    with pytest.raises(UsageError, match="it has ended: there is nothing to pause"):
-        engine.pause(ident, "again")
-    assert not engine.resume(ident)
-
-
-def test_a_paused_job_can_be_cancelled(engine: RayBackend, tmp_path: Path) -> None:
-    ident = submit(engine, tmp_path, COUNT, name="paused-and-cancelled")
-    until(lambda: engine.poll(ident).state is JobState.RUNNING, "it did not start")
-    engine.pause(ident, "for power")
-    until(lambda: engine.poll(ident).state is JobState.QUEUED, "it did not stop")
-    engine.cancel(ident)
-    assert ended(engine, ident).state is JobState.CANCELLED
-
-
 def test_machines_are_listed_and_a_drain_is_refused(engine: RayBackend) -> None:
     nodes = engine.list_nodes()
     assert [(node.state, node.service) for node in nodes] == [("alive", NodeService.OPEN)] * 2
     with pytest.raises(UsageError, match="a drain in Ray cannot be undone"):
         engine.drain_node(nodes[0].name, "hot", "ada")
+
+
+def test_a_job_that_may_run_on_fewer_nodes_trains_on_when_a_machine_is_lost(
+    engine: RayBackend, ports: list[int], lab: TrainHarness
+) -> None:
+    run, changes = lab.new_run(), {"determinism": "elastic", "steps": 60}
+    write_faults(run, [plan_fault(1, "slow", attempt=0, delay=0.3)])
+    third = start("third", f"--address=127.0.0.1:{ports[0]}", f"--dashboard-agent-listen-port={ports[5]}")
+    try:
+        until(lambda: machines(f"http://127.0.0.1:{ports[1]}") == 3, "the third machine did not join")
+        words = ("train", lab.recipe_file(changes), "--run", run.path, "--nproc-per-node", "1")
+        command = (sys.executable, "-m", "phalanx", *map(str, words))
+        fields = {"command": command, "num_nodes": 3, "min_nodes": 2, "environment": lab.variables()}
+        ident = submit(engine, lab.folder, "", **fields)
+        until(lambda: count_steps(run) >= 3, "the run did not start")
+        for pid in find_processes("MACHINE=third"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status = ended(engine, ident)
+    finally:
+        third.kill()
+        end(third)
+    found = HarnessRun(run, 0, None)
+    assert (status.state, status.num_attempts) == (JobState.DONE, 1), list(engine.read_logs(ident))
+    assert [event.world_size for event in found.events_of_kind(AttemptStarted)] == [3, 2]
+    assert found.digest == lab.train_reference(changes, 3).digest
 
 
 class TestContract(BackendContract):

@@ -12,9 +12,8 @@ import pytest
 
 from backend_contract import SHELL_HOSTILE_WORDS
 from phalanx.errors import UsageError
-from phalanx.jobs.array import make_array
 from phalanx.jobs.backends.slurm.backend import SlurmBackend
-from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus, make_array
 from slurm_cluster import SlurmCluster
 
 
@@ -76,9 +75,6 @@ def jobs(slurm: SlurmBackend, shared: Path) -> dict[str, str]:
         "warned": (warned, {"time_limit_s": 60.0, "warning_s": 30.0}),
         "unfinished": (unfinished, {"num_nodes": 2}),
         "unfit": (unfit, {"num_nodes": 2}),
-        "gave-up": (python("import sys; print('tried', flush=True); sys.exit(93)"), {}),
-        "bounded": (python("import sys; sys.exit(75)"), {"backend_options": {"max-requeues": "0"}}),
-        "killed": (python("import os; os.kill(os.getpid(), 9)"), {}),  # as where its memory runs out
     }
     ids = {
         name: slurm.submit(slurm.render(Job(name, command, shared, **more)))  # type: ignore[arg-type]
@@ -189,60 +185,6 @@ def test_more_gpus_than_a_node_has_are_refused(slurm: SlurmBackend, tmp_path: Pa
         slurm.submit(slurm.render(Job("greedy", ("true",), tmp_path, gpus_per_node=9)))
 
 
-def test_a_job_is_seen_signalled_and_cancelled(slurm: SlurmBackend, tmp_path: Path) -> None:
-    source = (
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGUSR2, lambda *_: print('signalled', flush=True))\n"
-        "print('ready', flush=True)\n"
-        "while True: time.sleep(0.1)"
-    )
-    id = slurm.submit(slurm.render(Job("one", python(source), tmp_path)))
-    until(slurm, id, lambda _: "ready" in slurm.read_logs(id))
-    status = slurm.poll(id)
-    assert (status.state, status.num_attempts, len(status.nodes), status.name) == (JobState.RUNNING, 1, 1, "one")
-    assert status.submitted_at is not None
-    assert status.started_at is not None
-    assert abs(time.time() - status.started_at) < 60
-    assert id in [each.id for each in slurm.list_jobs()]
-    with pytest.raises(UsageError, match=f"job one: there is one of this name already, {id}, and it is running"):
-        slurm.submit(slurm.render(Job("one", ("true",), tmp_path)))
-    slurm.send_signal(id, 12)
-    until(slurm, id, lambda _: "signalled" in slurm.read_logs(id))
-    slurm.cancel(id)
-    status = until(slurm, id, over)
-    assert (status.state, status.reason) == (JobState.CANCELLED, "was cancelled")
-    slurm.cancel(id)  # once more changes nothing
-    with pytest.raises(UsageError, match="does not run, it is cancelled"):
-        slurm.send_signal(id, 12)
-
-
-def test_a_cancelled_job_that_saves_and_asks_for_another_start_stays_cancelled(
-    slurm: SlurmBackend, tmp_path: Path
-) -> None:
-    source = (
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(75)))\n"
-        "print('ready', flush=True)\n"
-        "while True: time.sleep(0.1)"
-    )
-    id = slurm.submit(slurm.render(Job("saving", python(source), tmp_path)))
-    until(slurm, id, lambda _: "ready" in slurm.read_logs(id))
-    slurm.cancel(id)
-    until(slurm, id, lambda _: "saved" in slurm.read_logs(id))
-    assert until(slurm, id, over).state is JobState.CANCELLED
-
-
-def test_a_job_that_gave_up_is_not_started_again(slurm: SlurmBackend, jobs: dict[str, str]) -> None:
-    status = until(slurm, jobs["gave-up"], over)
-    assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 93, 1)
-    assert list(slurm.read_logs(jobs["gave-up"])).count("tried") == 1
-
-
-def test_the_bound_on_starts_is_kept(slurm: SlurmBackend, jobs: dict[str, str]) -> None:
-    status = until(slurm, jobs["bounded"], over)
-    assert (status.state, status.exit_code, status.num_attempts) == (JobState.INTERRUPTED, 75, 1)
-
-
 def test_an_unfinished_job_is_started_again_and_all_nodes_may_save(slurm: SlurmBackend, jobs: dict[str, str]) -> None:
     status = until(slurm, jobs["unfinished"], over)
     lines = list(slurm.read_logs(jobs["unfinished"]))
@@ -260,13 +202,6 @@ def test_an_unfit_node_is_avoided_from_then_on(slurm: SlurmBackend, rig: SlurmCl
     (bad,) = re.findall(r"ExcNodeList=(n[1-4])\b", rig.run(["scontrol", "show", "job", jobs["unfit"]])[1])
     assert bad in lines[:-2]  # it may have ended the other node before that one has printed its name
     assert bad not in lines[-2:]
-
-
-def test_a_job_that_is_killed_three_times_in_a_row_has_failed(slurm: SlurmBackend, jobs: dict[str, str]) -> None:
-    status = until(slurm, jobs["killed"], over, 120)
-    lines = list(slurm.read_logs(jobs["killed"]))
-    assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 137, 3), lines
-    assert any(line.startswith("killed 3 times in a row (exit code 137): not restarted") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["warned", "warned-member"])

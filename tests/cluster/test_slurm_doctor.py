@@ -1,7 +1,6 @@
 """`phalanx doctor` on the nodes of a real Slurm: as its prolog and its health check, with the scripts of the doctor's
-page, and along the links between nodes."""
+page."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -63,8 +62,9 @@ def test_as_prolog_the_doctor_drains_an_unfit_node_and_the_job_runs_on_others(tm
         rig.wait_for(lambda: slurm.poll(id).state.is_final, "the job's end", 90)
         status = slurm.poll(id)
         assert (status.state, status.num_attempts) == (JobState.DONE, 2), list(slurm.read_logs(id))
-        ran = sorted({*slurm.read_logs(id)} & {*NODES})  # the first attempt may have begun, and says that it was ended
-        assert len(ran) == 2
+        ran = sorted({*slurm.read_logs(id)} & {*NODES})  # the first attempt may have begun, on one of the others
+        assert len(ran) >= 2
+        assert "n2" not in ran
         assert [node for node, state in rig.states().items() if state.startswith("drain")] == ["n2"]
         assert "prolog" in reason(rig, "n2").lower()
     said = {node: (tmp_path / f"{node}.log").read_text() for node in ("n2", *ran)}
@@ -80,25 +80,3 @@ def test_as_health_check_the_doctor_drains_an_unfit_node_and_says_why(tmp_path: 
         rig.wait_for(lambda: rig.states()["n3"].startswith("drain"), "the sick node to be drained", 90)
         assert re.match(r"phalanx doctor: FAIL +disk/run +.*scratch: 0\.0 of 0\.0 GiB free", reason(rig, "n3"))
         assert [rig.states()[node] for node in NODES if node != "n3"] == ["idle"] * 3
-
-
-def test_the_node_whose_link_is_slow_is_named_and_the_others_are_fit(
-    rig: SlurmCluster, slurm: SlurmBackend, tmp_path: Path
-) -> None:
-    command = (sys.executable, "-m", "phalanx", "doctor", "--network", "--out", str(tmp_path))
-    rig.limit("n3", "100mbit")
-    try:
-        id = slurm.submit(slurm.render(Job("links", command, tmp_path, num_nodes=4)))
-        rig.wait_for(
-            lambda: slurm.poll(id).num_attempts > 1 or slurm.poll(id).state.is_final, "all links to be measured", 90
-        )
-    finally:
-        rig.limit("n3", None)
-    lines = list(slurm.read_logs(id))
-    reports = {node: json.loads((tmp_path / f"{node}.json").read_text()) for node in NODES}
-    assert {node: report["fit"] for node, report in reports.items()} == {node: node != "n3" for node in NODES}, lines
-    (finding,) = reports["n3"]["findings"]
-    assert (finding["verdict"], finding["check"]) == ("FAIL", "link-bandwidth")
-    assert all("slow by their own fault: n3 (" in reports[node]["findings"][0]["reason"] for node in ("n1", "n2", "n4"))
-    codes = {node: (slurm.jobs_dir / "links-1" / f"code.0.{node}").read_text().strip() for node in NODES}
-    assert codes == {"n1": "0", "n2": "0", "n3": "77", "n4": "0"}, lines

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ExitCode
-from phalanx.fleet.power.job_control import BackendJobControl
-from phalanx.fleet.power.job_shedder import PausableState
 from phalanx.jobs.backends.slurm.backend import SlurmBackend
 from phalanx.run import Run
-from phalanx.run.event_types import RunEnded, StepDone, WorkerStarted
+from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone, WorkerStarted
 from slurm_cluster import SlurmCluster
 from train_harness import HarnessRun, TrainHarness, Values, count_steps, plan_fault, wait_until, write_faults
 
@@ -124,6 +122,23 @@ def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_in_the_same_digest(
         rig.revive(node)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_run_that_may_train_on_fewer_nodes_keeps_the_rest_of_its_allocation(
+    rig: SlurmCluster,
+    lab: TrainHarness,
+    run: Run,
+    variables: dict[str, str],
+    started: list["subprocess.Popen[str]"],
+    which: int,
+) -> None:
+    changes = {"determinism": "elastic", "fault_tolerance": {"max_restarts": 5}}
+    write_faults(run, [plan_fault(5, "kill-agent", ranks=[which])])
+    found = ended(train(rig, lab, run, variables, started, changes, "--nodes", "1:2"), run, 120)
+    assert found.code == ExitCode.DONE, found.message
+    assert found.digest == lab.train_reference(changes, 2).digest
+    assert [event.world_size for event in found.events_of_kind(AttemptStarted)] == [2, 1]
+
+
 def job_of(rig: SlurmCluster) -> str:
     """The number of the only job that there is."""
     _, listed, _ = rig.run(["squeue", "--noheader", "--format=%i"])
@@ -193,7 +208,7 @@ def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_sa
     )  # it saved: none was done again
 
 
-def test_a_run_that_the_guard_pauses_is_held_and_ends_in_the_same_digest_after_it_is_resumed(
+def test_a_run_that_is_paused_is_held_and_ends_in_the_same_digest_after_it_is_resumed(
     rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
 ) -> None:
     write_faults(run, [plan_fault(1, "slow", delay=1.0)])
@@ -203,16 +218,13 @@ def test_a_run_that_the_guard_pauses_is_held_and_ends_in_the_same_digest_after_i
         rig.run, Path(variables["PHALANX_STATE_DIR"]) / "slurm", clock=itertools.count(step=10).__next__
     )
     job = job_of(rig)
-    control, handle = BackendJobControl("for power"), f"slurm:{job}"
-    control._open = lambda name, thread: slurm  # type: ignore[assignment, method-assign]
-    control.check_handle(handle)
-    control.pause(handle)
-    wait_until(lambda: control.read_state(handle) is PausableState.PAUSED, 60, "the run to save and leave")
+    slurm.pause(job, "for power")
+    wait_until(lambda: slurm.poll(job).reason == "paused: for power", 60, "the run to save and leave")
     (stopped,) = HarnessRun(run, 0, None).events_of_kind(RunEnded)
     time.sleep(15)  # a requeued job of this Slurm starts after 6 s
     assert slurm.poll(job).reason == "paused: for power"
     assert count_steps(run) == stopped.step < 12
-    control.resume(handle)
+    slurm.resume(job)
     found = ended(process, run, 150)
     assert found.code == ExitCode.DONE, found.message
     assert found.digest == lab.train_reference({}, 2).digest

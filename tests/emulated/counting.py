@@ -23,14 +23,13 @@ STEPS = 3
 def blocks(precision: str) -> dict[str, object]:
     """Counts of a compiled forward and backward of two blocks of GPT-2's width."""
     from phalanx.models import transformer
-    from phalanx.train.distributed.compile import compile_blocks
-    from phalanx.train.distributed.float8_select import find_candidates
+    from phalanx.train.distributed.parallelize import compile_blocks
     from phalanx.train.ops.blocks import find_blocks
-    from phalanx.train.ops.float8 import convert_to_float8, quantize_weights_once
+    from phalanx.train.ops.float8 import convert_to_float8, find_float8_layers, quantize_weights_once
 
     model = transformer(vocab_size=512, seq_len=256, layers=2, hidden_size=768, num_heads=12, activation="relu2").cuda()
     if precision == "fp8":
-        for layer in find_candidates(model, find_blocks(model)).values():
+        for layer in find_float8_layers(model, find_blocks(model), min_size=False).values():
             convert_to_float8(layer)
         quantize_weights_once(model)
     compile_blocks(model, list(model.blocks))
@@ -51,7 +50,7 @@ def accumulated(casts: str) -> dict[str, object]:
     """Counts of three micro-batches of two compiled blocks and an untied head, the gradients added up: with weights
     cast once (`casts` "once") or by autocast. The first step compiles."""
     from phalanx.models import transformer
-    from phalanx.train.distributed.compile import compile_blocks
+    from phalanx.train.distributed.parallelize import compile_blocks
     from phalanx.train.grad_sync.reducer import LocalReducer
     from phalanx.train.ops.blocks import find_blocks
     from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts

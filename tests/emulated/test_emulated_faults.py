@@ -54,7 +54,7 @@ def test_a_micro_batch_without_memory_is_the_recipes_fault_and_a_smaller_one_is_
     ended = gpus.train(changes, faults=[plan_fault(0, "gpu", error=OUT_OF_MEMORY, when="start")])
     assert ended.code == ExitCode.RECIPE
     assert ended.message is not None
-    assert ended.message.startswith("batch.micro_size: out of memory with micro-batches of 12; 6 would fit")
+    assert ended.message.startswith("batch.micro_size: out of memory with micro-batches of 12; use batch.micro_size=6")
 
 
 def test_a_run_that_chose_its_micro_batch_goes_on_with_a_smaller_one(gpus: TrainHarness) -> None:

@@ -15,8 +15,7 @@ from phalanx.run.authentication import AuthenticationError
 from phalanx.run.control_channel import AuthConnection, accept_agent
 from phalanx.run.fields import to_fields
 from phalanx.run.messages import Message, ProtocolError, to_message
-from phalanx.run.node_messages import HeartbeatEntry, Heartbeats, Ping
-from phalanx.run.process_messages import WorkerExited
+from phalanx.run.process_messages import HeartbeatEntry, Heartbeats, Ping, WorkerExited
 
 TRIED = 200
 KEY, TOKEN = b"k" * 32, b"0123456789abcdef"

@@ -30,7 +30,6 @@ from phalanx.train.checkpoint import (
     verify_checkpoint,
 )
 from phalanx.train.checkpoint.format import _manifest_hash
-from phalanx.train.grad_sync.selection import SelectionState, StepTiming
 from phalanx.train.hf.safetensors_reader import open_weight_reader
 from phalanx.train.train_state import TrainState
 
@@ -108,15 +107,7 @@ def test_a_strangers_manifest_is_read_within_its_folder_or_refused(checkpoint: P
 
 
 def test_strange_numbers_of_a_checkpoint_are_refused() -> None:
-    whole = asdict(
-        TrainState(
-            3,
-            36,
-            100,
-            last_loss=1.5,
-            grad_sync_selection=SelectionState("all-reduce", 2, {"int8": StepTiming(1.0, 0.5, 0.2)}),
-        )
-    )
+    whole = asdict(TrainState(3, 36, 100, last_loss=1.5))
     assert asdict(TrainState.from_meta(whole)) == whole
     rng = hand("progress")
     for _ in range(4 * TRIED):

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.array import make_array, render_array, submit_array
 from phalanx.jobs.backends.base import Backend
 from phalanx.jobs.snapshot import snapshot_folder
-from phalanx.jobs.spec import Job, JobState, JobStatus
+from phalanx.jobs.spec import Job, JobState, JobStatus, make_array
 from train_harness import wait_until
 
 SHELL_HOSTILE_WORDS = (
@@ -208,7 +207,7 @@ class BackendContract:
         )
         ends = ((0, "$(touch never)"), (93, "a'b\"c"), (75, "new\nline"))
         jobs = [self.job(folder, code, str(end), f"began-{end}", word) for end, word in ends]
-        idents = submit_array(engine, render_array(engine, make_array("swept", jobs)))
+        idents = engine.submit_array(engine.render_array(make_array("swept", jobs)))
         found = [self.wait_for_end(engine, ident) for ident in idents]
         assert [(each.name, each.state, each.exit_code, each.num_attempts) for each in found] == [
             ("swept.0", JobState.DONE, 0, 1),
@@ -221,7 +220,7 @@ class BackendContract:
 
     def test_one_member_of_an_array_can_be_cancelled_and_then_all(self, engine: Backend, folder: Path) -> None:
         jobs = [self.job(folder, "import time; print('up', flush=True); time.sleep(300)") for _ in range(3)]
-        idents = submit_array(engine, render_array(engine, make_array("stopped", jobs)))
+        idents = engine.submit_array(engine.render_array(make_array("stopped", jobs)))
         self.wait_for_output(engine, idents[0], "up")
         engine.cancel(idents[1])
         assert self.wait_for_end(engine, idents[1]).state is JobState.CANCELLED

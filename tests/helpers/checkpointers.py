@@ -6,13 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.recipe.schema import CheckpointConfig
-from phalanx.train.checkpoint import SaveInFlight
-from phalanx.train.checkpoint.checkpointer import Checkpointer
-from phalanx.train.checkpoint.live_state import LiveState
-from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.checkpoint.checkpointer import Checkpointer, LiveState
+from phalanx.train.checkpoint.save import SaveContext
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.distributed.shard_spec import GlobalBlocks
-from phalanx.train.train_state import AppState, SurvivorState, TrainState
+from phalanx.train.step_metrics import StepFlags
+from phalanx.train.train_state import AppState, TrainState
 
 
 class HeldState(LiveState):
@@ -38,21 +37,20 @@ class HeldState(LiveState):
 class StepSaver(Checkpointer):
     """A checkpointer that saves what it is given when it is asked to."""
 
-    def __init__(
-        self,
-        save_context: SaveContext,
-        live_state: AppState | None = None,
-        pending_save: SaveInFlight | None = None,
-        **config: Any,
-    ):
+    def __init__(self, save_context: SaveContext, live_state: AppState | None = None, **config: Any):
         self.held, self.train_state = HeldState(), TrainState()
         super().__init__(
             save_context,
             CheckpointConfig(**{"every": None, "in_memory_every": None, **config}),
             1_000_000,
             self.held if live_state is None else LiveState(live_state),
-            SurvivorState(self.train_state, 0, pending_save=pending_save),
+            self.train_state,
         )
+
+    def own_flags(self) -> StepFlags:
+        flags = StepFlags()
+        self.raise_flags(flags)
+        return flags
 
     def start(
         self,
@@ -70,3 +68,11 @@ class StepSaver(Checkpointer):
         """Start an in-memory checkpoint."""
         self.train_state.step = self.train_state.samples_consumed = step
         self.start_copy()
+
+
+def leave_like_a_killed_worker(checkpointer: Checkpointer) -> None:
+    """End its threads and connections, and save or remove nothing any more."""
+    checkpointer.wait_snapshot_copied()
+    if checkpointer._copies is not None:
+        checkpointer._copies.leave()
+    checkpointer._retention.close()

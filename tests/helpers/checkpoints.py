@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
+from phalanx.run import Run
+from phalanx.train.checkpoint import (
+    CheckpointSaver,
+    DurableDirectory,
+    TensorShard,
+    list_checkpoints,
+    parse_step,
+    verify_checkpoint,
+)
 from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 
@@ -57,3 +65,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return a.contiguous().reshape(-1).view(torch.uint8).equal(b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def kept(run: Run) -> list[int]:
+    """Steps of the checkpoints, each verified; nothing else lies beside them."""
+    checkpoints = list_checkpoints(run.checkpoints)
+    for checkpoint in checkpoints:
+        verify_checkpoint(checkpoint)
+    assert {path.name for path in run.checkpoints.iterdir()} - {"best.json"} == {path.name for path in checkpoints}
+    return [parse_step(checkpoint) for checkpoint in checkpoints]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.nodes import BackendNode, NodeService
+from phalanx.jobs.backends.base import BackendNode, NodeService
 from phalanx.jobs.spec import JobStatus
 from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups, ValueRollup

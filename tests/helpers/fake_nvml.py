@@ -124,10 +124,6 @@ class FakeNvml:
         self._check(gpu)
         return SimpleNamespace(total=80 << 30, used=60 << 30)
 
-    def nvmlDeviceGetPcieThroughput(self, gpu: FakeGpu, kind: int) -> int:
-        self._check(gpu)
-        return (6816, 14921)[kind]
-
     def nvmlDeviceGetFieldValues(self, gpu: FakeGpu, ids: list[Any]) -> list[Any]:
         self._check(gpu)
         names = {id: name for name, id in FIELDS.items()}

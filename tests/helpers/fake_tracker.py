@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from made_events import made
-from phalanx.observe.trackers.step_rows import NO_STEP
+from phalanx.observe.trackers.feed import NO_STEP
 from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, LogOpened, RunEnded, RunEvent, StepDone

@@ -38,7 +38,7 @@ failing = []  # the folder whose storage fails
 
 
 class Faults:
-    def start(self, run):
+    def on_train_start(self, run):
         plan = run.path.with_name(run.path.name + ".faults.json")
         attempt = int(os.environ.get("PHALANX_ATTEMPT", "0"))
         self.faults = [
@@ -51,7 +51,7 @@ class Faults:
             if fault.get("when") == "start":
                 inject(fault)
 
-    def step(self, run, event):
+    def post_step(self, run, event):
         for fault in self.faults:
             when = fault.get("when", AT_BOUNDARY)
             if fault["do"] == "slow" and event.step >= fault["step"]:
@@ -68,12 +68,12 @@ class Faults:
             elif when in ("saving", "saved"):
                 run_in_thread(lambda fault=fault: inject_at_checkpoint(run.path / "checkpoints", fault))
 
-    def evaluation(self, run, event):
+    def post_evaluation(self, run, event):
         for fault in self.faults:
             if fault.get("when") == "evaluation" and event.step >= fault["step"]:
                 inject(fault)
 
-    def end(self, run, event):
+    def on_train_end(self, run, event):
         for fault in self.faults:
             if fault.get("when") == "end":
                 inject(fault)
@@ -187,6 +187,6 @@ def break_connections():
 
 
 def find_agent():
-    """The parent of our parent, the nursery."""
+    """The parent of our parent, the fork server."""
     stat = Path(f"/proc/{os.getppid()}/stat").read_text()
     return int(stat.rpartition(")")[2].split()[1])

@@ -1,4 +1,4 @@
-"""What the tests of the nursery let it run, in processes of their own."""
+"""What the tests of the fork server let it run, in processes of their own."""
 
 import os
 import signal
@@ -13,11 +13,6 @@ WITHOUT_TORCH = f"{HELPERS / 'without_torch'}{os.pathsep}{HELPERS}"
 """PYTHONPATH of a fork server that has these calls and no torch."""
 seen: list[Any] = []
 held: list[Any] = []
-
-
-def is_imported(module: str) -> bool:
-    """Whether a process that has just been forked finds a module imported."""
-    return module in sys.modules
 
 
 def double(value: int) -> int:
@@ -124,8 +119,3 @@ def wait_for_ever(path: str) -> None:
 
 def gone(folder: str) -> None:
     (Path(folder) / "gone").read_bytes()
-
-
-def stop_oneself(value: int) -> int:
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return value

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.planner.model_profile import ModelProfile
-from phalanx.planner.trace import build_on_meta, language_modeling_forward, profile_model
+from phalanx.planner.trace.trace_model import build_on_meta, language_modeling_forward, profile_model
 
 VOCAB = 8  # theirs is left out of the closed forms
 

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from phalanx.fleet.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
+from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
 
 
 def full_device(number: int = 0, seconds: float = 0.0) -> DeviceSample:
@@ -25,8 +25,6 @@ def full_device(number: int = 0, seconds: float = 0.0) -> DeviceSample:
         memory_used_bytes=70e9,
         memory_size_bytes=80e9,
         xid=0.0,
-        pcie_sent_bytes_per_s=1e6,
-        pcie_received_bytes_per_s=1e6,
         **counts,
     )
 
@@ -42,9 +40,5 @@ def full_node(time: float, seconds: float = 0.0) -> NodeSample:
         cpu_utilization=0.3,
         memory_used_bytes=1e11,
         memory_size_bytes=1e12,
-        disk_read_bytes_total=1e6 * seconds,
-        disk_written_bytes_total=1e6 * seconds,
-        network_sent_bytes_total=1e6 * seconds,
-        network_received_bytes_total=1e6 * seconds,
     )
     return NodeSample(time, host, tuple(full_device(number, seconds) for number in range(8)))

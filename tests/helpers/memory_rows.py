@@ -21,6 +21,7 @@ from phalanx.cluster import load_cluster
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.models import transformer
 from phalanx.planner.activation_memory import LossMode
+from phalanx.planner.device_costs import stack_by_name
 from phalanx.planner.memory import (
     MemoryCounter,
     MemoryEstimate,
@@ -30,8 +31,7 @@ from phalanx.planner.memory import (
 )
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario
-from phalanx.planner.stacks import stack_by_name
-from phalanx.planner.trace import build_on_meta, language_modeling_forward, profile_model
+from phalanx.planner.trace.trace_model import build_on_meta, language_modeling_forward, profile_model
 from phalanx.recipe.schema import Parallelism
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -37,18 +37,6 @@ def find_obstacle(what: str, programs: Sequence[str] = (), packages: str = "ipro
     return f"namespaces are forbidden here: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def list_processes_in(space: str) -> list[int]:
-    """Processes whose network is the namespace of this name, as `readlink /proc/PID/ns/net` tells it."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "ns" / "net") == space:
-                found.append(int(process.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return found
-
-
 def parse_rate(rate: str) -> float:
     """Bits a second of a rate as tc writes it, such as `100mbit`. ValueError for anything else."""
     for unit, factor in UNITS.items():

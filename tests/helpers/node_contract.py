@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.nodes import BackendNode, NodeBackend, NodeService, find_node
+from phalanx.jobs.backends.base import BackendNode, NodeBackend, NodeService, find_node
 from train_harness import wait_until
 
 TIMEOUT_S = 30.0

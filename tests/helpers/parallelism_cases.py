@@ -283,10 +283,37 @@ def _cover_deep_layouts() -> Iterator[Case]:
 CASES = (*_cover_pairs(), *_cover_deep_layouts())
 
 
+def _choose_quick() -> list[Case]:
+    """Choose a case of each parallelism of two workers and one of four, with the model that was chosen least before."""
+    uses: Counter[str] = Counter()
+    quick = []
+    for layout in LAYOUTS:
+        if layout.workers == 2 or layout.values == {"shard": 2, "context": 2}:
+            cases = [case for case in CASES if case.layout == layout]
+            quick.append(min(cases, key=lambda case: uses[case.model]))
+            uses[quick[-1].model] += 1
+    return quick
+
+
+QUICK = _choose_quick()
+"""What `make test` runs: all parallelisms of two workers, models, precisions, dropout, and even and uneven batches."""
+QUICK_MOVED: tuple[Values, ...] = (
+    {"shard": 2},
+    {"tensor": 2},
+    {"pipeline": 2, "pipeline_schedule": "interleaved"},
+    {"shard": 2, "expert": 2},
+)
+
+
 def _choose_moved() -> list[Case]:
-    """Choose a case of each parallelism whose model can also have the one that its checkpoint is read under."""
+    """Choose a case of each parallelism whose model can also have the one that its checkpoint is read under; a quick
+    one where there is such."""
     return [
-        next(case for case in CASES if case.layout == layout and Layout(layout.moved_to).fits(MODELS[case.model]))
+        next(
+            case
+            for case in (*QUICK, *CASES)
+            if case.layout == layout and Layout(layout.moved_to).fits(MODELS[case.model])
+        )
         for layout in (*LAYOUTS, *DEEP_LAYOUTS)
     ]
 

@@ -55,6 +55,6 @@ class CountingTask(LanguageModeling):
 
 
 class RecordPeak:
-    def start(self, run):
+    def on_train_start(self, run):
         PEAK_MEMORY.__exit__(None, None, None)
         run.path.with_name(f"{run.path.name}.peak-{run.rank}").write_text(str(PEAK_MEMORY.most))

@@ -11,15 +11,13 @@ from phalanx.recipe.schema import CheckpointConfig
 from phalanx.run import Run
 from phalanx.run.process_messages import WorkerFinishing
 from phalanx.train.builder import build_context
-from phalanx.train.checkpoint.checkpointer import Checkpointer
-from phalanx.train.checkpoint.live_state import LiveState
-from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.checkpoint.checkpointer import Checkpointer, LiveState
+from phalanx.train.checkpoint.save import SaveContext
 from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.distributed.process_group import init_process_group, shut_down_process_group
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import resume_training
 from phalanx.train.train_context import WorkerProcess
-from phalanx.train.train_state import SurvivorState
 
 
 def work(payload: dict[str, Any]) -> None:
@@ -36,7 +34,7 @@ def work(payload: dict[str, Any]) -> None:
         CheckpointConfig(every=None, in_memory_every=None),
         progress.step,
         LiveState(parts.app_state),
-        SurvivorState(replace(progress, last_saved_step=0), progress.step),
+        replace(progress, last_saved_step=0),
     )
     saving.start_save()
     saving.wait_snapshot_copied()

@@ -1,20 +1,16 @@
 """Asks the application of `phalanx serve` as a browser would, without a network."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fake_nodes import FakeNodeBackend
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.serve.access import Access
 from phalanx.serve.app import Server
-from phalanx.serve.fleet_routes import ServedFleet
 from phalanx.serve.job_pages import JobReader
-from phalanx.serve.node_actions import NodeActions
-from phalanx.serve.node_reader import NodeReader
-from phalanx.serve.run_accounts import AccountReader
+from phalanx.serve.page_context import AddedPages
 from phalanx.serve.run_index import RunIndex
 
 
@@ -45,16 +41,13 @@ class Answer:
 class Browser:
     """Asks an application without a network."""
 
-    def __init__(self, folder: Path, access: Access, fleet: ServedFleet | None = None):
+    def __init__(self, folder: Path, access: Access, added: Sequence[AddedPages] = ()):
         self.backend = FakeBackend()
         index = RunIndex([folder])
         index.update()
         jobs = JobReader("local", lambda name: self.backend)  # type: ignore[arg-type, return-value]
         jobs.update()
-        nodes = NodeReader(lambda: lambda: ((), (), ()))
-        self.node_backend = FakeNodeBackend()
-        actions = NodeActions("local", lambda name: self.node_backend)  # type: ignore[arg-type, return-value]
-        self.server = Server(index, jobs, nodes, access, AccountReader(index), node_actions=actions, fleet=fleet)
+        self.server = Server(index, jobs, access, added=added)
         self._app = self.server.make_app()
 
     def get(self, path: str, **headers: str) -> Answer:

@@ -109,11 +109,11 @@ def own_beginning(rank):
 def main(how, overrides, run=None):
     import phalanx
 
-    if how == "stranger" or (how == "half-stranger" and os.environ["RANK"] == "1"):
+    if how == "stranger":
         return
     recipe = Path(__file__).with_name("gone.yaml" if how == "no-recipe" else "session_script.yaml")
     if how == "discord" and os.environ["RANK"] == "1":
-        overrides = [*overrides, "grad_sync.algorithm=ring"]
+        overrides = [*overrides, "grad_sync.algorithm=binomial-tree"]
     with phalanx.session(recipe, overrides, run=run) as session:
         if PREVIOUS_MODELS:
             print(
@@ -136,7 +136,7 @@ def main(how, overrides, run=None):
         PREVIOUS_MODELS.append(weakref.ref(model))
         if how == "scheduler":
             torch.optim.lr_scheduler.StepLR(optimizer, 100)
-        samples = {"other-data": Samples(scale=2.0), "no-data": Samples(0), "loader": iter([])}
+        samples = {"other-data": Samples(scale=2.0), "loader": iter([])}
         for _ in range(3):  # of a loop over epochs the first gets them all
             for number, batch in enumerate(session.micro_batches(samples.get(how, Samples()), tokens=4)):
                 loss = loss_sum(model, batch)
@@ -144,8 +144,6 @@ def main(how, overrides, run=None):
                     loss = loss[None]
                 if how != "no-backward":
                     session.backward(loss, 0 if how == "no-terms" else len(batch["label"]))
-                if how == "twice":
-                    session.backward(loss, len(batch["label"]))
                 if how == "hungry" and len(batch["label"]) > 3:
                     raise torch.OutOfMemoryError("out of memory")
                 if how == "exits" and number == 3:
@@ -154,7 +152,7 @@ def main(how, overrides, run=None):
                     os._exit(0)
                 if how == "raises":
                     raise RuntimeError("a mistake in the loop")
-                if how != "no-step" and session.step() and how == "evaluates":
+                if session.step() and how == "evaluates":
                     score(model)
                 if number == 40 and how in ("stuck", "thinks"):
                     work_between_steps(session, how, 600.0 if how == "stuck" else 8.0)

@@ -3,7 +3,6 @@
     with SlurmCluster() as rig:                            # about 3 s; needs root and Debian's slurm-wlm
         code, out, err = rig.run(["sinfo"])                # as a user would on a login node
         rig.run(["sbatch", "--wrap", "hostname"])
-        rig.limit("n2", "100mbit")                         # its link, both ways; rig.limit("n2", None) lifts it
         rig.administer("n2", "mount", "...")               # as root on the node; its mounts are its own
         rig.cut("n2")                                      # off the network, all its processes live on
         rig.kill_node("n3")                                # dead, as when its power fails
@@ -164,10 +163,6 @@ class SlurmCluster:
     def start_controller(self) -> None:
         """Start the controller, which goes on where it was."""
         self._controller = self._daemon(["slurmctld", "-D"])
-
-    def limit(self, node: str, rate: str | None) -> None:
-        """Slow a node's link down, in both directions: a rate as tc writes it, such as `1gbit`; None for no limit."""
-        self._spaces.limit(node, rate)
 
     def states(self) -> dict[str, str]:
         """What Slurm thinks of each node, such as `idle` or `down`; a `*` at the end stands for no answer."""

@@ -1,7 +1,7 @@
 """Small models, data in memory, a clock to be set by hand and a reporter that remembers: shared by the train room's
 tests. Everything is seeded and needs no file and no process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,23 +15,21 @@ from phalanx.data.reader import ValidationPart
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunEvent
-from phalanx.train.callbacks import Callbacks, RunContext
+from phalanx.train.callbacks import RunContext, TrainerCallback, UserCallbacks
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.reducer import GradReducer, LocalReducer
 from phalanx.train.loss import LossFn, LossModule
 from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
-from phalanx.train.signals import StopRequest
-from phalanx.train.step_metrics import StepTotals
+from phalanx.train.step_metrics import StepResult
 from phalanx.train.step_timer import HostStepTimer, StepTimer
-from phalanx.train.tasks import LanguageModeling, Task
-from phalanx.train.train_context import TrainContext
-from phalanx.train.train_step import GradientAccumulator, clip_coefficient, to_device
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch
+from phalanx.train.train_context import StopRequest, TrainContext
+from phalanx.train.train_step import GradientAccumulator, TrainStep, divide_and_clip, to_device
 from phalanx.train.trainer import Trainer
 from resolved_recipes import resolved_recipe
 
@@ -160,24 +158,22 @@ class SmallStepper(GradientAccumulator):
     optimizer: OptimizerContainer
     clip: float | None
 
-    def gradients(
-        self, step: int, batches: Sequence[Batch], flags: Callable[[], Sequence[bool]], watch: StepTimer
-    ) -> Tensor:
-        """All of a step but its division and update; the metrics summed over all workers."""
-        self.zero_grad(step)
-        for batch in batches:
-            self.seed_micro_batch()
-            ((_, loss, terms),) = self.objective(to_device(batch, self.dist_env.device))
-            self.backward(loss, terms, flags, watch)
-        self.reduce_gradients(watch)
-        return self.metrics.values
+    def step(self, watch: StepTimer, *callbacks: TrainerCallback) -> TrainStep:
+        def prepare(batch: Batch) -> TensorBatch:
+            return to_device(batch, self.dist_env.device)
 
-    def divided(self) -> tuple[StepTotals, float]:
-        """The totals of the step, and the factor of its gradients."""
-        totals = self.read_totals()
-        factor = 1.0 / (max(totals.num_terms, 1.0) * self.scaler.scale)
-        norm = totals.summed_grad_norm * factor
-        return totals, factor * clip_coefficient(norm, self.clip)
+        return TrainStep(self, self.optimizer, self.objective, prepare, self.clip, watch, callbacks)
+
+    def gradients(self, step: int, batches: Sequence[Batch], watch: StepTimer, *callbacks: TrainerCallback) -> Tensor:
+        """All of a step but its division and update; the metrics summed over all workers."""
+        train_step = self.step(watch, *callbacks)
+        train_step.accumulate(step, batches)
+        return train_step.reduce()
+
+    def divided(self) -> tuple[StepResult, float]:
+        """The result of the step, and the factor of its gradients."""
+        totals = self.read_totals(self.append_grad_norm(self.metrics.values).tolist())
+        return divide_and_clip(totals, self.scaler.scale, self.clip)
 
 
 def make_stepper(
@@ -218,10 +214,10 @@ def mean_gradients(stepper: SmallStepper, batches: Sequence[Batch], step: int = 
     """Loss and gradients (of the mean loss) of a step that does not change the model."""
     watch = HostStepTimer()
     watch.start()
-    stepper.gradients(step, batches, lambda: (), watch)
+    stepper.gradients(step, batches, watch)
     outcome, factor = stepper.divided()
     gradients = [p.grad.detach() * factor for p in stepper.optimizer.parameter_names if p.grad is not None]
-    return outcome.loss, gradients
+    return outcome.totals.loss, gradients
 
 
 @dataclass
@@ -250,19 +246,6 @@ def make_parts(
     scale = GradScaler.for_precision(recipe.precision, GLOBAL)
     stepper = make_stepper(model, GLOBAL // MICRO, task, precision=recipe.precision, clip=1.0, scale=scale)
     data = Samples(token_batch(20), token_batch(5, seed=1))
-    stop = StopRequest()
-
-    def score() -> EvaluationResult | None:
-        return evaluate(
-            stepper.objective,
-            data,  # type: ignore[arg-type]
-            dist_env=DistEnv(),
-            mesh=mesh_of(),
-            max_samples=recipe.evaluation.max_samples,
-            micro_size=MICRO,
-            stop_requested=lambda: stop.requested,
-        )
-
     return SmallParts(
         run=run,
         recipe=recipe,
@@ -274,11 +257,11 @@ def make_parts(
         optimizer=stepper.optimizer,
         scaler=scale,
         accumulator=stepper,
-        callbacks=Callbacks(callbacks, RunContext(path, 0, 1, model)),
+        callbacks=UserCallbacks(callbacks, RunContext(path, 0, 1, model)),
         reporter=Remembering(),
-        stop_request=stop,
+        stop_request=StopRequest(),
         count_units=lambda first_sample, count: 6 * count,
-        evaluate=score,
+        validation_data=data,  # type: ignore[arg-type]
         prepare_batch=lambda arrays: to_device(arrays, torch.device("cpu")),
     )
 

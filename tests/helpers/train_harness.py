@@ -1,6 +1,6 @@
 """Trains small runs for the tests of whole worlds: with our agent in this process, or by the command line.
 
-All runs of a session share one nursery, so that a run costs about half a second. Faults are planned per run in a file
+All runs of a session share one fork server: a run costs about half a second. Faults are planned per run in a file
 that the callback `faults:Faults` (see `faults.py`) reads, so that they strike at exactly the step they are meant for.
 """
 
@@ -28,8 +28,8 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.yaml_loader import to_yaml
 from phalanx.run import Event, Run, read_events, select_final_steps
-from phalanx.run.event_types import AttemptStarted, RunEvent, StepDone, WorkerFailure, WorkerStarted
-from phalanx.run.message_socket import drain, send
+from phalanx.run.event_types import RunEvent, StepDone, WorkerFailure, WorkerStarted
+from phalanx.run.messages import drain, send
 from phalanx.run.process_messages import SendSignal
 
 Values = dict[str, Any]
@@ -161,8 +161,9 @@ class TrainHarness:
             yield
 
     def variables(self) -> dict[str, str]:
-        own = str(Path(__file__).parent)
-        return {"PHALANX_CACHE_DIR": str(self.cache), "PHALANX_TEST_TAG": self.tag, "PYTHONPATH": own}
+        paths = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+        path = os.pathsep.join(dict.fromkeys(os.pathsep.join(paths).split(os.pathsep)))
+        return {"PHALANX_CACHE_DIR": str(self.cache), "PHALANX_TEST_TAG": self.tag, "PYTHONPATH": path}
 
     def new_run(self) -> Run:
         """A run directory that does not exist yet."""
@@ -245,7 +246,7 @@ class TrainHarness:
         return HarnessRun(run, code, None)
 
     def processes(self) -> set[int]:
-        """Every process that descends from this lab, except its own nursery's."""
+        """Every process that descends from this lab, except its own fork server's."""
         own = psutil.Process(self.fork_server.process.pid)
         known = {own.pid, *(child.pid for child in own.children(recursive=True)), os.getpid()}
         found = set()
@@ -256,7 +257,7 @@ class TrainHarness:
         return found - known
 
     def kill_workers(self) -> None:
-        """End the workers of a run whose agent failed here, so that the next run finds the nursery as it should be."""
+        """End the workers of a run whose agent failed here, so that the next run finds the fork server without them."""
         send(self.fork_server.control, SendSignal(signal=int(signal.SIGKILL)))
         below = psutil.Process(self.fork_server.process.pid)
         wait_until(lambda: len(below.children(recursive=True)) <= 1, what="only the store to be left")
@@ -292,25 +293,6 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = 
         assert time.monotonic() < end, f"waited {seconds} s in vain{': ' + what if what else ''}"
         time.sleep(0.01)
     return value
-
-
-def kill_youngest_worker(world: int, most: int) -> Callable[[Event], None]:
-    """A `show` that kills the worker that was started last whenever a world of this size has done a step, until `most`
-    have been started."""
-    pids: list[int] = []
-    working = False
-
-    def show(event: Event) -> None:
-        nonlocal working
-        if isinstance(event, WorkerStarted):
-            pids.append(event.pid)
-        elif isinstance(event, AttemptStarted):
-            working = event.world_size == world
-        elif isinstance(event, StepDone) and working and len(pids) < most:
-            os.kill(pids[-1], signal.SIGKILL)
-            working = False
-
-    return show
 
 
 def send_signal_at_step(step: int, number: signal.Signals = signal.SIGTERM) -> Callable[[Event], None]:

@@ -86,17 +86,17 @@ def from_the_kernel(vocab_size, seq_len, **arguments):
 
 class Stateful(nn.Module):
     """A transformer with state that a forward changes, in every way: statistics, an average, a replaced buffer, a
-    counter in extra state; and with an empty, an expanded and a conjugate tensor."""
+    counter in extra state; and with an empty tensor."""
 
     def __init__(self, vocab_size, seq_len, **arguments):
         super().__init__()
         self.inner = transformer(vocab_size, seq_len, **arguments)
         self.norm = nn.BatchNorm1d(vocab_size)
         self.gate = nn.Parameter(torch.zeros(vocab_size, 0))
-        self.scale = nn.Parameter(torch.ones(1).expand(vocab_size))
+        self.scale = nn.Parameter(torch.ones(vocab_size))
         self.register_buffer("mean", torch.zeros(vocab_size))
         self.register_buffer("last", torch.zeros(()))
-        self.register_buffer("turn", torch.tensor([1 + 0.5j]).conj())
+        self.register_buffer("turn", torch.tensor([1 + 0.5j]))
         self.seen = 0
 
     def forward(self, tokens):

@@ -44,7 +44,7 @@ class CheckCollectives:
     def __init__(self):
         os.environ["PHALANX_CHECK_COLLECTIVES"] = "1"
 
-    def step(self, run, event):
+    def post_step(self, run, event):
         pass
 
 

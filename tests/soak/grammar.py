@@ -20,10 +20,7 @@ SEQUENCE_MODELS = {
 }
 IMAGE_MODELS = {"phalanx.models:resnet": 1, "soak_models:normalised": 1}
 CHANGED_BY_FORWARD = ("user_models:Stateful", "soak_models:normalised")
-FIXED_ORDER = (
-    *("ring", "binomial-tree", "recursive-halving", "parameter-server", "sharded-parameter-server"),
-    *("hierarchical", "all-reduce"),
-)
+FIXED_ORDER = ("binomial-tree", "parameter-server", "all-reduce")
 ROUNDED = ("bf16", "int8", "powersgd", "average", "diloco")
 """Compressions and methods of local SGD that keep their bits on the same number of workers, though they promise nothing
 beyond it."""

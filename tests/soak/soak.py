@@ -28,7 +28,7 @@ from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.chaos import launcher, verify
 from phalanx.jobs.chaos.fault_plan import Fault, RunShape, draw_faults, list_possible_kinds
 from phalanx.jobs.chaos.faults import FaultContext, InjectedFault
-from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations, measure_durations
+from phalanx.jobs.chaos.launcher import RunMonitor, TypicalDurations, measure_durations
 from phalanx.recipe.yaml_loader import to_yaml
 from phalanx.run import Run, read_events
 from phalanx.run.directory import write_json
@@ -103,9 +103,13 @@ class KilledLauncher(launcher.LocalLauncher):
         self.begun: list[int] = []
         self.cut: list[str] = []
         self._workers, self._cuts, self._due = workers, cuts, 0.0
+        self._log, self._log_bytes = output, 0
 
     def restart_if_needed(self) -> int | None:
-        number = self._cuts.get(len(self.begun), (None, 0.0))[0]
+        number, delay_s = self._cuts.get(len(self.begun), (None, 0.0))
+        if not self._due and self._log_bytes >= 0 and self._log.stat().st_size > self._log_bytes:
+            # before the command's first line Python itself ends by a signal, with a traceback
+            self._due, self._log_bytes = time.monotonic() + delay_s, -1
         if number is not None and len(self.cut) < len(self.begun) and 0 < self._due <= time.monotonic():
             self._due = 0.0
             if self._processes[0].poll() is None:
@@ -118,7 +122,7 @@ class KilledLauncher(launcher.LocalLauncher):
             count = self._workers()
             self.command = (*self.command[:-1], str(count))
             self.begun.append(count)
-            self._due = time.monotonic() + self._cuts.get(len(self.begun), (None, 0.0))[1]
+            self._due, self._log_bytes = 0.0, self._log.stat().st_size if self._log.exists() else 0
         return super()._start_node(node)
 
 
@@ -228,7 +232,7 @@ def _disturbed(
 
         place = KilledLauncher(["train", *given], environment, log, story, what.nodes, workers, cuts)
     scene = AnyWorldContext(story, measure_durations(read_events(calm.events)), mark, struck.append, place.find_daemons)
-    before = verify.record_baseline()
+    before = verify.list_shared_memory()
 
     def over() -> None:
         left.extend(verify.find_leftovers(run, mark, scratch, before, place.list_leftovers))
@@ -248,7 +252,7 @@ def _disturbed(
         found.cuts = place.cut if isinstance(place, KilledLauncher) else []
     digest = (calm.read_json(calm.result) or {})["digest"]
     left = [each for each in left if not each.startswith("shared memory: ")]  # others' tests leave some, too
-    found.reasons += verify.verify_run(run, digest, ended, 0, 0, left, read_newest_digest).reasons
+    found.reasons += verify.verify_run(run, digest, ended, 0, 0, left, read_newest_digest)
 
 
 def cuts_for(rng: random.Random) -> dict[int, tuple[signal.Signals, float]]:

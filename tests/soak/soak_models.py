@@ -23,6 +23,6 @@ def normalised(num_classes, in_channels):
 class Drift:
     """A callback that changes a weight in every attempt but the first: a state that no checkpoint has."""
 
-    def step(self, run, event):
+    def post_step(self, run, event):
         if os.environ["PHALANX_ATTEMPT"] != "0":
             next(run.model.parameters()).data.add_(1e-3)

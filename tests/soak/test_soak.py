@@ -15,7 +15,7 @@ from soak import TESTS, Counts, Round, create_recipe_dir, reproduce_command, run
 
 from phalanx.recipe import Recipe
 
-SAME = 456
+SAME = 38006
 """Of a round with a worker that aborts, Ctrl-C, and starts on one and on two workers."""
 
 

@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 TRACKER_EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")
-FLEET_EXTRAS = ("fleet", "serve")
+FLEET = tomllib.loads((ROOT / "fleet" / "pyproject.toml").read_text())["project"]
 DEVELOPMENT = (
     *("tokenizers", "pyarrow", "images", "huggingface", "kubernetes", "ray"),
-    *(*FLEET_EXTRAS, *TRACKER_EXTRAS),
-    "dev",
+    *("serve", *TRACKER_EXTRAS),
+    *("build", "dev"),
 )
 LOCK = (ROOT / "requirements.lock").read_text()
 spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
@@ -34,7 +34,8 @@ spec.loader.exec_module(hatch_build)
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = [one for extra in project["project"]["optional-dependencies"].values() for one in extra]
-    needed = [*project["project"]["dependencies"], *extras, *project["build-system"]["requires"]]
+    fleet = [*FLEET["dependencies"], *FLEET["optional-dependencies"]["dev"]]
+    needed = [*project["project"]["dependencies"], *extras, *project["build-system"]["requires"], *fleet]
     names = {re.split(r"[\[<>=!~; ]", one)[0] for one in needed} - {"phalanx"}
     page = (ROOT / "docs" / "reference" / "dependencies.md").read_text()
     rows = [
@@ -57,7 +58,8 @@ def test_what_is_locked_is_what_development_declares_but_for_torch() -> None:
         one.name: {each.version for each in hatch_build.locked_in(LOCK) if each.name == one.name}
         for one in hatch_build.locked_in(LOCK)
     }
-    for text in [*PROJECT["dependencies"], *(one for name in DEVELOPMENT for one in EXTRAS[name])]:
+    fleet = [*FLEET["dependencies"], *FLEET["optional-dependencies"]["dev"]]
+    for text in [*PROJECT["dependencies"], *(one for name in DEVELOPMENT for one in EXTRAS[name]), *fleet]:
         requirement = Requirement(text)
         if requirement.name not in ("phalanx", "torch"):
             versions = locked[canonicalize_name(requirement.name)]

@@ -62,3 +62,18 @@ def test_exit_statuses_are_described() -> None:
     assert formatting.format_exit_status(-9) == "SIGKILL"
     assert formatting.format_exit_status(-40) == "signal 40"
     assert formatting.format_exit_status(3) == "exit code 3"
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/a", "runs/b/"], ["a", "b"]),
+        (["x/run", "y/run"], ["x/run", "y/run"]),
+        (["/x/1/run", "/y/1/run", "/y/2/run", "/y/b"], ["x/1/run", "y/1/run", "2/run", "b"]),
+        (["runs/a", "runs/a"], ["a", "a"]),
+        ([], []),
+    ],
+    ids=["last part", "two parts", "each its own length", "equal", "none"],
+)
+def test_a_short_name_is_the_shortest_tail_that_no_other_path_has(paths: list[str], names: list[str]) -> None:
+    assert formatting.shorten_paths(paths) == names

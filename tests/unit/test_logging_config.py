@@ -2,14 +2,10 @@
 
 import logging
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from fork_server_calls import WITHOUT_TORCH
-from phalanx.cli import main
 from phalanx.errors import UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.logging_config import DEFAULT_LOG_LEVEL, LOG_LEVEL_VARIABLE, LOG_LEVELS, configure_logging
@@ -62,48 +58,6 @@ def test_a_record_tells_when_how_important_and_of_what(capsys: pytest.CaptureFix
 def test_a_level_that_is_none_is_refused(option: str | None, variable: str, source: str) -> None:
     with pytest.raises(UsageError, match=f"{source}: expected one of debug, info, warning, error"):
         configure_logging(option, {LOG_LEVEL_VARIABLE: variable})
-
-
-def test_the_command_line_refuses_such_a_level_and_still_prints_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["--log-level", "loud", "recipe", "schema"]) == 64
-    assert capsys.readouterr().err == "error: --log-level loud: expected one of debug, info, warning, error\n"
-    monkeypatch.setenv(LOG_LEVEL_VARIABLE, "loud")
-    assert main.main(["recipe", "schema"]) == 64
-    assert capsys.readouterr().err == "error: PHALANX_LOG=loud: expected one of debug, info, warning, error\n"
-    assert main.main(["--help"]) == 0
-    assert "--log-level LEVEL" in capsys.readouterr().out
-
-
-def test_the_level_reaches_the_queues_daemon_and_the_process_above_a_job(tmp_path: Path) -> None:
-    for key, words in (("PHALANX_STATE_DIR", []), ("PHALANX_STATE_DIR", ["--log-level", "info"])):
-        state = tmp_path / f"state{len(words)}"
-        submit = [
-            sys.executable,
-            "-P",
-            "-m",
-            "phalanx",
-            *words,
-            "jobs",
-            "submit",
-            "--framework",
-            "plain",
-            "--cpus",
-            "1",
-        ]
-        subprocess.run(
-            [*submit, "--", "true"], env={"PATH": "/usr/bin:/bin", key: str(state)}, check=True, cwd=tmp_path
-        )
-        follow = [sys.executable, "-P", "-m", "phalanx", "jobs", "logs", "1", "--follow"]
-        found = subprocess.run(
-            follow, env={"PATH": "/usr/bin:/bin", key: str(state)}, check=True, cwd=tmp_path, capture_output=True
-        )
-        is_shown = bool(words)
-        daemon_log = (state / "queue" / "supervisor.log").read_text()
-        assert ("INFO phalanx.jobs.local_queue.daemon[" in daemon_log) is is_shown
-        assert ("job 1 (plain): attempt 1 ended with 0, the job is done" in daemon_log) is is_shown
-        assert (b"INFO phalanx.jobs.frameworks.launcher[" in found.stdout) is is_shown
 
 
 def test_the_level_reaches_the_fork_server(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

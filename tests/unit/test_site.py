@@ -27,4 +27,5 @@ spec.loader.exec_module(outside_links)
 )
 def test_a_link_that_leaves_docs_becomes_its_path(link: str, shown: str) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/extend.md"))
-    assert outside_links.on_page_markdown(link, page) == shown
+    config = {"docs_dir": str(outside_links.ROOT / "docs")}
+    assert outside_links.on_page_markdown(link, page, config) == shown

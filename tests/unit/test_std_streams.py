@@ -40,12 +40,6 @@ open("done", "w").close()
     assert (tmp_path / "done").exists()
 
 
-def test_streams_that_are_open_stay_as_they_are(tmp_path: Path) -> None:
-    code = "import phalanx, sys; print(sys.stdin.read().upper()); print('err', file=sys.stderr)"
-    done = shell('echo given | "$@" 3>&-', *PYTHON, "-c", code, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "GIVEN\n\n", "err\n")
-
-
 class Broken:
     """A stream of a file that takes nothing."""
 
@@ -108,14 +102,6 @@ def test_what_a_terminals_encoding_lacks_is_written_out(encoding: str, shown: st
     stream = PrintableStream(io.TextIOWrapper(raw, encoding=encoding))
     print("\xfc \u20ac", file=cast(Any, stream), end="", flush=True)
     assert raw.getvalue().decode(encoding) == shown
-
-
-def test_a_printable_stream_is_that_for_all_that_is_printed() -> None:
-    out = io.StringIO()
-    stream: Any = PrintableStream(out)
-    print("\x1b[2J", end="", file=stream, flush=True)
-    stream.writelines(["\x07", "\n"])
-    assert out.getvalue() == "\\x1b[2J\\x07\n"
 
 
 def test_pages_and_errors_of_commands_hold_no_escapes(

@@ -1,7 +1,6 @@
 """Input that cannot run, through the command line: one line or two, the exit code of the table, nothing on disk."""
 
 import contextlib
-import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from phalanx.cli import main
 from phalanx.errors import ExitCode
 from phalanx.recipe.yaml_loader import to_yaml
-from phalanx.run.event_types import AttemptStarted, RunWarning
 from train_harness import BASE_RECIPE, TrainHarness, Values, merge_recipes
 
 GOOD = merge_recipes(BASE_RECIPE, {"callbacks": []})
@@ -18,19 +16,11 @@ Case = tuple[Values | str | None, list[str], list[str]]
 
 BAD: dict[str, Case] = {
     "unknown key": ({"optimizer": {"learning_rate": 1}}, [], ["recipe.yaml:", "optimizer.learning_rate"]),
-    "unknown key in an override": ({}, ["optimizer.lrr=1"], ["optimizer.lrr", "lr"]),
-    "wrong type": ({"steps": "many"}, [], ["recipe.yaml:", "steps", "many"]),
     "batch that cannot be divided": ({}, ["--nproc-per-node", "5"], ["recipe.yaml:", "batch.global_size", "12", "5"]),
-    "micro-batch that does not divide": ({"batch": {"micro_size": 5}}, [], ["recipe.yaml:", "batch.micro_size", "5"]),
     "model that does not import": (
         {"model": {"build": "no_such_module:net", "args": {}}},
         [],
         ["recipe.yaml:7: model.build", "no_such_module"],
-    ),
-    "model without that name": (
-        {"model": {"build": "phalanx.models:transfomer"}},
-        [],
-        ["recipe.yaml:", "model.build", "transformer"],
     ),
     "argument that the model does not take": (
         {"model": {"args": {"depth": 2}}},
@@ -40,8 +30,11 @@ BAD: dict[str, Case] = {
     "task that does not import": ({"task": "user_tasks:Nothing"}, [], ["recipe.yaml:", "task", "user_tasks"]),
     "no file": (None, [], ["recipe.yaml", "no such file"]),
     "broken YAML": ("steps: [1, 2\nname: x\n", [], ["recipe.yaml:"]),
-    "not a mapping": ("- 1\n- 2\n", [], ["recipe.yaml", "mapping"]),
-    "device that is not here": ({"device": "xpu"}, [], ["recipe.yaml:", "device", "an Intel GPU", "cpu or auto"]),
+    "device that is not here": (
+        {"device": "cuda"},
+        [],
+        ["recipe.yaml:", "device", "AMD GPU here", "cpu or auto"],
+    ),
     "source that matches no file": (
         {"data": {"source": {"text": "no/such/*.txt"}}},
         [],
@@ -56,7 +49,7 @@ BAD: dict[str, Case] = {
 }
 
 
-AS_A_PROCESS = {"no file", "model that does not import", "argument that the model does not take"}
+AS_A_PROCESS = {"model that does not import"}
 """Mistakes that are made in a process of its own, from its start to its end, which takes five seconds; the others in
 this one, with the lab's fork server."""
 
@@ -110,30 +103,3 @@ def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(
 
 NEEDS_DATA = {"source with too little text"}
 """Mistakes that only show once the data are prepared."""
-
-
-@pytest.mark.slow
-def test_a_changed_recipe_and_a_finished_run_through_the_command_line(lab: TrainHarness) -> None:
-    """The whole way: done, done again, more steps, refused, forced."""
-    run, recipe = lab.new_run(), lab.recipe_file({}, "finished")
-    lab.train({}, 1, run, folder=lab.folder)
-    again = lab.command("train", recipe, "--run", run.path)
-    assert again.returncode == ExitCode.DONE
-    assert "finished at step 12" in again.stderr
-    assert "set steps=24 to train longer" in again.stderr
-    refused = lab.command("train", recipe, "optimizer.lr=0.5", "seed=3", "--run", run.path)
-    assert refused.returncode == ExitCode.RECIPE
-    assert "optimizer.lr: 0.003 -> 0.5" in refused.stderr
-    assert "seed: 0 -> 3" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    more = lab.command("train", recipe, "steps=16", "--run", run.path)
-    assert more.returncode == ExitCode.DONE, more.stderr
-    assert "steps 12 -> 16" in more.stderr
-    assert "jumps from" in more.stderr
-    forced = lab.command("train", recipe, "steps=18", "optimizer.lr=0.001", "--force", "--run", run.path)
-    assert forced.returncode == ExitCode.DONE, forced.stderr
-    assert [event.start_step for event in lab.from_command_line(run, 0).events_of_kind(AttemptStarted)] == [0, 12, 16]
-    assert [event.text for event in lab.from_command_line(run, 0).events_of_kind(RunWarning)][
-        -1
-    ] == "forced: optimizer.lr: 0.003 -> 0.001"
-    assert os.listdir(run.path / "checkpoints")

@@ -1,4 +1,4 @@
-"""What gives a probe its processes: a real nursery, worlds below it, a checkpoint, and a Ctrl-C in the middle."""
+"""What gives a probe its processes: a real fork server, worlds below it, a checkpoint, and a Ctrl-C in the middle."""
 
 import signal
 import subprocess
@@ -9,56 +9,51 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.app.calibrate import SCRATCH_PREFIX, call_in_subprocess, call_on_ranks, create_scratch_dir, time_checkpoint
-from phalanx.cluster.calibration import MeasurementFailed
+from phalanx.app.calibrate import SCRATCH_PREFIX, call_in_subprocess, call_on_ranks, create_scratch_dir
+from phalanx.cluster.calibration.runner import MeasurementFailed
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServerClient]:
-    with ForkServerClient() as nursery:
-        yield nursery
+def fork_server() -> Iterator[ForkServerClient]:
+    with ForkServerClient() as fork_server:
+        yield fork_server
 
 
 SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
 ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34, "processes": 2}
 
 
-def test_a_world_measures_together(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_a_world_measures_together(fork_server: ForkServerClient, tmp_path: Path) -> None:
     value = call_on_ranks(
-        nursery, tmp_path, "phalanx.cluster.calibration.concurrent:measure_concurrently", {**ASKED, **SMALL}, 2
+        fork_server, tmp_path, "phalanx.cluster.calibration.collectives:measure_concurrently", {**ASKED, **SMALL}, 2
     )
     assert value["collectives"][0]["backend"] == "gloo"
     assert value["products"][0]["processes"] == 2
 
 
-def test_a_second_world_meets_as_well(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_a_second_world_meets_as_well(fork_server: ForkServerClient, tmp_path: Path) -> None:
     for _ in range(2):
         call_on_ranks(
-            nursery,
+            fork_server,
             tmp_path,
-            "phalanx.cluster.calibration.concurrent:measure_concurrently",
+            "phalanx.cluster.calibration.collectives:measure_concurrently",
             {**ASKED, **SMALL, "seconds": 0.2},
             2,
         )
 
 
-def test_a_member_that_fails_ends_the_others(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_a_member_that_fails_ends_the_others(fork_server: ForkServerClient, tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(MeasurementFailed, match=r"worker [01] ended with exit code 1: .*has no attribute 'nothing'"):
-        call_on_ranks(nursery, tmp_path, "phalanx.cluster.calibration.concurrent:nothing", {"seconds": 1.0}, 2)
+        call_on_ranks(fork_server, tmp_path, "phalanx.cluster.calibration.collectives:nothing", {"seconds": 1.0}, 2)
     assert time.monotonic() - begun < 30
 
 
-def test_a_function_that_fails_is_not_measured(nursery: ForkServerClient) -> None:
+def test_a_function_that_fails_is_not_measured(fork_server: ForkServerClient) -> None:
     with pytest.raises(MeasurementFailed, match="KeyError"):
-        call_in_subprocess(nursery, "phalanx.cluster.calibration.gemm:measure_gemms", {})
-
-
-def test_a_checkpoint_is_written_and_removed(nursery: ForkServerClient, tmp_path: Path) -> None:
-    assert time_checkpoint(nursery, tmp_path, 10**6) > 0
-    assert list(tmp_path.iterdir()) == []
+        call_in_subprocess(fork_server, "phalanx.cluster.calibration.gemm:measure_gemms", {})
 
 
 def test_a_folder_of_our_own_is_removed_whatever_happens(tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ def attention(
 
 
 CASES = [
-    *((way, kind, n, 12, 12) for way in WAYS for kind in ("causal", "full", "documents") for n in (2, 3, 4)),
-    *((way, kind, n, 12, 4) for way in WAYS for kind in ("causal", "documents") for n in (2, 4)),
-    *(("alltoall", "causal", n, 12, 2) for n in (3, 4)),  # fewer key-value heads than ranks
-    *(("alltoall", kind, 4, 12, 6) for kind in ("causal", "documents")),  # neither divides the other
+    *((way, kind, n, 12, 12) for way in WAYS for kind, n in (("causal", 3), ("full", 2), ("documents", 4))),
+    *((way, kind, n, 12, 4) for way in WAYS for kind, n in (("causal", 2), ("documents", 4))),
+    ("alltoall", "causal", 3, 12, 2),  # fewer key-value heads than ranks
+    ("alltoall", "documents", 4, 12, 6),  # neither divides the other
     ("gather", "causal", 4, 3, 3),  # heads do not divide by the ranks
 ]
 
@@ -189,13 +189,10 @@ def assert_adds_up(parts: list[Any], alone: tuple[float, int, dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_transformer_learns_the_same_from_parts(
-    world: ProcessWorlds, way: ContextMethod, n: int, packed: bool
-) -> None:
+def test_the_transformer_learns_the_same_from_parts(world: ProcessWorlds, way: ContextMethod, packed: bool) -> None:
     options: dict[str, Any] = {"way": way, "packed": packed}
-    assert_adds_up(world.run(n, together, case=training, **options), training(None, **options))
+    assert_adds_up(world.run(2, together, case=training, **options), training(None, **options))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,7 +14,6 @@ from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
 from phalanx.models.moe import GroupedExperts, MoETransformer, TopKRouter
 from phalanx.train.distributed.expert_parallel import apply_expert_parallel
-from phalanx.train.distributed.shard_spec import DimShard
 from process_worlds import ProcessWorlds
 
 EXPERTS, WIDTH, FFN = 8, 16, 24
@@ -173,26 +172,6 @@ def test_a_model_trains_as_in_one_process(world: ProcessWorlds, ranks: int, way:
         router.after_step(lambda counts: counts)
         for _, _, loads in found:
             assert torch.equal(loads[index], router.load)
-
-
-def described(rank: int, world: int) -> tuple[dict[str, DimShard], dict[str, Tensor]]:
-    module = model()
-    module.blocks[1].ffn.experts.up.requires_grad_(False)
-    cuts = apply_expert_parallel(module, dist.group.WORLD)
-    assert [name for name, p in module.named_parameters() if not p.requires_grad] == ["blocks.1.ffn.experts.up"]
-    return cuts, {name: p.detach() for name, p in module.named_parameters() if name in cuts}
-
-
-def test_cuts_tell_what_each_rank_holds(world: ProcessWorlds) -> None:
-    whole = dict(model().named_parameters())
-    for cuts, held in world.run(4, described):
-        assert list(cuts) == [name for name in whole if ".experts." in name]
-        for name, cut in cuts.items():
-            assert (cut.dim, cut.full_size, cut.mesh_axis) == (0, 8, "expert")
-            ((start, end),) = cut.ranges
-            assert torch.equal(held[name], whole[name][start:end])
-    starts = [cuts["blocks.1.ffn.experts.gate"].ranges for cuts, _ in world.run(4, described)]
-    assert starts == [((0, 2),), ((2, 4),), ((4, 6),), ((6, 8),)]
 
 
 class Twins(nn.Module):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ExitCode, PhalanxError
-from phalanx.recipe.variables import collect_variables, expand_variables
+from phalanx.recipe.load import collect_variables, expand_variables
 from phalanx.recipe.yaml_loader import parse_yaml
 from train_harness import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values, plan_fault
 

@@ -2,7 +2,6 @@
 same order, and losses that differ by rounding only."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -40,21 +39,6 @@ def test_a_changed_world_goes_on_with_losses_that_differ_by_rounding_only(lab: T
     assert [(event.world_size, event.start_step) for event in ended.events_of_kind(AttemptStarted)] == [(2, 0), (3, 30)]
     assert relative(ended, lab.train_reference(LONG, 2)) < 1e-5
     assert [event for event in ended.events_of_kind(RunWarning) if "the digest will differ" in event.text]
-
-
-def test_a_run_resumes_in_the_order_of_sources_that_it_began_with(
-    lab: TrainHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {"data": {"source": [{"text": "few.txt"}, {"text": "many.txt"}]}}
-    run = lab.new_run()
-    with monkeypatch.context() as patch:
-        patch.setattr("phalanx.app.prepare_run.MIXTURE_ORDER", 1)
-        whole = lab.train(changes)
-        lab.train_until_agent_lost(changes, 1, run, [plan_fault(7)])
-    resolved, num_removed = re.subn(r"(?m)^ +order: 1\n", "", run.resolved.read_text())
-    assert num_removed == 1
-    run.resolved.write_text(resolved)  # as it was before there was another order
-    assert lab.train(changes, 1, run).digest == whole.digest != lab.train(changes).digest
 
 
 def samples(folder: Path, attempt: int, world: int) -> list[list[int]]:

@@ -44,9 +44,7 @@ def on_one_node(framework: str, program: str, each: int = 2, python: str = INTER
     return process.returncode, out.splitlines(), errors
 
 
-def on_two_nodes(
-    tmp_path: Path, command: Sequence[str], each: int = 1, framework: str = "torch"
-) -> list[tuple[int, str, str]]:
+def on_two_nodes(tmp_path: Path, command: Sequence[str], each: int = 1) -> list[tuple[int, str, str]]:
     """Two launchers on this machine, as two nodes would run them: code, output and errors of each."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
@@ -54,7 +52,7 @@ def on_two_nodes(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": f"127.0.0.1:{port}", "PHALANX_TOKEN_FILE": str(token)}
-    processes = [launch(framework, each, command, **shared, PHALANX_NODE_RANK=str(node)) for node in (1, 0)]
+    processes = [launch("torch", each, command, **shared, PHALANX_NODE_RANK=str(node)) for node in (1, 0)]
     found = []
     for process in reversed(processes):
         out, errors = process.communicate(timeout=60)
@@ -94,26 +92,6 @@ def test_mpi_sums_over_two_processes() -> None:
     code, lines, errors = on_one_node("mpi", "mpi_sum.py")
     assert code == 0, errors
     assert "".join(lines) == "sum 3 of 2" * 2  # mpirun may put both before their line ends
-
-
-def test_mxnets_roles_know_what_ps_lite_reads() -> None:
-    code, lines, errors = on_one_node("mxnet", "mxnet_roles.py", python=sys.executable)
-    assert code == 0, errors
-    roles = sorted(line.partition("| ")[2].partition(" ")[0] for line in lines)
-    assert roles == ["scheduler", "server", "worker", "worker"]
-
-
-def test_servers_that_wait_for_more_end_with_the_workers_and_do_not_fail_the_job() -> None:
-    program = "import os, signal\nif os.environ['DMLC_ROLE'] != 'worker': signal.pause()"
-    with launch("mxnet", 2, [sys.executable, "-c", program]) as process:
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (0, "")
-
-
-def test_a_server_serves_until_the_workers_of_all_nodes_have_ended(tmp_path: Path) -> None:
-    program = PROGRAMS / "mxnet_server_of_another_node.py"
-    found = on_two_nodes(tmp_path, [sys.executable, str(program), str(tmp_path)], framework="mxnet")
-    assert found == [(0, "server0| asked to end afterwards\n", ""), (0, "", "")]
 
 
 def test_when_one_process_fails_all_end_with_its_code() -> None:

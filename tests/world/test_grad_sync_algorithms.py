@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ def sums_of(
     alone: bool = False,
     dtype: torch.dtype = torch.float32,
     group: dist.ProcessGroup | None = None,
-    nodes: Sequence[int] | None = None,
     first: int = 0,
     held_back: list[Tensor] | None = None,
 ) -> Sums:
@@ -62,7 +61,6 @@ def sums_of(
         group=group,
         num_metric_slots=0 if alone else 2,
         algorithm=strategy,
-        node_of_rank=nodes,
     )
     assert len(exchange.buckets) > 2
     assert (exchange.metric_slots is not None) == (strategy in PLAIN and dtype == torch.float32 and not alone)
@@ -89,13 +87,9 @@ def sums_of(
 
 
 def every_strategy(rank: int, world: int, *, dtype: torch.dtype) -> dict[str, tuple[Sums, Sums]]:
-    """Each twice. Nodes are of unequal size where there are enough workers."""
-    nodes = [0, 1, 0, 0, 2, 2, 1, 0][:world]
+    """Each twice."""
     return {
-        name: (
-            sums_of(name, rank, world, dtype=dtype, nodes=nodes),
-            sums_of(name, rank, world, dtype=dtype, nodes=nodes),
-        )
+        name: (sums_of(name, rank, world, dtype=dtype), sums_of(name, rank, world, dtype=dtype))
         for name in GRAD_SYNC_ALGORITHMS
     }
 
@@ -148,10 +142,10 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(
 
 def in_the_manner_of_gpus(rank: int, world: int, *, name: str) -> None:
     """By the operations and in the order of GPUs, where no thread carries anything, beside what CPUs do."""
-    usual = sums_of(name, rank, world, nodes=[0, 0, 1, 1][:world])
+    usual = sums_of(name, rank, world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CommContext, "on_cpu", False)
-        found, again = (sums_of(name, rank, world, nodes=[0, 0, 1, 1][:world]) for _ in range(2))
+        found, again = (sums_of(name, rank, world) for _ in range(2))
     assert_sums(found, usual, 1e-5)
     assert_equal(again, found)
 
@@ -204,21 +198,6 @@ def test_a_group_that_is_a_part_of_the_world_sums_among_itself(world: ProcessWor
             assert_sums(found[half], sums_of(name, 0, 2, alone=True, first=10 * half), TOLERANCE.get(name, 1e-5))
 
 
-LAYOUTS = {"all on one": [0, 0, 0, 0], "two and two": [5, 3, 5, 3], "three and one": [0, 0, 0, 1], "each": [3, 2, 1, 0]}
-
-
-def on_nodes(rank: int, world: int) -> dict[str, Sums]:
-    return {label: sums_of("hierarchical", rank, world, nodes=nodes) for label, nodes in LAYOUTS.items()}
-
-
-@pytest.mark.parametrize("label", LAYOUTS)
-def test_nodes_may_hold_any_numbers_of_ranks(world: ProcessWorlds, label: str) -> None:
-    found = [results[label] for results in world.run_once(4, on_nodes)]
-    for one in found:
-        assert_equal(one, found[0])
-        assert_sums(one, sums_of("hierarchical", 0, 4, alone=True), 1e-5)
-
-
 DOOMED, SURVIVORS = 2, (0, 1, 3)
 OPERATIONS = ("batch_isend_irecv", "all_reduce", "isend")
 
@@ -248,7 +227,6 @@ def bereaved(rank: int, strategy: str, folder: Path, told: Connection) -> None:
         is_elastic=False,
         bucket_bytes=1.0,
         algorithm=strategy,
-        node_of_rank=[0, 0, 1, 1],
     )
     try:
         for step in range(2):
@@ -293,7 +271,10 @@ def told_by(work: Callable[..., None], world: int, *arguments: Any) -> Iterator[
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("ring", "int8") else [pytest.mark.slow]) for name in GRAD_SYNC_ALGORITHMS],
+    [
+        pytest.param(name, marks=[] if name in ("binomial-tree", "int8") else [pytest.mark.slow])
+        for name in GRAD_SYNC_ALGORITHMS
+    ],
 )
 def test_all_survivors_notice_a_worker_that_dies_in_an_exchange(name: str, tmp_path: Path) -> None:
     with told_by(bereaved, 4, name, tmp_path) as pipes:
@@ -307,7 +288,7 @@ def left_waiting(rank: int, folder: Path, told: Connection) -> None:
     """The last of three dies; the first learns of it before it has sent anything, the second waits for the first."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=3)
-    direct = P2PScatterGather(CommContext(rank, 3, None, clone_group(None), torch.device("cpu"), [0, 0, 0]))
+    direct = P2PScatterGather(CommContext(rank, 3, None, clone_group(None), torch.device("cpu")))
     dist.barrier()
     if rank == 2:
         os._exit(1)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer
-from phalanx.train.grad_sync.algorithms import allreduce, p2p, p2p_scatter_gather
+from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer, registry
+from phalanx.train.grad_sync.algorithms import p2p, p2p_scatter_gather
 from phalanx.train.grad_sync.algorithms.base import CommContext
 from phalanx.train.grad_sync.algorithms.p2p_scatter_gather import P2PScatterGather
 from process_worlds import ProcessWorlds
@@ -90,7 +90,7 @@ def assert_close(one: tuple[list[Tensor], Tensor], other: tuple[list[Tensor], Te
 
 
 @pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 6), (3, 3), (3, 6)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 6), (3, 3)])
 def test_all_ranks_have_the_same_sums_and_those_of_a_single_process(
     world: ProcessWorlds, ranks: int, micro_batches: int, replicas: bool
 ) -> None:
@@ -101,10 +101,7 @@ def test_all_ranks_have_the_same_sums_and_those_of_a_single_process(
         assert_close(one, alone)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "micro_batches"),
-    [(2, 8), (2, 4), (2, 2), (2, 6), (2, 12), (3, 3), (3, 6), (3, 12), (3, 9)],
-)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (2, 2), (2, 6), (3, 3), (3, 12)])
 def test_under_replicas_the_bits_are_those_of_a_single_process(
     world: ProcessWorlds, ranks: int, micro_batches: int
 ) -> None:
@@ -123,17 +120,6 @@ def test_under_replicas_a_parameter_that_travels_in_pieces_has_the_same_bits(
         assert_equal(one, alone)
 
 
-def test_under_replicas_the_bits_are_the_same_on_two_and_three_ranks(world: ProcessWorlds) -> None:
-    (two, *_), (three, *_) = (world.run(ranks, sums, micro_batches=6, replicas=True) for ranks in (2, 3))
-    assert_equal(two, three)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_under_world_the_same_world_gives_the_same_bits_again(world: ProcessWorlds, ranks: int) -> None:
-    (one, *_), (again, *_) = (world.run(ranks, sums, micro_batches=6, replicas=False) for _ in range(2))
-    assert_equal(one, again)
-
-
 UNUSED = {
     "by everyone": dict.fromkeys(range(6), (0, 3)),
     "by one rank": dict.fromkeys(range(2), (1, 4, 5)),
@@ -143,13 +129,12 @@ UNUSED = {
 
 
 @pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("unused", UNUSED.values(), ids=UNUSED.keys())
 def test_parameters_that_are_not_used_count_as_zero_there(
-    world: ProcessWorlds, ranks: int, unused: dict[int, Sequence[int]], replicas: bool
+    world: ProcessWorlds, unused: dict[int, Sequence[int]], replicas: bool
 ) -> None:
     alone = sums(0, 1, micro_batches=6, replicas=True, unused=unused)
-    for one in world.run(ranks, sums, micro_batches=6, replicas=replicas, unused=unused):
+    for one in world.run(3, sums, micro_batches=6, replicas=replicas, unused=unused):
         assert_close(one, alone)
         if replicas:
             assert_equal(one, alone)
@@ -164,37 +149,6 @@ def test_several_dtypes_are_summed_each_in_its_own(world: ProcessWorlds, replica
         assert_close(one, alone, rtol=2e-2)
         if replicas:
             assert_equal(one, alone)
-
-
-def with_slots(rank: int, world: int) -> list[tuple[list[Tensor], Tensor, Tensor]]:
-    """Gradients, norm and what came back in the slots, for two steps in which each rank sends other numbers."""
-    weights = parameters()
-    exchange = BucketedReducer(
-        weights,
-        rank=rank,
-        world_size=world,
-        micro_batches=world,
-        is_elastic=False,
-        bucket_bytes=CAPACITY,
-        num_metric_slots=2,
-    )
-    assert exchange.metric_slots is not None
-    results = []
-    for number in range(2):
-        exchange.metric_slots.copy_(torch.tensor([10.0**rank, number]))
-        step(weights, exchange, [rank], {})
-        gradients = [weight.grad.clone() for weight in weights if weight.grad is not None]
-        results.append((gradients, exchange.grad_norm(), exchange.metric_slots.clone()))
-    return results
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_lies_in_the_slots_is_summed_and_belongs_to_no_gradient(world: ProcessWorlds, ranks: int) -> None:
-    alone = sums(0, 1, micro_batches=ranks, replicas=False)
-    for results in world.run(ranks, with_slots):
-        for number, (gradients, norm, slots) in enumerate(results):
-            assert slots.tolist() == [sum(10.0**rank for rank in range(ranks)), ranks * number]
-            assert_close((gradients, norm), alone)
 
 
 class Noting:
@@ -225,7 +179,7 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[tuple[
     with pytest.MonkeyPatch.context() as patch:
         for again in range(2):
             noting, handed = Noting((rank + 1) % world), Noting((rank + 1) % world)
-            patch.setattr(p2p_scatter_gather if replicas else allreduce, "dist", noting)
+            patch.setattr(p2p_scatter_gather if replicas else registry, "dist", noting)
             patch.setattr(p2p, "dist", handed)
             # The first step leaves out one parameter a rank, the second turns the order of use around.
             used = [w for i, w in enumerate(weights) if again or i % world != rank][:: -1 if again else 1]
@@ -244,10 +198,8 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[tuple[
 
 
 @pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(
-    world: ProcessWorlds, ranks: int, replicas: bool
-) -> None:
+def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(world: ProcessWorlds, replicas: bool) -> None:
+    ranks = 3
     found = world.run(ranks, order_of_operations, replicas=replicas)
     lengths = [
         bucket.num_elements
@@ -268,7 +220,7 @@ def test_operations_start_in_bucket_order_on_all_ranks_whatever_they_use(
 def moved(rank: int, world: int, *, device: str) -> tuple[list[int], list[int], list[int]]:
     """What has come when rank r gives each as many numbers as r, and when all give three to all; and what was there
     before from a message of others over the same group."""
-    parts = P2PScatterGather(CommContext(rank, world, None, clone_group(None), torch.device(device), range(world)))
+    parts = P2PScatterGather(CommContext(rank, world, None, clone_group(None), torch.device(device)))
     other = torch.zeros(1, dtype=torch.int64)
     message = dist.irecv(other, src=rank - 1) if rank else dist.isend(torch.tensor([7]), dst=1)
     received, own = torch.zeros(sum(range(world)), dtype=torch.int64), torch.full((3,), rank)

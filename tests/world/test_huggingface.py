@@ -18,6 +18,8 @@ from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("without_args_of_ours")
+
 LORA: Values = {"rank": 4}
 
 
@@ -30,15 +32,6 @@ def save(lab: TrainHarness, kind: str) -> str:
         model.save_pretrained(folder)
         (folder / "tokenizer_config.json").write_text("{}")
     return f"hf:{folder.name}"
-
-
-@pytest.fixture(autouse=True)
-def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lab's base recipe has arguments for our transformer."""
-    import train_harness as module
-
-    base = {**module.BASE_RECIPE, "model": {}}
-    monkeypatch.setattr(module, "BASE_RECIPE", base)
 
 
 def train(lab: TrainHarness, kind: str, changes: Values | None = None, **more: Any) -> HarnessRun:
@@ -115,10 +108,3 @@ def test_a_path_that_is_no_such_directory_is_an_error_of_the_recipe(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         lab.train(changes)
-
-
-def test_an_adapter_pattern_that_fits_nothing_is_an_error_before_the_run_exists(lab: TrainHarness) -> None:
-    run = lab.new_run()
-    with pytest.raises(RecipeError, match=r"lora.target_modules: 'nonesuch' fits no linear layer; there are q_proj"):
-        train(lab, "llama", {"lora": {"target_modules": "nonesuch"}}, run=run)
-    assert not run.path.exists()

@@ -12,23 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from checkpointers import StepSaver
+from checkpointers import StepSaver, leave_like_a_killed_worker
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX, create_node_dir, read_epochs
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
 from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies
-from phalanx.train.checkpoint.in_memory.restore import VerifiedCopies, find_verified_copies, restore_in_memory
 from phalanx.train.checkpoint.load_plan import get_local_state
-from phalanx.train.checkpoint.save import SAVE_FLAGS
-from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.checkpoint.restore import VerifiedCopies, find_verified_copies, restore_in_memory
+from phalanx.train.checkpoint.save import SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json_from_rank_zero
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
+from phalanx.train.step_metrics import StepFlags
 from phalanx.train.train_state import AppState
 from process_worlds import ProcessWorlds
 
@@ -76,9 +76,9 @@ class Worker:
         self.hot.wait_snapshot_copied()
         assert self.hot._in_flight is not None
         self.hot._in_flight.saver.poll_when_idle()
-        flags = torch.tensor([float(flag) for flag in self.hot.local_flags()])
-        dist.all_reduce(flags)
-        self.hot.step_done(dict(zip(SAVE_FLAGS, map(int, flags.tolist()), strict=True)))
+        counts = torch.tensor(self.hot.own_flags().counts())
+        dist.all_reduce(counts)
+        self.hot.step_done(StepFlags(*counts.tolist()))
 
     def state(self) -> dict[str, Tensor]:
         held = get_local_state(AppState(self.divided, self.optimizer, self.scale))
@@ -108,7 +108,7 @@ def kept_and_lost(rank: int, world: int, *, folder: str, layout: dict[str, int])
         worker.learn(step)
         worker.copy(step)
     before, kept = worker.state(), parts_here(folder, rank // 2)
-    worker.hot.detach()
+    leave_like_a_killed_worker(worker.hot)
     dist.barrier()
     if rank == 2:
         shutil.rmtree(Path(folder) / "node-1")
@@ -183,7 +183,7 @@ def said_of_all(rank: int, world: int, *, folder: str) -> dict[str, Any]:
             worker.copy(1)
         names = [value for value in spoken if isinstance(value, list)]
         copies[name] = (len(names[0]), copies_of(worker).num_tensors, len(worker.state()))
-        worker.hot.detach()
+        leave_like_a_killed_worker(worker.hot)
     whole = said == [0, 1, long, 3] and led == long
     return {"whole": whole, "by all": by_all, "by leader": by_leader, "copies": copies}
 
@@ -208,7 +208,7 @@ def failing_on_one(rank: int, world: int, *, folder: str, how: str) -> list[tupl
     worker = Worker(rank, world, folder, LAYOUTS["shards"])
     worker.learn(1)
     worker.copy(1)
-    worker.hot.detach()
+    leave_like_a_killed_worker(worker.hot)
     dist.barrier()
     base = Path(folder) / "node-1"
     if rank == 2 and how == "no room":
@@ -261,7 +261,7 @@ def left_alone(rank: int, world: int, *, folder: str) -> float:
     worker.learn(1)
     worker.copy(1)
     if rank == 3:
-        worker.hot.detach()
+        leave_like_a_killed_worker(worker.hot)
         dist.barrier()
         return 0.0
     dist.barrier()
@@ -269,7 +269,7 @@ def left_alone(rank: int, world: int, *, folder: str) -> float:
     worker.hot.copy(2)
     worker.hot.wait_snapshot_copied()
     begun = time.monotonic()
-    worker.hot.detach()
+    leave_like_a_killed_worker(worker.hot)
     return time.monotonic() - begun
 
 

@@ -180,14 +180,6 @@ def test_a_job_that_is_killed_starts_again_and_leaves_nothing_behind(
     wait_until(lambda: [each for each in processes(queue) if "time.sleep(300)" in str(each.cmdline())] == [], 5)
 
 
-def test_a_job_that_is_killed_again_and_again_is_given_up(engine: LocalBackend, tmp_path: Path) -> None:
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    ident = engine.submit(engine.render(python(tmp_path, code)))
-    wait_until(lambda: engine.poll(ident).state.is_final)
-    status = engine.poll(ident)
-    assert (status.state, status.num_attempts, status.reason) == (JobState.FAILED, 3, "was killed by SIGKILL")
-
-
 def test_a_time_limit_first_asks_and_then_kills(engine: LocalBackend, tmp_path: Path) -> None:
     code = "import signal, time; signal.signal(15, lambda *_: print('asked', flush=True)); print('up', flush=True)"
     job = Job(
@@ -228,15 +220,6 @@ def test_a_waiting_job_is_cancelled_without_ever_running(engine: LocalBackend, t
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_full_queue_refuses_another_job(tmp_path: Path) -> None:
-    engine = LocalBackend(tmp_path / "queue", ensure_daemon=lambda *_: None, max_queued=2)
-    for name in ("a", "b"):
-        engine.submit(engine.render(python(tmp_path, "pass", name)))
-    with pytest.raises(UsageError, match="the queue is full: 2 jobs wait"):
-        engine.submit(engine.render(python(tmp_path, "pass", "c")))
-    engine.database.close()
-
-
 @pytest.mark.parametrize("change", ["num_nodes", "gpus_per_node", "cpus_per_node"])
 def test_a_job_that_never_fits_is_refused(engine: LocalBackend, tmp_path: Path, change: str) -> None:
     job = Job("big", ("true",), tmp_path, **{change: 999})  # type: ignore[arg-type]
@@ -275,12 +258,3 @@ def test_a_file_that_is_no_queue_is_told(tmp_path: Path) -> None:
     (tmp_path / "queue.db").write_text("something else entirely, and long enough to be read as a header")
     with pytest.raises(UsageError, match="not a queue of Phalanx"):
         LocalBackend(tmp_path).list_jobs()
-
-
-def test_a_row_that_was_edited_by_hand_is_told_with_its_number(tmp_path: Path) -> None:
-    engine = LocalBackend(tmp_path / "queue", ensure_daemon=lambda *_: None)
-    ident = engine.submit(engine.render(python(tmp_path, "pass")))
-    engine.database._db.execute("UPDATE jobs SET spec = '{\"name\": 1}' WHERE id = ?", (ident,))
-    with pytest.raises(UsageError, match=f"job {ident} is not as Phalanx wrote it"):
-        engine.poll(ident)
-    engine.database.close()

@@ -1,6 +1,5 @@
 """Workers that train apart for rounds of steps, on gloo: what outer steps make of their weights, and what travels."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -11,19 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.compat import scale_in_place
 from phalanx.recipe import Recipe
 from phalanx.train.builder import make_accumulator
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.local_sgd.local_sgd import LocalSGD
-from phalanx.train.local_sgd.sync_schedule import SyncSchedule
+from phalanx.train.local_sgd.local_sgd import LocalSGD, SyncSchedule
+from phalanx.train.local_sgd.step import OuterSteps
 from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_timer import HostStepTimer
-from phalanx.train.train_step import clip_coefficient
+from phalanx.train.train_step import TrainStep
 from process_worlds import ProcessWorlds
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))
@@ -85,21 +83,18 @@ def train(
     stepper = make_accumulator(recipe, place, divided, optimizer, GradScaler(), MicroBatchSeeds(0, place.device))
     watch, found, sent = HostStepTimer(), [], []
     watch.start()
+    outer = [] if divided.local_sgd is None else [OuterSteps(divided.local_sgd.local_sgd, watch)]
+    clip = recipe.optimizer.max_grad_norm
+    train_step = TrainStep(stepper, optimizer, None, lambda batch: batch, clip, watch, outer)
     for step in range(1, STEPS + 1):
         sizes: list[int] = []
         with counted(sizes):
-            stepper.zero_grad(step)
+            train_step.zero_grad(step)
             for leaf in divided.mesh.own_micro_batches(2 * world):
-                stepper.backward(model(step, leaf), 1, lambda: (), watch)
-            stepper.reduce_gradients(watch)
-            totals = stepper.read_totals()
-            assert math.isfinite(totals.loss)
-            factor = 1.0 / totals.num_terms
-            clip = clip_coefficient(totals.summed_grad_norm * factor, recipe.optimizer.max_grad_norm)
-            scale_in_place(stepper.reducer.grad_tensors(), factor * clip)
-            optimizer.step(recipe.optimizer.lr)
-            if divided.local_sgd is not None:
-                divided.local_sgd.local_sgd.after_step(step, updated=True)
+                train_step.backward(model(step, leaf), 1)
+            result = train_step.apply(train_step.reduce(), recipe.optimizer.lr)
+            assert result.skip_reason is None
+            train_step.finish(result)
         found.append([weight.detach().clone() for weight in model.weights])
         sent.append(sizes)
     stepper.reducer.close()
@@ -253,14 +248,6 @@ def test_what_lands_late_is_mixed_with_what_a_worker_has_become(
                 land(turn, 0.0)
         for rank, model in enumerate(models):
             assert_close(found[rank][step - 1], [weight.detach() for weight in model.weights])
-
-
-@RANKS
-def test_rounds_of_one_step_of_sgd_are_synchronous_training(world: ProcessWorlds, ranks: int) -> None:
-    together = trained(world, ranks, SGD, algorithm="all-reduce")
-    for found in trained(world, ranks, SGD, method="average", sync_every=1):
-        for step in range(STEPS):
-            assert_close(found[step], together[0][step])
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])

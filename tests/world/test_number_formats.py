@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from phalanx.models.moe import MoE
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.distributed.cast_parameters import CASTING_MODULES
-from phalanx.train.distributed.fsdp import apply_fsdp
+from phalanx.train.distributed.fsdp import CASTING_MODULES, apply_fsdp
 from phalanx.train.distributed.tensor_parallel import apply_tensor_parallel
 from phalanx.train.ops.float8 import Float8Linear
 from phalanx.train.ops.lora import add_lora

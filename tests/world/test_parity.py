@@ -1,6 +1,8 @@
 """The parity matrix: each parallelism against one process, with losses and gradient norms of 10 steps, and checkpoints
 that are the same state under another parallelism. `helpers/parallelism_cases.py` lists the runs; `make parity` runs all
-of them, `make test` a part."""
+of them. `make test` runs its QUICK ones: one of each parallelism of two workers and one of four, each with the model
+that the others have least; these cover all models, both precisions, dropout, and even and uneven batches. It moves
+the checkpoints of four of them, and asks for each refused dimension with one model."""
 
 import hashlib
 import json
@@ -11,11 +13,11 @@ import pytest
 
 import parallelism_cases
 import train_harness as harness_module
-from parallelism_cases import CASES, MICRO_SIZE, MODELS, STEPS, Case, Layout
+from parallelism_cases import CASES, MICRO_SIZE, MODELS, QUICK, QUICK_MOVED, STEPS, Case, Layout
 from parity_inputs import write_parity_inputs
 from phalanx.errors import ExitCode, RecipeError
 from phalanx.jobs.agent.leader_agent import LeaderAgent
-from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
+from phalanx.jobs.agent.leader_state import RecoveryPolicy
 from phalanx.recipe import dump_recipe, load_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
@@ -29,15 +31,24 @@ NOISE_FACTOR = 3.0
 """How much farther than two micro-batch sizes on one process a parallelism in bf16 may be from it."""
 
 
-def marks(index: int, case: Case) -> list[pytest.MarkDecorator]:
+def marks(case: Case, is_quick: bool) -> list[pytest.MarkDecorator]:
     """Keep the runs of one reference on one process of pytest, and leave most runs to `make parity`."""
     reference = hashlib.sha256(json.dumps(case.changes).encode()).hexdigest()[:8]
     group = pytest.mark.xdist_group(reference)
-    is_fast = index % (5 if case.layout.workers == 2 else 13) == 0 and case.layout.workers <= 4
-    return [group] if is_fast else [group, pytest.mark.slow]
+    return [group] if is_quick else [group, pytest.mark.slow]
 
 
-RUNS = [pytest.param(case, id=str(case), marks=marks(index, case)) for index, case in enumerate(CASES)]
+RUNS = [pytest.param(case, id=str(case), marks=marks(case, case in QUICK)) for case in CASES]
+MOVED_RUNS = [
+    pytest.param(case, id=str(case), marks=marks(case, case.layout.values in QUICK_MOVED))
+    for case in parallelism_cases.MOVED
+]
+QUICK_REFUSALS = {"expert": "hf Llama", "tensor": "hf Mixtral", "pipeline": "hf Mixtral", "context": "image classifier"}
+REFUSALS = [
+    pytest.param(name, dimension, marks=[] if QUICK_REFUSALS[dimension] == name else [pytest.mark.slow])
+    for name, model in MODELS.items()
+    for dimension in sorted(model.refused)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,10 +110,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(
     assert mean_loss_difference(ended, alone) < NOISE_FACTOR * mean_loss_difference(small, large)
 
 
-@pytest.mark.parametrize(
-    ("model", "dimension"),
-    [(name, dimension) for name, model in MODELS.items() for dimension in sorted(model.refused)],
-)
+@pytest.mark.parametrize(("model", "dimension"), REFUSALS)
 def test_a_parallelism_that_a_model_cannot_have_is_refused_before_the_first_step(
     lab: TrainHarness, model: str, dimension: str
 ) -> None:
@@ -114,7 +122,7 @@ def test_a_parallelism_that_a_model_cannot_have_is_refused_before_the_first_step
     assert not run.events.exists()
 
 
-@pytest.mark.parametrize("case", [run for run in RUNS if run.values[0] in parallelism_cases.MOVED])
+@pytest.mark.parametrize("case", MOVED_RUNS)
 def test_a_checkpoint_is_the_same_state_under_another_parallelism(
     lab: TrainHarness, trained: dict[str, HarnessRun], case: Case, tmp_path: Path
 ) -> None:

@@ -41,19 +41,11 @@ def test_an_overflow_on_one_worker_skips_the_step_and_halves_the_scale_on_all(
 
 NOISE_FACTOR = 2.5
 """A layout may differ from one process by this many times what another size of micro-batches does there."""
-EXPERTS = {"layers": 2, "hidden_size": 32, "num_heads": 2, "num_experts": 4, "dense_layers": 1}
-NOISE_CASES = {
-    "bf16, shard 2": ("bf16", {"shard": 2}, MODEL),
-    "bf16, shard 2 x tensor 2": ("bf16", {"shard": 2, "tensor": 2}, MODEL),
-    "bf16, experts": ("bf16", {"shard": 2, "expert": 2}, {"build": "phalanx.models:moe", "args": EXPERTS}),
-    "fp16, context 2": ("fp16", {"context": 2}, MODEL),
-}
 
 
-@pytest.mark.parametrize("name", NOISE_CASES)
-def test_a_precision_is_one_computation_in_every_layout(lab: TrainHarness, name: str) -> None:
-    precision, layout, model = NOISE_CASES[name]
-    changes = {**TRAINING, "precision": precision, "model": model, "steps": 20}
+def test_fp16_is_one_computation_in_every_layout(lab: TrainHarness) -> None:
+    """As bf16 is in the parity matrix."""
+    changes = {**TRAINING, "precision": "fp16", "steps": 20}
 
     def train(micro_size: int, layout: Values, workers: int) -> HarnessRun:
         batch = {"global_size": 8, "micro_size": micro_size}
@@ -63,8 +55,7 @@ def test_a_precision_is_one_computation_in_every_layout(lab: TrainHarness, name:
 
     alone = train(2, {"replicate": 1}, 1)
     noise = max(mean_difference(train(size, {"replicate": 1}, 1), alone) for size in (1, 4))
-    workers = layout.get("shard", 1) * layout.get("tensor", 1) * layout.get("context", 1)
-    assert 0 < mean_difference(train(2, layout, workers), alone) < NOISE_FACTOR * noise
+    assert 0 < mean_difference(train(2, {"context": 2}, 2), alone) < NOISE_FACTOR * noise
 
 
 def mean_difference(ours: HarnessRun, theirs: HarnessRun) -> float:
@@ -111,9 +102,3 @@ def test_fp8_gives_the_losses_of_one_process(fp8_lab: TrainHarness, layout: Valu
 def test_fp8_learns_as_bf16_does_but_computes_something_else(fp8_lab: TrainHarness) -> None:
     fp8, bf16 = fp8_lab.train_reference(FP8), fp8_lab.train_reference({**FP8, "precision": "bf16"})
     assert 1e-6 < largest(fp8.losses, bf16.losses) < 1e-2
-
-
-def test_fp8_and_recomputation_give_the_same_bits(fp8_lab: TrainHarness) -> None:
-    plain = fp8_lab.train_reference(FP8)
-    recomputed = fp8_lab.train({**FP8, "memory": {"activation_checkpointing": "selective"}})
-    assert recomputed.digest == plain.digest

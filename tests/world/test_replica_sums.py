@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Parallelism
 from phalanx.train.distributed import fsdp
 from phalanx.train.distributed import mesh as mesh_module
@@ -168,7 +167,7 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
         mesh = build_mesh(layout, place)
         own = mesh.own_micro_batches(MICRO_BATCHES)
         scoring = LossFn(task, "fp32", place.device)
-        made = (mesh, place, ParallelConfig(), len(own), lambda turn: None, None)
+        made = (mesh, place, ParallelConfig(), lambda turn: None, None)
         divided, objective = build_pipeline(model, scoring, batch_of(0), *made)
     gradients = ParallelReducer(divided, None)
     sums: list[int] = []
@@ -203,38 +202,6 @@ def test_stages_of_a_pipeline_sum_over_replicas_once_a_step(world: ProcessWorlds
         assert found["differ"] == []
         assert found["sums"] == [1 if old or not REDUCES_UNUSED else len(found["groups"])] * 2
         assert {"blocks.0", "blocks.2"} & set(found["groups"])
-
-
-class Writing(Model):
-    """A model whose forward bounds a weight before it is used."""
-
-    def forward(self, leaf: int) -> Tensor:
-        self.first.weight.data.clamp_(-0.01, 0.01)
-        return super().forward(leaf)
-
-
-def written(rank: int, world: int) -> list[str]:
-    """What is said of models whose forwards write to a parameter of the root, in evaluation and in training, and of one
-    that does not, with state in a buffer."""
-    said = []
-    for build in (Writing, Model):
-        mesh = build_mesh(Parallelism(shard=2), DistEnv(rank, world, rank))
-        model = build(False)
-        parallelize(model, model, mesh, ParallelConfig())
-        for training in (False, True, True):
-            model.train(training)
-            try:
-                model(1).backward()
-            except RecipeError as error:
-                said.append(f"{training}: {error}")
-                break
-    return said
-
-
-def test_a_forward_that_writes_to_a_sharded_parameter_is_refused_at_once(world: ProcessWorlds) -> None:
-    for said in world.run(2, written):
-        (one,) = said
-        assert one.startswith("True: parallelism.shard: the forward of the model changes parameter 'first.weight'")
 
 
 def connections_of_layouts(rank: int, world: int, *, layouts: list[dict[str, int]]) -> list[int]:

@@ -138,7 +138,7 @@ def test_a_run_ends_as_usual_when_mlflow_is_down_and_report_completes_it_later(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     ended = lab.command("train", lab.recipe_file({"trackers": ["mlflow"]}, "down"), "--run", run.path)
     assert ended.returncode == ExitCode.DONE, ended.stderr
-    assert "mlflow: cannot be reached, training continues without it: MlflowException" in ended.stderr
+    assert "mlflow: cannot send, training continues without it: MlflowException" in ended.stderr
     assert f"mlflow: is not complete; send the rest with: phalanx report --to mlflow {run.path}" in ended.stderr
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_url)
     reported = lab.command("report", "--to", "mlflow", run.path)
@@ -181,5 +181,4 @@ def test_wandb_without_a_key_is_named(lab: TrainHarness, environment: Path, monk
     monkeypatch.setenv("WANDB_MODE", "online")
     reported = lab.command("report", "--to", "wandb", run.path)
     assert reported.returncode == ExitCode.USAGE
-    assert "wandb: refused: UsageError: No API key configured. Use `wandb login` to log in." in reported.stderr
-    assert "correct the key" in reported.stderr
+    assert "wandb: cannot send: UsageError: No API key configured. Use `wandb login` to log in." in reported.stderr

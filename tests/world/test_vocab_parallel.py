@@ -15,13 +15,13 @@ N, W = 29, 8
 EVEN, UNEVEN = 36, 35
 
 
-def numbers(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, bias and targets (some ignored), alike in every process."""
+def numbers(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and targets (some ignored), alike in every process."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((N, W), (vocab, W), (vocab,)))
+    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((N, W), (vocab, W)))
     targets = torch.randint(0, vocab, (N,), generator=generator)
     targets[::5] = -100
-    return hidden, weight * 3, bias, targets
+    return hidden, weight * 3, targets
 
 
 def rows_of(rank: int, world: int, vocab: int) -> slice:
@@ -29,46 +29,46 @@ def rows_of(rank: int, world: int, vocab: int) -> slice:
     return slice(rank * part, min((rank + 1) * part, vocab))
 
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+Parts = tuple[Tensor, Tensor, Tensor]
 
 
 def alone(vocab: int) -> Parts:
-    """Loss and gradients by hidden, weight and bias, from whole logits in one process."""
-    hidden, weight, bias, targets = numbers(vocab)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    """Loss and gradients by hidden and weight, from whole logits in one process."""
+    hidden, weight, targets = numbers(vocab)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
     loss = F.cross_entropy(F.linear(*leaves), targets, reduction="sum")
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
 def chunked(rank: int, world: int, *, vocab: int, chunk: int | None = None, low: bool = False) -> Parts:
-    hidden, weight, bias, targets = numbers(vocab)
+    hidden, weight, targets = numbers(vocab)
     rows = rows_of(rank, world, vocab)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows])]
     given = vocab if vocab % world else None
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         loss = linear_cross_entropy(
-            leaves[0], leaves[1], targets, bias=leaves[2], group=dist.group.WORLD, vocab_size=given, chunk_rows=chunk
+            leaves[0], leaves[1], targets, group=dist.group.WORLD, vocab_size=given, chunk_rows=chunk
         )
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
 def from_logits(rank: int, world: int, *, vocab: int) -> Parts:
-    hidden, weight, bias, targets = numbers(vocab)
+    hidden, weight, targets = numbers(vocab)
     rows = rows_of(rank, world, vocab)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows])]
     group: Group = dist.group.WORLD
-    logits = F.linear(copy_to_group(leaves[0], group), leaves[1], leaves[2])
+    logits = F.linear(copy_to_group(leaves[0], group), leaves[1])
     loss = cross_entropy(logits, targets, group, vocab_size=vocab if vocab % world else None)
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
 def assert_parts(found: list[Parts], expected: Parts, rtol: float = 1e-5, loss_rtol: float = 1e-6) -> None:
-    """Loss and the gradient of hidden are whole and the same bits on each rank; those of weight and bias its rows."""
-    for loss, by_hidden, _, _ in found:
+    """Loss and the gradient of hidden are whole and the same bits on each rank; that of weight its rows."""
+    for loss, by_hidden, _ in found:
         assert loss.equal(found[0][0])
         assert by_hidden.equal(found[0][1])
     torch.testing.assert_close(found[0][0], expected[0], rtol=loss_rtol, atol=0.0)
-    gradients = [found[0][1], torch.cat([part[2] for part in found]), torch.cat([part[3] for part in found])]
+    gradients = [found[0][1], torch.cat([part[2] for part in found])]
     for one, other in zip(gradients, expected[1:], strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * float(other.abs().max()))
 
@@ -95,7 +95,7 @@ def test_logits_cut_by_vocabulary_give_the_loss_and_gradients_of_whole_ones(
 
 
 def by_the_task(rank: int, world: int) -> tuple[Tensor, int]:
-    hidden, weight, _, targets = numbers(UNEVEN)
+    hidden, weight, targets = numbers(UNEVEN)
     batch = {"targets": targets[None]}
     with vocab_parallel(dist.group.WORLD, UNEVEN):
         loss, terms = LanguageModeling().head_loss(hidden[None], weight[rows_of(rank, world, UNEVEN)], batch)
@@ -103,7 +103,7 @@ def by_the_task(rank: int, world: int) -> tuple[Tensor, int]:
 
 
 def test_the_task_takes_the_cut_from_the_engine(world: ProcessWorlds) -> None:
-    hidden, weight, _, targets = numbers(UNEVEN)
+    hidden, weight, targets = numbers(UNEVEN)
     expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     for loss, terms in world.run(2, by_the_task):
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)

@@ -16,6 +16,8 @@ from train_harness import FAULTS_CALLBACK, HarnessRun, TrainHarness, Values
 
 transformers: Any = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("without_args_of_ours")
+
 LAYOUTS: list[Values] = [{"shard": 2}, {"tensor": 2}, {"tensor": 2, "shard": 2}]
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "vocab_size": 384}
 SLACK = 1 << 16  # bytes of a batch and of tables
@@ -30,14 +32,6 @@ def model(lab: TrainHarness) -> nn.Module:
     made.save_pretrained(lab.folder / "memory")
     shutil.copy(Path(__file__).parents[1] / "helpers" / "peak_memory.py", lab.folder)
     return made
-
-
-@pytest.fixture(autouse=True)
-def without_args_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lab's base recipe has arguments for our transformer."""
-    import train_harness as module
-
-    monkeypatch.setattr(module, "BASE_RECIPE", {**module.BASE_RECIPE, "model": {}})
 
 
 def train(lab: TrainHarness, layout: Values, run: Run | None = None, **more: Any) -> HarnessRun:

@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -13,37 +12,19 @@ from phalanx.app.nodes import count_workers
 from phalanx.app.prepare_run import check_start
 from phalanx.app.resume import describe_finished
 from phalanx.errors import ExitCode, PhalanxError, UsageError
-from phalanx.formatting import format_duration, format_plural
 from phalanx.jobs.chaos import launcher as chaos_launcher
 from phalanx.jobs.chaos import verify
-from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, RunShape
+from phalanx.jobs.chaos.fault_plan import Fault, RunShape
 from phalanx.jobs.chaos.faults import FaultContext, InjectedFault
-from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations, measure_durations
-from phalanx.jobs.chaos.verify import ChaosVerdict
-from phalanx.observe.goodput import compute_device_time
-from phalanx.observe.history import build_history
+from phalanx.jobs.chaos.launcher import RunMonitor, TypicalDurations, measure_durations
 from phalanx.recipe import load_resolved_recipe
 from phalanx.recipe.load import LoadedRecipe
-from phalanx.run import Event, Run, read_events
-from phalanx.run.event_types import AttemptStarted
+from phalanx.run import Run, read_events
+from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import word_of
 
-PINNED_FILES = ("recipe.yaml", "resolved.yaml", "plan.json", "cluster.json", "fp8.json")
+PINNED_FILES = ("recipe.yaml", "resolved.yaml", "plan.json", "cluster.json")
 """Files of the baseline run with which the other run starts, so that every `auto` has the same value."""
-EVENT_LAG_S = 0.15
-"""Seconds of progress by which a run may be ahead of its events."""
-
-
-@dataclass(frozen=True)
-class RecoveryCost:
-    """What a fault cost."""
-
-    recovery_s: float | None
-    """Seconds until workers trained again; None where another fault came first, or where training did not stop."""
-    wasted_steps: int | None
-    """Steps that were repeated."""
-    lost_device_s: float | None
-    """Seconds x devices. A fault during a restart is part of the cost of the fault before it."""
 
 
 @dataclass(frozen=True)
@@ -53,37 +34,21 @@ class ChaosResult:
     run: Run
     digest: str
     injected: Sequence[InjectedFault]
-    events: Sequence[Event]
     num_starts: int
     duration_s: float
-    verdict: ChaosVerdict
+    reasons: tuple[str, ...]
+    """A sentence for each problem."""
 
-
-def compute_costs(injected: Sequence[InjectedFault], events: Sequence[Event]) -> list[RecoveryCost]:
-    """Compute the cost of each injected fault from the events of the run."""
-    history = build_history(events)
-    starts = [(event.attempt, event.time) for event in events if isinstance(event, AttemptStarted)]
-    attempts = history.attempts
-    died = [before.number for before in attempts[:-1] if before.has_died]
-    losses = dict(zip(died, (loss.total_s for loss in compute_device_time(history).failure_costs), strict=True))
-    wasted = {before.number: after.wasted_steps for before, after in pairwise(attempts)}
-    found = []
-    for index, one in enumerate(injected):
-        next_fault_at = injected[index + 1].t if index + 1 < len(injected) else float("inf")
-        later_starts = (t for attempt, t in starts if attempt > one.attempt)
-        resumed_at = next(later_starts, None) if FAULT_KINDS[one.fault.kind].ends_attempt else None
-        recovery_s = None if resumed_at is None or resumed_at > next_fault_at else resumed_at - one.t
-        is_last = next_fault_at == float("inf") or injected[index + 1].attempt != one.attempt
-        ends = FAULT_KINDS[one.fault.kind].ends_attempt and is_last
-        wasted_steps, lost_s = wasted.get(one.attempt), losses.get(one.attempt)
-        found.append(RecoveryCost(recovery_s, wasted_steps if ends else None, lost_s if ends else None))
-    return found
+    @property
+    def passed(self) -> bool:
+        """Whether nothing went wrong."""
+        return not self.reasons
 
 
 class ChaosObserver(Protocol):
     """What is called while an experiment runs."""
 
-    def on_baseline(self, run: Run, typical: TypicalDurations) -> None:
+    def on_baseline(self, run: Run) -> None:
         """The baseline is finished."""
 
     def on_fault(self, one: InjectedFault) -> None:
@@ -96,13 +61,8 @@ class ChaosObserver(Protocol):
 def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> RunShape:
     """Describe the run, as far as the fault plan depends on it. All its nodes are this machine."""
     recipe = loaded.recipe
-    _, world_size = check_start(loaded, count_workers(loaded, nproc_per_node, num_nodes))
+    _, world_size = check_start(loaded, count_workers(loaded, nproc_per_node, NodeEnv(num_nodes=num_nodes)))
     checkpoint = recipe.checkpoint
-    if isinstance(checkpoint.every, str):
-        raise UsageError(
-            f"checkpoint.every={checkpoint.every}: the fault plan depends on the number of checkpoints, so it must be "
-            "known; use a number of steps, such as checkpoint.every='20 steps'"
-        )
     return RunShape(
         recipe.steps,
         checkpoint.every,
@@ -141,10 +101,7 @@ class ChaosExperiment:
     observer: ChaosObserver
 
     def run(self, baseline_run: Run | None) -> ChaosResult:
-        """Train the baseline if there is none yet, then with faults. No process is left running at the end.
-
-        Raises UsageError when the baseline shows that the run is too short for the fault plan.
-        """
+        """Train the baseline if there is none yet, then with faults. No process is left running at the end."""
         tag = str(uuid.uuid4())
         with verify.create_scratch_dir() as scratch:
             environment = chaos_launcher.make_environment(tag, scratch)
@@ -159,8 +116,7 @@ class ChaosExperiment:
                         tag,
                     )
                 typical = measure_durations(read_events(baseline_run.events))
-                check_long_enough(self.fault_plan, self.run_shape, typical.step_s)
-                self.observer.on_baseline(baseline_run, typical)
+                self.observer.on_baseline(baseline_run)
                 return self._run_with_faults(baseline_run, typical, tag, scratch, environment)
             finally:
                 chaos_launcher.kill_tagged_processes(tag)
@@ -184,7 +140,6 @@ class ChaosExperiment:
                 ["train", *arguments], environment, log, monitor, self.run_shape.num_nodes
             )
         injected: list[InjectedFault] = []
-        events: list[Event] = []
         leftovers: list[str] = []
 
         def on_injected(one: InjectedFault) -> None:
@@ -192,21 +147,21 @@ class ChaosExperiment:
             self.observer.on_fault(one)
 
         def on_finish() -> None:
-            leftovers.extend(verify.find_leftovers(run, tag, scratch, baseline, launcher.list_leftovers))
+            leftovers.extend(verify.find_leftovers(run, tag, scratch, shared_memory, launcher.list_leftovers))
 
-        baseline, started_at = verify.record_baseline(), time.monotonic()
+        shared_memory, started_at = verify.list_shared_memory(), time.monotonic()
         outcome = verify.run_with_faults(
             launcher,
             FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
             self.fault_plan,
-            verify.ChaosCallbacks(events.append, self.observer.on_restart, on_finish),
+            verify.ChaosCallbacks(self.observer.on_restart, on_finish),
         )
         duration_s = time.monotonic() - started_at
         digest = (baseline_run.read_json(baseline_run.result) or {})["digest"]
-        verdict = verify.verify_run(
+        reasons = verify.verify_run(
             run, digest, outcome, len(self.fault_plan), len(injected), leftovers, read_newest_digest
         )
-        return ChaosResult(run, digest, injected, events, outcome.num_starts, duration_s, verdict)
+        return ChaosResult(run, digest, injected, outcome.num_starts, duration_s, reasons)
 
     def _arguments(self, run: Run, workers_per_node: int) -> list[str]:
         return [str(self.recipe), *self.overrides, "--run", str(run.path), "--nproc-per-node", str(workers_per_node)]
@@ -227,25 +182,6 @@ def train_baseline(run: Run, arguments: Sequence[str], environment: dict[str, st
     known = {int(code) for code in ExitCode} - {0}
     error.code = ExitCode(outcome.exit_code) if outcome.exit_code in known else ExitCode.GAVE_UP
     raise error
-
-
-def check_long_enough(fault_plan: Sequence[Fault], run_shape: RunShape, step_s: float) -> None:
-    """Raise UsageError when the run has too few steps for its fault plan."""
-    rounds = 1 + sum(fault.trigger.after_new_checkpoint for fault in fault_plan)
-    needed_s = rounds * (EVENT_LAG_S + step_s * (run_shape.checkpoint_every or 1))
-    if needed_s <= run_shape.steps * step_s:
-        return
-    raise UsageError(
-        f"{format_plural(len(fault_plan), 'fault')} in {format_plural(rounds, 'round')} must have at least "
-        f"{format_duration(needed_s)} of training, and the "
-        f"run's {run_shape.steps} steps take {format_duration(run_shape.steps * step_s)}; use "
-        f"steps={_suggest_steps(needed_s / step_s)}, or fewer faults"
-    )
-
-
-def _suggest_steps(steps: float) -> int:
-    """Return 1.5 times the steps, rounded up to hundreds."""
-    return 100 * (int(1.5 * steps / 100) + 1)
 
 
 def read_newest_digest(run: Run) -> str:

@@ -1,62 +1,27 @@
 """List, verify, digest and export the checkpoints of a run."""
 
 import re
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.safe_files import check_links
+from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
+from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
 from phalanx.train.checkpoint import (
-    CheckpointManifest,
     export_huggingface,
     list_checkpoints,
     parse_step,
     read_manifest,
-    verify_checkpoint,
 )
-from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
-from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
+from phalanx.train.checkpoint import verify_checkpoint as verify_checkpoint
 from phalanx.train.inference import set_threads
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """A checkpoint as its manifest describes it."""
-
-    step: int
-    path: Path
-    written_at: float
-    """Seconds since the epoch."""
-    best: bool
-    manifest: CheckpointManifest | None
-    """None where it is damaged."""
-    damage: str | None = None
-
-
-@dataclass(frozen=True)
-class VerifiedCheckpoint:
-    """A checkpoint of which every byte was read and is good."""
-
-    path: Path
-    num_bytes: int
-    num_files: int
-    duration_s: float
-
-
-@dataclass(frozen=True)
-class ExportedCheckpoint:
-    """An export: the checkpoint that it was made from, its files, and notes for its user."""
-
-    path: Path
-    files: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def describe_checkpoints(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[CheckpointInfo]:
-    """Describe checkpoints from their manifests, newest first.
+def describe_checkpoints(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """Describe checkpoints from their manifests, newest first, as JSON values.
 
     Args:
         path: a run directory, a directory of checkpoints, or one checkpoint.
@@ -64,26 +29,30 @@ def describe_checkpoints(path: Path, warn: Callable[[str], None] = lambda text: 
     """
     found = find_checkpoints(path)
     best_step = _read_best_step(found[0].parent, warn)
-    return [_describe_checkpoint(checkpoint, best_step) for checkpoint in found]
+    rows = []
+    for checkpoint in found:
+        step = parse_step(checkpoint.absolute())
+        row = {"step": step, "path": str(checkpoint), "written_at": checkpoint.stat().st_mtime}
+        row |= {"best": step == best_step, "damaged": None}
+        try:
+            manifest = read_manifest(checkpoint)
+        except CorruptCheckpointError as error:
+            rows.append({**row, "damaged": f"{error.file.name}: {error.reason}"})
+            continue
+        row |= {"size_bytes": manifest.nbytes, "num_samples": manifest.meta.get("samples_consumed")}
+        rows.append({**row, "num_tensors": len(manifest.tensors), "num_files": len(manifest.files)})
+    return rows
 
 
-def verify_selected(checkpoint: Path) -> VerifiedCheckpoint:
-    """Verify every byte of a checkpoint against its checksums. Raises CorruptCheckpointError."""
-    start_s = time.perf_counter()
-    manifest = verify_checkpoint(checkpoint)
-    return VerifiedCheckpoint(checkpoint, manifest.nbytes, len(manifest.files), time.perf_counter() - start_s)
-
-
-def export_to_huggingface(checkpoint: Path, out: Path, dtype: str | None = None) -> ExportedCheckpoint:
-    """Export the weights as a Hugging Face directory, which is created. `dtype` is fp32, bf16 or fp16; by default each
-    weight has the dtype that it came with."""
+def export_to_huggingface(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[list[str], list[str]]:
+    """Export the weights as a Hugging Face directory, which is created; return its files, and notes for its user.
+    `dtype` is fp32, bf16 or fp16; by default each weight has the dtype that it came with."""
     notes: list[str] = []
     num_threads = read_manifest(checkpoint).meta.get("recipe", {}).get("num_threads")
     if isinstance(num_threads, int) and num_threads > 0:
         set_threads(num_threads)
     exported = export_huggingface(checkpoint, out, notes=notes.append, dtype=dtype)
-    files = sorted(file.name for file in exported.iterdir())
-    return ExportedCheckpoint(checkpoint, tuple(files), tuple(notes))
+    return sorted(file.name for file in exported.iterdir()), notes
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -114,12 +83,3 @@ def _read_best_step(directory: Path, warn: Callable[[str], None]) -> int | None:
         warn(f"{error}; which checkpoint is the best is not known")
         return None
     return best.get("step") if best else None
-
-
-def _describe_checkpoint(checkpoint: Path, best_step: int | None) -> CheckpointInfo:
-    step, written_at = parse_step(checkpoint.absolute()), checkpoint.stat().st_mtime
-    try:
-        manifest, damage = read_manifest(checkpoint), None
-    except CorruptCheckpointError as error:
-        manifest, damage = None, f"{error.file.name}: {error.reason}"
-    return CheckpointInfo(step, checkpoint, written_at, step == best_step, manifest, damage)

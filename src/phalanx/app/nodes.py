@@ -1,23 +1,34 @@
 """The nodes of a run: this one leads the others, or serves the one that leads."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import TextIO
 
+from phalanx.app.elastic_world import check_min_nodes
 from phalanx.app.prepare_run import find_machine
 from phalanx.app.resume import describe_finished
 from phalanx.app.train_arguments import TrainArguments
-from phalanx.cluster.gpu_energy import find_local_gpu_ids
+from phalanx.cluster.discovery import find_local_gpu_ids
+from phalanx.deadline import Deadline
 from phalanx.errors import ExitCode, PhalanxError, UsageError
-from phalanx.fleet.telemetry.record import record_telemetry
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
-from phalanx.jobs.agent.node_agent import NodeAgent, report_departure
-from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
+from phalanx.jobs.agent.node_agent import (
+    CONNECT_RETRY_INTERVAL_S,
+    LEADER_START_TIMEOUT_S,
+    TAKEOVER_LAST_CALL_S,
+    NodeAgent,
+    Takeover,
+    report_departure,
+)
+from phalanx.jobs.agent.node_group import LAST_CALL_S, LocalNode, NodeGroup
 from phalanx.recipe import num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.authentication import load_token
-from phalanx.run.control_channel import ControlServer
+from phalanx.run.control_channel import ControlServer, connect_to_leader
+from phalanx.run.leader_address import claim_leadership, read_leader_address
 from phalanx.run.node_env import NodeEnv
+from phalanx.telemetry.record import record_telemetry
 
 
 @contextlib.contextmanager
@@ -30,7 +41,17 @@ def open_node_group(fork_server: ForkServerClient, node_env: NodeEnv) -> Iterato
         server = None
         if node_env.leader_address is not None:
             server = stack.enter_context(ControlServer(node_env.leader_address, token))
-        node_group = stack.enter_context(NodeGroup(local_node, node_env.num_nodes, server))
+        node_group = stack.enter_context(
+            NodeGroup(
+                local_node,
+                node_env.num_nodes,
+                server,
+                node_env.min_nodes,
+                node_env.node_rank,
+                node_env.num_expected,
+                TAKEOVER_LAST_CALL_S if node_env.took_over else LAST_CALL_S,
+            )
+        )
         try:
             yield node_group
         except PhalanxError as error:
@@ -38,9 +59,10 @@ def open_node_group(fork_server: ForkServerClient, node_env: NodeEnv) -> Iterato
             raise
 
 
-def count_workers(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: int) -> int | None:
+def count_workers(loaded: LoadedRecipe, nproc_per_node: int | None, node_env: NodeEnv) -> int | None:
     """Workers of all nodes together; None leaves it to the recipe and this machine alone. UsageError when they cannot
-    be shared evenly."""
+    be shared evenly, RecipeError when the recipe cannot be divided among the least number of nodes."""
+    num_nodes = node_env.num_nodes
     if num_nodes == 1:
         return nproc_per_node
     workers_per_node = nproc_per_node or find_machine(loaded).num_gpus or 1
@@ -51,11 +73,31 @@ def count_workers(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: i
         raise UsageError(
             f"{total} workers, as the recipe's parallelism requires, cannot be divided among {num_nodes} nodes"
         )
+    if node_env.min_nodes is not None:
+        check_min_nodes(loaded, total, num_nodes, node_env.min_nodes)
     return total
 
 
-def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_env: NodeEnv) -> ExitCode:
-    """Run the agent of a node that does not lead; return the run's exit code.
+def is_led_by_another(arguments: TrainArguments, node_env: NodeEnv) -> bool:
+    """Whether another node leads the run since this one was lost. Asks only in a run that may train on fewer nodes."""
+    if node_env.min_nodes is None:
+        return False
+    run = arguments.find_run(arguments.load_recipe().recipe.name)
+    deadline = Deadline("the leader of this run", LEADER_START_TIMEOUT_S)
+    while (leader := read_leader_address(run)) is not None and leader.node_rank != node_env.node_rank:
+        try:
+            connect_to_leader(leader.address, load_token()).close()
+            return True
+        except OSError:
+            assert node_env.leader_address is not None
+            if claim_leadership(run, leader, node_env.leader_address, node_env.node_rank) or deadline.check_expired():
+                return False
+        time.sleep(CONNECT_RETRY_INTERVAL_S)  # another node has taken over just now
+    return False
+
+
+def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_env: NodeEnv) -> ExitCode | Takeover:
+    """Run the agent of a node that does not lead; return the run's exit code, or that this node leads now.
 
     Raises RecipeError at once for a recipe that is wrong: the leading node ends because of it before another node can
     ask. The same holds for a run with nothing left to do.
@@ -67,9 +109,10 @@ def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_e
             print(finished_text, file=out)
             return ExitCode.DONE
         nproc_per_node = arguments.nproc_per_node
-        node_agent = NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node)
+        count_workers(loaded, nproc_per_node, node_env)
+        node_agent = NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node, run=run)
         with node_agent, record_telemetry(run, lambda: find_local_gpu_ids(nproc_per_node)):
-            return ExitCode(node_agent.serve())
+            return node_agent.serve()
     except PhalanxError as error:
         with contextlib.suppress(UsageError):  # without a token no connection can be made
             report_departure(node_env, load_token(), error)

@@ -8,12 +8,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.app.budget import check_budget, check_run_budget, load_prices
+from phalanx.app.elastic_world import FULL_DIVISION_KEY, restore_full_division
 from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
 from phalanx.app.trackers import check_trackers
 from phalanx.autoconfig.choices import resume_recipe
@@ -21,19 +21,20 @@ from phalanx.autoconfig.resolve import (
     SubprocessCall,
     TrialTimes,
     cache_trials,
-    describe_lost_state,
     describe_other_load,
     make_trial_recipe,
     resolve_auto,
 )
 from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
 from phalanx.cluster import Machine, collect_environment, discover_machine
-from phalanx.cluster.discovery import check_threads, check_workers
+from phalanx.cluster.discovery import check_workers
+from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
+from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
-from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, UsageError
+from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UsageError
 from phalanx.formatting import format_percent, format_plural
 from phalanx.recipe import (
     Recipe,
@@ -47,8 +48,8 @@ from phalanx.recipe import (
     scale_batch_with_workers,
 )
 from phalanx.recipe.checks import check_task
-from phalanx.recipe.data_schema import MIXTURE_ORDER, list_sources
-from phalanx.recipe.device_checks import FP8_VARIABLE
+from phalanx.recipe.data_schema import list_sources
+from phalanx.recipe.devices import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
@@ -86,6 +87,8 @@ class RunRequest:
     num_nodes: int = 1
     force: bool = False
     """Resume although the recipe or the data changed."""
+    is_elastic: bool = False
+    """Whether it may train on fewer nodes: it then resumes from its division among all of them."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +177,11 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     loaded.check_required()
     check_cache_writable()
     check_trackers(loaded)
-    check_budget(loaded, load_prices())
     machine = find_machine(loaded)
     world = nproc or num_workers_for(loaded.recipe, machine.num_gpus or 1)
     check_workers(machine, world, nodes)
     check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
-    check_machine(loaded, machine)
-    if loaded.recipe.num_threads != "auto":
-        with loaded.locate_errors():
-            check_threads(machine, loaded.recipe.num_threads, math.ceil(world / nodes))
+    check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
     return machine, world
 
 
@@ -190,11 +189,6 @@ def find_machine(loaded: LoadedRecipe) -> Machine:
     """Return this machine with the device of the recipe. Raises RecipeError where it has none."""
     with loaded.locate_errors():
         return discover_machine(device=loaded.recipe.device)
-
-
-def check_machine(loaded: LoadedRecipe, machine: Machine) -> None:
-    """Raise RecipeError when the recipe needs what this machine does not have."""
-    check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
 
 
 def check_recipe_on_machine(recipe: Recipe, machine: Machine, locate: Callable[[str], str] = str) -> None:
@@ -224,16 +218,13 @@ def resolve_run(
     loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
-    kept = (
-        [] if previous is None else [Path(str(it.prepared)) for it in list_sources(previous.data, previous.evaluation)]
-    )
-    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress, kept=kept)
-    data = data.model_copy(update={"order": MIXTURE_ORDER if previous is None else previous.data.order})
+    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
     first_attempt = read_last_attempt(run) + 1
     if previous is not None:
+        previous = restore_full_division(run, previous) if request.is_elastic else previous
         recipe = resume_recipe(previous, prepared, world_size)
         check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
         check_recipe_on_machine(recipe, machine)
@@ -241,23 +232,22 @@ def resolve_run(
         notes += describe_all_changes(run, given, previous, recipe)
         plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
+        plan.pop(FULL_DIVISION_KEY, None)
         plan = check_same_data(run, plan, opened.fingerprint, request.force)
         plan = {**plan, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
         if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
             check_same_image_processor(run, recipe, folder)
-        check_run_budget(run, recipe, world_size, _step_seconds(plan))
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(prepared, world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
     plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
     notes += describe_short_sources(opened, recipe)
-    notes += [*describe_batch_scaling(given, recipe, peak_learning_rate(recipe)), *describe_lost_state(plan)]
+    notes += describe_batch_scaling(given, recipe, peak_learning_rate(recipe))
     notes += describe_other_load(given, cluster)
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)
-    check_run_budget(run, recipe, world_size, _step_seconds(plan))
     return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
 
 
@@ -316,12 +306,6 @@ def check_same_image_processor(run: Run, recipe: ResolvedRecipe, folder: Path) -
             )
 
 
-def _step_seconds(plan: dict[str, Any]) -> float | None:
-    """Predicted seconds of a step; None in a plan that has none, or is damaged."""
-    found = plan.get("predicted_step_s")
-    return found if isinstance(found, float) and math.isfinite(found) and found > 0 else None
-
-
 def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> None:
     """Raise RecipeError when the recipe's model cannot be divided by its parallelism."""
     parallelism = recipe.parallelism
@@ -345,6 +329,17 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
         {**collect_environment(sys.argv, prepared.recipe_dir), "folder": str(prepared.recipe_dir.absolute())},
     )
     record_trust(prepared.recipe, prepared.recipe_dir)
+
+
+def load_prices(environment: Mapping[str, str] = os.environ) -> Prices | None:
+    """Return the prices of PHALANX_CLUSTER; None where it is not set. Raises RecipeError for a cluster that cannot be
+    loaded."""
+    if not (text := environment.get(CLUSTER_VARIABLE)):
+        return None
+    try:
+        return load_cluster(text).prices
+    except RecipeError as error:
+        raise RecipeError(f"{CLUSTER_VARIABLE}: {error}") from None
 
 
 def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:

@@ -69,7 +69,7 @@ def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedReci
     elif not run.checkpoints.is_dir():
         return None
     else:
-        from phalanx.train.checkpoint.recipe import newest_recipe  # imports torch
+        from phalanx.train.checkpoint.load import newest_recipe  # imports torch
 
         newest = newest_recipe(run)
         if newest is None:

@@ -16,22 +16,41 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.app.prepare_run import RunRequest
-from phalanx.app.prepare_session import prepare_session
-from phalanx.app.resume import describe_finished
-from phalanx.app.run_display import DeferredDisplay
+from phalanx.app.prepare_run import (
+    PreparedRun,
+    RunRequest,
+    check_recipe_on_machine,
+    create_run,
+    find_machine,
+    write_run_files,
+)
+from phalanx.app.resume import describe_all_changes, describe_finished, load_resumed_recipe, read_last_attempt
 from phalanx.app.train_arguments import load_given_recipe
-from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError, describe_os_error, is_storage_error
-from phalanx.recipe import Recipe, load_resolved_recipe
+from phalanx.autoconfig.choices import choose_without_trials, resolve_recipe, resume_recipe
+from phalanx.cluster import Machine
+from phalanx.errors import (
+    ExitCode,
+    GaveUpError,
+    PhalanxError,
+    RecipeError,
+    UsageError,
+    describe_os_error,
+    is_storage_error,
+)
+from phalanx.observe.progress import DeferredDisplay
+from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, load_resolved_recipe, scale_batch_with_workers
 from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
+from phalanx.run.directory import check_run_path
 from phalanx.run.event_types import RunWarning
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
+from phalanx.run.lock import lock_run
 from phalanx.run.process_messages import WorkerFinishing
 from phalanx.std_streams import escape_control_chars, word_of
 
@@ -41,6 +60,14 @@ RENDEZVOUS_ID_VARIABLE = "PHALANX_RENDEZVOUS_ID"
 """Distinguishes successive worlds that use the same store for their rendezvous."""
 FORCE_VARIABLE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
+IGNORED_KEYS = (
+    *("model.build", "model.args", "init_from", "lora", "task", "data", "evaluation", "memory.chunked_loss"),
+    *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.momentum"),
+    *("optimizer.state_dtype", "optimizer.offload"),
+)
+"""Keys that have no effect in a session, because the loop itself decides them."""
+TRAINER_ONLY_DIMENSIONS = ("pipeline", "context")
+"""Dimensions of parallelism that a session does not have: they need the loss, or split sequences."""
 _finished_runs: list[Path] = []
 """Runs that this process has finished."""
 
@@ -73,7 +100,7 @@ def session(
     """
     from phalanx.train.distributed.failures import naming_causes
     from phalanx.train.distributed.process_group import shut_down_process_group
-    from phalanx.train.signals import StopRequest
+    from phalanx.train.train_context import StopRequest
     from phalanx.train.worker import describe_early_exit
 
     is_supervised, stop = "PHALANX_EVENTS_FD" in os.environ, StopRequest()
@@ -209,7 +236,7 @@ def _announce_or_wait(stack: contextlib.ExitStack, request: RunRequest, dist_env
             "its own: run=..."
         )
     is_supervised = "PHALANX_EVENTS_FD" in os.environ
-    prepared = stack.enter_context(prepare_session(request, is_supervised))
+    prepared = stack.enter_context(_prepare_session(request, is_supervised))
     attempt = dist_env.attempt if is_supervised else prepared.first_attempt
     announce_run(dist_env, RunAnnouncement(os.path.realpath(run.path), attempt))
     show = None if is_supervised else stack.enter_context(DeferredDisplay(run, sys.stderr)).show_event
@@ -263,7 +290,7 @@ def _open_heartbeat(local_rank: int) -> HeartbeatWriter | NullHeartbeat:
 
 def _report_error(reporter: Any, error: PhalanxError, is_supervised: bool) -> None:
     """Report why a worker ends: to its agent and its log, or on the terminal."""
-    from phalanx.train.distributed.oom import OutOfMemory
+    from phalanx.train.distributed.failures import OutOfMemory
 
     if reporter is not None:
         reporter.report_error(str(error), int(error.code), out_of_memory=isinstance(error, OutOfMemory))
@@ -288,3 +315,73 @@ def _restore_signals() -> Iterator[None]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _prepare_session(request: RunRequest, is_supervised: bool) -> Iterator[PreparedRun]:
+    """Write the files of a run, and lock it unless its agent holds the lock. Checks the recipe first."""
+    loaded = request.loaded
+    run = request.run
+    world_size = request.world_size
+    assert world_size is not None
+    _check_recipe_keys(loaded)
+    if not is_supervised:
+        check_run_path(run.path)
+    machine = find_machine(loaded)
+    given = loaded.recipe.model_copy(update={"device": machine.device})
+    previous, notes = load_resumed_recipe(run, given, request.force)
+    if previous is not None:
+        resolved = resume_recipe(previous, given, world_size)
+        check_recipe_on_machine(resolved, machine)
+        notes += describe_all_changes(run, given, previous, resolved)
+        plan: dict[str, Any] = run.read_json_or_empty(run.plan)
+    else:
+        resolved, plan = _resolve_without_trials(run, given, world_size, machine)
+    check_recipe(resolved, loaded.recipe_dir, world_size, loaded.location_of)
+    check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
+    create_run(run)
+    cluster = {
+        "host": machine.hostname,
+        "device": machine.device,
+        "device_name": machine.device_name,
+        "physical_cores": machine.physical_cores,
+    }
+    prepared = PreparedRun(run, resolved, loaded.recipe_dir, plan, cluster, notes, read_last_attempt(run) + 1)
+    with contextlib.nullcontext() if is_supervised else lock_run(run) as note:
+        prepared.notes.extend([] if note is None else [note])
+        write_run_files(prepared, loaded)
+        yield prepared
+
+
+def _resolve_without_trials(
+    run: Run, given: Recipe, world_size: int, machine: Machine
+) -> tuple[ResolvedRecipe, dict[str, Any]]:
+    """Resolve the recipe of a new run by rules; return it and the plan."""
+    scaled_recipe = scale_batch_with_workers(given, world_size)
+    choices = choose_without_trials(
+        scaled_recipe, machine.physical_cores, world_size, machine.device, machine.has_fast_bf16, os.environ
+    )
+    plan: dict[str, Any] = {"auto_choices": [vars(choice) for choice in choices]}
+    if loop := run.read_json_or_empty(run.plan).get("session"):  # with --force the state of this optimizer is kept
+        plan["session"] = loop
+    return resolve_recipe(scaled_recipe, choices, world_size), plan
+
+
+def _check_recipe_keys(loaded: LoadedRecipe) -> None:
+    """RecipeError when the recipe says what only the trainer can do, or what the loop itself says."""
+    for key in IGNORED_KEYS:
+        value: Any = loaded.given
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            raise RecipeError(
+                f"{loaded.location_of(key)}: has no effect in a training loop of your own, which has its own model, "
+                "data, loss and optimizer; leave it out, and say it in the script"
+            )
+    if isinstance(loaded.recipe.parallelism, Parallelism):
+        for name in TRAINER_ONLY_DIMENSIONS:
+            if getattr(loaded.recipe.parallelism, name) > 1:
+                raise RecipeError(
+                    f"{loaded.location_of(f'parallelism.{name}')}: a training loop of your own cannot be divided so, "
+                    "only a recipe's task can; use replicate, shard or tensor"
+                )

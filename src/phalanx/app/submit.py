@@ -1,34 +1,34 @@
-"""Build jobs from command-line options, submit them, and follow a training run on a backend."""
+"""Build jobs and arrays of jobs from command-line options, submit them, and follow a training run on a backend."""
 
+import itertools
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from phalanx.app.run_display import DeferredDisplay
+from phalanx.app.elastic_world import check_min_nodes
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
-from phalanx.errors import ExitCode, RecipeError, UsageError
-from phalanx.jobs.array import submit_array
+from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.backends.base import (
     Backend,
-    ReleasingBackend,
     SubmitRequest,
     open_backend,
     poll_again,
-    restart_dead_daemon,
 )
 from phalanx.jobs.frameworks.process_env import check_framework as check_framework
-from phalanx.jobs.snapshot import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
-from phalanx.jobs.spec import Job, JobState, JobStatus
-from phalanx.recipe import load_recipe
+from phalanx.jobs.snapshot import Snapshot, snapshot_folder
+from phalanx.jobs.spec import Job, JobState, JobStatus, make_array
+from phalanx.observe.progress import DeferredDisplay
+from phalanx.recipe import load_recipe, num_workers_for
+from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.snapshot_paths import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run import EventTail, Run
 from phalanx.run.directory import check_run_path, describe_unfinished
+from phalanx.run.node_env import parse_num_nodes
 from phalanx.std_streams import word_of
 
 POLL_INTERVAL_S = 1.0
@@ -36,6 +36,8 @@ POLL_INTERVAL_S = 1.0
 BACKEND_TIMEOUT_S = 600.0
 """Seconds for which a backend may fail to answer while a job is followed."""
 SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+MakeJob = Callable[[Path, list[str], Path], Job]
+"""Makes the job that trains a recipe with overrides in a run directory."""
 
 
 def make_recipe_job(
@@ -66,13 +68,7 @@ def make_recipe_job(
     else:
         loaded = arguments.load_recipe()
         loaded.check_required()
-        if loaded.recipe.budget is not None:
-            from phalanx.app.budget import check_planned_budget  # which imports the planner
-
-            gpus = arguments.nproc_per_node or job_fields.get("gpus_per_node") or default_gpus
-            num_nodes = job_fields.get("num_nodes") or 1
-            num_gpus = gpus * num_nodes if isinstance(gpus, int) and isinstance(num_nodes, int) else None
-            check_planned_budget(loaded, num_gpus, os.environ)
+        _check_fewer_nodes(loaded, arguments.nproc_per_node or job_fields.get("gpus_per_node"), job_fields)
         job_name = loaded.recipe.name
         default_gpus = None if loaded.recipe.device == "cpu" else default_gpus
     run_dir = arguments.find_run(job_name).path.absolute()
@@ -89,8 +85,6 @@ def make_recipe_job(
             )
         job_snapshot = take_snapshot(snapshot, source_dir, recipe_path)
         environment[SNAPSHOT_SOURCE_VARIABLE] = str(job_snapshot.source_dir)
-        if job_snapshot.commit is not None and not arguments.is_script:
-            check_committed_recipe(job_snapshot, recipe_path, arguments.overrides)
     command = [sys.executable, "-P", "-m", "phalanx", "train", recipe_path, *arguments.format_options(run_dir)]
     command += ["--force"] if arguments.force else []
     job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
@@ -105,25 +99,22 @@ def make_recipe_job(
     )
 
 
+def _check_fewer_nodes(loaded: LoadedRecipe, workers_per_node: object, job_fields: Mapping[str, object]) -> None:
+    """Raise RecipeError where it is known that the recipe cannot be divided among the least number of nodes."""
+    num_nodes, min_nodes = job_fields.get("num_nodes"), job_fields.get("min_nodes")
+    if isinstance(num_nodes, int) and isinstance(min_nodes, int):
+        per_node = workers_per_node if isinstance(workers_per_node, int) and workers_per_node else 1
+        total = per_node * num_nodes if workers_per_node else num_workers_for(loaded.recipe, num_nodes)
+        check_min_nodes(loaded, total, num_nodes, min_nodes)
+
+
 def take_snapshot(snapshot: str, source_dir: Path, required_file: str | None = None) -> Snapshot:
-    """Take a snapshot of the code in `source_dir` (`workdir`), or of a git revision (anything else)."""
-    return (
-        snapshot_folder(source_dir, required_file=required_file)
-        if snapshot == "workdir"
-        else snapshot_commit(source_dir, snapshot, required_file)
-    )
-
-
-def check_committed_recipe(snapshot: Snapshot, name: str, overrides: Sequence[str]) -> None:
-    """Raise RecipeError for a recipe that is wrong in the commit of the snapshot."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-code-") as scratch:
-        unpack_snapshot(snapshot.tar, Path(scratch) / "code")
-        start_dir = Path(scratch) / "code" / snapshot.start_dir
-        try:
-            load_recipe(start_dir / name, overrides)
-        except RecipeError as error:
-            message = str(error).replace(f"{start_dir}{os.sep}", f"commit {str(snapshot.commit)[:12]}: ")
-            raise RecipeError(message) from None
+    """Take a snapshot of the code in `source_dir`. Raises UsageError where `snapshot` is not `workdir`."""
+    if snapshot != "workdir":
+        raise UsageError(
+            f"--snapshot {snapshot}: expected workdir; for a git revision, submit from a `git worktree` of it"
+        )
+    return snapshot_folder(source_dir, required_file=required_file)
 
 
 def make_framework_job(
@@ -138,6 +129,11 @@ def make_framework_job(
     """Make the job that starts `nproc_per_node` processes of a program on each node, with its framework's environment
     variables."""
     check_framework(framework)
+    if job_fields.get("min_nodes") is not None:
+        raise UsageError(
+            f"--nodes {job_fields['min_nodes']}:{job_fields['num_nodes']}: is for recipes; give a program of another "
+            f"framework one number of nodes, such as --nodes {job_fields['num_nodes']}"
+        )
     if not command:
         raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
     launch_command = [
@@ -173,6 +169,31 @@ def default_gpus(backend: str, nproc_per_node: int | None) -> int | None:
     if backend != "local" or not machine.num_gpus:
         return None
     return min(nproc_per_node or machine.num_gpus, machine.num_gpus)
+
+
+def parse_nodes(text: str) -> dict[str, int | None]:
+    """Parse a number of nodes, N or MIN:MAX, into fields of `Job`."""
+    min_nodes, num_nodes = parse_num_nodes(text, "--nodes ")
+    return {"num_nodes": num_nodes, "min_nodes": min_nodes if min_nodes < num_nodes else None}
+
+
+def parse_job_fields(
+    nodes: str,
+    gpus: int | None,
+    cpus: int | None,
+    memory: str | None,
+    time_limit: str | None,
+    backend_options: Sequence[str],
+) -> dict[str, Any]:
+    """Parse what a job needs of a backend into fields of `Job`."""
+    return {
+        **parse_nodes(nodes),
+        "gpus_per_node": gpus,
+        "cpus_per_node": cpus,
+        "memory_bytes": parse_memory(memory),
+        "time_limit_s": parse_duration(time_limit),
+        "backend_options": parse_assignments(backend_options, "--backend-option"),
+    }
 
 
 def parse_assignments(assignments: Sequence[str], option_name: str) -> dict[str, str]:
@@ -253,7 +274,7 @@ def submit_job(backend: Backend, request: SubmitRequest, out: TextIO) -> str:
 
 def submit_jobs(backend: Backend, requests: Sequence[SubmitRequest], out: TextIO) -> list[str]:
     """Submit an array and print the IDs of its jobs."""
-    job_ids = submit_array(backend, requests)
+    job_ids = backend.submit_array(requests)
     jobs = [job for request in requests for job in request.array_jobs or (request.job,)]
     for job_id, job in zip(job_ids, jobs, strict=True):
         print(f"job {job_id} ({job.name}) submitted to {backend.name}, run {job.run_dir}", file=out)
@@ -295,9 +316,8 @@ def poll_until_final(
     status: JobStatus | None = None
     while True:
         try:
-            restart_dead_daemon(backend)
-            if isinstance(backend, ReleasingBackend):
-                backend.release(job_id)
+            backend.restart_dead_daemon()
+            backend.release(job_id)
             status = backend.poll(job_id) if status is None else poll_again(backend, status)
         except UsageError as error:  # a controller that restarts, or a network that is down for a while
             num_failed_polls += 1
@@ -317,3 +337,53 @@ def format_status(status: JobStatus) -> str:
     code_text = f", exit code {status.exit_code}" if status.exit_code else ""
     reason_text = f": {status.reason}" if status.reason else ""
     return f"job {status.id} {status.state}{code_text}{reason_text}"
+
+
+def split_recipes_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Split `a.yaml b.yaml steps=5` into recipes and overrides. Words after a script are its arguments."""
+    if arguments[0].endswith(".py"):
+        return [Path(arguments[0])], list(arguments[1:])
+    more_recipes = itertools.takewhile(lambda word: word.endswith((".yaml", ".yml")) and "=" not in word, arguments[1:])
+    recipes = [Path(arguments[0]), *map(Path, more_recipes)]
+    return recipes, list(arguments[len(recipes) :])
+
+
+def expand_sweep(sweep: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return each combination of the values of `--sweep KEY=VALUE,VALUE` as overrides; without it one empty one."""
+    axes = []
+    for given in sweep:
+        key, equals, values = given.partition("=")
+        values_list = [value.strip() for value in values.split(",")]
+        if not key or not equals or not all(values_list):
+            raise UsageError(f"--sweep {given}: expected KEY=VALUE,VALUE,... such as optimizer.lr=1e-3,3e-4")
+        if len(set(values_list)) < len(values_list):
+            raise UsageError(f"--sweep {given}: duplicate value")
+        axes.append([f"{key}={value}" for value in values_list])
+    keys = [given.partition("=")[0] for given in sweep]
+    if len(set(keys)) < len(keys):
+        raise UsageError(f"--sweep {max(keys, key=keys.count)} is given twice; list all values of a key in one --sweep")
+    return list(itertools.product(*axes))
+
+
+def make_sweep(
+    recipes: Sequence[Path],
+    overrides: Sequence[str],
+    combinations: Sequence[Sequence[str]],
+    runs_dir: Path | None,
+    name: str | None,
+    max_parallel: int | None,
+    make_job: MakeJob,
+) -> tuple[Job, ...]:
+    """Make the jobs of an array. Each run is named after its recipe and its values. All recipes are checked before
+    anything is sent."""
+    jobs = []
+    first_name = None
+    for path in recipes:
+        for values in combinations:
+            given = [*overrides, *values]
+            recipe_name = load_recipe(path, given).recipe.name
+            first_name = first_name or recipe_name
+            label = "-".join([recipe_name, *(re.sub(r"[^A-Za-z0-9._=+-]+", "_", value) for value in values)])
+            jobs.append(make_job(path, given, (runs_dir or Path("runs")) / label))
+    assert first_name is not None
+    return make_array(name or first_name, jobs, max_parallel)

@@ -1,30 +1,33 @@
-"""Supervise the workers of a run by an agent until it ends, and write its result."""
+"""Supervise the workers of a run, of a recipe or of a script with a session, by an agent until it ends, and write its
+result."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from phalanx.app.budget import BudgetGuard, load_prices, stop_at_budget
-from phalanx.app.prepare_run import PreparedRun
+from phalanx.app.elastic_world import ElasticWorld
+from phalanx.app.prepare_run import PreparedRun, create_run
 from phalanx.app.resume import read_last_attempt, read_last_step
 from phalanx.app.trackers import feed_trackers
+from phalanx.app.train_arguments import TrainArguments
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.cluster import discover_machine
-from phalanx.cluster.gpu_energy import find_local_gpu_ids, read_local_gpu_joules
+from phalanx.cluster.discovery import check_workers, find_local_gpu_ids
 from phalanx.cluster.health import run_preflight
-from phalanx.errors import ExitCode, describe_os_error, is_storage_error
-from phalanx.fleet.telemetry.record import record_telemetry
+from phalanx.errors import ExitCode, UsageError, describe_os_error, is_storage_error
+from phalanx.jobs.agent.attempt import NEVER_JOINED_MESSAGE
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
-from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
+from phalanx.jobs.agent.leader_state import RecoveryPolicy
 from phalanx.jobs.agent.node_group import NodeGroup
-from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
-from phalanx.recipe import Recipe, ResolvedRecipe, dump_recipe, load_recipe, load_resolved_recipe
+from phalanx.recipe import Recipe, dump_recipe, load_recipe, load_resolved_recipe
 from phalanx.run import Event, Run, read_events, select_final_steps, sum_training_seconds
-from phalanx.run.directory import RESULT_FORMAT, write_atomic, write_json
-from phalanx.run.event_types import AttemptStarted, EnergyUsed, RunEnded, RunStatus, RunWarning
+from phalanx.run.directory import RESULT_FORMAT, check_run_path, write_atomic, write_json
+from phalanx.run.event_types import AttemptStarted, RunEnded, RunStatus, RunWarning
+from phalanx.run.lock import lock_run
 from phalanx.run.process_messages import Command
+from phalanx.telemetry.record import record_telemetry
 
 
 def supervise_run(
@@ -49,42 +52,66 @@ def supervise_run(
         RecoveryPolicy(
             recipe.fault_tolerance.max_restarts,
             recipe.fault_tolerance.hang_timeout_s,
-            elastic_replica_size(recipe, machine.device),
+            recipe.fault_tolerance.rejoin_after_s,
         ),
         node_group=node_group,
-        hardware=HardwareMonitor(
-            preflight=lambda: run_preflight(run.path, expected_gpus),
-            # without GPUs in use, do not query them
-            meter=read_local_gpu_joules if machine.num_gpus else lambda count: None,
-        ),
+        preflight=lambda: run_preflight(run.path, expected_gpus),
     )
+    if node_group is not None and node_group.min_nodes < node_group.num_nodes:
+        given = load_recipe(run.recipe).recipe
+        agent.world_divider = ElasticWorld(run, given, recipe, node_group.num_nodes, node_group.min_nodes)
     num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
     with record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)), feed_trackers(run, recipe.trackers):
-        guard = None
-        if recipe.budget is not None:
-            startup_s = 0.0 if prepared.resolved is None else prepared.resolved.duration_s
-            guard = BudgetGuard(run, recipe.budget, world_size, load_prices(), startup_s)
-            agent.find_stop_reason = partial(guard.find_stop_reason, agent.warn)
-        return supervise_until_done(
-            agent,
-            world_size,
-            command,
-            prepared.first_attempt,
-            prepared.opening_events(),
-            lambda outcome: stop_at_budget(outcome, guard),
-        )
+        return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
 
 
-def elastic_replica_size(recipe: ResolvedRecipe, device: str) -> int | None:
-    """Return the workers of a replica, if the surviving replicas can continue without it; else None.
+def train_script(arguments: TrainArguments, run: Run, show: Callable[[Event], None]) -> RunOutcome:
+    """Run the script of `arguments` as workers on this machine, and follow it to its end."""
+    if not arguments.path.is_file():
+        raise UsageError(f"{arguments.path}: no such file; expected a recipe or a script that calls phalanx.session")
+    machine = discover_machine()
+    world_size = arguments.nproc_per_node or machine.num_gpus or 1
+    check_workers(machine, world_size)
+    with ForkServerClient() as fork_server:
+        return supervise_script(arguments, run, world_size, fork_server, show)
 
-    They can under `determinism: elastic`: each replica holds the whole state, and sums do not depend on the number of
-    replicas. On the CPU only: NCCL does not report a lost rank in the same way.
-    """
-    parallelism = recipe.parallelism
-    if parallelism.replicate == 1 or recipe.determinism != "elastic" or device != "cpu":
-        return None
-    return parallelism.world // parallelism.replicate
+
+def supervise_script(
+    arguments: TrainArguments, run: Run, world_size: int, fork_server: ForkServerClient, show: Callable[[Event], None]
+) -> RunOutcome:
+    """Run a script with a loop of its own as `world_size` workers under our agent, and write the run's result."""
+    script = arguments.path
+    check_run_path(run.path)
+    create_run(run)
+    with lock_run(run) as note, contextlib.ExitStack() as stack:
+        payload = {
+            "script": str(script.absolute()),
+            "arguments": list(arguments.overrides),
+            "run": str(run.path.absolute()),
+            "force": arguments.force,
+        }
+        command = Command(function="phalanx.train.worker:run_script_worker", payload=payload)
+
+        def show_and_configure(event: Event) -> None:
+            if isinstance(event, AttemptStarted):  # now the recipe is known
+                recipe = load_resolved_recipe(run.resolved)
+                limits = recipe.fault_tolerance
+                agent.recovery = RecoveryPolicy(limits.max_restarts, limits.hang_timeout_s)
+                if event.attempt == first_attempt:
+                    stack.enter_context(feed_trackers(run, recipe.trackers))
+            show(event)
+
+        def adjust_outcome(outcome: RunOutcome) -> RunOutcome:
+            if outcome.message != NEVER_JOINED_MESSAGE:
+                return outcome
+            return replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
+
+        agent = LeaderAgent(run, fork_server, show_and_configure)
+        agent.preload = "phalanx.app.session:preload_session"
+        stack.enter_context(record_telemetry(run, lambda: find_local_gpu_ids(world_size)))
+        warnings = [] if note is None else [RunWarning(text=note)]
+        first_attempt = read_last_attempt(run) + 1
+        return supervise_until_done(agent, world_size, command, first_attempt, warnings, adjust_outcome)
 
 
 def supervise_until_done(
@@ -110,6 +137,9 @@ def supervise_until_done(
             ):
                 agent.emit(RunWarning(text=message_text))
                 outcome = agent.supervise(world_size, command, read_last_attempt(run) + 1)
+            if outcome.out_of_memory and agent.is_reduced:
+                message = f"{outcome.message}; it was left with fewer nodes: start again with all of them"
+                outcome = replace(outcome, code=ExitCode.UNFINISHED, message=message)
             outcome = adjust_outcome(outcome)
             if outcome.result is None:
                 agent.emit(RunEnded(status=status_of(outcome), step=read_last_step(run)))
@@ -160,21 +190,19 @@ def build_result(run: Run, outcome: RunOutcome) -> dict[str, Any]:
     """Build result.json from the worker's report, or from the events when there is none."""
     events = list(read_events(run.events))
     seconds = sum_training_seconds(events)
-    energy_events = [event.energy_j for event in events if isinstance(event, EnergyUsed)]
-    energy = {"energy_j": sum(energy_events)} if energy_events else {}
-    starts = [event for event in events if isinstance(event, AttemptStarted)]
-    num_scale_ups = sum(event.scaled_up for event in starts)
+    num_starts = sum(isinstance(event, AttemptStarted) for event in events)
     if outcome.result is not None:
-        result = {**outcome.result, "duration_s": seconds, **energy}
-        if num_scale_ups:  # these restarts lost nothing
-            result["num_restarts"] -= num_scale_ups
-        return result
+        return {**outcome.result, "duration_s": seconds}
     steps = read_last_step(run)
     counted_steps = [event for event in select_final_steps(events) if event.step <= steps and event.skip_reason is None]
-    facts: dict[str, Any] = {"format": RESULT_FORMAT, "status": status_of(outcome), "steps": steps}
-    facts |= {
+    return {
+        "format": RESULT_FORMAT,
+        "status": status_of(outcome),
+        "steps": steps,
         "final_loss": counted_steps[-1].loss if counted_steps else None,
         "num_units": sum(event.units for event in counted_steps),
+        "duration_s": seconds,
+        "num_restarts": max(0, num_starts - 1),
+        "digest": None,
+        "message": outcome.message,
     }
-    facts |= {"duration_s": seconds, "num_restarts": max(0, len(starts) - num_scale_ups - 1), "digest": None}
-    return {**facts, **energy, "message": outcome.message}

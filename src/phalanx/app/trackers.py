@@ -11,9 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
-from phalanx.observe.trackers.names import TRACKER_NAMES, describe_problem, make_tracker, set_library_defaults
+from phalanx.observe.trackers.libraries import make_tracker
 from phalanx.observe.trackers.process import INCOMPLETE_EXIT_CODE
-from phalanx.observe.trackers.refusals import describe_refusal, first_line
+from phalanx.observe.trackers.tracker import (
+    TRACKER_NAMES,
+    describe_error,
+    describe_problem,
+    set_library_defaults,
+)
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.run import Run
@@ -120,8 +125,7 @@ def send_run(run: Run, name: str) -> str:
         except PhalanxError:
             raise
         except Exception as error:  # noqa: BLE001 - libraries of trackers raise anything
-            reason = describe_refusal(error) or f"cannot be reached: {first_line(error)}"
-            raise UsageError(f"{name}: {reason}") from None
+            raise UsageError(f"{name}: cannot send: {describe_error(error)}") from None
     sent = f"{run.path} is in {name} up to step {feed.state.sent_step}: {tracker.describe_location()}"
     held = feed.rows.num_held
     return f"{sent}\n{held} steps after the last checkpoint are held back until the run resumes" if held else sent

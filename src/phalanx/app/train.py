@@ -15,18 +15,25 @@ from phalanx.app.resume import describe_finished
 from phalanx.app.supervise import supervise_run
 from phalanx.app.train_arguments import load_given_recipe
 from phalanx.data import PrepareProgress
-from phalanx.errors import ExitCode, GaveUpError, UsageError
+from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.leader_agent import RunOutcome
 from phalanx.recipe import Recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Event, Run
 from phalanx.run.directory import check_run_path
+from phalanx.run.leader_address import lock_leadership, read_leader_address, write_leader_address
 from phalanx.run.node_env import NodeEnv
 
 LOCK_TIMEOUT_S = 300.0
 """Seconds for which a run on several nodes waits for the lock of its former leader. A leader without network holds
 it until it notices, and on a network file system until the lease of the lock ends."""
+
+
+class LeaderElsewhereError(PhalanxError):
+    """Another node leads the run."""
+
+    code = ExitCode.UNFINISHED
 
 
 class TrainObserver:
@@ -106,12 +113,14 @@ def train_run(
     force: bool,
     dry_run: bool = False,
     node_env: NodeEnv | None = None,
+    fork_server: ForkServerClient | None = None,
 ) -> RunOutcome | None:
     """Train a recipe in `run` to its end, on this node and those that it leads; None when nothing is left to train.
 
     Args:
         dry_run: only prepare the run, and return None.
         node_env: this node and the number of nodes; None: this one alone.
+        fork_server: of a node that takes over; it is closed at the end. None: starts one.
     """
     node_env = node_env or NodeEnv()
     loaded.check_required()
@@ -121,13 +130,14 @@ def train_run(
         return None
     if node_env.num_nodes == 1:  # other nodes must hear of an error: open_node_group sends it
         check_start(loaded, nproc_per_node, begins=not run.has_checkpoint())
+    call_timeout_s = call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)
     with (
-        ForkServerClient(call_timeout_s=call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)) as fork_server,
+        fork_server or ForkServerClient(call_timeout_s=call_timeout_s) as fork_server,
         open_node_group(fork_server, node_env) as node_group,
         contextlib.ExitStack() as stack,
     ):
-        num_workers = count_workers(loaded, nproc_per_node, node_env.num_nodes)
-        request = RunRequest(loaded, run, num_workers, node_env.num_nodes, force)
+        num_workers = count_workers(loaded, nproc_per_node, node_env)
+        request = RunRequest(loaded, run, num_workers, node_env.num_nodes, force, node_env.min_nodes is not None)
         lock_timeout_s = LOCK_TIMEOUT_S if node_env.num_nodes > 1 else 0.0
         with observer.open_progress() as progress:
             preparing = prepare_run(request, fork_server, progress, not dry_run, lock_timeout_s)
@@ -136,6 +146,20 @@ def train_run(
         if dry_run:
             node_group.exit_code = ExitCode.DONE
             return None
+        if node_env.min_nodes is not None:
+            _lead(run, node_env, stack)
         outcome = supervise_run(prepared, fork_server, observer.show_event, force, node_group)
         node_group.exit_code = outcome.code
     return outcome
+
+
+def _lead(run: Run, node_env: NodeEnv, stack: contextlib.ExitStack) -> None:
+    """Lead a run that may train on fewer nodes, until `stack` ends. Raises LeaderElsewhereError when another node took
+    over meanwhile. Where the file system has no locks, no other node can take over."""
+    assert node_env.leader_address is not None
+    is_leader, leader = True, read_leader_address(run)
+    with contextlib.suppress(OSError):
+        is_leader = stack.enter_context(lock_leadership(run))
+    if not is_leader or (node_env.took_over and leader is not None and leader.node_rank != node_env.node_rank):
+        raise LeaderElsewhereError(f"{run.path}: another node leads this run; start again to join it")
+    write_leader_address(run, node_env.leader_address, node_env.node_rank)

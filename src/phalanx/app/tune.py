@@ -1,8 +1,8 @@
 """Measure what makes a recipe faster on this machine. `autoconfig.tuning_candidates` proposes candidates and compares.
 
 A greedy search: starting from what `phalanx train` would do, each candidate is measured against the best so far, and
-kept when it gains more than noise. Both train with workers in temporary run directories, in short alternating rounds,
-so that other load on the machine affects both. There are no checkpoints, evaluations or callbacks.
+kept when it gains more than noise. Both train with workers in temporary run directories, one after the other in short
+alternating rounds, so that other load on the machine affects both. There are no checkpoints, evaluations or callbacks.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from phalanx.autoconfig.tuning_candidates import (
     apply_changes,
     break_even_steps,
     is_hopeless,
-    list_untried,
     propose_candidates,
     summarize_rounds,
 )
@@ -31,13 +30,14 @@ from phalanx.data import PrepareProgress
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.formatting import format_duration
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
-from phalanx.jobs.agent.pausable_workers import PausableWorkers, WorkersFailedError, data_wait_share
+from phalanx.jobs.agent.trial_workers import TrialWorkers, WorkersFailedError
 from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, dump_recipe, num_workers_for
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.overrides import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
-from phalanx.recipe.yaml_edit import rewrite_recipe
 from phalanx.run import Run
+from phalanx.run.event_types import StepDone
 from phalanx.run.process_messages import Command
 
 NUM_ROUNDS = 5
@@ -66,7 +66,7 @@ class TuneTrial:
 @dataclass
 class TuneResult:
     """The result of a search. `changes`: recipe keys of the trials that were kept; `total`: the tuned recipe against
-    the default, None where no trial was kept; `untried`: what was not tried, and why."""
+    the default, None where no trial was kept."""
 
     default: ResolvedRecipe
     best: ResolvedRecipe
@@ -74,7 +74,6 @@ class TuneResult:
     trials: list[TuneTrial] = field(default_factory=list)
     changes: dict[str, Any] = field(default_factory=dict)
     total: MeasuredSpeedup | None = None
-    untried: list[str] = field(default_factory=list)
     machine: str = ""
 
     @property
@@ -85,30 +84,27 @@ class TuneResult:
 
 @dataclass(frozen=True)
 class TuneCallbacks:
-    """Callbacks for progress: data preparation, the default with its step time, each trial before and after."""
+    """Callbacks for progress: data preparation, the default with its step time, each trial."""
 
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None
     on_baseline: Callable[[PreparedRun, float], None] = lambda ready, seconds: None
-    on_trial_start: Callable[[str], None] = lambda label: None
     on_trial_end: Callable[[TuneTrial], None] = lambda row: None
 
 
 class Workbench:
-    """Two fork servers and a temporary run directory for each world."""
+    """A fork server, the workers of one recipe at a time, and a temporary run directory for each recipe."""
 
     def __init__(self, folder: Path, hang_timeout_s: float = 0.0):
-        self._folder, self._hang_timeout_s = folder, hang_timeout_s
+        self._folder, self._call_timeout_s = folder, call_timeout(hang_timeout_s)
         self._stack = contextlib.ExitStack()
         self._preloads: list[tuple[str, Any]] = []
         self._count = 0
+        self._running: TrialWorkers | None = None
 
     def __enter__(self) -> "Workbench":
         with self._stack as stack:
             self._runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-tune-")))
-            self._free_fork_servers = [
-                stack.enter_context(ForkServerClient(call_timeout_s=call_timeout(self._hang_timeout_s)))
-                for _ in range(2)
-            ]
+            self._fork_server = stack.enter_context(ForkServerClient(call_timeout_s=self._call_timeout_s))
             self._stack = stack.pop_all()
         return self
 
@@ -116,36 +112,40 @@ class Workbench:
         self._stack.close()
 
     def call(self, function: str, payload: Any) -> Any:
-        """Call a function in a free fork server (`ForkServerClient.call`)."""
-        return self._free_fork_servers[0].call(function, payload)
+        """Call a function in the fork server (`ForkServerClient.call`)."""
+        return self._fork_server.call(function, payload)
 
     def preload(self, function: str, payload: Any) -> None:
-        """Preload a function in both fork servers (`ForkServerClient.preload`)."""
+        """Preload a function in the fork server (`ForkServerClient.preload`)."""
         self._preloads.append((function, payload))
-        for fork_server in self._free_fork_servers:
-            fork_server.preload(function, payload)
+        self._fork_server.preload(function, payload)
 
-    def open_workers(self, recipe: ResolvedRecipe) -> PausableWorkers:
-        """Return workers for a resolved recipe, not running yet. At most two worlds at a time."""
+    def make_workers(self, recipe: ResolvedRecipe) -> TrialWorkers:
+        """Return workers for a resolved recipe, not running yet."""
         self._count += 1
         run = Run(self._runs / f"{self._count:03}")
         run.create()
         run.resolved.write_text(dump_recipe(without_end(recipe)), encoding="utf-8")
         payload = {"run": str(run.path), "folder": str(self._folder)}
         command = Command(function="phalanx.train.worker:run_worker", payload=payload)
-        return PausableWorkers(
-            self._free_fork_servers.pop(), run, recipe.parallelism.world, command, timeout_s=START_TIMEOUT_S
-        )
+        return TrialWorkers(run.logs, recipe.parallelism.world, command, timeout_s=START_TIMEOUT_S)
 
-    def close_workers(self, workers: PausableWorkers) -> None:
-        """End a world, so that another can enter."""
-        workers.close()
-        fork_server = workers.fork_server
-        if fork_server.process.poll() is not None:
-            fork_server = self._stack.enter_context(ForkServerClient(call_timeout_s=call_timeout(self._hang_timeout_s)))
-            for function, payload in self._preloads:
-                fork_server.preload(function, payload)
-        self._free_fork_servers.append(fork_server)
+    def measure_steps(self, workers: TrialWorkers, seconds: float) -> list[StepDone]:
+        """Measure steps of about `seconds`. Kills the workers of another recipe, and starts these unless they run."""
+        if self._running is not workers or not workers.is_running:
+            if self._running is not None:
+                self._running.close()
+            self._running = workers
+            self._restart_dead_fork_server()
+            workers.start(self._fork_server)
+        return workers.measure_steps(seconds)
+
+    def _restart_dead_fork_server(self) -> None:
+        if self._fork_server.process.poll() is None:
+            return
+        self._fork_server = self._stack.enter_context(ForkServerClient(call_timeout_s=self._call_timeout_s))
+        for function, payload in self._preloads:
+            self._fork_server.preload(function, payload)
 
 
 def without_end(recipe: ResolvedRecipe) -> ResolvedRecipe:
@@ -165,7 +165,7 @@ def tune(
     callbacks: TuneCallbacks | None = None,
     propose: Callable[[ResolvedRecipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
 ) -> TuneResult:
-    """Search for a faster recipe on this machine, about `seconds` for each candidate plus its start. Writes nothing.
+    """Search for a faster recipe on this machine, about `seconds` for each candidate plus its starts. Writes nothing.
 
     Raises PhalanxError when the recipe itself cannot run. A candidate that cannot run is a trial with a note.
     """
@@ -185,16 +185,10 @@ def tune(
         facts = make_tuning_facts(
             prepared, machine, allowed_precisions(loaded.recipe, machine, allow_precision), not is_workers_fixed
         )
-        baseline_s, data_fraction = search.measure_baseline(given)
+        baseline_s = search.measure_baseline(given)
         facts = replace(facts, step_s=baseline_s)
         callbacks.on_baseline(prepared, baseline_s)
-        result = TuneResult(
-            given,
-            given,
-            baseline_s,
-            machine=machine.device_name,
-            untried=list_untried(given, facts, data_fraction),
-        )
+        result = TuneResult(given, given, baseline_s, machine=machine.device_name)
         seen: set[str] = set()
         while untried_candidates := [one for one in propose(result.best, facts) if one.label not in seen]:
             seen.add(untried_candidates[0].label)
@@ -221,20 +215,17 @@ class TuneSearch:
         self._run_seconds = seconds / (2 * NUM_ROUNDS)
         self._callbacks = callbacks
 
-    def measure_baseline(self, default: ResolvedRecipe) -> tuple[float, float]:
-        """Measure the default: seconds per step, and the fraction of them that waits for data. Raises RecipeError when
-        it does not train."""
-        self._best_workers = self._workbench.open_workers(default)
+    def measure_baseline(self, default: ResolvedRecipe) -> float:
+        """Measure the default: seconds per step. Raises RecipeError when it does not train."""
+        self._best_workers = self._workbench.make_workers(default)
         try:
-            steps = self._best_workers.run_for(self._run_seconds)
+            steps = self._workbench.measure_steps(self._best_workers, self._run_seconds)
         except WorkersFailedError as error:
             raise RecipeError(f"the recipe does not train as it is: {error}") from error
-        self._free_gpu_memory(self._best_workers)
-        return sorted(step.duration_s for step in steps)[len(steps) // 2], data_wait_share(steps)
+        return sorted(step.duration_s for step in steps)[len(steps) // 2]
 
     def try_candidate(self, best: ResolvedRecipe, candidate: TuningCandidate) -> TuneTrial:
         """Measure a candidate against the best so far, and replace that if the candidate is faster."""
-        self._callbacks.on_trial_start(candidate.label)
         trial = TuneTrial(
             candidate.label, candidate.changes, candidate.predicted_speedup, candidate.reason, None, False
         )
@@ -244,19 +235,15 @@ class TuneSearch:
             check_recipe_on_machine(recipe, self._machine)
         except (PhalanxError, ValueError) as error:  # a rule of this version forbids it
             return replace(trial, note=f"refused: {_first_line(error)}")
-        workers = self._workbench.open_workers(recipe)
+        workers = self._workbench.make_workers(recipe)
         try:
             measurement = summarize_rounds(self._run_rounds(self._best_workers, workers))
         except WorkersFailedError as error:
-            self._workbench.close_workers(workers)
             return replace(trial, note=f"failed: {_first_line(error)}")
         trial = replace(trial, measured=measurement)
         is_kept, note = decide(measurement, workers.startup_seconds[0] - self._best_workers.startup_seconds[0], recipe)
         if is_kept:
-            self._workbench.close_workers(self._best_workers)
             self._best_workers = workers
-        else:
-            self._workbench.close_workers(workers)
         return replace(trial, is_kept=is_kept, note=note)
 
     def measure_total(self, default: ResolvedRecipe, result: TuneResult) -> MeasuredSpeedup | None:
@@ -264,32 +251,24 @@ class TuneSearch:
         kept = [row for row in result.trials if row.is_kept]
         if len(kept) < 2:
             return kept[0].measured if kept else None
-        self._callbacks.on_trial_start("all together")
-        workers = self._workbench.open_workers(default)
+        workers = self._workbench.make_workers(default)
         measurement = summarize_rounds(self._run_rounds(workers, self._best_workers))
-        self._workbench.close_workers(workers)
         self._callbacks.on_trial_end(TuneTrial("all together", dict(result.changes), None, "", measurement, True))
         return measurement
 
-    def _run_rounds(self, old: PausableWorkers, new: PausableWorkers) -> list[PairedStepTimes]:
-        """Run both in turn, in alternating order. Raises WorkersFailedError when either fails, for example when the
-        candidate leaves too little memory for the best so far; workers that failed restart in the next round."""
+    def _run_rounds(self, old: TrialWorkers, new: TrialWorkers) -> list[PairedStepTimes]:
+        """Measure both in each round, in alternating order, so that each start is measured in two rounds. Raises
+        WorkersFailedError when either fails."""
         rounds: list[PairedStepTimes] = []
         for number in range(NUM_ROUNDS):
             times: dict[bool, list[float]] = {}
-            for is_new in (False, True) if number % 2 else (True, False):
-                workers = new if is_new else old
-                times[is_new] = [step.duration_s for step in workers.run_for(self._run_seconds)]
-                self._free_gpu_memory(workers)
+            for is_new in (True, False) if number % 2 else (False, True):
+                steps = self._workbench.measure_steps(new if is_new else old, self._run_seconds)
+                times[is_new] = [step.duration_s for step in steps]
             rounds.append((times[False], times[True]))
             if is_hopeless(rounds):
                 break
         return rounds
-
-    def _free_gpu_memory(self, workers: PausableWorkers) -> None:
-        """Stop workers on GPUs, which have no memory for two worlds: there each round starts them again."""
-        if self._machine.device != "cpu":
-            workers.close()
 
 
 def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -> tuple[bool, str]:
@@ -349,7 +328,6 @@ def make_tuning_facts(
     return TuningFacts(
         device=machine.device,
         physical_cores=machine.physical_cores,
-        logical_cores=machine.logical_cores,
         memory_bytes=machine.device_memory_bytes,
         tflops=prepared.cluster.get("measured_matmul_tflops") or {},
         trainable_parameters=plan["trainable_parameters"],

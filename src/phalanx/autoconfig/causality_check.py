@@ -1,9 +1,7 @@
 """Check whether a model sees tokens that it must not see: those that it is to predict, or, with document masking, those
 of another document.
 
-The model is tried, not read. The last token is changed, and the outputs at earlier positions must not change. A sample
-of two documents must give what each of them gives alone, which covers masks, windows, positions and recurrent layers.
-This finds a forgotten mask in a user's model as well as an encoder, such as BERT, that was never causal. Whether a
+The model is tried, not read: this finds a forgotten mask as well as an encoder that was never causal. Whether a
 sequence can be split over workers (`parallelism.context`) is tried in the same way.
 """
 
@@ -16,7 +14,7 @@ from phalanx.errors import RecipeError
 from phalanx.recipe import describe_exception
 from phalanx.train.distributed.context_parallel import find_position_argument, without_attention
 from phalanx.train.hf.inputs import adapt_inputs, get_logits
-from phalanx.train.lm_head import eval_mode
+from phalanx.train.loss import eval_mode
 from phalanx.train.tasks import Task, TensorBatch
 
 MAX_RELATIVE_CHANGE = 1e-3

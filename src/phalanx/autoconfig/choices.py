@@ -1,7 +1,8 @@
 """Resolve a recipe: replace every `auto` by a value, and say why. Pure: numbers in, recipe out.
 
 What changes bits (precision, micro-batch, threads, compile, exchange) is chosen once, on the first start of a run, and
-stays pinned in `resolved.yaml`; `resume_recipe` makes the recipe of a later start from it.
+stays pinned in `resolved.yaml`; `resume_recipe` makes the recipe of a later start from it. For another number of
+workers, when nodes are lost or join, only data parallelism changes: global batch, data order and loss stay.
 """
 
 import math
@@ -16,7 +17,6 @@ from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.diff import KEYS_FREE_ON_RESUME
-from phalanx.recipe.field_types import MOST_THREADS
 from phalanx.recipe.grad_sync_defaults import (
     DEFAULT_BUCKET_MIB,
     DEFAULT_WARMUP_STEPS,
@@ -26,11 +26,11 @@ from phalanx.recipe.grad_sync_defaults import (
     given_start,
     gradient_bytes_per_rank,
     inter_node_bucket_mib,
-    is_chosen_while_training,
     num_warmup_steps,
     overlaps_with_backward,
     start_key,
 )
+from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
 from phalanx.recipe.schema import Parallelism
 
 MIN_BF16_SPEEDUP = 1.2
@@ -70,9 +70,9 @@ def choose_num_threads(
         return AutoChoice("num_threads", 1, "determinism: elastic needs the same number on any world size")
     for name in THREAD_VARIABLES:
         first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may list one number a nesting level
-        if first.isdecimal() and 0 < int(first) <= MOST_THREADS:
+        if first.isdecimal() and int(first) > 0:
             return AutoChoice("num_threads", int(first), f"{name}={environ[name]}")
-    num_threads = min(max(1, cores // world_size), MOST_THREADS)
+    num_threads = max(1, cores // world_size)
     return AutoChoice(
         "num_threads", num_threads, f"{cores} {CORES_REASON} {world_size} {'worker' if world_size == 1 else 'workers'}"
     )
@@ -105,7 +105,7 @@ def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool 
     whether this machine has a C compiler."""
     if recipe.compile != "auto":
         return AutoChoice("compile", recipe.compile, "given")
-    if not device_kind_of(device).auto_compiles:
+    if not device_kind_of(device).is_gpu:
         return AutoChoice("compile", False, f"the rule on {device_kind_of(device).description}")
     if not compiler:
         return AutoChoice("compile", False, "torch.compile needs a C compiler (gcc or CC) and Python.h on a GPU")
@@ -138,9 +138,6 @@ def choose_determinism(recipe: Recipe, trial: Mapping[str, Any], device: str) ->
         )
     if determinism != "auto" or device == "cpu":
         return []
-    if not device_kind_of(device).names_nondeterministic_ops:
-        reason = f"torch does not say which kernels of {device_kind_of(device).description} are deterministic"
-        return [AutoChoice("determinism", "off", f"{reason}: a run that resumes may end with other bits")]
     if nondeterministic_op is not None:
         reason = (
             f"{nondeterministic_op} has no deterministic kernel on this device: a run that resumes may end with other "
@@ -275,7 +272,7 @@ def resolve_recipe(recipe: Recipe, choices: list[AutoChoice], world_size: int) -
         grad_sync["bucket_mib"] = values_by_key.get("grad_sync.bucket_mib", DEFAULT_BUCKET_MIB)
     if recipe.grad_sync.warmup_steps == "auto":
         grad_sync["warmup_steps"] = DEFAULT_WARMUP_STEPS
-    if recipe.grad_sync.algorithm == "auto" and not is_chosen_while_training(recipe):
+    if recipe.grad_sync.algorithm == "auto":
         grad_sync["algorithm"] = "all-reduce"
     if recipe.local_sgd is not None:
         values["local_sgd"]["warmup_steps"] = num_warmup_steps(recipe)
@@ -321,33 +318,10 @@ def resume_recipe(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> R
             values[section] = new[section]
     values["data"]["source"] = new["data"]["source"]
     values["evaluation"]["source"] = new["evaluation"]["source"]
-    values["parallelism"] = parallelism = resume_parallelism(resolved, given, world_size)
-    values["batch"]["micro_size"] = resume_micro_size(resolved, given, parallelism["replicate"] * parallelism["shard"])
+    parallelism = resume_parallelism(resolved, given, world_size)
+    values["parallelism"] = parallelism.model_dump()
+    values["batch"]["micro_size"] = divide_micro_size(resolved, given, parallelism.replicate * parallelism.shard)
     return ResolvedRecipe.model_validate(values)
-
-
-def resume_parallelism(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> dict[str, Any]:
-    """Return the parallelism of a resumed run: as given now, or as before, with as many replicas as the workers
-    allow."""
-    if isinstance(given.parallelism, Parallelism):
-        return parallelism_values(given, world_size)
-    replica_size = resolved.parallelism.world // resolved.parallelism.replicate
-    if world_size % replica_size:
-        raise RecipeError(
-            f"parallelism: a replica of this run takes {replica_size} workers, and {world_size} workers are not a "
-            "multiple of that; give the parallelism to resume with"
-        )
-    return {**resolved.parallelism.model_dump(), "replicate": world_size // replica_size}
-
-
-def resume_micro_size(resolved: ResolvedRecipe, given: Recipe, num_groups: int) -> int:
-    """Return the micro-batch of a resumed run: the resolved one. If the recipe leaves it `auto` and the new number of
-    workers does not divide the batch evenly, it becomes smaller, except under `elastic`, where it is part of the bits.
-    `num_groups`: workers, or groups of workers, that share the batch."""
-    micro_size, global_batch = resolved.batch.micro_size, resolved.batch.global_size
-    if given.batch.micro_size != "auto" or resolved.determinism == "elastic" or global_batch % num_groups:
-        return micro_size
-    return max(size for size in list_divisors(global_batch // num_groups) if size <= micro_size)
 
 
 def build_plan_json(
@@ -379,3 +353,61 @@ def build_plan_json(
         "predicted_breakdown_s": breakdown_s,
         "prediction_rule": PREDICTION_RULE,
     }
+
+
+def divide_recipe(full: ResolvedRecipe, given: Recipe, world_size: int) -> ResolvedRecipe:
+    """Divide a run among `world_size` workers. `given`: the recipe as the user wrote it.
+
+    Raises:
+        RecipeError: it cannot be divided; says by what.
+    """
+    values = full.model_dump()
+    parallelism = divide_parallelism(full.parallelism, world_size)
+    num_groups = parallelism.replicate * parallelism.shard
+    values["parallelism"] = parallelism.model_dump()
+    values["batch"]["micro_size"] = divide_micro_size(full, given, num_groups)
+    divided = ResolvedRecipe.model_validate(values)
+    problems = [
+        *find_batch_problems(divided.batch.global_size, divided.batch.micro_size, num_groups),
+        *find_parallelism_problems(divided, parallelism, world_size),
+    ]
+    if problems:
+        raise RecipeError("; ".join(f"{key}: {problem}" for key, problem in problems))
+    return divided
+
+
+def divide_parallelism(parallelism: Parallelism, world_size: int) -> Parallelism:
+    """Divide replicate x shard again. Tensor, pipeline, context and expert ranks stay as they are.
+
+    Parameters are sharded over at least as many ranks as before, or over all: a rank then holds no more of them than
+    before, if that is possible.
+
+    Raises:
+        RecipeError: the other dimensions do not divide `world_size`.
+    """
+    fixed_ranks = parallelism.tensor * parallelism.pipeline * parallelism.context
+    if world_size % fixed_ranks:
+        raise RecipeError(
+            f"parallelism: tensor x pipeline x context takes {fixed_ranks} workers, and {world_size} workers are not a "
+            "multiple of that; give the parallelism to resume with"
+        )
+    num_groups = world_size // fixed_ranks
+    shard = next((size for size in list_divisors(num_groups) if size >= parallelism.shard), num_groups)
+    return parallelism.model_copy(update={"replicate": num_groups // shard, "shard": shard})
+
+
+def resume_parallelism(resolved: ResolvedRecipe, given: Recipe, world_size: int) -> Parallelism:
+    """Return the parallelism of a resumed run: as given now, or as before, divided again among the workers."""
+    if isinstance(given.parallelism, Parallelism):
+        return given.parallelism
+    return divide_parallelism(resolved.parallelism, world_size)
+
+
+def divide_micro_size(resolved: ResolvedRecipe, given: Recipe, num_groups: int) -> int:
+    """Return the micro-batch for another number of workers: the resolved one. If the recipe leaves it `auto` and the
+    new number of workers does not divide the batch evenly, it becomes smaller, except under `elastic`, where it is part
+    of the bits. `num_groups`: workers, or groups of workers, that share the batch."""
+    micro_size, global_batch = resolved.batch.micro_size, resolved.batch.global_size
+    if given.batch.micro_size != "auto" or resolved.determinism == "elastic" or global_batch % num_groups:
+        return micro_size
+    return max(size for size in list_divisors(global_batch // num_groups) if size <= micro_size)

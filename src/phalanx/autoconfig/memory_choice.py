@@ -2,8 +2,7 @@
 (`micro_batch.py`), and give the reason of each choice. `failed_trials` are settings that ran out of memory in a trial.
 """
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 
 from phalanx.autoconfig.choices import LOSS_MODES, AutoChoice, required_divisor
 from phalanx.autoconfig.micro_batch import (
@@ -27,12 +26,7 @@ from phalanx.errors import RecipeError
 from phalanx.formatting import format_bytes
 from phalanx.recipe import Recipe
 from phalanx.recipe.devices import size_table_of
-from phalanx.recipe.pipelines import stages_of
-
-StepTimePredictor = Callable[[str, int], float | None]
-"""Seconds of a step with a mode of activation checkpointing and a micro-batch; None where it cannot be predicted."""
-MAX_RELATIVE_STEP_TIME = 0.98
-"""A smaller micro-batch must be predicted to take less than this share of the largest one's time."""
+from phalanx.recipe.parallelism_checks import stages_of
 
 
 def choose_memory(
@@ -40,18 +34,15 @@ def choose_memory(
     memory_profile: MemoryProfile,
     worker: WorkerMemory,
     failed_trials: Collection[TrialSettings] = (),
-    predict_step: StepTimePredictor | None = None,
 ) -> list[AutoChoice]:
     """Recomputation, loss and micro-batch. RecipeError when nothing fits; it names a micro-batch that would where one
-    was given. A micro-batch that was given may fill all of the memory. Of micro-batches that fit the largest is taken,
-    or the one that `predict_step` says to be fastest."""
+    was given. A micro-batch that was given may fill all of the memory. Of micro-batches that fit the largest is
+    taken."""
     loss_mode, plans = _choose_loss_mode(recipe, memory_profile, worker)
     remaining = [plan for plan in plans if (plan.checkpointing, plan.loss_mode, plan.micro_size) not in failed_trials]
     if not remaining:
         raise RecipeError(_explain_out_of_memory(recipe, memory_profile, worker, loss_mode, failed_trials))
-    best, reason = remaining[0], ""
-    if predict_step is not None and recipe.batch.micro_size == "auto":
-        best, reason = _fastest_plan(remaining, predict_step)
+    best = remaining[0]
     return [
         AutoChoice(
             "memory.activation_checkpointing",
@@ -61,26 +52,8 @@ def choose_memory(
         AutoChoice(
             "memory.chunked_loss", best.loss_mode == "chunked", _explain_loss_mode(recipe, memory_profile, worker, best)
         ),
-        AutoChoice(
-            "batch.micro_size", best.micro_size, reason or _explain_micro_size(recipe, worker, best, failed_trials)
-        ),
+        AutoChoice("batch.micro_size", best.micro_size, _explain_micro_size(recipe, worker, best, failed_trials)),
     ]
-
-
-def _fastest_plan(plans: Sequence[MemoryPlan], predict_step: StepTimePredictor) -> tuple[MemoryPlan, str]:
-    """Return the plan with the shortest predicted step among those that recompute as little as the first, and the
-    reason; no reason where that is the first."""
-    first = plans[0]
-    first_s = predict_step(first.checkpointing, first.micro_size)
-    if first_s is None:
-        return first, ""
-    same_mode = [plan for plan in plans if plan.checkpointing == first.checkpointing]
-    seconds = {plan.micro_size: predict_step(plan.checkpointing, plan.micro_size) or math.inf for plan in same_mode}
-    best = min(same_mode, key=lambda plan: seconds[plan.micro_size])
-    if seconds[best.micro_size] >= MAX_RELATIVE_STEP_TIME * first_s:
-        return first, ""
-    reason = f"{seconds[best.micro_size]:.3g} s a step predicted, {first_s:.3g} s with {first.micro_size}"
-    return best, reason
 
 
 def _choose_loss_mode(

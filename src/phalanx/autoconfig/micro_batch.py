@@ -1,10 +1,6 @@
 """What a step needs of a worker's memory, and which plans fit: activation checkpointing, the way to compute the loss,
-and the micro-batch. Pure: what a model needs was measured by trials (`autoconfig/profile_trial.py`) and comes in as
-numbers. `memory_choice.py` chooses among the plans.
-
-A step holds the training state (weights, gradients, moments of the optimizer) and, for each sample of the micro-batch,
-what forward keeps for backward. The first is counted, the second measured, and divided among ranks as the layout does.
-It is an estimate, good enough to begin with: a trial of the choice follows.
+and the micro-batch. Pure: what trials measured (`profile_trial.py`) comes in as numbers. An estimate, good enough to
+begin with: a trial of the choice follows.
 """
 
 import math
@@ -13,12 +9,11 @@ from dataclasses import dataclass
 
 from phalanx.autoconfig.choices import LOSS_MODES, num_data_parallel_groups, required_divisor
 from phalanx.errors import RecipeError
-from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, transport_of
+from phalanx.planner.scenario import transport_of
 from phalanx.recipe import Recipe
 from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import size_table_of
-from phalanx.recipe.grad_sync_defaults import auto_algorithms
-from phalanx.recipe.pipelines import fitting, stages_of
+from phalanx.recipe.parallelism_checks import fitting, stages_of
 from phalanx.recipe.schema import Parallelism
 
 CHECKPOINTING_MODES = ("none", "selective", "full")
@@ -86,16 +81,9 @@ def state_bytes_per_parameter(recipe: Recipe, device: str) -> int:
     else:
         optimizer_bytes = {"fp32": 8, "bf16": 4, "int8": 2}[optimizer.state_dtype]
     single_replica = isinstance(recipe.parallelism, Parallelism) and recipe.parallelism.replicate == 1
-    methods = auto_algorithms(recipe, device)
-    transports = (
-        [transport_of(recipe)]
-        if len(methods) == 1
-        else [TRANSPORT_BY_COMPRESSION.get(each, GradientTransport()) for each in methods]
-    )
-    transport_bytes = max(
-        0.0 if single_replica and not transport.needed_by_single_replica else transport.extra_bytes_per_element
-        for transport in transports
-    )
+    transport = transport_of(recipe)
+    is_sent = not single_replica or transport.needed_by_single_replica
+    transport_bytes = transport.extra_bytes_per_element if is_sent else 0.0
     # Matrix products in 16 bits keep a copy of their weights from forward to backward; FSDP gathers them in 16 bits.
     has_cast_weights = (
         device != "cpu" and recipe.precision not in ("fp32", "tf32") and parallelism_or_default(recipe).shard == 1

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
+from pydantic import TypeAdapter
 
 import phalanx
 from phalanx.errors import RecipeError
-from phalanx.planner.model_profile import ModelProfile, profile_from_json, profile_to_json
+from phalanx.planner.model_profile import ModelProfile
 from phalanx.recipe import Recipe, huggingface_directory, import_object
-from phalanx.recipe.builder_arguments import fill_arguments
-from phalanx.recipe.imports import describe_message
+from phalanx.recipe.imports import describe_message, fill_arguments
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.cache import load_or_measure
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NumberFormat = Literal["half", "single", "mixed"]
 """In what a model is followed: 16 bits, as on GPUs; fp32; or as autocast has it on a CPU."""
+PROFILE_ADAPTER = TypeAdapter(ModelProfile)
 
 
 def profile_model(
@@ -43,17 +44,18 @@ def profile_model(
     }
 
     def trace_model() -> dict[str, Any]:
-        return _trace_model(loaded, facts, number_format)
+        profile: dict[str, Any] = PROFILE_ADAPTER.dump_python(_trace_model(loaded, facts, number_format), mode="json")
+        return profile
 
-    return profile_from_json(load_or_measure("profiles", key, trace_model))
+    return PROFILE_ADAPTER.validate_python(load_or_measure("profiles", key, trace_model))
 
 
-def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberFormat) -> dict[str, Any]:
-    """The profile of a recipe's model as JSON values, by running through it without memory."""
+def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberFormat) -> ModelProfile:
+    """The profile of a recipe's model, by running through it without memory."""
     import torch
     from torch import nn
 
-    from phalanx.planner.trace import (
+    from phalanx.planner.trace.trace_model import (
         build_on_meta,
         image_classification_forward,
         language_modeling_forward,
@@ -98,11 +100,11 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
         forward, tokens = image_classification_forward(channels, height, width), 1
     try:
         if number_format == "mixed":
-            return profile_to_json(profile_autocast(make, forward, tokens))
+            return profile_autocast(make, forward, tokens)
         dtype = torch.bfloat16 if number_format == "half" else torch.float32
         if directory is not None:
-            return profile_to_json(profile_fake_tensors(make, forward, tokens, dtype))
-        return profile_to_json(profile_model(build_on_meta(make, dtype), forward, tokens))
+            return profile_fake_tensors(make, forward, tokens, dtype)
+        return profile_model(build_on_meta(make, dtype), forward, tokens)
     except RecipeError:
         raise
     except Exception as error:  # a model of the user's own may fail at being followed in any way
@@ -157,7 +159,7 @@ def _hash_model_code(build: str, folder: Path) -> str:
 
 def cache_profile(payload: dict[str, Any]) -> None:
     """Follow the model of a recipe, so that its profile is remembered. For a process of its own: it imports torch."""
-    from phalanx.data.expected_info import expect_data_info
+    from phalanx.data.cache import expect_data_info
 
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
     facts = expect_data_info(recipe.data, folder)

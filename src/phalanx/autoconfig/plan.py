@@ -1,7 +1,8 @@
-"""`phalanx plan`: a recipe's model followed, a cluster described, the best layout chosen, and what a run would take.
+"""`phalanx plan`: a recipe's model followed, a cluster described, the best layout searched (precision, parallelism,
+micro-batch and checkpointing, within the memory of a device), and what a run would take.
 
-Nothing is trained and no data are read: text is only asked for its tokenizer. What was learned of a model is kept,
-so that a second plan needs no torch.
+Nothing is trained and no data are read: text is only asked for its tokenizer. What was learned of a model is kept, so
+that a second plan needs no torch.
 """
 
 import math
@@ -10,43 +11,159 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.autoconfig.micro_batch import LANGUAGE_MODELING_TASK, LARGE_LOGITS_BYTES
 from phalanx.autoconfig.model_profile import profile_model
-from phalanx.autoconfig.plan_search import describe_no_fit, predict_memory, search_precisions
 from phalanx.cluster import Cluster, discover_machine, load_cluster
-from phalanx.cluster.calibration import default_calibration_path
-from phalanx.cluster.data_sheet import torch_devices
-from phalanx.data.expected_info import expect_data_info
+from phalanx.cluster.calibration.hardware_key import default_calibration_path
+from phalanx.data.cache import expect_data_info
 from phalanx.data.reader import DataInfo
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
-from phalanx.planner.bucket_size import best_bucket_mib
-from phalanx.planner.cost import RunCost, estimate_run_cost
-from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts
-from phalanx.planner.energy import (
-    PowerCapSlowdown,
-    RunEnergy,
-    SweptSpeeds,
-    device_power,
-    predict_run_energy,
-    predict_swept_slowdown,
-)
-from phalanx.planner.memory import MemoryEstimate
-from phalanx.planner.model_profile import ModelProfile
-from phalanx.planner.scenario import Scenario
-from phalanx.planner.search import Candidate, SearchResult
-from phalanx.planner.stages import balance_stages
-from phalanx.planner.step_time import StepBreakdown, predict_step_time
+from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts, device_costs_for_stack, phalanx_stack
+from phalanx.planner.energy import RunCost, RunEnergy, estimate_run_cost, predict_run_energy
+from phalanx.planner.memory import MemoryEstimate, TrainingOptions, estimate_memory
+from phalanx.planner.memory_advice import suggest_memory_changes
+from phalanx.planner.model_profile import Gemm, ModelProfile
+from phalanx.planner.pipeline import balance_stages
+from phalanx.planner.scenario import Scenario, transport_of
+from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
+from phalanx.planner.state_memory import optimizer_state_of
+from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, predict_step_time
 from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
-from phalanx.planner.timeline import BREAKDOWN_LABELS, TimelineEvent, build_timeline
-from phalanx.planner.warmup_phase import WarmupPhase, predict_warmup_phase
 from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
 from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.overrides import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
-from phalanx.recipe.yaml_edit import rewrite_recipe
 
+USABLE_MEMORY_FRACTION = 0.95
+"""Usable fraction of a device's memory: the rest covers errors of the prediction."""
+MIN_PRECISION_GAIN = 0.99
+"""Another precision than the usual one must save at least so much."""
 Z_SCORE_90 = 1.645
 LEAST_PRODUCTIVE = 1e-3
 """Share of the time below which a run on failing nodes does not come to its end."""
+
+
+def search_precisions(
+    recipe: Recipe, profile: ModelProfile, cluster: Cluster, num_devices: int
+) -> tuple[SearchResult, DeviceCosts, float]:
+    """The best of every precision that may be used."""
+    device, device_stack = cluster.node.accelerator, phalanx_stack(cluster.node.accelerator, num_devices)
+    used_stack = replace(device_stack, fuses_memory_ops=recipe.compile is not False)
+    memory_limit = device.memory_gib * BYTES_PER_GIB * USABLE_MEMORY_FRACTION
+    space = SearchSpace(
+        devices=num_devices,
+        global_batch=recipe.batch.global_size,
+        parallelism=recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else None,
+        micro_size=recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else None,
+        checkpointing_modes=("none", "selective", "full")
+        if recipe.memory.activation_checkpointing == "auto"
+        else (recipe.memory.activation_checkpointing,),
+        domain_size=cluster.domain,
+        replicas_only=recipe.determinism == "elastic" or recipe.local_sgd is not None,
+        has_sequences=profile.units_per_sample > 1,
+    )
+
+    def memory_needed(setup: Scenario) -> float:
+        return predict_memory(recipe, setup).total
+
+    offload = recipe.optimizer.offload
+    optimizer_state = optimizer_state_of(
+        recipe.optimizer.name, recipe.optimizer.state_dtype, offload, recipe.optimizer.momentum
+    )
+    best_found: tuple[SearchResult, DeviceCosts] | None = None
+    for precision in _candidate_precisions(recipe, device.tflops):
+        rates = device_costs_for_stack(device, precision, used_stack)
+        base = Scenario(
+            profile,
+            cluster,
+            space.parallelism or Parallelism(),
+            1,
+            recipe.batch.global_size,
+            precision,
+            stack=used_stack,
+            optimizer=recipe.optimizer.name,
+            transport=transport_of(recipe, profile),
+        )
+        if (
+            best_found is not None
+            and best_found[0].candidates
+            and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops
+        ):
+            continue  # nothing else differs but that it takes more memory
+        found = search_parallelism(base, rates, space, memory_needed, memory_limit, optimizer_state)
+        if best_found is None or (
+            found.candidates
+            and (
+                not best_found[0].candidates or _best_seconds(found) < MIN_PRECISION_GAIN * _best_seconds(best_found[0])
+            )
+        ):
+            best_found = found, rates
+    assert best_found is not None
+    if best_found[0].num_valid == 0:
+        raise RecipeError(
+            f"batch.global_size: {recipe.batch.global_size} samples and {profile.num_blocks} blocks cannot be divided "
+            f"among {num_devices} devices; a multiple of {num_devices} samples can"
+        )
+    return best_found[0], best_found[1], memory_limit
+
+
+def _best_seconds(found: SearchResult) -> float:
+    return found.candidates[0].step_s
+
+
+def _candidate_precisions(recipe: Recipe, known: Any) -> list[str]:
+    """What may be computed in: as given, else what `auto` chooses from, if the device has it."""
+    if recipe.precision != "auto":
+        if recipe.precision not in known and not (recipe.precision == "bf16" and "fp16" in known):
+            raise RecipeError(
+                f"precision: {recipe.precision} is not among what the device computes in: {', '.join(known)}"
+            )
+        return [recipe.precision]
+    return [name for name in ("bf16", "fp32") if name in known] or [next(iter(known))]
+
+
+def predict_memory(recipe: Recipe, setup: Scenario) -> MemoryEstimate:
+    """Bytes on the fullest device, with the recipe's optimizer and loss."""
+    return estimate_memory(setup, make_training_options(recipe, setup))
+
+
+def make_training_options(recipe: Recipe, setup: Scenario) -> TrainingOptions:
+    """Return what the memory of a recipe's run depends on besides the scenario. With `memory.chunked_loss: auto`,
+    large logits are chunked."""
+    chunked = recipe.memory.chunked_loss
+    if chunked == "auto":
+        head = setup.profile.segments[-1]
+        heads = (op for op in head.ops_of("forward") if isinstance(op, Gemm))
+        logits = max(
+            (4.0 * op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads), default=0.0
+        )
+        chunked = recipe.task == LANGUAGE_MODELING_TASK and logits > LARGE_LOGITS_BYTES
+    optimizer = recipe.optimizer
+    return TrainingOptions(
+        optimizer.name,
+        optimizer.state_dtype,
+        optimizer.offload,
+        "chunked" if chunked else "whole",
+        optimizer.momentum,
+    )
+
+
+def describe_no_fit(
+    recipe: Recipe, found: SearchResult, cluster: Cluster, num_devices: int, memory_limit: float
+) -> str:
+    """That nothing fits: by how much, and what would."""
+    assert found.closest is not None
+    smallest = found.closest
+    excess_gib = (smallest.peak_bytes - memory_limit) / BYTES_PER_GIB
+    device = cluster.node.accelerator
+    summary = (
+        f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, "
+        f"which is "
+        f"{excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
+    )
+    fit = suggest_memory_changes(smallest.scenario, make_training_options(recipe, smallest.scenario), memory_limit)
+    return f"{summary}. It {fit.description}"
 
 
 @dataclass(frozen=True)
@@ -59,8 +176,6 @@ class RunPlan:
     best: Candidate
     alternatives: tuple[Candidate, ...]
     footprint: MemoryEstimate
-    warmup_phase: WarmupPhase | None
-    """The first steps, where they are of another kind; `best_found`, `low_s` and `high_s` are of those that follow."""
     low_s: float
     high_s: float
     """Seconds of a step between which nine of ten measurements should lie."""
@@ -74,15 +189,8 @@ class RunPlan:
     cost: RunCost
     energy: RunEnergy | None
     checkpoint_plan: CheckpointPlan | None
-    power_cap_slowdown: PowerCapSlowdown | None
-    """Effect of the cluster's power cap on compute; all times include it."""
     scaling: tuple[tuple[int, float], ...]
     """Devices, and units a second on that many with the same parallelism for each replica."""
-    rates: DeviceCosts
-
-    def step_events(self) -> list[TimelineEvent]:
-        """The time line of the best choice."""
-        return build_timeline(self.best.scenario, self.rates, breakdown=self.best.breakdown)
 
 
 def plan_run(
@@ -90,11 +198,10 @@ def plan_run(
     cluster: str | Cluster | None,
     num_gpus: int | None = None,
     folder: Path | None = None,
-    swept: SweptSpeeds | None = None,
 ) -> RunPlan:
     """Predict a run of a recipe on a cluster (a value, a name of the catalog or a file), on `num_gpus` of its devices
     (default all), and choose the parallelism, micro-batch, activation checkpointing, precision and schedule that the
-    recipe leaves open. `swept`: what a sweep has measured of it under power caps.
+    recipe leaves open.
 
     Raises RecipeError when the name is unknown, the model cannot be traced, or nothing fits; the message says by how
     much, and which change would make it fit. Raises UsageError when the cluster has fewer devices.
@@ -104,8 +211,6 @@ def plan_run(
         if cluster is not None
         else _load_local_cluster(loaded.recipe.device)
     )
-    with loaded.locate_errors():
-        check_kind(loaded.recipe.device, target_cluster)
     num_devices = num_gpus or target_cluster.devices
     loaded = replace(loaded, recipe=scale_batch_with_workers(loaded.recipe, num_devices))
     recipe = loaded.recipe
@@ -121,10 +226,7 @@ def plan_run(
     found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
         raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
-    slowdown = _power_cap_slowdown(target_cluster, found.candidates[0], swept)
-    if slowdown is not None and slowdown.expected > 1:
-        found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices, slowdown.expected)
-    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, slowdown, _sample_bytes(facts))
+    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, _sample_bytes(facts))
 
 
 def _load_local_cluster(device: str) -> Cluster:
@@ -136,19 +238,6 @@ def _load_local_cluster(device: str) -> Cluster:
             f"--cluster: not given, and this machine has not been measured: run `{calibrate_command}` first"
         )
     return load_cluster(str(path))
-
-
-def check_kind(device: str, cluster: Cluster) -> None:
-    """RecipeError where a recipe's `device` is another than the cluster computes with."""
-    kinds = torch_devices(cluster.node.accelerator)
-    if device == "auto" or device in kinds:
-        return
-    valid = " or ".join([*(f"device={kind}" for kind in kinds), "device=auto"])
-    other = {"cpu": ", such as cpu", "cuda": ", such as h100"}.get(device, "")
-    raise RecipeError(
-        f"device: found {device}, but {cluster.name} computes with {cluster.node.accelerator.name}; use {valid}, or "
-        f"another --cluster{other}"
-    )
 
 
 def load_sized_cluster(named: str | Cluster, num_gpus: int | None, folder: Path | None = None) -> Cluster:
@@ -172,20 +261,8 @@ def load_sized_cluster(named: str | Cluster, num_gpus: int | None, folder: Path 
     )
 
 
-def _power_cap_slowdown(cluster: Cluster, option: Candidate, swept: SweptSpeeds | None) -> PowerCapSlowdown | None:
-    """What the cluster's power cap makes of computing, for the load that an option is without it."""
-    device, power_cap_w = cluster.node.accelerator, cluster.prices.power_cap_w
-    watts = device_power(device, _device_load(option.breakdown))
-    if power_cap_w is None or watts is None:
-        return None
-    try:
-        return predict_swept_slowdown(device, power_cap_w, watts, swept)
-    except ValueError as why:
-        raise RecipeError(f"{cluster.name}: prices.power_cap_w: {power_cap_w:g} W: {why}") from None
-
-
 def _device_load(parts: StepBreakdown) -> float:
-    """Load of the devices, for `device_power`: products draw the most."""
+    """Load of the devices, for `predict_run_energy`: products draw the most."""
     return min(1.0, 0.3 + 0.7 * parts.gemm / parts.total)
 
 
@@ -201,7 +278,6 @@ def _build_plan(
     profile: ModelProfile,
     found: SearchResult,
     rates: DeviceCosts,
-    slowdown: PowerCapSlowdown | None,
     sample_bytes: float,
 ) -> RunPlan:
     nodes = -(-num_devices // cluster.node.count)
@@ -213,30 +289,20 @@ def _build_plan(
     )
     best = options[0]
     spread = LOG_ERROR_STD_BY_SOURCE[rates.cost_source]
-    low, high = (
-        (slowdown.low / slowdown.expected, slowdown.high / slowdown.expected) if slowdown is not None else (1.0, 1.0)
-    )
-    samples = float(recipe.batch.global_size * recipe.steps)
     peak = rates.peak_flops * num_devices
     flops = (profile.flops("forward") + profile.flops("backward")) * recipe.batch.global_size
     # what checkpoints cost is in the step already
-    productive = (
-        checkpoint_plan.goodput.productive + checkpoint_plan.goodput.blocked if checkpoint_plan is not None else 1.0
-    )
+    productive = 1.0
+    if checkpoint_plan is not None:
+        productive = checkpoint_plan.productive * (1 + checkpoint_plan.stall_s / checkpoint_plan.interval_s)
     if productive < LEAST_PRODUCTIVE:
         raise RecipeError(
             f"{cluster.name}: {nodes:,} nodes would fail again before they have made progress; check reliability and "
             "storage of the cluster, or use fewer --num-gpus"
         )
-    load = _device_load(best.breakdown)
-    warmup_phase = predict_warmup_phase(recipe, best, rates)
-    mean_step_s = best.step_s if warmup_phase is None else warmup_phase.mean_step_seconds(best.step_s, recipe.steps)
-    cost = estimate_run_cost(samples, recipe.batch.global_size, mean_step_s, num_devices, cluster.prices, productive)
-    energy = predict_run_energy(cluster, cost.wall_s, nodes, load)
-    if energy is not None:
-        cost = estimate_run_cost(
-            samples, recipe.batch.global_size, mean_step_s, num_devices, cluster.prices, productive, energy
-        )
+    wall_s = recipe.steps * best.step_s / productive
+    energy = predict_run_energy(cluster, wall_s, nodes, _device_load(best.breakdown))
+    cost = estimate_run_cost(wall_s, num_devices, cluster.prices, energy)
     return RunPlan(
         recipe=recipe,
         cluster=cluster,
@@ -244,9 +310,8 @@ def _build_plan(
         best=best,
         alternatives=options[1:],
         footprint=predict_memory(recipe, best.scenario),
-        warmup_phase=warmup_phase,
-        low_s=best.step_s * math.exp(-Z_SCORE_90 * spread) * low,
-        high_s=best.step_s * math.exp(Z_SCORE_90 * spread) * high,
+        low_s=best.step_s * math.exp(-Z_SCORE_90 * spread),
+        high_s=best.step_s * math.exp(Z_SCORE_90 * spread),
         cost_source=rates.cost_source,
         num_valid=found.num_valid,
         parameters=profile.num_parameters,
@@ -255,9 +320,7 @@ def _build_plan(
         cost=cost,
         energy=energy,
         checkpoint_plan=checkpoint_plan,
-        power_cap_slowdown=slowdown,
         scaling=_predict_scaling(best.scenario, rates),
-        rates=rates,
     )
 
 
@@ -304,8 +367,6 @@ def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
         changes["memory.activation_checkpointing"] = setup.checkpointing
     if recipe.precision == "auto":
         changes["precision"] = setup.precision
-    if recipe.grad_sync.bucket_mib == "auto" and (bucket := best_bucket_mib(setup, run_plan.rates)) is not None:
-        changes["grad_sync.bucket_mib"] = bucket
     return changes
 
 

@@ -1,19 +1,23 @@
-"""Profile a model: its parameters, the FLOPs of a sample, and the peak memory of forward and backward."""
+"""Profile a model: its parameters, the FLOPs of a sample, and the peak memory of forward and backward.
+
+What a sample adds to the peak is the largest difference between runs of one and of two samples at the same operation.
+What does not grow with the samples drops out.
+"""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import asdict
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.autoconfig.activation_memory import measure_bytes_per_sample
 from phalanx.autoconfig.causality_check import check_causal, check_document_masking, check_split
 from phalanx.autoconfig.trial_model import activation_checkpointing, compute_loss, open_trial, select_trial_device
 from phalanx.autoconfig.trial_names import ADAPTERS_KEY, OUT_OF_MEMORY_KEY, UNCALLED_ADAPTERS_KEY
-from phalanx.compat import fake_tensor_mode
+from phalanx.compat import fake_tensor_mode, observe_operations
 from phalanx.data import RunData
 from phalanx.errors import RecipeError
 from phalanx.recipe import describe_exception
@@ -22,22 +26,20 @@ from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
     CHANGED_STATE_KEY,
     GPU_ONLY_MODULES_KEY,
-    UNSAVED_STATE_KEY,
 )
 from phalanx.train.builder import count_units_per_sample, make_lm_head
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing
 from phalanx.train.distributed.buffer_sync import find_forward_changes, format_names, snapshot_weight_versions
-from phalanx.train.distributed.failures import is_gpu_failure
+from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_persistent_buffers
-from phalanx.train.distributed.oom import is_out_of_memory
-from phalanx.train.distributed.same_model import new_buffer, other_parameter
 from phalanx.train.loss import LossFn
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.lora import describe_adapters, find_uncalled_adapters, is_lora_name
 from phalanx.train.ops.random_draws import seed_everything
 from phalanx.train.optim import trainable_parameters
 from phalanx.train.precision import autocast_context
+from phalanx.train.step_callbacks import new_buffer, other_parameter
 from phalanx.train.tasks import LanguageModeling, Task
 from phalanx.train.train_step import to_device
 
@@ -97,7 +99,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
 
     has_adapters = any(map(is_lora_name, built))
     uncalled_adapters = find_uncalled_adapters(model, lambda: count(1)) if has_adapters else []
-    changed, unsaved = find_forward_changes(model, lambda: count(1)) if with_values else ([], [])
+    changed = find_forward_changes(model, lambda: count(1)) if with_values else []
     if not with_values:
         count(1)
     count(2)
@@ -127,7 +129,6 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
         UNCALLED_ADAPTERS_KEY: uncalled_adapters,
         CHANGED_PARAMETERS_KEY: [name for name, weight in before.items() if now.get(name) != weight],
         CHANGED_STATE_KEY: format_names(changed),
-        UNSAVED_STATE_KEY: format_names(unsaved),
         GPU_ONLY_MODULES_KEY: format_names(
             [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
         ),
@@ -167,7 +168,7 @@ def _measure_peak(
     mode: ActivationCheckpointing, model: nn.Module, loss_fn: LossFn, data: RunData, device: torch.device
 ) -> int | None:
     def forward(samples: int) -> Tensor:
-        return compute_loss(loss_fn, model, to_device(data.read_training(0, samples), device))
+        return compute_loss(loss_fn, model, to_device(data.read_training(0, samples), device))[0][1]
 
     try:
         return measure_bytes_per_sample(model, forward, device)
@@ -191,3 +192,97 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in asking:
             parameter.requires_grad_(True)
+
+
+@dataclass
+class MemoryTrace:
+    """Bytes in use after each operation; on a GPU the most there were during it. `bytes_after_forward`: when forward
+    had ended."""
+
+    bytes_after_op: list[int] = field(default_factory=list)
+    bytes_after_forward: int = 0
+
+
+class _LiveStorages:
+    """Bytes of storages that were made while this watched, and are still there."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._storage_ids: set[int] = set()
+
+    def track_result(self, result: Any) -> None:
+        """Count the storages of an operation's results. A sparse tensor has none, but what it is made of has."""
+        for tensor in _flatten_tensors(result):
+            if tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            if key in self._storage_ids or not storage.nbytes():
+                continue
+            size = storage.nbytes()
+            self._storage_ids.add(key)
+            self.bytes += size
+            weakref.finalize(storage, self._on_freed, key, size).atexit = False
+
+    def _on_freed(self, key: int, size: int) -> None:
+        self._storage_ids.discard(key)
+        self.bytes -= size
+
+
+def trace_memory(forward: Callable[[], Tensor], device: torch.device) -> MemoryTrace:
+    """The course of a forward, which returns a loss, and its backward. On a GPU run it once before, so that what is
+    made at the first use of all is there."""
+    trace, live = MemoryTrace(), _LiveStorages()
+    counted = device_kind_of(device.type).is_gpu
+    gpu = torch.get_device_module(device)
+
+    def after_op(result: Any) -> None:
+        if counted:
+            trace.bytes_after_op.append(gpu.max_memory_allocated(device))
+            gpu.reset_peak_memory_stats(device)
+        else:
+            live.track_result(result)
+            trace.bytes_after_op.append(live.bytes)
+
+    if counted:
+        gpu.reset_peak_memory_stats(device)
+    with observe_operations(after_op):
+        loss = forward()
+        trace.bytes_after_forward = gpu.memory_allocated(device) if counted else live.bytes
+        loss.backward()
+    return trace
+
+
+def compute_sample_growth(one: MemoryTrace, two: MemoryTrace) -> int:
+    """Bytes by which a second sample raises what is needed, at the operation where it raises it most. Where the number
+    of operations depends on the samples: the difference of the peaks, or of what forward left, whichever is more."""
+    if len(one.bytes_after_op) == len(two.bytes_after_op):
+        steps = [b - a for a, b in zip(one.bytes_after_op, two.bytes_after_op, strict=True)]
+    else:
+        steps = [
+            max(two.bytes_after_op, default=0) - max(one.bytes_after_op, default=0),
+            two.bytes_after_forward - one.bytes_after_forward,
+        ]
+    return max(0, *steps) if steps else 0
+
+
+def measure_bytes_per_sample(model: nn.Module, forward: Callable[[int], Tensor], device: torch.device) -> int:
+    """What a sample adds at the peak of forward and backward; `forward(samples)` returns a loss. Gradients exist before
+    and are dropped afterwards."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        if device_kind_of(device.type).is_gpu:
+            forward(1).backward()
+        one, two = (trace_memory(lambda count=samples: forward(count), device) for samples in (1, 2))  # type: ignore[misc]
+    finally:
+        model.zero_grad(set_to_none=True)
+    return compute_sample_growth(one, two)
+
+
+def _flatten_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in _flatten_tensors(part)]
+    return []

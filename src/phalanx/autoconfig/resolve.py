@@ -8,7 +8,7 @@ the next best choice is tried.
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from phalanx.autoconfig.choices import (
     predict_precision,
     resolve_recipe,
 )
-from phalanx.autoconfig.memory_choice import StepTimePredictor, choose_memory
+from phalanx.autoconfig.memory_choice import choose_memory
 from phalanx.autoconfig.micro_batch import (
     MemoryProfile,
     WorkerMemory,
@@ -38,7 +38,8 @@ from phalanx.autoconfig.micro_batch import (
     loss_modes_to_try,
     state_bytes_per_parameter,
 )
-from phalanx.autoconfig.predict import load_calibrated_cluster, predict_best_parallelism, predict_step
+from phalanx.autoconfig.model_profile import profile_model, select_number_format
+from phalanx.autoconfig.plan import plan_run
 from phalanx.autoconfig.trial_names import (
     MATMUL_TRIAL,
     MAX_OTHER_LOAD,
@@ -52,33 +53,34 @@ from phalanx.autoconfig.trial_names import (
     UNCALLED_ADAPTERS_KEY,
     describe_trial,
 )
-from phalanx.cluster import Cluster, Machine, find_data_sheet
-from phalanx.cluster.checkpoint_interval import SECONDS_PER_DAY
+from phalanx.cluster import Cluster, Machine, discover_machine, find_data_sheet, load_cluster
+from phalanx.cluster.calibration.anomalies import MAX_BUSY_CORES
+from phalanx.cluster.calibration.hardware_key import default_calibration_path
 from phalanx.compat import has_compiler
 from phalanx.data import open_data
+from phalanx.data.cache import expect_data_info
 from phalanx.errors import RecipeError, SubprocessError
-from phalanx.formatting import format_bytes
+from phalanx.planner.device_costs import device_costs_for_stack, phalanx_stack
+from phalanx.planner.measured_costs import MeasuredCosts, MissingMeasurementError
+from phalanx.planner.scenario import Scenario, transport_of
+from phalanx.planner.step_time import StepBreakdown, measured_step_time
 from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
     CHANGED_STATE_KEY,
     GPU_ONLY_MODULES_KEY,
-    UNSAVED_STATE_KEY,
     explain_not_elastic,
 )
+from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run.cache import load_or_measure
 
 SMALL_STATE_SHARE = 0.1
 """Share of one process's memory up to which the training state of a sharded model is small."""
-STEPS_READ = 3
-"""Steps of samples that are in memory at once: one in use, two prefetched (`data/prefetch.py`)."""
 MAX_FEWER_THREADS_SLOWDOWN = 0.03
 """Relative slowdown of forward and backward that is accepted for half of the threads."""
 MAX_TIMED_MICRO_BATCH_S = 0.25
 """Seconds of forward and backward of a micro-batch above which fewer threads are not tried."""
-MICRO_BYTES = 512
-"""Host memory that a micro-batch takes at least, in addition to its samples."""
 SubprocessCall = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a process of its own."""
 
@@ -143,7 +145,6 @@ def resolve_auto(
 ) -> tuple[ResolvedRecipe, dict[str, Any], dict[str, Any]]:
     """Run the trials of a recipe with prepared data, choose, and return the resolved recipe, the plan and the cluster
     facts, for `world_size` workers on `num_nodes` nodes like this machine."""
-    check_batch(given, machine.memory_bytes, num_nodes)
     local_cluster = load_traced_cluster(machine, given, folder, call)
     parallelism = [] if local_cluster is None else choose_parallelism(given, folder, local_cluster, world_size)
     if parallelism:
@@ -166,10 +167,7 @@ def resolve_auto(
     if is_model_sharded(given) and not fits_unsharded(given, needs, single_budget):
         chosen = choose_memory(given, needs, memory_budget)
     else:
-        compiled = choose_compile(given, machine.device, blocks, has_compiler()).value
-        forecast_values = {"precision": predict_precision(given, machine.device, bf16), "compile": compiled}
-        forecast = make_forecast(given.model_copy(update=forecast_values), folder, local_cluster, world_size)
-        chosen, seconds, trial = try_memory_choices(given, needs, memory_budget, payload, call, forecast, blocks)
+        chosen, seconds, trial = try_memory_choices(given, needs, memory_budget, payload, call, blocks)
     bucket = choose_bucket_mib(given, needs.trainable_parameters, world_size, num_nodes, machine.device)
     precision = choose_precision(given, seconds, machine.device, bf16)
     if machine.device == "cpu" and seconds and may_take_fewer_threads(threads):
@@ -195,34 +193,15 @@ def resolve_auto(
         OTHER_LOAD_KEY: round(other_busy_cores, 1),
         "data_sheet_tflops": None if data_sheet is None else data_sheet.tflops,
         "data_sheet_source": None if data_sheet is None else data_sheet.source,
-        "failures_per_device_s": None if local_cluster is None else failures_per_device_second(local_cluster),
     }
     plan = build_plan_json(profile, choices, seconds, recipe)
     return recipe, {**plan, **predict_step_parts(recipe, folder, local_cluster, world_size)}, cluster
 
 
-def check_batch(given: Recipe, memory: int, nodes: int) -> None:
-    """Raise RecipeError where the samples of a step do not fit into the memory of `nodes` nodes: each reads the samples
-    of its workers at once, and some ahead."""
-    sample = sum(
-        values.nbytes for values in open_data(given.data, given.evaluation, given.seed).read_training(0, 1).values()
-    )
-    if isinstance(given.batch.micro_size, int):
-        sample += MICRO_BYTES // given.batch.micro_size
-    most = memory * nodes // (STEPS_READ * max(1, sample))
-    if given.batch.global_size > most:
-        raise RecipeError(
-            f"batch.global_size: found {given.batch.global_size:,}, but the samples of a step and those read ahead "
-            f"would take {format_bytes(STEPS_READ * sample * given.batch.global_size / nodes)} on each node, which "
-            f"has {format_bytes(memory)} of memory; expected at most {most:,}"
-        )
-
-
 def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int, device: str) -> None:
     """Raise RecipeError where the model's forward changes state, which breaks the determinism of the recipe, or where
     the model has layers that `world_size` workers cannot run on this device."""
-    changed_state = " and ".join(filter(None, (profile.get(CHANGED_STATE_KEY), profile.get(UNSAVED_STATE_KEY))))
-    if given.determinism == "elastic" and changed_state:
+    if given.determinism == "elastic" and (changed_state := profile.get(CHANGED_STATE_KEY)):
         raise RecipeError(explain_not_elastic(changed_state))
     if (sync_norm_layers := profile.get(GPU_ONLY_MODULES_KEY)) and world_size > 1 and device == "cpu":
         raise RecipeError(
@@ -230,17 +209,6 @@ def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int
             f"worker, "
             "BatchNorm, or GroupNorm, which needs no statistics of others"
         )
-
-
-def describe_lost_state(plan: Mapping[str, Any]) -> list[str]:
-    """Warn about a model with state that forward changes and that no checkpoint holds."""
-    if not (state := plan.get(UNSAVED_STATE_KEY)):
-        return []
-    return [
-        f"forward of the model changes {state}, which is in no checkpoint and differs between workers: a resumed run "
-        "may end with other bits; use a persistent buffer, or return it from get_extra_state, and draw random "
-        "numbers from torch's own generator"
-    ]
 
 
 def describe_other_load(given: Recipe, cluster: Mapping[str, Any]) -> list[str]:
@@ -252,12 +220,6 @@ def describe_other_load(given: Recipe, cluster: Mapping[str, Any]) -> list[str]:
         f"other programs use {cores:.1f} cores: the rates and times measured now are too low; they are measured again "
         "at the next start"
     ]
-
-
-def failures_per_device_second(cluster: Cluster) -> float | None:
-    """Failures of a device a second, from the node failure rate in the cluster file."""
-    rate = cluster.reliability.failures_per_1000_node_days
-    return None if rate is None else rate / (1000.0 * SECONDS_PER_DAY * cluster.node.count)
 
 
 def load_traced_cluster(machine: Machine, given: Recipe, folder: Path, call: SubprocessCall) -> Cluster | None:
@@ -275,34 +237,19 @@ def load_traced_cluster(machine: Machine, given: Recipe, folder: Path, call: Sub
 
 
 def choose_parallelism(given: Recipe, folder: Path, local_cluster: Cluster, world_size: int) -> list[AutoChoice]:
-    """The layout that `auto` becomes for several workers, from what the probe measured."""
+    """Choose what `parallelism: auto` becomes for several GPUs. CPUs take replicas: what sharding costs there is not
+    predicted."""
     needs_whole_replicas = given.determinism == "elastic" or given.local_sgd is not None
-    if given.parallelism != "auto" or world_size == 1 or needs_whole_replicas:
+    is_cpu = local_cluster.node.accelerator.generation == "cpu"
+    if given.parallelism != "auto" or world_size == 1 or needs_whole_replicas or is_cpu:
         return []
-    found = predict_best_parallelism(given, folder, local_cluster, world_size)
+    found = predict_best_parallelism(given, folder, world_size)
     return [] if found is None else [AutoChoice("parallelism", found[0], found[1])]
 
 
 def list_parallelism_choices(found: list[AutoChoice]) -> list[AutoChoice]:
     """Format the choices for plan.json."""
     return [AutoChoice(each.key, each.value.model_dump(exclude_defaults=True), each.reason) for each in found]
-
-
-def make_forecast(
-    given: Recipe, folder: Path, local_cluster: Cluster | None, world_size: int
-) -> StepTimePredictor | None:
-    """Seconds of a step by way of recomputing and micro-batch, where the calibration can tell them. `given` names its
-    precision, and whether it is compiled."""
-    if local_cluster is None:
-        return None
-    parallelism = given.parallelism if isinstance(given.parallelism, Parallelism) else Parallelism(replicate=world_size)
-    recipe = given.model_copy(update={"parallelism": parallelism})
-
-    def forecast(mode: str, micro: int) -> float | None:
-        parts = predict_step(recipe, micro, mode, folder, local_cluster, world_size)
-        return None if parts is None else parts.total
-
-    return forecast
 
 
 def predict_step_parts(
@@ -390,7 +337,6 @@ def try_memory_choices(
     memory_budget: WorkerMemory,
     payload: dict[str, Any],
     call: SubprocessCall,
-    forecast: StepTimePredictor | None = None,
     blocks: int = 0,
 ) -> tuple[list[AutoChoice], dict[str, float], dict[str, Any]]:
     """Try what is predicted to fit. Return the activation checkpointing, loss and micro-batch of a trial that did not
@@ -400,7 +346,7 @@ def try_memory_choices(
     precisions = precisions_to_time(given, memory_budget.device, memory_budget.bf16)
     failed_choices: list[tuple[str, str, int]] = []
     while True:
-        choices = choose_memory(given, needs, memory_budget, failed_choices, forecast)
+        choices = choose_memory(given, needs, memory_budget, failed_choices)
         activation_checkpointing, loss, micro = (choice.value for choice in choices)
         trial = {
             **payload,
@@ -443,3 +389,69 @@ def make_trial_recipe(given: Recipe) -> dict[str, Any]:
     """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
     values = given.model_dump(mode="json")
     return {key: values[key] for key in ("device", "model", "lora", "task", "data", "batch", "optimizer", "seed")}
+
+
+def predict_step(
+    recipe: Recipe, micro_size: int, checkpointing: str, folder: Path, cluster: Cluster, world_size: int
+) -> StepBreakdown | None:
+    """Seconds of a step by cause, of a resolved recipe on this machine as it was measured; None where that cannot be
+    said: on GPUs and for divided models by data sheets only, and not for what was not measured."""
+    measured, parallelism = cluster.measured, recipe.parallelism
+    if measured is None or cluster.node.accelerator.generation != "cpu" or not isinstance(parallelism, Parallelism):
+        return None
+    if (
+        parallelism.replicate != parallelism.world
+        or recipe.compile is not False
+        or recipe.precision not in ("fp32", "bf16")
+    ):
+        return None
+    loaded = LoadedRecipe(recipe, None, folder, {})
+    profile = profile_model(loaded, expect_data_info(recipe.data, folder), select_number_format(recipe.precision))
+    stack = phalanx_stack(cluster.node.accelerator, world_size)
+    cpu_stack = replace(stack, fuses_memory_ops=False, compute_factor=1.0, comm_factor=1.0)
+    setup = Scenario(
+        profile,
+        cluster,
+        parallelism,
+        micro_size,
+        recipe.batch.global_size,
+        recipe.precision,
+        checkpointing=checkpointing,
+        zero_level=0,
+        stack=cpu_stack,
+        transport=transport_of(recipe, profile),
+    )
+    try:
+        return measured_step_time(
+            setup,
+            device_costs_for_stack(cluster.node.accelerator, "fp32", cpu_stack),
+            MeasuredCosts(measured, world_size),
+        )
+    except MissingMeasurementError:
+        return None
+
+
+def load_calibrated_cluster(machine: Machine) -> Cluster | None:
+    """Load this machine as `phalanx calibrate` measured it under today's driver and libraries; None where it did not,
+    or while other programs used the cores."""
+    path = default_calibration_path(machine)
+    try:
+        cluster = load_cluster(str(path)) if path.is_file() else None
+    except RecipeError:  # torn, or of another version: `phalanx calibrate` makes it again, and training does without
+        return None
+    if cluster is None or (cluster.measured is not None and cluster.measured.busy_cores >= MAX_BUSY_CORES):
+        return None
+    return cluster
+
+
+def predict_best_parallelism(recipe: Recipe, folder: Path, world_size: int) -> tuple[Parallelism, str] | None:
+    """Choose the parallelism for `world_size` GPUs of this machine, with the reason. None where the model cannot be
+    traced, or nothing is predicted to fit."""
+    path = default_calibration_path(discover_machine(device=recipe.device))
+    try:
+        planned = plan_run(LoadedRecipe(recipe, None, folder, {}), str(path), world_size)
+    except RecipeError:
+        return None
+    parallelism, seconds = planned.best.scenario.parallelism, planned.best.step_s
+    others = f"; the next best takes {planned.alternatives[0].step_s:.3g} s" if planned.alternatives else ""
+    return parallelism, f"the fastest of {planned.num_valid} that are valid: {seconds:.3g} s a step predicted{others}"

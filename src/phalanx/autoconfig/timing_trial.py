@@ -1,10 +1,9 @@
 """Time forward, backward and the update in each precision, with and without deterministic kernels."""
 
-import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import nn
 
 from phalanx.autoconfig.trial_model import activation_checkpointing, compute_loss, open_trial, select_trial_device
 from phalanx.autoconfig.trial_names import OTHER_LOAD_KEY, OUT_OF_MEMORY_KEY
-from phalanx.cluster.calibration.background_load import OtherLoad
-from phalanx.compat import find_nondeterministic_op, scale_in_place, set_deterministic
+from phalanx.cluster.system_files import OtherLoad
+from phalanx.compat import find_nondeterministic_op, set_deterministic
 from phalanx.data import RunData
 from phalanx.recipe import Recipe
 from phalanx.recipe.devices import device_kind_of
@@ -23,16 +22,21 @@ from phalanx.recipe.grad_sync_defaults import (
     NONDETERMINISTIC_OP_KEY,
 )
 from phalanx.train.builder import make_lm_head, uses_cached_casts
-from phalanx.train.distributed.compile import compile_blocks
-from phalanx.train.distributed.oom import is_out_of_memory
-from phalanx.train.lm_head import eval_mode
-from phalanx.train.loss import LossFn
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.failures import is_out_of_memory
+from phalanx.train.distributed.mesh import make_single_worker_mesh
+from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.distributed.parallelize import compile_blocks
+from phalanx.train.grad_sync.reducer import LocalReducer
+from phalanx.train.loss import LossFn, LossModule, LossSums, eval_mode
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
+from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
-from phalanx.train.precision import AUTOCAST_DTYPES
-from phalanx.train.tasks import Task
-from phalanx.train.train_step import to_device
+from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler
+from phalanx.train.step_timer import HostStepTimer
+from phalanx.train.tasks import Task, TensorBatch
+from phalanx.train.train_step import GradientAccumulator, TrainStep, to_device
 from phalanx.train.worker import configure_kernels
 
 TIMING_REPEATS = 5
@@ -44,8 +48,8 @@ UPDATE_KEY = "update"
 
 
 def time_precisions(payload: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of forward and backward of one micro-batch in each of `payload["precisions"]`, and of an `update`: norm,
-    clipping, optimizer. Medians of a few, precisions in turn, after a warm-up, with the run's own model, micro-batch,
+    """Seconds of forward and backward of one micro-batch in each of `payload["precisions"]`, and of an `update`, by
+    `TrainStep`. Medians of a few, precisions in turn, after a warm-up, with the run's own model, micro-batch,
     recomputation, loss, threads, compilation and deterministic kernels, and the optimizer's state in memory. A
     precision that runs out of memory is left out; `{"out_of_memory": 1.0}` when all do. `nondeterministic` names an
     operation without a deterministic kernel; the times are then those of the run without the promise."""
@@ -63,10 +67,7 @@ def _time_by_determinism(payload: dict[str, Any]) -> dict[str, Any]:
     determinism = payload.get("determinism", "off")
     nondeterministic_times: dict[str, float] = {}
     device = select_trial_device(payload)
-    if determinism == "off" or (
-        determinism == "auto"
-        and not (device_kind_of(device.type).is_gpu and device_kind_of(device.type).names_nondeterministic_ops)
-    ):
+    if determinism == "off" or (determinism == "auto" and not device_kind_of(device.type).is_gpu):
         return _time_once(payload, deterministic=False)
     if determinism == "auto":
         nondeterministic_times = _time_once(payload, deterministic=False)
@@ -99,64 +100,77 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
     head = None
     if payload.get("chunked_loss", False):
         head = make_lm_head(model, task, data)
-    optim = Recipe.model_validate(payload["recipe"]).optimizer
+    micro_batch_only = {"global_size": payload["micro"], "micro_size": payload["micro"]}
+    recipe = Recipe.model_validate({**payload["recipe"], "batch": micro_batch_only})
+    optim = recipe.optimizer
     optimizer = OptimizerContainer(model, optim, offload=payload.get("offload", False))
     load = OtherLoad()
-    loss_fns = {precision: LossFn(task, precision, device) for precision in payload["precisions"]}
-    layers = _enable_cached_casts(payload, model, task, data, device) if head is None else []
-    times: dict[str, list[float]] = {**{precision: [] for precision in loss_fns}, UPDATE_KEY: []}
+    layers: list[CachedCastLinear] = []
+    parameters, timer = list(optimizer.parameter_names), HostStepTimer()
+    timer.start()
+    # Made before the layers: they do not learn that a step begins. Timed is a micro-batch that is not its first.
+    reducer, seeds = LocalReducer(parameters, layers), MicroBatchSeeds(0, device)
+    parallel_model = ParallelModel(make_single_worker_mesh(), (model,))
+    accumulator = GradientAccumulator(
+        recipe, DistEnv(device=device), parallel_model, parameters, reducer, GradScaler(), seeds
+    )
+    if head is None:
+        layers += _enable_cached_casts(payload, model, task, data, device)
+    losses = {precision: TrialLoss(model, LossFn(task, precision, device)) for precision in payload["precisions"]}
+    times: dict[str, list[float]] = {**{precision: [] for precision in losses}, UPDATE_KEY: []}
     if deterministic and hasattr(task, "metrics"):  # which a run comes to late
         with eval_mode(model), torch.no_grad():
-            compute_loss(loss_fns[payload["precisions"][0]], model, batch, metrics=True)
-    with activation_checkpointing(model, payload.get("recompute", "none")), _compile_model_blocks(model, payload):
+            losses[payload["precisions"][0]](batch, metrics=True)
+    for loss_module in losses.values():
+        loss_module.loss_fn.lm_head = head
+    train_steps = {
+        precision: TrainStep(accumulator, optimizer, loss_module, lambda batch: batch, optim.max_grad_norm, timer)
+        for precision, loss_module in losses.items()
+    }
+    with activation_checkpointing(model, payload.get("recompute", "none")):
+        if payload.get("compile"):
+            compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
         # The update comes first, so that the timed passes have optimizer state in memory, as those of a run do.
         begin = time.perf_counter()
-        for _ in range(TIMING_REPEATS + 1):
+        for step in range(1, TIMING_REPEATS + 2):
             if time.perf_counter() - begin > TIMING_BUDGET_S and len(times[UPDATE_KEY]) > 1:
                 break
-            for precision, loss_fn in list(loss_fns.items()):
-                loss_fn.lm_head = head
-                model.zero_grad(set_to_none=True)
+            for precision, train_step in list(train_steps.items()):
                 start_time = time.perf_counter()
                 try:
-                    compute_loss(loss_fn, model, batch).backward()
-                    for layer in layers:
-                        layer.move_grad_sum_to_grad()
+                    train_step.accumulate(step, [batch])
                 except Exception as error:
-                    if not is_out_of_memory(error) or len(loss_fns) == 1:
+                    if not is_out_of_memory(error) or len(train_steps) == 1:
                         raise
-                    del loss_fns[precision], times[precision]
+                    del train_steps[precision], times[precision]
                     continue
                 _synchronize(device)
                 times[precision].append(time.perf_counter() - start_time)
             # A GPU's first round loads kernels and compiles: only its later rounds can be compared.
             if times[UPDATE_KEY] or device.type == "cpu":
-                for precision in _find_slow_precisions({name: times[name][-1] for name in loss_fns}):
-                    del loss_fns[precision]
-            start_time = time.perf_counter()
-            gradients = [parameter.grad for parameter in optimizer.parameter_names if parameter.grad is not None]
-            if not gradients:  # of a precision that ran out of memory
+                for precision in _find_slow_precisions({name: times[name][-1] for name in train_steps}):
+                    del train_steps[precision]
+            if not accumulator.is_complete:  # a precision that ran out of memory
                 continue
-            scale_in_place(gradients, 1.0 / (1.0 + float(nn.utils.get_total_norm(gradients))))
-            optimizer.step(0.0)
+            start_time = time.perf_counter()
+            train_step.apply(train_step.reduce(), 0.0)
             _synchronize(device)
             times[UPDATE_KEY].append(time.perf_counter() - start_time)
     medians = {name: statistics.median(seconds[1:] or seconds) for name, seconds in times.items()}
     return medians | ({OTHER_LOAD_KEY: load.count_cores()} if device.type == "cpu" else {})
 
 
+class TrialLoss(LossModule):
+    """The loss of a micro-batch; an error in the user's model or task becomes a RecipeError."""
+
+    def forward(self, batch: TensorBatch, metrics: bool = False) -> LossSums:
+        return compute_loss(self.loss_fn, self.model, batch, metrics)
+
+
 def _find_slow_precisions(last_s: Mapping[str, float]) -> list[str]:
     """Return the precisions that are too slow to be worth another round: a CPU without instructions for bf16 takes ten
     times as long in it."""
     return [name for name, seconds in last_s.items() if seconds > SLOW_PRECISION_RATIO * min(last_s.values())]
-
-
-@contextlib.contextmanager
-def _compile_model_blocks(model: nn.Module, payload: dict[str, Any]) -> Iterator[None]:
-    """The model's blocks compiled, where the run will have them so; CUDA graphs are not recorded."""
-    if payload.get("compile"):
-        compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
-    yield
 
 
 def _enable_cached_casts(

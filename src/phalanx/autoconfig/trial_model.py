@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.cluster import discover_machine
 from phalanx.compat import find_nondeterministic_op
@@ -16,9 +16,8 @@ from phalanx.process_lifetime import prefer_oom_kill
 from phalanx.recipe import Recipe, describe_exception
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
 from phalanx.train.distributed.environment import dist_env_from_environment
-from phalanx.train.distributed.failures import is_gpu_failure
-from phalanx.train.distributed.oom import is_out_of_memory
-from phalanx.train.loss import LossFn
+from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
+from phalanx.train.loss import LossFn, LossSums
 from phalanx.train.model_builder import build_model, check_model_fits_memory
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.tasks import Task, TensorBatch, check_problem_type, open_task
@@ -58,15 +57,14 @@ def activation_checkpointing(model: nn.Module, mode: ActivationCheckpointing) ->
                 vars(block)["forward"] = forward
 
 
-def compute_loss(loss_fn: LossFn, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> Tensor:
-    """The sum of a micro-batch's losses. RecipeError when model or task fail; running out of memory is passed on, and
-    an operation without a deterministic kernel."""
+def compute_loss(loss_fn: LossFn, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> LossSums:
+    """Compute the loss of a micro-batch, and metrics if asked. RecipeError when model or task fail; running out of
+    memory is passed on, and an operation without a deterministic kernel."""
     try:
-        (_, total, _), *_ = loss_fn(model, batch, metrics)
+        return loss_fn(model, batch, metrics)
     except Exception as error:
         if isinstance(error, RecipeError) or is_out_of_memory(error) or is_gpu_failure(error):
             raise
         if isinstance(error, RuntimeError) and find_nondeterministic_op(error):
             raise
         raise RecipeError(f"a trial forward of the model and its loss failed: {describe_exception(error)}") from error
-    return total

@@ -15,11 +15,10 @@ import xxhash
 from phalanx.autoconfig.trial_model import open_trial
 from phalanx.autoconfig.trial_names import OTHER_LOAD_KEY
 from phalanx.cluster import measure_matmul
-from phalanx.cluster.calibration.background_load import OtherLoad
+from phalanx.cluster.system_files import OtherLoad
 from phalanx.data import open_data
 from phalanx.recipe import Recipe, ResolvedRecipe, huggingface_directory, import_object
-from phalanx.recipe.builder_arguments import check_known_arguments
-from phalanx.recipe.imports import HF_CONFIG_FILE
+from phalanx.recipe.imports import HF_CONFIG_FILE, check_known_arguments
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.train.builder import build_context
@@ -30,7 +29,7 @@ from phalanx.train.distributed.parallelize import ParallelConfig, plan_model
 from phalanx.train.distributed.pipeline.build import partition_model
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import check_auxiliary_loss
-from phalanx.train.loss import LossFn, LossModule
+from phalanx.train.loss import LossFn
 from phalanx.train.profiler import profile_steps
 from phalanx.train.reporter import RunReporter
 from phalanx.train.tasks import load_task
@@ -76,8 +75,7 @@ def profile_recipe_steps(payload: dict[str, Any]) -> dict[str, Any]:
     scratch_run = Run(Path(payload["out"]).parent)
     process = WorkerProcess(scratch_run, folder, dist_env, RunReporter(scratch_run, is_rank_zero=False))
     context = build_context(process, recipe, data)
-    assert isinstance(context.loss_module, LossModule)
-    return asdict(profile_steps(context, context.loss_module, payload["steps"], 3, Path(payload["out"])))
+    return asdict(profile_steps(context, payload["steps"], 3, Path(payload["out"])))
 
 
 def check_imports(payload: dict[str, Any]) -> str:

@@ -31,7 +31,6 @@ TUNABLE_KEYS = (
     "batch.micro_size",
     "compile",
     "parallelism",
-    "parallelism.async_tp",
     "memory.chunked_loss",
     "memory.activation_checkpointing",
     "precision",
@@ -45,12 +44,11 @@ PairedStepTimes = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class TuningFacts:
-    """What predictions rest on. `physical_cores` are physical, `logical_cores` with hyperthreads; `memory_bytes` is a
-    device's (of a CPU: all of it); `step_s` is a step of the best so far; `vocab_size` is None where there is none."""
+    """What predictions rest on. `memory_bytes` is a device's (of a CPU: all of it); `step_s` is a step of the best so
+    far; `vocab_size` is None where there is none."""
 
     device: str
     physical_cores: int
-    logical_cores: int
     memory_bytes: int
     tflops: Mapping[str, float]
     trainable_parameters: int
@@ -142,29 +140,14 @@ def propose_candidates(recipe: ResolvedRecipe, facts: TuningFacts) -> list[Tunin
         _propose_precisions(recipe, facts),
         _propose_compile(recipe, facts),
         _propose_processes(recipe, facts),
-        _propose_parallelism(recipe, facts),
         _propose_micro_sizes(recipe, facts),
         _propose_checkpointing(recipe, facts),
         _propose_chunked_loss(recipe, facts),
-        _propose_num_threads(recipe, facts),
     )
     return sorted(
         (candidate for candidate in proposals if candidate.predicted_speedup >= MIN_PREDICTED_SPEEDUP),
         key=lambda candidate: -candidate.predicted_speedup,
     )
-
-
-def list_untried(recipe: ResolvedRecipe, facts: TuningFacts, data_wait_share: float) -> list[str]:
-    """What is left as it is, and why. `data_wait_share`: the share of a step that waits for data."""
-    notes = []
-    if not facts.allowed_precisions:
-        notes.append(f"precision: {recipe.precision} is given; --allow-precision tries others")
-    if not facts.may_change_processes:
-        notes.append("processes: their number is given")
-    if recipe.memory.activation_checkpointing == "none":
-        notes.append("memory.activation_checkpointing: nothing is recomputed; recomputing would only take time")
-    notes.append(f"data: read ahead by a thread; a step waits {data_wait_share:.1%} of its time for them")
-    return notes
 
 
 def _propose_precisions(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
@@ -216,35 +199,6 @@ def _propose_processes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[T
         )
 
 
-def _propose_parallelism(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
-    """Replicas instead of shards and the other way round, where nothing else divides the model; products that overlap
-    with what tensor ranks send."""
-    parallelism = recipe.parallelism
-    if parallelism.tensor > 1 and not parallelism.async_tp and not recipe.compile:
-        if recipe.data.seq_len // parallelism.context % (2 * parallelism.tensor) == 0:
-            # On two cores with two ranks: 0.96 x; their cores have no time left in which to send.
-            predicted = 1.05 if facts.device != "cpu" else 0.95
-            yield TuningCandidate(
-                {"parallelism.async_tp": True}, predicted, "half of what leaves a block's parts is hidden"
-            )
-        return
-    needs_replicas = recipe.determinism == "elastic" or recipe.local_sgd is not None
-    if needs_replicas or parallelism.expert > 1:
-        return
-    size = parallelism.replicate * parallelism.shard
-    if size != parallelism.world or size == 1:
-        return
-    replicas = {"parallelism": {"replicate": size}}
-    if parallelism.shard > 1 and _fits_in_memory(
-        apply_changes(recipe, replicas), recipe.batch.micro_size, recipe.memory.activation_checkpointing, facts
-    ):
-        yield TuningCandidate(replicas, 1.1, "replicas exchange gradients only, and they fit")
-    elif parallelism.shard == 1:
-        yield TuningCandidate(
-            {"parallelism": {"shard": size}}, 0.95, "shards share the optimizer's work and gather parameters"
-        )
-
-
 def _propose_micro_sizes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     """The next larger and the next smaller micro-batch."""
     micro_size = recipe.batch.micro_size
@@ -284,18 +238,6 @@ def _propose_chunked_loss(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterato
     logits = 4.0 * recipe.batch.micro_size * facts.seq_len * facts.vocab_size
     if logits > 8 * CPU_CACHE_BYTES:
         yield TuningCandidate({"memory.chunked_loss": True}, 1.02, f"all logits at once are {format_bytes(logits)}")
-
-
-def _propose_num_threads(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
-    workers, current = recipe.parallelism.world, recipe.num_threads
-    if facts.device != "cpu" or recipe.determinism == "elastic":
-        return
-    if facts.logical_cores > facts.physical_cores and current != facts.logical_cores // workers:
-        yield TuningCandidate(
-            {"num_threads": facts.logical_cores // workers}, 1.02, "hyperthreads may fill waiting times"
-        )
-    if current == facts.physical_cores // workers and current > 3:
-        yield TuningCandidate({"num_threads": current - 1}, 0.98, "leaves a core to the reader and the system")
 
 
 def _matmul_seconds_per_step(recipe: ResolvedRecipe, facts: TuningFacts) -> float:

@@ -4,29 +4,20 @@ import json
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from phalanx import formatting
-from phalanx.cli.ctrl_c import import_torch
-from phalanx.cli.stderr import print_warning
+from phalanx.cli.options import JsonOption, StepOption, print_warning
 from phalanx.errors import ExitCode
 from phalanx.text_table import Column, format_table
-
-if TYPE_CHECKING:
-    from phalanx.app.checkpoint import CheckpointInfo
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
 
 PathArgument = Annotated[
     Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory, or one of its checkpoints.")
 ]
-StepOption = Annotated[
-    int | None,
-    typer.Option("--step", min=0, max=10**10, metavar="N", help="Step of the checkpoint.", show_default="newest"),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class ExportFormat(StrEnum):
@@ -50,7 +41,7 @@ def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
     To check their data, use `verify`."""
     from phalanx.app.checkpoint import describe_checkpoints
 
-    rows = [_to_row(info) for info in describe_checkpoints(path, print_warning)]
+    rows = describe_checkpoints(path, print_warning)
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -79,25 +70,26 @@ def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     """Verify every byte of a checkpoint against its checksums.
 
     Exits with 65 and names the file if one is damaged."""
-    from phalanx.app.checkpoint import CorruptCheckpointError, select_checkpoint, verify_selected
+    from phalanx.app.checkpoint import CorruptCheckpointError, select_checkpoint, verify_checkpoint
 
     checkpoint = select_checkpoint(path, step)
-    import_torch()
+    began = time.perf_counter()
     try:
-        verified = verify_selected(checkpoint)
+        manifest = verify_checkpoint(checkpoint)
     except CorruptCheckpointError as error:
         if not as_json:
             raise
         print(json.dumps({"path": str(checkpoint), "ok": False, "file": error.file.name, "reason": error.reason}))
         raise typer.Exit(ExitCode.DATA) from None
-    facts = {"path": str(checkpoint), "ok": True, "size_bytes": verified.num_bytes, "duration_s": verified.duration_s}
+    duration_s = time.perf_counter() - began
+    facts = {"path": str(checkpoint), "ok": True, "size_bytes": manifest.nbytes, "duration_s": duration_s}
     if as_json:
         print(json.dumps(facts))
     else:
-        files = formatting.format_plural(verified.num_files, "file")
+        files = formatting.format_plural(len(manifest.files), "file")
         print(
-            f"ok  {checkpoint}: {formatting.format_bytes(verified.num_bytes)} in {files}, "
-            f"{formatting.format_duration(verified.duration_s)}"
+            f"ok  {checkpoint}: {formatting.format_bytes(manifest.nbytes)} in {files}, "
+            f"{formatting.format_duration(duration_s)}"
         )
 
 
@@ -109,7 +101,6 @@ def digest(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     from phalanx.app.checkpoint import digest_checkpoint, select_checkpoint
 
     checkpoint = select_checkpoint(path, step)
-    import_torch()
     value = digest_checkpoint(checkpoint)
     print(json.dumps({"path": str(checkpoint), "digest": value}) if as_json else value)
 
@@ -132,31 +123,11 @@ def export(
     from phalanx.app.checkpoint import export_to_huggingface, select_checkpoint
 
     checkpoint = select_checkpoint(path, step)
-    import_torch()
-    exported = {ExportFormat.HF: export_to_huggingface}[to](checkpoint, out, dtype)
+    files, notes = {ExportFormat.HF: export_to_huggingface}[to](checkpoint, out, dtype)
     if as_json:
-        facts = {"path": str(exported.path), "out": str(out), "files": exported.files, "notes": exported.notes}
+        facts = {"path": str(checkpoint), "out": str(out), "files": files, "notes": notes}
         print(json.dumps(facts))
     else:
-        print(f"{out}: {', '.join(exported.files)} from {exported.path.name}")
-        for note in exported.notes:
+        print(f"{out}: {', '.join(files)} from {checkpoint.name}")
+        for note in notes:
             print(note)
-
-
-def _to_row(info: "CheckpointInfo") -> dict[str, Any]:
-    row = {
-        "step": info.step,
-        "path": str(info.path),
-        "written_at": info.written_at,
-        "best": info.best,
-        "damaged": info.damage,
-    }
-    if info.manifest is None:
-        return row
-    return {
-        **row,
-        "size_bytes": info.manifest.nbytes,
-        "num_samples": info.manifest.meta.get("samples_consumed"),
-        "num_tensors": len(info.manifest.tensors),
-        "num_files": len(info.manifest.files),
-    }

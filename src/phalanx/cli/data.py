@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx import formatting
+from phalanx.cli.options import JsonOption
 from phalanx.errors import ExitCode, UsageError
 from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import format_facts
 
 if TYPE_CHECKING:
-    from phalanx.app.data import DatasetContent
     from phalanx.data import PrepareProgress
+    from phalanx.data.inspection import DatasetContent
     from phalanx.recipe.data_schema import DataConfig, DataSource
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prepare, verify and inspect training data.")
 
+DatasetArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")]
 _LINE_INTERVAL_S = 5.0  # seconds between progress lines where there is no terminal
 
 
@@ -63,36 +65,37 @@ def prepare(
         int | None,
         typer.Option(
             min=1,
-            max=1_024,
             metavar="N",
             help="Processes. The result does not depend on it.",
             show_default="one per core",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Prepare text or images as checksummed shards. If interrupted, run the same command again to resume."""
-    from phalanx.app.data import prepare_dataset
+    from phalanx.app.data import inspect_dataset, prepare_source
 
     source, data = _parse_source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _parse_data(tokenizer)
     if not globs and tokenizer != "bytes":
         raise UsageError("--tokenizer is for text, and the source has images: omit it")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
     try:
         with show_progress() as progress:
-            content = prepare_dataset(source, data, out, workers, progress)
+            prepare_source(source, data, Path.cwd(), out, num_workers=workers, report_progress=progress)
     except KeyboardInterrupt:
         print(
             f"interrupted: finished shards are kept in {out}.partial; run the same command again to resume",
             file=sys.stderr,
         )
         raise SystemExit(ExitCode.UNFINISHED) from None
-    _print_dataset(content, as_json)
+    _print_dataset(inspect_dataset(out), as_json)
 
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    folder: DatasetArgument,
+    as_json: JsonOption = False,
 ) -> None:
     """Verify every byte against its checksum. Exits with 65 and names the file and block if one is damaged."""
     from phalanx.app.data import verify_dataset
@@ -111,13 +114,9 @@ def verify(
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
-    tokens: Annotated[int, typer.Option(min=0, max=10**9, metavar="N", help="Number of tokens to show as text.")] = 200,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(min=1, max=10**9, metavar="N", help="Show the padding of whole documents in samples of N tokens."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    folder: DatasetArgument,
+    tokens: Annotated[int, typer.Option(min=0, metavar="N", help="Number of tokens to show as text.")] = 200,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a dataset contains.
 
@@ -125,7 +124,7 @@ def inspect(
     """
     from phalanx.app.data import inspect_dataset
 
-    _print_dataset(inspect_dataset(folder, tokens, seq_len), as_json)
+    _print_dataset(inspect_dataset(folder, tokens), as_json)
 
 
 def _parse_source(
@@ -141,7 +140,6 @@ def _parse_source(
     """Return the source that the options name. Raises UsageError unless it is exactly one."""
     from phalanx.recipe.checks import SOURCES_WITH
     from phalanx.recipe.data_schema import DataSource, IdxFiles
-    from phalanx.recipe.field_types import LARGEST_SIDE
 
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
@@ -157,28 +155,29 @@ def _parse_source(
     if idx is not None:
         return DataSource(idx=IdxFiles(images=idx[0], labels=idx[1]))
     if images is not None:
-        if size is None or min(size) < 1 or max(size) > LARGEST_SIDE:
+        if size is None or min(size) < 1:
             given = "" if size is None else f"--image-size {size[0]} {size[1]}: "
             raise UsageError(
-                f"{given}--images needs the common size of the images, 1 to {LARGEST_SIDE:,} pixels a side, for "
-                "instance --image-size 224 224"
+                f"{given}--images needs the common size of the images, at least 1 pixel a side, for instance "
+                "--image-size 224 224"
             )
         return DataSource(images=images, image_size=size)
     return DataSource.model_validate({kind: globs, "text_field": field, "exclude": exclude})
 
 
 def _parse_data(tokenizer: str) -> "DataConfig":
-    from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig
-    from phalanx.recipe.field_types import LARGEST_VOCABULARY
+    from pydantic import ValidationError
+
+    from phalanx.recipe.data_schema import MAX_BPE_TOKENS, BpeTokenizerConfig, DataConfig
 
     if not tokenizer.startswith("bpe:"):
         return DataConfig(tokenizer=tokenizer)
-    size = tokenizer.removeprefix("bpe:")
-    if not size.isdecimal() or len(size) > 9 or not 257 <= int(size) <= LARGEST_VOCABULARY:
-        raise UsageError(
-            f"--tokenizer {tokenizer[:60]}: a BPE has 257 to {LARGEST_VOCABULARY:,} tokens, for instance bpe:8192"
-        )
-    return DataConfig(tokenizer=BpeTokenizerConfig(bpe=int(size)))
+    try:
+        bpe = BpeTokenizerConfig.model_validate({"bpe": tokenizer.removeprefix("bpe:")})
+    except ValidationError:
+        message = f"--tokenizer {tokenizer[:60]}: a BPE has 257 to {MAX_BPE_TOKENS:,} tokens, for instance bpe:8192"
+        raise UsageError(message) from None
+    return DataConfig(tokenizer=bpe)
 
 
 @contextmanager
@@ -191,7 +190,7 @@ def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgres
     from rich.console import Console
 
     columns = (
-        rich.TextColumn("{task.description}"),
+        rich.TextColumn("{task.description}", markup=False),
         rich.BarColumn(),
         rich.TextColumn("{task.fields[amount]}"),
         rich.TimeRemainingColumn(),
@@ -208,16 +207,10 @@ def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgres
                 total=now.bytes_total,
                 completed=now.bytes_done,
                 amount=_format_progress(now) if now.bytes_total else "",
-                description=_escape_markup(escape_control_chars(now.note)) or verb,
+                description=escape_control_chars(now.note) or verb,
             )
 
         yield show
-
-
-def _escape_markup(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 class _ProgressLines:

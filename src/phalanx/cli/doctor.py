@@ -1,21 +1,24 @@
 """`phalanx doctor`: check this machine, or compare the reports of several."""
 
 import json
-import os
-import platform
-import queue
-import re
 import signal
-import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from phalanx.cli.options import JsonOption
+from phalanx.cluster.health import CheckContext, HealthFinding, HealthVerdict
+from phalanx.cluster.health.compare_nodes import compare_nodes
+from phalanx.cluster.health.runner import NodeHealthReport, choose_checks, parse_report
 from phalanx.errors import ExitCode, UsageError
+from phalanx.formatting import format_duration
+from phalanx.text_table import Column, format_table
 
-if TYPE_CHECKING:
-    from phalanx.cluster.health.runner import NodeHealthReport
+PASSING_VERDICTS = (HealthVerdict.PASS, HealthVerdict.UNKNOWN)
 
 
 def doctor(
@@ -27,61 +30,26 @@ def doctor(
     skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Skip this check (repeatable).")] = None,
     run: Annotated[
         Path,
-        typer.Option(
-            metavar="DIR",
-            help="Run directory, to check its disk: up to 128 MB are written and removed. It need not exist yet.",
-        ),
+        typer.Option(metavar="DIR", help="Run directory, to check its disk. It need not exist yet."),
     ] = Path(),
     expect_gpus: Annotated[
         int | None,
-        typer.Option(
-            "--expect-gpus",
-            min=0,
-            max=10_000,
-            metavar="N",
-            help="Number of GPUs expected.",
-            show_default="as calibrated",
-        ),
+        typer.Option("--expect-gpus", min=0, metavar="N", help="Number of GPUs expected."),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare the reports of several nodes.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the report to DIR/NODE.json, too. DIR must exist.")
-    ] = None,
-    serve: Annotated[
-        int | None,
-        typer.Option(
-            "--serve", min=1, max=65535, metavar="PORT", help="Let other nodes measure the link to this node."
-        ),
-    ] = None,
-    connect: Annotated[
-        list[str] | None,
-        typer.Option("--connect", metavar="HOST:PORT", help="Measure the link to a node that runs --serve."),
-    ] = None,
-    network: Annotated[bool, typer.Option("--network", help="Measure the links between all nodes of a job.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON.")] = False,
+    as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,
 ) -> int:
     """Check whether this machine is fit to train, and say why not.
 
     Exit code 0: fit, possibly with warnings. 77: a check failed (FAIL) or did not complete (ERROR). --compare reads
-    reports of several nodes, written with --json or --out.
+    reports of several nodes, written with --json.
     """
-    from phalanx.cli.doctor_output import format_report, print_comparison
-
     if compare:
         return print_comparison(reports or [], as_json, quiet)
-    if serve is not None:
-        return serve_link_tests(serve)
     if reports:
         raise UsageError(f"{reports[0]}: reports need --compare; without it `phalanx doctor` checks this machine")
-    if out is not None and not out.is_dir():
-        raise UsageError(f"--out {out}: no such directory")
-    if network or connect:
-        found = measure_links(connect or [])
-    else:
-        found = check_this_machine(run, expect_gpus, quick, only or [], skip or [])
-    if out is not None:
-        write_report(found.as_json(), out / f"{make_file_name(found.node)}.json")
+    found = check_this_machine(run, expect_gpus, quick, only or [], skip or [])
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
@@ -92,78 +60,87 @@ def doctor(
 
 def check_this_machine(
     run: Path, expect_gpus: int | None, quick: bool, only: list[str], skip: list[str]
-) -> "NodeHealthReport":
+) -> NodeHealthReport:
     """Run the chosen checks, with a progress bar."""
     from phalanx.cli.calibrate import show_progress
-    from phalanx.cluster.health import CheckContext
-    from phalanx.cluster.health.registry import choose_checks
     from phalanx.cluster.health.runner import run_checks
 
     checks = choose_checks(only, skip, quick)
     names = [check.name for check in checks]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with show_progress() as report_progress:
-        site = CheckContext(run.absolute(), expected_devices=expect_gpus, is_quick=quick)
+        site = CheckContext(run.absolute(), expected_devices=expect_gpus)
         return run_checks(site, checks, lambda name: report_progress(name, names.index(name) / len(names)))
 
 
-def measure_links(addresses: list[str]) -> "NodeHealthReport":
-    """Measure links to these addresses; without addresses, between all nodes of this process's job."""
-    from phalanx.cluster.health.link_bandwidth import check_link
-    from phalanx.cluster.health.pairwise_bandwidth import measure_all_pairs, placement_from_environment
-    from phalanx.cluster.health.runner import NodeHealthReport
-    from phalanx.run.authentication import load_token
+def format_report(report: NodeHealthReport, quiet: bool) -> list[str]:
+    """Format the report of a node: a line for each finding, and a conclusion. `quiet`: problems only."""
+    shown = [each for each in report.findings if not (quiet and each.verdict in PASSING_VERDICTS)]
+    check_width = max((len(each.check) for each in report.findings), default=0)
+    columns = [Column(min_width=7), Column(min_width=check_width), Column()]
+    lines = format_table(columns, ((each.verdict, each.check, each.reason) for each in shown))
+    if quiet and report.is_fit:
+        return lines
+    return [
+        *lines,
+        *([] if quiet else [""]),
+        f"{report.node}: {format_conclusion(report.findings)}, checked in {format_duration(report.duration_s)}",
+    ]
 
-    started_at = time.monotonic()
-    if addresses:
-        token = load_token(os.environ)
-        findings = [check_link(where, token) for where in addresses]
+
+def format_conclusion(findings: Sequence[HealthFinding]) -> str:
+    """Say whether the node is fit, and count findings by verdict."""
+    counts = Counter(each.verdict for each in findings)
+    counts_text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(HealthVerdict) if counts[verdict])
+    fit = not any(each.verdict.is_unfit for each in findings)
+    return f"{'fit to train' if fit else 'NOT FIT to train'} ({counts_text})"
+
+
+def print_comparison(files: Sequence[Path], as_json: bool, quiet: bool) -> int:
+    """Compare the reports of several nodes, print findings, and return the exit code."""
+    reports = read_reports(files)
+    comparison = compare_nodes(reports)
+    combined = [replace(each, findings=(*each.findings, *comparison[each.node])) for each in reports]
+    if as_json:
+        typer.echo(json.dumps({"format": 1, "nodes": [each.as_json() for each in combined]}))
     else:
-        findings = measure_all_pairs(placement_from_environment(os.environ), _ignore_sigterm)
-    return NodeHealthReport(platform.node(), time.time(), time.monotonic() - started_at, tuple(findings))
+        for text in format_comparison(combined, quiet):
+            typer.echo(text)
+    return int(ExitCode.DONE if all(each.is_fit for each in combined) else ExitCode.UNFIT_NODE)
 
 
-def _ignore_sigterm() -> None:
-    """Ignore SIGTERM: a backend sends it when another node exits as unfit, and this one must exit with its own code."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def format_comparison(reports: Sequence[NodeHealthReport], quiet: bool) -> Iterator[str]:
+    """Format for each node the problems in its own report, and all comparisons."""
+    rows = [
+        (each.node, one.verdict, one.check, one.reason)
+        for each in reports
+        for one in each.findings
+        if one.verdict not in PASSING_VERDICTS or (one.check.startswith("fleet/") and not quiet)
+    ]
+    yield from format_table([Column(), Column(min_width=7), Column(), Column()], rows)
+    unfit = [each.node for each in reports if not each.is_fit]
+    if unfit:
+        yield f"{len(unfit)} of {len(reports)} nodes are NOT FIT to train: {', '.join(unfit)}"
+    elif not quiet:
+        yield f"all {len(reports)} nodes are fit to train"
 
 
-def serve_link_tests(port: int) -> int:
-    """Serve link measurements one after another, until Ctrl-C or SIGTERM."""
-    from phalanx.cluster.health.link_bandwidth import Connection, accept_connections, serve_measurement
-    from phalanx.run.authentication import load_token
-    from phalanx.run.listener import open_listener
-
-    token = load_token(os.environ)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        listener = open_listener("", port, 64)
-    except OSError as error:
-        raise UsageError(f"--serve {port}: {error.strerror}; choose another port") from None
-    requests: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-    with accept_connections(listener, token, requests.put):
-        typer.echo(f"listening on port {port}; press Ctrl-C to stop", err=True)
-        try:
-            while True:
-                sock, what = requests.get()
-                with sock:
-                    caller = "a disconnected node"
-                    try:
-                        caller = sock.getpeername()[0]
-                        serve_measurement(sock, what)
-                    except OSError as error:
-                        typer.echo(f"{caller}: {error}", err=True)
-        except KeyboardInterrupt:
-            return int(ExitCode.DONE)
-
-
-def write_report(value: dict[str, Any], path: Path) -> None:
-    """Write a report atomically."""
-    draft = path.with_name(f".{path.name}.{platform.node()}.tmp")
-    draft.write_text(json.dumps(value) + "\n")
-    draft.replace(path)
-
-
-def make_file_name(node: str) -> str:
-    """Turn a node's name into a file name."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", node) or "node"
+def read_reports(files: Sequence[Path]) -> list[NodeHealthReport]:
+    """Read reports, sorted by node; a file may hold several, one per line. Raises UsageError for other content."""
+    found: dict[str, tuple[NodeHealthReport, Path]] = {}
+    for path in files:
+        for number, text in enumerate(path.read_text().splitlines(), 1):
+            if not text.strip():
+                continue
+            try:
+                one = parse_report(json.loads(text))
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(
+                    f"{path}:{number}: expected a report of `phalanx doctor --json` on one line ({error})"
+                ) from None
+            if one.node in found:
+                raise UsageError(f"{path}:{number}: node {one.node} is in {found[one.node][1]} already; give it once")
+            found[one.node] = (one, path)
+    if not found:
+        raise UsageError("--compare needs the reports of two nodes or more: phalanx doctor --compare FILE...")
+    return [found[node][0] for node in sorted(found)]

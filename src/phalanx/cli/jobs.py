@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.backend_options import BackendOptionsCommand
+from phalanx.cli.options import (
+    BackendOption,
+    BackendOptionOption,
+    BackendOptionsCommand,
+    CpusOption,
+    ForceOption,
+    GpusOption,
+    JsonOption,
+    MemoryOption,
+    NodesOption,
+    NprocOption,
+    SnapshotOption,
+    TimeLimitOption,
+)
 from phalanx.errors import ExitCode, UsageError
 from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import Column, format_facts, format_table
@@ -22,11 +35,7 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Submit, list, follow and cancel jobs, locally or on a cluster."
 )
 
-BackendOption = Annotated[
-    str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")
-]
 JobIdArgument = Annotated[str, typer.Argument(metavar="ID", help="Job ID, as shown by `phalanx jobs ls`.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(cls=BackendOptionsCommand)
@@ -44,65 +53,18 @@ def submit(
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory; of an array, the directory of its runs.")
     ] = None,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node",
-            min=1,
-            max=100_000,
-            metavar="N",
-            help="Workers on each node.",
-            show_default="as the recipe's parallelism requires, else one per GPU, else 1",
-        ),
-    ] = None,
-    nodes: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes.")] = 1,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus",
-            min=0,
-            max=10_000,
-            metavar="N",
-            help="GPUs on each node.",
-            show_default="local: one per worker, or all",
-        ),
-    ] = None,
-    cpus: Annotated[
-        int | None,
-        typer.Option(
-            "--cpus",
-            min=1,
-            max=100_000,
-            metavar="N",
-            help="CPU cores on each node.",
-            show_default="the job's share of a node, or a few a worker",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory on each node, such as 64G.",
-            show_default="the backend's, or a share by GPUs on slurm",
-        ),
-    ] = None,
-    time_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--time-limit",
-            metavar="TIME",
-            help="Time limit of each attempt: seconds, or such as 30s, 15min, 2h, 1d, 01:30:00.",
-            show_default="none",
-        ),
-    ] = None,
+    nproc_per_node: NprocOption = None,
+    nodes: NodesOption = "1",
+    gpus: GpusOption = None,
+    cpus: CpusOption = None,
+    memory: MemoryOption = None,
+    time_limit: TimeLimitOption = None,
     priority: Annotated[
         int,
-        typer.Option(
-            min=-(10**6), max=10**6, metavar="N", help="Priority: higher starts first; an hour of waiting adds 1."
-        ),
+        typer.Option(metavar="N", help="Priority: higher starts first."),
     ] = 0,
     framework: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi, mxnet or plain.")
+        str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi or plain.")
     ] = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable of the job (repeatable).")
@@ -111,23 +73,8 @@ def submit(
         list[str] | None,
         typer.Option(metavar="KEY", help="Pass this environment variable without exposing its value (repeatable)."),
     ] = None,
-    backend_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--backend-option",
-            "-o",
-            metavar="KEY=VALUE",
-            help="Backend option, such as partition=gpu (repeatable); see below.",
-        ),
-    ] = None,
-    snapshot: Annotated[
-        str | None,
-        typer.Option(
-            "--snapshot",
-            metavar="workdir|REV",
-            help="Run a copy of the recipe's directory, or of a git revision.",
-        ),
-    ] = None,
+    backend_option: BackendOptionOption = None,
+    snapshot: SnapshotOption = None,
     sweep_axes: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,9 +85,9 @@ def submit(
     ] = None,
     max_parallel: Annotated[
         int | None,
-        typer.Option("--max-parallel", min=1, max=10**6, metavar="N", help="Array members that run concurrently."),
+        typer.Option("--max-parallel", min=1, metavar="N", help="Array members that run concurrently."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Resume although the recipe or the data changed.")] = False,
+    force: ForceOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
     ] = False,
@@ -152,25 +99,18 @@ def submit(
     jobs submit --framework jax --nproc-per-node 2 -- python script.py`.
     """
     from phalanx.app import submit as app_submit
-    from phalanx.app import sweep
     from phalanx.app.train_arguments import TrainArguments
-    from phalanx.jobs.array import render_array
     from phalanx.jobs.backends.base import open_backend
 
     job_fields: dict[str, Any] = {
-        "num_nodes": nodes,
-        "gpus_per_node": gpus,
+        **app_submit.parse_job_fields(nodes, gpus, cpus, memory, time_limit, backend_option or []),
         "default_gpus": app_submit.default_gpus(on, nproc_per_node) if gpus is None else None,
-        "cpus_per_node": cpus,
-        "memory_bytes": app_submit.parse_memory(memory),
-        "time_limit_s": app_submit.parse_duration(time_limit),
         "priority": priority,
         "environment": app_submit.parse_assignments(env or [], "--env"),
         "secrets": tuple(secret or ()),
-        "backend_options": app_submit.parse_assignments(backend_option or [], "--backend-option"),
         "snapshot": snapshot,
     }
-    recipes, overrides = sweep.split_recipes_and_overrides(what)
+    recipes, overrides = app_submit.split_recipes_and_overrides(what)
     is_array = framework is None and (len(recipes) > 1 or bool(sweep_axes))
     if (sweep_axes and not is_array) or (sweep_axes and recipes[0].suffix == ".py"):
         raise UsageError("--sweep is for recipes, not for programs: a sweep sets recipe keys")
@@ -182,10 +122,10 @@ def submit(
             f"{rejected[0]} is for recipes and scripts of runs; with --framework give it to the command itself"
         )
     if is_array:
-        jobs = sweep.make_sweep(
+        jobs = app_submit.make_sweep(
             recipes,
             overrides,
-            sweep.expand_sweep(sweep_axes or []),
+            app_submit.expand_sweep(sweep_axes or []),
             run,
             name,
             max_parallel,
@@ -194,7 +134,7 @@ def submit(
             ),
         )
         backend = open_backend(on)
-        requests = render_array(backend, jobs)
+        requests = backend.render_array(jobs)
     else:
         if framework is not None:
             job = app_submit.make_framework_job(framework, what, nproc_per_node, name, **job_fields)
@@ -219,10 +159,10 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
-    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
+    from phalanx.jobs.backends.base import open_backend
 
     backend = open_backend(on)
-    restart_dead_daemon(backend)
+    backend.restart_dead_daemon()
     jobs = backend.list_jobs(array)
     if array is not None and not jobs:
         raise UsageError(f"{array}: {on} has no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
@@ -239,10 +179,10 @@ def list_jobs(
 @app.command("status")
 def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
     """Show the state of a job."""
-    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
+    from phalanx.jobs.backends.base import open_backend
 
     backend = open_backend(on)
-    restart_dead_daemon(backend)
+    backend.restart_dead_daemon()
     status = backend.poll(job)
     if as_json:
         print(json.dumps(asdict(status), indent=2))
@@ -262,7 +202,7 @@ def logs(
 
     Shows all attempts; of a training run, the output of all workers and the events, by time and rank.
     """
-    from phalanx.app.job_logs import iter_log_lines
+    from phalanx.app.job_handle import iter_log_lines
     from phalanx.jobs.backends.base import open_backend
 
     def print_note(text: str) -> None:
@@ -283,29 +223,14 @@ def signal(
     """Send a signal to a job's processes on each node."""
     import signal as signals
 
-    from phalanx.jobs.backends.base import open_backend, restart_dead_daemon
+    from phalanx.jobs.backends.base import open_backend
 
     signal_suffix = signal_name.upper().removeprefix("SIG")
     if f"SIG{signal_suffix}" not in signals.Signals.__members__:
         raise UsageError(f"{signal_name}: no such signal; expected a name such as USR1, TERM or INT")
     backend = open_backend(on)
-    restart_dead_daemon(backend)
+    backend.restart_dead_daemon()
     backend.send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
-
-
-@app.command()
-def release(job: JobIdArgument, on: BackendOption = "local") -> None:
-    """Release a held job.
-
-    A job is held after its nodes were found unfit; when released, it resumes on other nodes.
-    """
-    from phalanx.jobs.backends.base import ReleasingBackend, open_backend
-
-    backend = open_backend(on)
-    if not isinstance(backend, ReleasingBackend):
-        raise UsageError(f"{on} holds no jobs: after an unfit node it restarts the job on another one, or ends it")
-    if not backend.release(job):
-        raise UsageError(f"job {job} is not held for unfit nodes; `phalanx jobs status {job} --on {on}` has its state")
 
 
 @app.command()
@@ -321,11 +246,14 @@ def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
 
 @app.command()
 def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
-    """Resume a paused job from its checkpoint."""
+    """Resume a paused or held job.
+
+    It resumes from its checkpoint; a job that is held because of unfit nodes, on other nodes.
+    """
     from phalanx.jobs.backends.base import open_backend
 
     if not open_backend(on).resume(job):
-        raise UsageError(f"job {job} is not paused; `phalanx jobs status {job} --on {on}` shows its state")
+        raise UsageError(f"job {job} is not paused or held; `phalanx jobs status {job} --on {on}` shows its state")
     print(f"resumed job {job}")
 
 

@@ -6,20 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.cli.options import JsonOption, OverridesArgument, RecipeArgument
 from phalanx.text_table import Column, format_table
 
 
 def profile(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides.")] = None,
-    steps: Annotated[
-        int, typer.Option(min=1, max=1_000, metavar="N", help="Steps to trace, after 3 warm-up steps.")
-    ] = 5,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to trace, after 3 warm-up steps.")] = 5,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Chrome trace to write (for Perfetto).")] = Path(
         "trace.json"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    top: Annotated[int, typer.Option(min=1, max=10**9, metavar="K", help="Number of operations to list.")] = 12,
+    as_json: JsonOption = False,
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="Number of operations to list.")] = 12,
 ) -> None:
     """Profile a few training steps on one worker; write only the trace."""
     from phalanx.app.prepare_run import RunRequest, check_start, prepare_run

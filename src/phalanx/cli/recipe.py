@@ -1,42 +1,35 @@
 """`phalanx recipe`: check a recipe without running it, and print the schema."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from phalanx.cli.options import OverridesArgument, RecipeArgument
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Check a recipe; print the JSON Schema for editors.")
 
 
 @app.command()
-def schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page (Markdown) instead.")] = False,
-) -> None:
+def schema() -> None:
     """Print the JSON Schema of recipes.
 
     Editors use it for completion and checks.
     """
     from phalanx import recipe
 
-    print(
-        recipe.render_recipe_reference() if markdown else json.dumps(recipe.json_schema(), indent=2),
-        end="" if markdown else "\n",
-    )
+    print(json.dumps(recipe.json_schema(), indent=2))
 
 
 @app.command()
 def check(
-    path: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as optimizer.lr=3e-4.")
-    ] = None,
+    path: RecipeArgument,
+    overrides: OverridesArgument = None,
     world_size: Annotated[
         int | None,
         typer.Option(
             "--world-size",
             min=1,
-            max=10**6,
             metavar="N",
             help="World size to check for.",
             show_default="as the recipe's parallelism requires, else 1",
@@ -49,7 +42,7 @@ def check(
     Checks keys, values, world size, import paths and the arguments of the model.
     """
     from phalanx import recipe as recipes
-    from phalanx.recipe.builder_arguments import check_known_arguments
+    from phalanx.recipe.imports import check_known_arguments
 
     loaded = recipes.load_recipe(path, overrides or [])
     recipes.check_recipe(

@@ -1,11 +1,12 @@
 """`phalanx report` and `phalanx compare`: report runs as text, HTML or JSON."""
 
-import json as json_
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from phalanx.cli.options import JsonOption, RunArgument
 from phalanx.errors import UsageError
 
 PAGE_MARKERS = ('content="phalanx"', "<footer>Phalanx ")
@@ -13,11 +14,11 @@ PAGE_MARKERS = ('content="phalanx"', "<footer>Phalanx ")
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: RunArgument,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page with plots.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     to: Annotated[
         str | None,
         typer.Option(metavar="TRACKER", help="Send the run to tensorboard, wandb, mlflow or trackio; report nothing."),
@@ -36,7 +37,7 @@ def report(
     if to is not None:
         from phalanx.app.trackers import send_run
 
-        if html is not None or json:
+        if html is not None or as_json:
             raise UsageError("--to sends the run to a tracker and reports nothing; leave out --html and --json")
         typer.echo(send_run(run_dir, to))
         return
@@ -47,11 +48,9 @@ def report(
     recommendations = find_recommendations(summary, history)
     if html is not None:
         write_page(html, render_report_html(summary, history, recommendations))
-    if json:
+    if as_json:
         typer.echo(
-            json_.dumps(
-                {**summary.to_json(), "recommendations": [each.to_json() for each in recommendations]}, indent=2
-            )
+            json.dumps({**summary.to_json(), "recommendations": [each.to_json() for each in recommendations]}, indent=2)
         )
     elif html is not None:
         typer.echo(f"wrote {html}")
@@ -64,7 +63,7 @@ def compare(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page with overlaid loss curves.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare runs: differences of their recipes, loss and speed."""
     from phalanx.observe.compare import compare_runs, render_comparison_html, render_comparison_text
@@ -76,8 +75,8 @@ def compare(
     comparison = compare_runs([Run(path) for path in runs])
     if html is not None:
         write_page(html, render_comparison_html(comparison))
-    if json:
-        typer.echo(json_.dumps(comparison.to_json(), indent=2))
+    if as_json:
+        typer.echo(json.dumps(comparison.to_json(), indent=2))
     elif html is not None:
         typer.echo(f"wrote {html}")
     else:

@@ -1,16 +1,23 @@
 """`phalanx serve`: the live page."""
 
 import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from importlib.util import find_spec
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.errors import UsageError
 
+if TYPE_CHECKING:
+    from phalanx.serve.page_context import AddedPages, PageMaker
 
-def serve(
+
+def serve_pages(
+    added: "Sequence[AddedPages]",
     runs: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[DIR ...]", help="Directories with runs, at any depth up to 4; runs by default."),
@@ -20,30 +27,11 @@ def serve(
     ] = "local",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8420,
-    nodes: Annotated[
-        Path | None, typer.Option("--nodes", metavar="FILE", help="Show the nodes of this file, not of the backend.")
-    ] = None,
-    fleet: Annotated[
-        Path | None,
-        typer.Option("--fleet", metavar="FILE", help="Show the power tree and cooling of this fleet file."),
-    ] = None,
-    targets: Annotated[
-        Path | None,
-        typer.Option("--targets", metavar="FILE", help="Load targets of the fleet; as for `phalanx power guard`."),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", metavar="NAME|FILE", help="Cluster with prices, for cost; as for `phalanx plan`."),
-    ] = None,
-    agent_port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="PHALANX_METRICS_PORT of the agents, to show nodes every second; 0: off."),
-    ] = 0,
     allow_actions: Annotated[
         bool,
         typer.Option(
             "--allow-actions",
-            help="Let a browser with the token cancel jobs and drain nodes; make nodes with evidence suspect.",
+            help="Let a browser with the token cancel jobs and act on what added pages show.",
         ),
     ] = False,
     no_token: Annotated[
@@ -58,32 +46,50 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a live page of runs, jobs and nodes until Ctrl-C.
+    """Serve a live page of runs and jobs until Ctrl-C. Installed packages may add pages, such as phalanx-fleet.
 
     The page is read-only, and for browsers on this machine that have opened the printed address, unless you say
     otherwise. PHALANX_SERVE_TOKEN gives the token; without it one is made.
     """
-    for package in ("starlette", "uvicorn", "prometheus_client"):
-        if find_spec(package) is None:
-            raise UsageError(f"{package.replace('_', '-')} is not installed; pip install 'phalanx[serve]'")
     from phalanx.serve.server import ServeOptions
     from phalanx.serve.server import serve as run_server
 
-    if targets is not None and fleet is None:
-        raise UsageError("--targets needs --fleet FILE, the levels that the targets are for")
     options = ServeOptions(
         runs or [Path("runs")],
         on,
         host,
         port,
         allow_actions,
-        nodes,
-        cluster,
-        agent_port,
         os.environ.get("PHALANX_SERVE_TOKEN") or None,
-        fleet,
-        targets,
         not no_token,
         proxy_name or (),
     )
-    run_server(options, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))
+    run_server(options, added, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))
+
+
+def make_serve_command(makers: "Sequence[PageMaker]") -> Callable[..., None]:
+    """Return `phalanx serve` with the options of the pages that `makers` add."""
+    own = list(signature(serve_pages).parameters.values())[1:]
+    options = {maker: list(signature(maker).parameters.values()) for maker in makers}
+
+    def serve(**values: Any) -> None:
+        check_packages()
+        added = [maker(**{one.name: values.pop(one.name) for one in taken}) for maker, taken in options.items()]
+        serve_pages(added, **values)
+
+    parameters = [*own, *(one for taken in options.values() for one in taken)]
+    serve.__doc__ = serve_pages.__doc__
+    serve.__annotations__ = {one.name: one.annotation for one in parameters}
+    keywords = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in parameters]
+    serve.__signature__ = Signature(keywords)  # type: ignore[attr-defined]
+    return serve
+
+
+def check_packages() -> None:
+    """Raise UsageError where a package of the extra `serve` is missing."""
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise UsageError(f"{package.replace('_', '-')} is not installed; pip install 'phalanx[serve]'")
+
+
+serve = make_serve_command([entry_point.load() for entry_point in entry_points(group="phalanx.pages")])

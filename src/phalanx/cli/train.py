@@ -1,14 +1,45 @@
 """`phalanx train`: start or resume a run, show it, and exit with its code."""
 
+import contextlib
 import os
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Self, TextIO
 
 import typer
 
-from phalanx.errors import UsageError
-from phalanx.std_streams import word_of
+from phalanx.app.nodes import is_led_by_another, run_node_agent
+from phalanx.app.prepare_run import PreparedRun
+from phalanx.app.supervise import train_script
+from phalanx.app.train import TrainObserver, train_run
+from phalanx.app.train_arguments import TrainArguments
+from phalanx.cli.data import show_progress
+from phalanx.cli.options import (
+    BackendOption,
+    BackendOptionOption,
+    CpusOption,
+    ForceOption,
+    GpusOption,
+    MemoryOption,
+    NodesOption,
+    NprocOption,
+    SnapshotOption,
+    TimeLimitOption,
+)
+from phalanx.errors import ExitCode, UsageError
+from phalanx.formatting import format_count, format_duration
+from phalanx.jobs.agent.leader_agent import RunOutcome
+from phalanx.observe.progress import DeferredDisplay, ProgressDisplay, make_display, read_run_facts
+from phalanx.recipe import dump_recipe
+from phalanx.run import Event, Run
+from phalanx.run.node_env import NodeEnv
+from phalanx.std_streams import escape_control_chars, word_of
+
+if TYPE_CHECKING:
+    from phalanx.data import PrepareProgress
+    from phalanx.jobs.agent.fork_server_client import ForkServerClient
 
 
 def train(
@@ -22,113 +53,36 @@ def train(
         ),
     ] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run directory.", show_default="runs/<name>")] = None,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node",
-            min=1,
-            max=100_000,
-            metavar="N",
-            help="Workers on each node.",
-            show_default="as the recipe's parallelism requires, else one per GPU, else 1",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Resume although the recipe or the data changed; the change is recorded.")
-    ] = False,
+    nproc_per_node: NprocOption = None,
+    force: ForceOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prepare the data and print the resolved recipe, without training.")
     ] = False,
-    on: Annotated[
-        str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")
-    ] = "local",
-    nodes: Annotated[
-        int, typer.Option(min=1, max=10**6, metavar="N", help="Number of nodes, with --on slurm, kubernetes or ray.")
-    ] = 1,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus",
-            min=0,
-            max=10_000,
-            metavar="N",
-            help="GPUs on each node, with --on slurm, kubernetes or ray.",
-            show_default="none",
-        ),
-    ] = None,
-    cpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=100_000,
-            metavar="N",
-            help="CPU cores on each node, with --on slurm, kubernetes or ray.",
-            show_default="the job's share of a node, or a few a worker",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory on each node, such as 64G, with --on slurm, kubernetes or ray.",
-            show_default="the backend's, or a share by GPUs on slurm",
-        ),
-    ] = None,
-    time_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--time-limit",
-            metavar="TIME",
-            help="Time limit of each attempt, with --on slurm, kubernetes or ray: seconds, or such as 30s, 15min, 2h, "
-            "1d, 01:30:00.",
-            show_default="none",
-        ),
-    ] = None,
-    backend_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--backend-option",
-            "-o",
-            metavar="KEY=VALUE",
-            help="Backend option, such as partition=gpu (repeatable); see below.",
-        ),
-    ] = None,
-    snapshot: Annotated[
-        str | None,
-        typer.Option(
-            "--snapshot",
-            metavar="workdir|REV",
-            help="Train a copy of the recipe's directory, or of a git revision, with --on slurm, kubernetes or ray.",
-        ),
-    ] = None,
+    on: BackendOption = "local",
+    nodes: NodesOption = "1",
+    gpus: GpusOption = None,
+    cpus: CpusOption = None,
+    memory: MemoryOption = None,
+    time_limit: TimeLimitOption = None,
+    backend_option: BackendOptionOption = None,
+    snapshot: SnapshotOption = None,
 ) -> int:
     """Train a recipe, or resume a run.
 
     An interrupted run resumes from its last good checkpoint; a finished run resumes if steps were raised. Ctrl-C saves
     a checkpoint and exits with 75; a second Ctrl-C stops immediately. Started by torchrun or srun (RANK and WORLD_SIZE
-    are set), this process is one worker.
+    are set), this process is one worker. --nodes, --gpus, --cpus, --memory, --time-limit, --snapshot and
+    --backend-option need --on slurm, kubernetes or ray.
     """
-    from phalanx.app.nodes import run_node_agent
-    from phalanx.app.train_arguments import TrainArguments
-    from phalanx.cli.train_local import train_as_worker, train_locally, train_script_locally
-    from phalanx.run.node_env import NodeEnv
-
     arguments = TrainArguments(recipe, overrides or [], run, nproc_per_node, force)
     if on != "local":
         from phalanx.app import submit
 
-        job_fields: dict[str, Any] = {
-            "num_nodes": nodes,
-            "gpus_per_node": gpus,
-            "cpus_per_node": cpus,
-            "memory_bytes": submit.parse_memory(memory),
-            "time_limit_s": submit.parse_duration(time_limit),
-        }
-        job_fields["backend_options"] = submit.parse_assignments(backend_option or [], "--backend-option")
+        job_fields = submit.parse_job_fields(nodes, gpus, cpus, memory, time_limit, backend_option or [])
         job = submit.make_recipe_job(arguments, None, snapshot, **job_fields)
         assert job.run_dir is not None
         return submit.submit_and_follow(on, job, job.run_dir, dry_run, sys.stderr)
-    if nodes > 1 or backend_option or any(value is not None for value in (gpus, cpus, memory, time_limit, snapshot)):
+    if nodes != "1" or backend_option or any(value is not None for value in (gpus, cpus, memory, time_limit, snapshot)):
         raise UsageError(
             "--nodes, --gpus, --cpus, --memory, --time-limit, --snapshot and --backend-option need --on slurm, ray or "
             "kubernetes"
@@ -145,29 +99,168 @@ def train(
         if (num_nodes := NodeEnv.from_environment(os.environ).num_nodes) > 1:
             raise UsageError(
                 f"PHALANX_NUM_NODES={num_nodes}: a script runs on one node here; on several torchrun starts its "
-                f"workers: "
-                f"torchrun --nnodes {num_nodes} {word_of(recipe)}"
+                f"workers: torchrun --nnodes {num_nodes} {word_of(recipe)}"
             )
         return train_script_locally(arguments, sys.stderr)
     if is_external_worker:
-        conflict = (
-            "--dry-run"
-            if dry_run
-            else f"--nproc-per-node {nproc_per_node}"
-            if nproc_per_node not in (None, _parse_int(world))
-            else None
-        )
-        if conflict:
+        if dry_run or nproc_per_node not in (None, _parse_int(world)):
+            conflict = "--dry-run" if dry_run else f"--nproc-per-node {nproc_per_node}"
             raise UsageError(
                 f"{conflict}: RANK={rank} and WORLD_SIZE={world} are set, so this is one worker of a launcher's, "
                 "which sets how many there are; for a separate run: env -u RANK -u WORLD_SIZE phalanx train ..."
             )
         return train_as_worker(arguments, sys.stderr)
     node_env = NodeEnv.from_environment(os.environ)
-    if node_env.node_rank:
-        return int(run_node_agent(arguments, dry_run, sys.stderr, node_env))
+    if node_env.node_rank or is_led_by_another(arguments, node_env):
+        ended = run_node_agent(arguments, dry_run, sys.stderr, node_env)
+        if isinstance(ended, ExitCode):
+            return int(ended)
+        return train_locally(arguments, dry_run, sys.stderr, ended.node_env, ended.fork_server)
     return train_locally(arguments, dry_run, sys.stderr, node_env)
 
 
 def _parse_int(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
+
+
+class TrainPrinter(TrainObserver):
+    """Prints what happens to a run. Close it as a context."""
+
+    def __init__(self, out: TextIO, dry_run: bool = False):
+        self._out, self._dry_run = out, dry_run
+        self._display: ProgressDisplay | None = None
+        self.started_run: Run | None = None
+        """The run that this process prepared, with the events that it shows."""
+
+    def show_finished(self, text: str) -> None:
+        """Print that nothing is left to train."""
+        print(text, file=self._out)
+
+    def open_progress(self) -> contextlib.AbstractContextManager["Callable[[PrepareProgress], None]"]:
+        """Show how far data and trials are."""
+        return show_progress()
+
+    def show_prepared(self, prepared: PreparedRun) -> None:
+        """Print what will be trained, and under --dry-run its recipe."""
+        print(escape_control_chars(format_introduction(prepared)), file=self._out)
+        if self._dry_run:
+            print(dump_recipe(prepared.recipe), end="")
+        else:
+            self.started_run = prepared.run
+            self._display = make_display(self._out, prepared.recipe.steps, read_run_facts(prepared.run))
+
+    def show_event(self, event: Event) -> None:
+        """Show an event of the run."""
+        assert self._display is not None
+        self._display.show_event(event)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.close()
+
+
+def train_locally(
+    arguments: TrainArguments,
+    dry_run: bool,
+    out: TextIO,
+    node_env: NodeEnv,
+    fork_server: "ForkServerClient | None" = None,
+) -> int:
+    """Start a run under our own agent and follow it; return its exit code. With several nodes this is the leading one,
+    and `nproc_per_node` workers are started on each. `fork_server`: that of a node that takes over."""
+    loaded = arguments.load_recipe()
+    run = arguments.find_run(loaded.recipe.name)
+    with TrainPrinter(out, dry_run) as printer:
+        outcome = train_run(
+            loaded,
+            run,
+            printer,
+            nproc_per_node=arguments.nproc_per_node,
+            force=arguments.force,
+            dry_run=dry_run,
+            node_env=node_env,
+            fork_server=fork_server,
+        )
+    return int(ExitCode.DONE) if outcome is None else print_outcome(outcome, run, arguments, out)
+
+
+def train_script_locally(arguments: TrainArguments, out: TextIO) -> int:
+    """Run a script that calls `phalanx.session` under our own agent and follow it; return its exit code."""
+    run = arguments.find_run(arguments.path.stem)
+    with DeferredDisplay(run, out) as display:
+        outcome = train_script(arguments, run, display.show_event)
+    return print_outcome(outcome, run, arguments, out)
+
+
+def train_as_worker(arguments: TrainArguments, out: TextIO) -> int:
+    """Run one worker of a world that torchrun, srun or mpirun started; return its exit code. Rank 0 prints."""
+    from phalanx.app import train_worker
+
+    with TrainPrinter(out) as printer:
+        code = train_worker.train_as_worker(arguments, printer)
+    if code is None:
+        return int(ExitCode.DONE)
+    if printer.started_run is not None and code is ExitCode.UNFINISHED:
+        print("not finished; resume with the same command", file=out)
+    elif printer.started_run is not None:
+        print(escape_control_chars(format_conclusion(printer.started_run, code, arguments)), file=out)
+    return train_worker.end_at_once(int(code))
+
+
+def print_outcome(outcome: RunOutcome, run: Run, arguments: TrainArguments, out: TextIO) -> int:
+    """Print how a run ended; return its exit code."""
+    if outcome.message:
+        print(f"error: {escape_control_chars(outcome.message)}", file=out)
+    print(escape_control_chars(format_conclusion(run, outcome.code, arguments)), file=out)
+    return int(outcome.code)
+
+
+def format_introduction(prepared: PreparedRun) -> str:
+    """What will be trained and what was chosen for it, in a few lines."""
+    plan = prepared.plan
+    cluster = prepared.cluster
+    recipe = prepared.recipe
+    rates = cluster.get("measured_matmul_tflops") or {}
+    rates_text = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
+    num_workers = recipe.parallelism.world
+    lines = [
+        f"run      {prepared.run.path}",
+        f"model    {recipe.model.build}, {format_count(plan.get('trainable_parameters', 0))} parameters",
+        *([f"lora     {plan['adapters']}"] if plan.get("adapters") else []),
+        f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
+        f"measured matmul TFLOP/s: {rates_text}",
+        f"workers  {num_workers} x {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
+    ]
+    if data_summary := plan.get("data_summary"):
+        lines.append(f"data     {data_summary}")
+    for choice in plan.get("auto_choices", []):
+        if choice["reason"] != "given" and choice["key"] != "num_threads":
+            value = choice["value"]
+            shown = str(value).lower() if isinstance(value, bool) else value
+            lines.append(f"auto     {choice['key']} = {shown}: {choice['reason']}")
+    if delayed := [name for name in recipe.trackers if name != "tensorboard"]:
+        every = recipe.checkpoint.every
+        when = "at the end only (checkpoint.every: null)" if every is None else "when a checkpoint saves them"
+        lines.append(f"trackers charts of {', '.join(delayed)} get steps {when}")
+    if predicted := plan.get("predicted_step_s"):
+        lines.append(
+            f"predicted {format_duration(predicted)}/step, {format_duration(predicted * recipe.steps)} "
+            f"for {recipe.steps} steps"
+        )
+    return "\n".join(lines)
+
+
+def format_conclusion(run: Run, code: ExitCode, arguments: TrainArguments) -> str:
+    """Say how a run ended, and what to type next."""
+    result = run.read_json_or_empty(run.result)
+    resume_command = f"phalanx train {word_of(arguments.path)} {shlex.join(arguments.format_options(run.path))}"
+    if code is ExitCode.DONE:
+        return f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run.path)}"
+    if code is ExitCode.UNFINISHED:
+        # Only a state that was saved has a digest: a second Ctrl-C or a full disk leaves the checkpoint before.
+        saved_text = f"saved at step {result.get('steps')}" if result.get("digest") else "the last steps were not saved"
+        return f"{saved_text}; resume with: {resume_command}"
+    return f"details  {run.logs}"

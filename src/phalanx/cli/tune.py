@@ -2,13 +2,12 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.numbers import number
+from phalanx.cli.options import OverridesArgument, RecipeArgument
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
@@ -26,10 +25,8 @@ TRIAL_COLUMNS = (
 
 
 def tune(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides; they are written into the tuned recipe.")
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Tuned recipe to write.", show_default="NAME.tuned.yaml"),
@@ -38,8 +35,6 @@ def tune(
         float,
         typer.Option(
             min=0.1,
-            max=86_400,
-            callback=number,
             metavar="S",
             help="Measuring time for each trial, in seconds.",
         ),
@@ -49,7 +44,6 @@ def tune(
         typer.Option(
             "--nproc-per-node",
             min=1,
-            max=100_000,
             metavar="N",
             help="Workers.",
             show_default="chosen by trials on a CPU",
@@ -82,7 +76,7 @@ def tune(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with show_progress() as progress:
         console = TuneConsole(quiet=as_json)
-        callbacks = TuneCallbacks(progress, console.print_baseline, console.print_trial_start, console.print_trial)
+        callbacks = TuneCallbacks(progress, console.print_baseline, console.print_trial)
         result = search(
             loaded, nproc_per_node=nproc_per_node, seconds=seconds, allow_precision=allow_precision, callbacks=callbacks
         )
@@ -94,7 +88,7 @@ def tune(
 
 
 class TuneConsole:
-    """Prints the table row by row; on a terminal also the running trial."""
+    """Prints the table row by row."""
 
     def __init__(self, quiet: bool):
         self._quiet = quiet
@@ -117,13 +111,7 @@ class TuneConsole:
         )
         print(*format_table(TRIAL_COLUMNS, []), flush=True)
 
-    def print_trial_start(self, label: str) -> None:
-        if sys.stderr.isatty() and not self._quiet:
-            print(f"\r{label} ...\033[K", end="", file=sys.stderr, flush=True)
-
     def print_trial(self, trial: "TuneTrial") -> None:
-        if sys.stderr.isatty() and not self._quiet:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
         if not self._quiet:
             print(format_trial(trial), flush=True)
 
@@ -145,7 +133,7 @@ def _format_conclusion(result: "TuneResult", recipe: Path, out: Path) -> list[st
     from phalanx.formatting import format_duration
     from phalanx.std_streams import word_of
 
-    lines = ["", *(f"not tried  {note}" for note in result.untried), ""]
+    lines = [""]
     if result.total is None:
         lines.append(f"no trial is faster than `phalanx train {word_of(recipe)}`")
     else:
@@ -165,7 +153,6 @@ def _result_to_json(result: "TuneResult", out: Path) -> dict[str, Any]:
         "trials": [row.to_json() for row in result.trials],
         "changes": result.changes,
         "total": None if result.total is None else asdict(result.total),
-        "untried": result.untried,
         "num_workers": result.num_workers,
         "machine": result.machine,
         "recipe": str(out),

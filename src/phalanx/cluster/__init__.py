@@ -1,5 +1,5 @@
 """Hardware facts: what this machine is (discovery), its peak rates by the data sheet (data_sheet), its measured rates
-(matmul_benchmark), its software (environment), and clusters by name or from a file (load), completed by the catalog.
+(calibration.gemm), its software (environment), and clusters by name or from a file (load), completed by the catalog.
 
 torch is imported only where something is measured; the catalog's files are read on first use.
 """
@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING
 from phalanx.lazy_exports import make_getattr
 
 if TYPE_CHECKING:
-    from phalanx.cluster.data_sheet import DataSheet, find_data_sheet
-    from phalanx.cluster.discovery import Cpu, DetectedGpu, Machine, detect_gpus, discover_machine
+    from phalanx.cluster.calibration.gemm import measure_matmul
+    from phalanx.cluster.data_sheet import find_data_sheet
+    from phalanx.cluster.discovery import Machine, discover_machine
     from phalanx.cluster.environment import collect_environment
     from phalanx.cluster.load import load_cluster, save_cluster
-    from phalanx.cluster.matmul_benchmark import measure_matmul
     from phalanx.cluster.spec import Cluster
 
 __all__ = [
     "Cluster",
-    "Cpu",
-    "DataSheet",
-    "DetectedGpu",
     "Machine",
     "collect_environment",
-    "detect_gpus",
     "discover_machine",
     "find_data_sheet",
     "load_cluster",
@@ -35,11 +31,11 @@ if not TYPE_CHECKING:
     __getattr__ = make_getattr(
         __name__,
         {
-            "data_sheet": ("DataSheet", "find_data_sheet"),
-            "discovery": ("Cpu", "DetectedGpu", "Machine", "detect_gpus", "discover_machine"),
+            "data_sheet": ("find_data_sheet",),
+            "discovery": ("Machine", "discover_machine"),
             "environment": ("collect_environment",),
             "load": ("load_cluster", "save_cluster"),
-            "matmul_benchmark": ("measure_matmul",),
+            "calibration.gemm": ("measure_matmul",),
             "spec": ("Cluster",),
         },
     )

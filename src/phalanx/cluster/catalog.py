@@ -1,39 +1,258 @@
-"""The catalogue as values: accelerators, nodes, links, topologies and storage by name, and where figures come from.
+"""The catalogue (data/*.yaml): look up entries by any of their names, and describe clusters and nodes in full.
 
-`catalog_entries.py` finds names, `load_shorthand.py` fills in what an entry leaves to others;
-docs/reference/cluster-file.md lists what there is.
+Names are compared as sets of words: case, punctuation, order and vendor names do not matter, and `80 GB` equals `80GB`.
+Other words are never ignored: different memory or another form factor is a different device.
+
+People write `node: dgx-h100`, or `like: dgx-h100` and what is different; a whole description has every figure. Plain
+values in, plain values out: `load.py` reads and checks them. docs/reference/cluster-file.md lists what there is.
+
+- A name where a mapping is expected is the catalogue's entry of that name.
+- `like: NAME` in a mapping is that entry, with the mapping's other keys in place of the entry's.
+- `link: NAME` in a network fills in the link's rate and latency, unless they are given.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
 
-from phalanx.cluster.catalog_entries import CATALOG_KINDS, CatalogKind, get_entry, list_names
-from phalanx.cluster.load_shorthand import expand_node
-from phalanx.cluster.spec import AcceleratorSpec, NetworkTopology, NodeSpec, StorageSpec
+from ruamel.yaml import YAML
 
-__all__ = [
-    "CATALOG_KINDS",
-    "CatalogKind",
-    "LinkKind",
-    "figure_sources",
-    "find_accelerator",
-    "find_link",
-    "find_node",
-    "find_storage",
-    "find_topology",
-    "list_names",
-]
+from phalanx.cluster.spec import AcceleratorSpec, NodeSpec
+from phalanx.errors import RecipeError
+from phalanx.recipe.yaml_loader import KeyPath, format_key
+
+CatalogKind = Literal["accelerators", "nodes", "links", "topologies", "storage"]
+CATALOG_KINDS: tuple[CatalogKind, ...] = ("accelerators", "nodes", "links", "topologies", "storage")
+_SINGULAR_BY_KIND = {
+    "accelerators": "accelerator",
+    "nodes": "node",
+    "links": "link",
+    "topologies": "topology",
+    "storage": "storage",
+}
+
+_VENDOR_WORDS = re.compile(
+    r"nvidia|amd|intel|google|aws|amazon|azure|gcp|tesla|geforce|instinct|gpu|cloud|r|tm|gen|interconnect"
+)
+"""Words for vendors and kinds, which do not identify a device."""
+_FAMILY_NUMBER = re.compile(
+    r"\b(tpu|ici|rtx|gtx|nvlink|pcie|gen|efa|slingshot|trainium|neuronlink|gaudi|xeon|epyc)(?=v?\d)"
+)
+"""Words that are written with or without a space before a number."""
+LocationOf = Callable[[KeyPath], str]
+"""Returns the location of a key's value, such as `cluster.yaml:12`."""
+
+JsonMapping = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class LinkKind:
-    """A kind of link: GB/s one way (of a device with all its links, or of a port), and the smallest message's time."""
+class CatalogEntry:
+    """One entry: its figures as in the file, which also has the source of each."""
 
+    kind: CatalogKind
     name: str
-    gbps: float
-    latency_us: float | None = None
-    kind: str | None = None
-    """`ScaleUpNetwork.kind` of a network with such links; None for links between nodes."""
+    aliases: tuple[str, ...]
+    optional_words: frozenset[str]
+    """Words that may be added to one of its names."""
+    values: Mapping[str, Any]
+
+
+def list_names(kind: CatalogKind) -> list[str]:
+    """Return the full names of all entries of a kind, in file order."""
+    return list(_load_entries(kind))
+
+
+def list_entries(kind: CatalogKind) -> list[CatalogEntry]:
+    """Return all entries of a kind, in file order."""
+    return list(_load_entries(kind).values())
+
+
+def get_entry(kind: CatalogKind, name: str) -> CatalogEntry:
+    """Return the entry of this name. Raises RecipeError, with the nearest names, if there is none."""
+    found = find_entry(kind, name)
+    if found is None:
+        raise RecipeError(explain_unknown(kind, name))
+    return found
+
+
+def explain_unknown(kind: CatalogKind, name: str) -> str:
+    """`unknown accelerator 'H1000'; the nearest are ...`."""
+    return f"unknown {_SINGULAR_BY_KIND[kind]} {name!r}{suggest_names(name, kind)}"
+
+
+def find_entry(kind: CatalogKind, name: str) -> CatalogEntry | None:
+    """Return the entry of this name, or None. An exact alias has priority over matching words."""
+    exact, by_words = _build_index(kind)
+    if (found := exact.get(name.casefold())) is not None:
+        return found
+    given = name_words(name)
+    matches = [(len(own), one) for own, one in by_words if own <= given <= own | one.optional_words]
+    # the most specific match wins: `A100 PCIe` before `A100`
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
+
+
+def suggest_names(name: str, *kinds: CatalogKind) -> str:
+    """Return `; the nearest are X, Y` for names with a similar spelling, else the page that lists all names."""
+    name_by_spelling = {" ".join(_split_words(alias)): one.name for kind in kinds for alias, one in _aliases(kind)}
+    close = get_close_matches(" ".join(_split_words(name)), list(name_by_spelling), 9, 0.5)
+    nearest = list(dict.fromkeys(name_by_spelling[one] for one in close))[:3]
+    return (
+        f"; the nearest are {', '.join(nearest)}" if nearest else "; docs/reference/cluster-file.md lists what there is"
+    )
+
+
+def name_words(name: str) -> frozenset[str]:
+    """Return the significant words of a name: `NVIDIA A100-SXM4-80GB` has {a100, sxm4, 80gb}."""
+    return frozenset(_split_words(name))
+
+
+def _split_words(name: str) -> list[str]:
+    text = name.casefold().replace("_", " ").replace("gib", "gb").replace("tpuv", "tpu v")
+    text = re.sub(r"(\d)\s+(gb|w|ghz|gbe)\b", r"\1\2", text)
+    text = _FAMILY_NUMBER.sub(r"\1 ", text)
+    found = re.findall(r"[a-z0-9.+]+", re.sub(r"\bv(\d[a-z]?)\b", r"\1", text))
+    return [re.sub(r"^(\d+)\.0$", r"\1", word) for word in found if not _VENDOR_WORDS.fullmatch(word)]
+
+
+def _aliases(kind: CatalogKind) -> Iterable[tuple[str, CatalogEntry]]:
+    return ((alias, one) for one in _load_entries(kind).values() for alias in (one.name, *one.aliases))
+
+
+@cache
+def _build_index(kind: CatalogKind) -> tuple[dict[str, CatalogEntry], list[tuple[frozenset[str], CatalogEntry]]]:
+    """Index all aliases, as exact text and as words."""
+    exact = {alias.casefold(): one for alias, one in _aliases(kind)}
+    return exact, [(name_words(alias), one) for alias, one in _aliases(kind)]
+
+
+@cache
+def _load_entries(kind: CatalogKind) -> dict[str, CatalogEntry]:
+    text = (files("phalanx.cluster") / "data" / f"{kind}.yaml").read_text("utf-8")
+    file = YAML(typ="safe").load(text)  # in C where ruamel.yaml.clib is installed: four times faster
+    return {name: _build_entry(kind, name, dict(values)) for name, values in file[kind].items()}
+
+
+def _build_entry(kind: CatalogKind, name: str, values: dict[str, Any]) -> CatalogEntry:
+    del values["sources"]
+    aliases, also = values.pop("aliases", ()), values.pop("also", ())
+    return CatalogEntry(kind, name, tuple(aliases), frozenset().union(*map(name_words, also)), values)
+
+
+def expand_cluster(value: JsonMapping, location_of: LocationOf) -> JsonMapping:
+    """Expand the description of a cluster. Raises RecipeError when a name is unknown or the node is missing."""
+    if "node" not in value:
+        raise RecipeError(f"{location_of(())}: node: missing, expected a node of the catalogue (dgx-h100) or a mapping")
+    full = {**value, "node": expand_node(value["node"], location_of)}
+    if "topology" in value:
+        full["topology"] = _expand_part("topologies", value["topology"], {}, location_of, ("topology",))
+    elif value.get("nodes") == 1:
+        full["topology"] = {"kind": "single"}
+    elif (model := _find_base("nodes", value["node"])) is not None:
+        full["topology"] = dict(_get_base("topologies", model.values["topology"], location_of, ("topology",)).values)
+    if "storage" in value:
+        full["storage"] = _expand_part("storage", value["storage"], {}, location_of, ("storage",))
+    return full
+
+
+def expand_node(value: Any, location_of: LocationOf, key: KeyPath = ("node",)) -> Any:
+    """A node in full: its network among neighbours joins its own devices unless it says otherwise."""
+    full = _expand_node(value, location_of, key)
+    match full:
+        case {"count": int(count), "scale_up": dict(network)}:
+            network.setdefault("domain", max(1, count))
+    return full
+
+
+def _expand_node(value: Any, location_of: LocationOf, key: KeyPath) -> Any:
+    base: JsonMapping = {}
+    if (name := _base_name(value)) is not None:
+        model = _get_base("nodes", name, location_of, (*key, "like") if isinstance(value, dict) else key)
+        figures = {part: figure for part, figure in model.values.items() if part not in ("topology", "usual")}
+        base = {"name": model.name, **_expand_node(figures, location_of, key)}
+    if not isinstance(value, dict):
+        return base if name is not None else value
+    given = {part: figure for part, figure in value.items() if part != "like"}
+    if "accelerator" in given:
+        given["accelerator"] = _expand_part(
+            "accelerators", given["accelerator"], base.get("accelerator", {}), location_of, (*key, "accelerator")
+        )
+    for part in ("scale_up", "scale_out"):
+        if part in given:
+            given[part] = _expand_network(given[part], base.get(part) or {}, location_of, (*key, part))
+    return {**base, **given}
+
+
+def _expand_part(kind: CatalogKind, value: Any, base: JsonMapping, location_of: LocationOf, key: KeyPath) -> Any:
+    """A part in full; `base` is what would stand there without it, which single keys change."""
+    if (name := _base_name(value)) is not None:
+        model = _get_base(kind, name, location_of, (*key, "like") if isinstance(value, dict) else key)
+        base = dict(model.values) if kind == "topologies" else {"name": model.name, **model.values}
+    if not isinstance(value, dict):
+        return base if name is not None else value
+    return _merge_mappings(base, {part: figure for part, figure in value.items() if part != "like"})
+
+
+def _expand_network(value: Any, base: JsonMapping, location_of: LocationOf, key: KeyPath) -> Any:
+    """A network in full. A link that the catalogue does not have needs its own rate."""
+    if isinstance(value, str):
+        value = {"link": value}
+    if not isinstance(value, dict):
+        return value
+    if not isinstance(value.get("link"), str):
+        return {**base, **value}
+    known = find_entry("links", value["link"])
+    if known is None and "gbps" not in value:
+        raise RecipeError(
+            f"{_format_location(location_of, (*key, 'link'))}: {explain_unknown('links', value['link'])}; or give its "
+            f"gbps"
+        )
+    # of another link, only what does not depend on the link is kept
+    inherited = (
+        base
+        if known and known.name == base.get("link")
+        else {part: figure for part, figure in base.items() if part in ("domain", "ports")}
+    )
+    figures = dict(known.values) if known else {}
+    if key[-1] == "scale_out":
+        figures.pop("kind", None)
+    return {**figures, **inherited, **value, "link": known.name if known else value["link"]}
+
+
+def _base_name(value: Any) -> str | None:
+    """The name of the entry that a value is, or is like."""
+    name = value.get("like") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else None
+
+
+def _find_base(kind: CatalogKind, value: Any) -> CatalogEntry | None:
+    name = _base_name(value)
+    return find_entry(kind, name) if name is not None else None
+
+
+def _get_base(kind: CatalogKind, name: str, location_of: LocationOf, key: KeyPath) -> CatalogEntry:
+    found = find_entry(kind, name)
+    if found is None:
+        raise RecipeError(f"{_format_location(location_of, key)}: {explain_unknown(kind, name)}")
+    return found
+
+
+def _format_location(location_of: LocationOf, key: KeyPath) -> str:
+    return f"{location_of(key)}: {format_key(key)}"
+
+
+def _merge_mappings(base: JsonMapping, overrides: JsonMapping) -> JsonMapping:
+    """`own` over `base`, key by key also within mappings."""
+    merged = {
+        name: _merge_mappings(base[name], value)
+        if isinstance(value, dict) and isinstance(base.get(name), dict)
+        else value
+        for name, value in overrides.items()
+    }
+    return {**base, **merged}
 
 
 def find_accelerator(name: str) -> AcceleratorSpec:
@@ -45,29 +264,3 @@ def find_accelerator(name: str) -> AcceleratorSpec:
 def find_node(name: str) -> NodeSpec:
     """Return the node of this name with its accelerator and links. Raises RecipeError if there is none."""
     return NodeSpec.model_validate(expand_node(get_entry("nodes", name).name, lambda _: "nodes.yaml"))
-
-
-def find_link(name: str) -> LinkKind:
-    """Return the link of this name. Raises RecipeError if there is none."""
-    found = get_entry("links", name)
-    return LinkKind(found.name, **found.values)
-
-
-def find_topology(name: str) -> NetworkTopology:
-    """Return the topology of this name. Raises RecipeError if there is none."""
-    return NetworkTopology(**get_entry("topologies", name).values)
-
-
-def find_storage(name: str) -> StorageSpec:
-    """Return the storage of this name. Raises RecipeError if there is none."""
-    found = get_entry("storage", name)
-    return StorageSpec(name=found.name, **found.values)
-
-
-def figure_sources(kind: CatalogKind, name: str) -> Mapping[str, str]:
-    """Return the source of each figure of an entry, by key.
-
-    A source with the word `unverified` marks a figure to check before money depends on it. Raises RecipeError when
-    there is no such entry.
-    """
-    return get_entry(kind, name).sources

@@ -1,4 +1,4 @@
-"""Data-sheet peak rates of devices. `matmul_benchmark.py` measures the rates that they reach.
+"""Data-sheet peak rates of devices. `calibration/gemm.py` measures the rates that they reach.
 
 Accelerators are looked up in the catalogue by the name that the driver reports; rates are dense, without sparsity. The
 peak of a CPU is cores x clock x FLOPs per cycle of its instruction set.
@@ -6,10 +6,8 @@ peak of a CPU is cores x clock x FLOPs per cycle of its instruction set.
 
 from dataclasses import dataclass
 
-from phalanx.cluster.catalog_entries import find_entry
+from phalanx.cluster.catalog import find_entry
 from phalanx.cluster.discovery import Cpu, Machine
-from phalanx.cluster.spec import AcceleratorSpec
-from phalanx.recipe.devices import DEVICE_KINDS
 
 
 @dataclass(frozen=True)
@@ -33,39 +31,14 @@ def find_data_sheet(machine: Machine) -> DataSheet | None:
 def accelerator_data_sheet(name: str) -> DataSheet | None:
     """The data sheet of the accelerator that its driver calls `name`; None for one that the catalogue does not have."""
     entry = find_entry("accelerators", name)
-    return None if entry is None else DataSheet(entry.name, dict(entry.values["tflops"]), entry.sources["tflops"])
-
-
-DEVICE_MAKERS = {
-    "nvidia": ("cuda",),
-    "amd": ("cuda",),
-    "intel": ("xpu",),
-    "apple": ("mps",),
-    "google": (),
-    "aws": (),
-}
-"""Torch's names of the devices that they make; none where torch itself has no name for them."""
-NO_GPUS = ("cpu", "gaudi")
-"""Generations that are not GPUs, from any vendor."""
-
-
-def torch_devices(device: AcceleratorSpec) -> tuple[str, ...]:
-    """Return the values of a recipe's `device` for this accelerator; all values if its vendor is unknown."""
-    found = find_entry("accelerators", device.name)
-    generation = device.generation or ("" if found is None else found.values["generation"])
-    if generation in NO_GPUS:
-        return ("cpu",) if generation == "cpu" else ()
-    vendor = device.vendor or ("" if found is None else found.values["vendor"])
-    return DEVICE_MAKERS.get(vendor.casefold(), tuple({kind.type: None for kind in DEVICE_KINDS.values()}))
+    return None if entry is None else DataSheet(entry.name, dict(entry.values["tflops"]), f"data sheet of {entry.name}")
 
 
 def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:
     """FLOPs a cycle of one core by precision, and the instruction set that gives them; a fused multiply-add is two.
 
-    The rule: the number of fused vector units x fp32 lanes x 2. That is two of 512 bits for AVX-512 (64), or the half
-    on AMD's Zen 4 (family 25), which takes two cycles for 512 bits; two of 256 bits for AVX2 and SVE (32); two of 128
-    for NEON (16); an addition and a multiplication of 256 bits for AVX (16). Instructions that sum pairs (AVX512-BF16,
-    AVX512-FP16) double it; an AMX unit takes 16 cycles for a tile product of 16 x 16 x 32 (1024).
+    Fused vector units x fp32 lanes x 2: AVX-512 64, on AMD's Zen 4 (family 25) the half; AVX2 and SVE 32; NEON and AVX
+    16. Instructions that sum pairs (AVX512-BF16, AVX512-FP16) double it; an AMX unit has 1024.
     """
     flags = set(cpu.flags)
     if "avx512f" in flags:

@@ -1,5 +1,5 @@
 """Discover this machine: the cores and memory that this process may use, its CPU and its accelerators. Linux only;
-reads /proc and /sys below a given root, so that tests can present another machine. `matmul_benchmark.py` measures
+reads /proc and /sys below a given root, so that tests can present another machine. `calibration/gemm.py` measures
 rates, and `data_sheet.py` has peak rates.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from phalanx.cluster.system_files import read_small_file
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
-from phalanx.recipe.device_checks import has_bf16
-from phalanx.recipe.devices import DEVICE_KINDS, NO_FLOAT64_TEXT
+from phalanx.recipe.devices import DEVICE_KINDS, has_bf16
 
 MATMUL_CPU_FLAGS = (
     "avx",
@@ -40,8 +40,6 @@ BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 FEW_WORKERS, WORKERS_A_CORE = 64, 16
 """Limit on the workers of a node, in total or per core, whichever is larger: each worker takes memory even when it
 computes little."""
-FEW_THREADS, THREADS_A_CORE = 256, 16
-"""Same limit for the threads of all workers of a node."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,16 @@ class DetectedGpu:
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
     uuid: str = ""
-    device: str = "cuda"
-    """Torch's name of it."""
     rocm: bool = False
     """Whether it is AMD's, which torch calls "cuda", too."""
-    has_float64: bool = True
-    """Whether it computes in float64: of Intel's some do not."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """The part of a machine that this process may use.
 
-    `device`, `device_name` and `device_count` describe the devices that train: "cuda" or "xpu", the name and the number
-    of GPUs, or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one device.
+    `device`, `device_name` and `device_count` describe the devices that train: "cuda", the name and the number of GPUs,
+    or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one device.
     """
 
     hostname: str
@@ -121,7 +115,9 @@ def discover_machine(
     """
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     threads = count_free_cores(root, cpus)
-    memory = parse_memory_total((root / "proc/meminfo").read_text())
+    memory = parse_meminfo((root / "proc/meminfo").read_text(), "MemTotal")
+    if memory is None:
+        raise UnfitNodeError("/proc/meminfo names no MemTotal: this does not look like Linux")
     limit = read_cgroup_memory(root)
     memory = memory if limit is None else min(memory, limit)
     cpu = parse_cpuinfo((root / "proc/cpuinfo").read_text(), read_max_ghz(root, cpus))
@@ -134,7 +130,7 @@ def discover_machine(
         )
     return Machine(
         hostname=platform.node(),
-        device=gpus[0].device if gpus else "cpu",
+        device="cuda" if gpus else "cpu",
         device_name=gpus[0].name if gpus else cpu.name,
         device_count=len(gpus) or 1,
         physical_cores=min(threads, count_physical_cores(root, cpus)),
@@ -148,31 +144,16 @@ def discover_machine(
 
 
 def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGpu]:
-    """Return the GPUs that train with a recipe's `device`; `auto` skips GPUs that training does not support.
-
-    Raises RecipeError when `device` names a kind that is missing or not supported.
-    """
-    usable = [gpu for gpu in detected if gpu.has_float64]
-    if device in ("auto", "cpu"):
-        return usable if device == "auto" else []
-    if matching := [gpu for gpu in usable if gpu.device == device]:
-        return matching
-    kind = DEVICE_KINDS[device]
-    if not kind.has_float64:
-        raise RecipeError(
-            f"device: found {device}, but {kind.description} {NO_FLOAT64_TEXT}; cpu or auto would be valid"
-        )
-    if unusable := [gpu for gpu in detected if gpu.device == device]:
-        raise RecipeError(
-            f"device: found {device}, but {unusable[0].name} {NO_FLOAT64_TEXT}; cpu or auto would be valid"
-        )
+    """Return the GPUs that train with a recipe's `device`. Raises RecipeError when there must be some and are none."""
+    if device == "cpu":
+        return []
+    if detected or device == "auto":
+        return list(detected)
     masks = [f"{name}={os.environ[name]}" for name in VISIBLE_DEVICES_VARIABLES if name in os.environ]
     reason = f" ({masks[0]} may hide it)" if masks else ""
-    advice = f"{usable[0].device}, for {usable[0].name}, cpu or auto" if usable else "cpu or auto"
     raise RecipeError(
-        f"device: found {device}, but torch {version('torch')} does not find {kind.description} here{reason}; "
-        f"{advice} would be "
-        "valid; `phalanx doctor` shows what this machine has"
+        f"device: found {device}, but torch {version('torch')} does not find {DEVICE_KINDS[device].description} here"
+        f"{reason}; cpu or auto would be valid; `phalanx doctor` shows what this machine has"
     )
 
 
@@ -210,7 +191,7 @@ def _arm_cpu_name(fields: Mapping[str, str]) -> str | None:
 def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
     """Return the maximum clock from the kernel's frequency driver, which virtual machines rarely have."""
     for cpu in cpus:
-        text = _read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq")
+        text = read_small_file(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq")
         if text and int(text) > 0:
             return int(text) / 1e6
     return None
@@ -225,24 +206,22 @@ def count_free_cores(root: Path = Path("/"), cpus: Sequence[int] | None = None) 
 def count_physical_cores(root: Path, cpus: Sequence[int]) -> int:
     """Count the cores of these logical CPUs: hyper-threads of one core share its list of siblings."""
     topology = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
-    return len({_read_text(path) or str(path) for path in topology})
+    return len({read_small_file(path) or str(path) for path in topology})
 
 
-def parse_memory_total(meminfo: str) -> int:
-    """MemTotal of a /proc/meminfo, which counts in KiB."""
-    match = re.search(r"^MemTotal:\s+(\d+) kB", meminfo, re.MULTILINE)
-    if match is None:
-        raise UnfitNodeError("/proc/meminfo names no MemTotal: this does not look like Linux")
-    return int(match[1]) * 1024
+def parse_meminfo(meminfo: str, name: str) -> int | None:
+    """Return the bytes of a line of /proc/meminfo, which counts in KiB."""
+    match = re.search(rf"^{name}:\s+(\d+) kB", meminfo, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def read_cgroup_cores(root: Path) -> float | None:
     """CPU time that the control group grants, in cores; None where there is no limit. Reads versions 1 and 2."""
     limits = []
-    for folder in _cgroup_dirs(root, "cpu"):
-        quota, _, period = (_read_text(folder / "cpu.max") or "").partition(" ")
-        quota = quota or _read_text(folder / "cpu.cfs_quota_us") or "max"
-        period = period or _read_text(folder / "cpu.cfs_period_us") or "100000"
+    for folder in cgroup_dirs(root, "cpu"):
+        quota, _, period = read_small_file(folder / "cpu.max").partition(" ")
+        quota = quota or read_small_file(folder / "cpu.cfs_quota_us") or "max"
+        period = period or read_small_file(folder / "cpu.cfs_period_us") or "100000"
         if quota not in ("max", "-1"):
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
@@ -251,19 +230,19 @@ def read_cgroup_cores(root: Path) -> float | None:
 def read_cgroup_memory(root: Path) -> int | None:
     """Bytes that the control group grants; None where there is no limit. Reads versions 1 and 2."""
     limits = []
-    for folder in _cgroup_dirs(root, "memory"):
-        text = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes") or "max"
+    for folder in cgroup_dirs(root, "memory"):
+        text = read_small_file(folder / "memory.max") or read_small_file(folder / "memory.limit_in_bytes") or "max"
         if text != "max":
             limits.append(int(text))
     return min(limits, default=None)
 
 
-def _cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
+def cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
     """Yield the directory of this process's cgroup and those of its parents, each of which may set a limit.
 
     In a container the path that the kernel reports may lie outside the mount; then only existing directories count.
     """
-    for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
+    for line in read_small_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -272,31 +251,19 @@ def _cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
         yield from (mount / part for part in (inner, *inner.parents) if (mount / part).is_dir())
 
 
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:  # absent on this kernel or hidden in this container: the caller has another way
-        return None
-
-
 LIST_GPUS_SCRIPT = """
 import json, torch
 rocm, found = bool(torch.version.hip), []
-device = "cuda" if torch.cuda.device_count() else "xpu"
-module = torch.get_device_module(device)
-for each in map(module.get_device_properties, range(module.device_count())):
-    capability = (each.major, each.minor) if device == "cuda" and not rocm else None
-    uuid, float64 = str(getattr(each, "uuid", "")), getattr(each, "has_fp64", True)
-    found.append([each.name, each.total_memory, capability, uuid, device, rocm, bool(float64)])
+for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+    capability = None if rocm else (each.major, each.minor)
+    found.append([each.name, each.total_memory, capability, str(getattr(each, "uuid", "")), rocm])
 print(json.dumps(found))
 """
-VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """By these a user or a launcher chooses GPUs."""
 
 GPU_DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """One of these exists wherever NVIDIA's, AMD's or Windows' (WSL) driver is loaded."""
-INTEL_PCI_VENDOR = "0x8086"
-"""The number of the vendor in PCI."""
 
 
 def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[DetectedGpu]:
@@ -305,7 +272,7 @@ def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: f
     Runs in a separate process: a process that has initialized CUDA cannot fork workers. Without a driver's device file
     the list is empty, and torch is not imported. Raises UnfitNodeError when torch cannot list the GPUs.
     """
-    if not any((root / name).exists() for name in GPU_DEVICE_FILES) and not has_intel_gpu_driver(root):
+    if not any((root / name).exists() for name in GPU_DEVICE_FILES):
         return []
     visible = tuple(os.environ.get(name) for name in VISIBLE_DEVICES_VARIABLES)
     return list(_detect_gpus_cached(python, timeout, visible))
@@ -329,11 +296,6 @@ def _detect_gpus_cached(python: str, timeout: float, visible: tuple[str | None, 
     )
 
 
-def has_intel_gpu_driver(root: Path) -> bool:
-    """Whether a driver of Intel's GPUs is loaded: it has no device file of its own."""
-    return any(_read_text(path) == INTEL_PCI_VENDOR for path in root.glob("sys/class/drm/renderD*/device/vendor"))
-
-
 def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
     """Raise UsageError when `nodes` machines like this one cannot run `workers` workers in total."""
     each = math.ceil(workers / nodes)
@@ -347,16 +309,6 @@ def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
         )
 
 
-def check_threads(machine: Machine, threads: int, workers: int) -> None:
-    """Raise RecipeError when a machine like this one cannot start `threads` threads in each of `workers` workers."""
-    most = max(FEW_THREADS, THREADS_A_CORE * machine.logical_cores) // workers
-    if threads > most:
-        raise RecipeError(
-            f"num_threads: found {threads:,} for each of {workers:,} {'worker' if workers == 1 else 'workers'} on a "
-            f"node with {_cores(machine)}, expected at most {max(1, most):,} or auto"
-        )
-
-
 def _cores(machine: Machine) -> str:
     return f"{machine.physical_cores} {'core' if machine.physical_cores == 1 else 'cores'}"
 
@@ -367,3 +319,13 @@ def explain_too_few_gpus(num_workers: int, num_gpus: int) -> str:
         f"{num_workers} workers on a node with {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: each worker takes one; "
         f"use --nproc-per-node {num_gpus}, or device=cpu to train on the CPU"
     )
+
+
+def find_local_gpu_ids(count: int | None) -> list[str]:
+    """Return NVML's ids of the first `count` GPUs that CUDA_VISIBLE_DEVICES allows, which this node's workers use, or
+    without a count of all of them; empty if unknown."""
+    try:
+        uuids = [gpu.uuid for gpu in detect_gpus()][:count]
+    except UnfitNodeError:
+        return []
+    return [f"GPU-{uuid}" for uuid in uuids] if all(uuids) else []

@@ -1,18 +1,18 @@
-"""Discover the links of each GPU to the host and to other GPUs (PCIe, NVLink), and its clocks from NVML.
-
-Asked of NVML where `nvidia-ml-py` is installed, else read from /sys/bus/pci below a given root, which knows PCIe only.
-What the links really carry is measured elsewhere (calibration/collectives.py).
+"""Discover the links of each GPU to the host and to other GPUs (PCIe, NVLink) from NVML (`nvidia-ml-py`), and bind a
+process to the cores of its GPU's NUMA node: from another socket, memory reads and writes to the GPU go through the link
+between the sockets. What the links really carry is measured elsewhere (calibration/collectives.py).
 """
 
 import importlib
-import re
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.spec import ScaleUpNetwork
+from phalanx.cluster.system_files import parse_cpu_list, read_small_file
 
 PCIE_GT_PER_S_BY_GENERATION = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """Of a PCIe lane, by generation, in 1e9 a second."""
@@ -20,26 +20,20 @@ NVLINK_GB_PER_S_BY_VERSION = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
 """GB/s one way of one link by version (NVIDIA's white papers of Pascal, Volta, Ampere, Hopper, Blackwell)."""
 MAX_NVLINKS = 18
 """Of one GPU; the library answers for each number with an error when there are fewer."""
-GPU_PCI_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-"""PCI classes of display controllers and of accelerators."""
-GPU_PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 
 @dataclass(frozen=True)
 class GpuLinks:
-    """The links of one GPU. PCIe generations are those of now and of the most that both ends can: at rest many GPUs go
-    down in generation, never in width."""
+    """The links of one GPU. The PCIe generation is the highest that both ends support: at rest many GPUs go down in
+    generation, never in width."""
 
     pci_address: str
     """PCI address, such as "0000:1b:00.0"."""
-    vendor: str = ""
     lanes: int | None = None
     max_lanes: int | None = None
-    pcie_generation: int | None = None
     max_pcie_generation: int | None = None
     nvlinks: int = 0
     nvlink_version: int | None = None
-    numa_node: int | None = None
 
     @property
     def host_gbps(self) -> float | None:
@@ -72,17 +66,14 @@ def pcie_gbps(generation: int, lanes: int) -> float:
     return PCIE_GT_PER_S_BY_GENERATION[generation] * coding / 8 * lanes
 
 
-def discover_gpu_links(root: Path = Path("/"), nvml: Any = None) -> tuple[GpuLinks, ...]:
-    """The links of all GPUs, in the order of their addresses. `nvml` is NVIDIA's library, looked for unless given."""
+def discover_gpu_links(nvml: Any = None) -> tuple[GpuLinks, ...]:
+    """Return the links of all GPUs, in the order of their addresses. `nvml` is NVIDIA's library, imported unless
+    given."""
     with open_nvml(nvml if nvml is not None else import_nvml()) as library:
-        if library is not None:
-            return tuple(
-                sorted(
-                    (_query_links(library, handle) for handle in gpu_handles(library)),
-                    key=lambda each: each.pci_address,
-                )
-            )
-    return _read_links_from_sysfs(root)
+        if library is None:
+            return ()
+        links = (_query_links(library, handle) for handle in gpu_handles(library))
+        return tuple(sorted(links, key=lambda each: each.pci_address))
 
 
 def choose_scale_up(links: tuple[GpuLinks, ...]) -> ScaleUpNetwork | None:
@@ -132,19 +123,6 @@ def gpu_handles(nvml: Any) -> list[Any]:
     return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
-def lowest_clock_share(nvml: Any) -> float | None:
-    """The lowest clock of any GPU right now over the highest it can have; for asking while they work."""
-    with open_nvml(nvml) as library:
-        if library is None:
-            return None
-        shares = []
-        for handle in gpu_handles(library):
-            now = _query_or_none(library, library.nvmlDeviceGetClockInfo, handle, library.NVML_CLOCK_SM)
-            max_clock = _query_or_none(library, library.nvmlDeviceGetMaxClockInfo, handle, library.NVML_CLOCK_SM)
-            shares += [now / max_clock] if now and max_clock else []
-        return min(shares, default=None)
-
-
 def _query_links(nvml: Any, handle: Any) -> GpuLinks:
     bus = nvml.nvmlDeviceGetPciInfo(handle).busId
     active = [
@@ -152,10 +130,8 @@ def _query_links(nvml: Any, handle: Any) -> GpuLinks:
     ]
     return GpuLinks(
         pci_address=_normalize_address(bus.decode() if isinstance(bus, bytes) else bus),
-        vendor="NVIDIA",
         lanes=_query_or_none(nvml, nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         max_lanes=_query_or_none(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        pcie_generation=_query_or_none(nvml, nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
         max_pcie_generation=_query_or_none(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         nvlinks=len(active),
         nvlink_version=_query_or_none(nvml, nvml.nvmlDeviceGetNvLinkVersion, handle, active[0]) if active else None,
@@ -176,41 +152,27 @@ def _normalize_address(bus: str) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
-def _read_links_from_sysfs(root: Path) -> tuple[GpuLinks, ...]:
-    folder = root / "sys/bus/pci/devices"
-    found = []
-    for device in sorted(folder.iterdir()) if folder.is_dir() else []:
-        vendor = GPU_PCI_VENDORS.get(_read_text(device / "vendor"))
-        if vendor is None or not _read_text(device / "class").startswith(GPU_PCI_CLASSES):
-            continue
-        numa = _read_int(device / "numa_node")
-        found.append(
-            GpuLinks(
-                pci_address=device.name,
-                vendor=vendor,
-                lanes=_read_int(device / "current_link_width"),
-                max_lanes=_read_int(device / "max_link_width"),
-                pcie_generation=_read_generation(device / "current_link_speed"),
-                max_pcie_generation=_read_generation(device / "max_link_speed"),
-                numa_node=numa if numa is not None and numa >= 0 else None,
-            )
-        )
-    return tuple(found)
+def find_local_cores(address: str, root: Path = Path("/")) -> frozenset[int]:
+    """Return the cores of the NUMA node of a PCI device ("0000:1b:00.0") from sysfs; empty if unknown."""
+    return frozenset(parse_cpu_list(read_small_file(root / "sys/bus/pci/devices" / address / "local_cpulist")))
 
 
-def _read_generation(path: Path) -> int | None:
-    match = re.match(r"([\d.]+) GT/s", _read_text(path))  # "32.0 GT/s PCIe"
-    rate = float(match[1]) if match else 0.0
-    return next((generation for generation, each in PCIE_GT_PER_S_BY_GENERATION.items() if each == rate), None)
+def bind_to_local_cores(
+    address: str,
+    root: Path = Path("/"),
+    allowed: Collection[int] | None = None,
+    set_affinity: Callable[[Collection[int]], None] = lambda cores: os.sched_setaffinity(0, cores),
+) -> frozenset[int]:
+    """Restrict this process and its children to the cores near a device. Returns these cores.
 
-
-def _read_int(path: Path) -> int | None:
-    text = _read_text(path)
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # a device without PCIe, or hidden in this container
-        return ""
+    Returns an empty set and changes nothing when the near cores are unknown, or when all or none of the allowed cores
+    are near.
+    """
+    local_cores = find_local_cores(address, root)
+    if not local_cores:  # on systems other than Linux, too
+        return local_cores
+    allowed_now = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    if not local_cores & allowed_now or local_cores >= allowed_now:
+        return frozenset()
+    set_affinity(local_cores & allowed_now)
+    return local_cores & allowed_now

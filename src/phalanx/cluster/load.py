@@ -6,22 +6,27 @@
 - Anything that ends in .yaml or .yml, or has a slash in it, is a file, as docs/reference/cluster-file.md describes it.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.catalog_entries import CatalogEntry, find_entry, list_entries, suggest_names
-from phalanx.cluster.load_shorthand import LocationOf, expand_cluster
-from phalanx.cluster.plausibility import find_implausible_values
-from phalanx.cluster.spec import MOST_NODES, Cluster
+from phalanx.cluster.catalog import CatalogEntry, LocationOf, expand_cluster, find_entry, list_entries, suggest_names
+from phalanx.cluster.spec import Cluster
 from phalanx.errors import RecipeError
-from phalanx.recipe.dump import to_plain_values
-from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_value, join_problems, validate_value
-from phalanx.recipe.yaml_loader import SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
+from phalanx.recipe.load import to_plain_values
+from phalanx.recipe.validation_errors import join_problems, read_user_mapping, validate_value
+from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key, to_yaml
 from phalanx.run.directory import write_output
 
+CLUSTER_VARIABLE = "PHALANX_CLUSTER"
+"""A cluster by name or file, as for `phalanx plan --cluster`: its prices are kept with runs."""
 MAX_WORKSTATION_ACCELERATORS = 8
 """Accelerators that fit into one workstation."""
+MAX_SHARE_OF_PEAK = 1.1
+"""Measured rates may exceed the data sheet by this factor: clocks above the nominal one."""
+NO_SCALE_OUT_TEXT = (
+    "missing, expected the network that joins the nodes; the network among neighbours does not reach all"
+)
 
 
 def load_cluster(text: str, folder: Path | None = None) -> Cluster:
@@ -47,11 +52,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def _load_file(path: Path) -> Cluster:
-    value, locations = parse_yaml(read_user_text(path), str(path))
-    if not isinstance(value, dict):
-        raise RecipeError(
-            f"{location_of_key(locations, ())}: found {describe_value(value)}, expected a mapping of a cluster's keys"
-        )
+    value, locations = read_user_mapping(path, "a mapping of a cluster's keys")
     return _validate_cluster({"name": path.stem, **value}, locations, lambda key: location_of_key(locations, key))
 
 
@@ -60,7 +61,7 @@ def _load_name(text: str) -> Cluster:
     if ":" in text:
         name, _, number_text = text.rpartition(":")
         number = int(number_text) if number_text.strip().isdecimal() and len(number_text) < 16 else 0
-        if not 1 <= number <= MOST_NODES * MAX_WORKSTATION_ACCELERATORS:
+        if number < 1:
             raise RecipeError(f"{text}: found {number_text!r} for a number, expected NAME:NUMBER such as dgx-h100:16")
     value: dict[str, Any]
     if (node := find_entry("nodes", name)) is not None:
@@ -122,8 +123,28 @@ def _validate_cluster(value: dict[str, Any], locations: SourceLocations, locatio
     """The cluster of a description that may be short."""
     full = expand_cluster(value, location_of)
     cluster = validate_value(full, locations, Cluster)
-    if problems_found := [
-        f"{location_of(key)}: {format_key(key)}: {reason}" for key, reason in find_implausible_values(cluster)
-    ]:
-        raise join_problems(problems_found)
+    problems = [f"{location_of(key)}: {format_key(key)}: {reason}" for key, reason in _find_contradictions(cluster)]
+    if problems:
+        raise join_problems(problems)
     return cluster
+
+
+def _find_contradictions(cluster: Cluster) -> Iterator[tuple[KeyPath, str]]:
+    """Yield each figure that contradicts another, often by a wrong unit: its key, and the problem."""
+    accelerator = cluster.node.accelerator
+    for precision, rate in accelerator.achieved_tflops.items():
+        peak = accelerator.tflops.get(precision)
+        if peak is not None and rate > MAX_SHARE_OF_PEAK * peak:
+            location = ("node", "accelerator", "achieved_tflops", precision)
+            yield location, f"found {rate:g}, expected at most the peak rate (tflops, {peak:g})"
+    links = {
+        ("node", "accelerator", "host_gbps"): accelerator.host_gbps,
+        ("node", "scale_up", "gbps"): cluster.node.scale_up and cluster.node.scale_up.gbps,
+        ("node", "scale_out", "gbps"): cluster.node.scale_out and cluster.node.scale_out.gbps,
+    }
+    for key, gbps in links.items():
+        if accelerator.memory_gbps and gbps and gbps > accelerator.memory_gbps:
+            memory = f"{accelerator.memory_gbps:g}"
+            yield key, f"found {gbps:g}, more than the device's own memory gives (memory_gbps, {memory})"
+    if cluster.nodes > 1 and cluster.node.scale_out is None and cluster.domain < cluster.devices:
+        yield ("node", "scale_out"), NO_SCALE_OUT_TEXT

@@ -4,28 +4,27 @@ from /sys below a given root, like discovery.py. What a link really carries is m
 """
 
 import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from phalanx.cluster.spec import ScaleOutNetwork
+from phalanx.cluster.system_files import read_small_file, read_small_int
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
 class Nic:
-    """One port of a network card.
-
-    `gbps`: GB/s in one direction from the driver, None if unknown, as in most virtual machines. `is_physical`: backed
-    by a device, which may be virtual.
-    """
+    """One port of a network card. `gbps`: GB/s in one direction by the driver, None if unknown, as in most virtual
+    machines. `is_physical`: backed by a device, which may be virtual."""
 
     name: str
     link_kind: Literal["ethernet", "infiniband", "roce"]
     is_up: bool
     gbps: float | None = None
-    driver_name: str | None = None
     is_physical: bool = True
-    numa_node: int | None = None
     rate_text: str = ""
     """The driver's name of the rate, such as "4X NDR"."""
 
@@ -61,57 +60,49 @@ def _format_link(nic: Nic) -> str:
 
 
 def _ethernet_nic(folder: Path) -> Nic:
-    speed = _read_int(folder / "speed")  # in Mbit/s; -1 or an error where it is not known
+    speed = read_small_int(folder / "speed")  # in Mbit/s; -1 or an error where it is not known
     return Nic(
         name=folder.name,
         link_kind="ethernet",
-        is_up=_read_text(folder / "operstate") == "up",
+        is_up=read_small_file(folder / "operstate") == "up",
         gbps=speed / 8000 if speed and speed > 0 else None,
-        driver_name=_read_driver(folder),
         is_physical=(folder / "device").exists(),
-        numa_node=_read_numa_node(folder),
     )
 
 
 def _rdma_ports(device: Path) -> list[Nic]:
     nics = []
     for port in _list_dirs(device / "ports"):
-        rate = re.match(r"([\d.]+)\s*Gb/sec(?:\s*\((.*)\))?", _read_text(port / "rate") or "")
+        rate = re.match(r"([\d.]+)\s*Gb/sec(?:\s*\((.*)\))?", read_small_file(port / "rate"))
         nics.append(
             Nic(
                 name=f"{device.name}:{port.name}",
-                link_kind="roce" if _read_text(port / "link_layer") == "Ethernet" else "infiniband",
-                is_up="ACTIVE" in (_read_text(port / "state") or ""),
+                link_kind="roce" if read_small_file(port / "link_layer") == "Ethernet" else "infiniband",
+                is_up="ACTIVE" in read_small_file(port / "state"),
                 gbps=float(rate[1]) / 8 if rate and float(rate[1]) > 0 else None,
-                driver_name=_read_driver(device),
-                numa_node=_read_numa_node(device),
                 rate_text=(rate[2] or "") if rate else "",
             )
         )
     return nics
 
 
-def _read_driver(folder: Path) -> str | None:
-    link = folder / "device/driver"
-    return link.resolve().name if link.exists() else None
-
-
-def _read_numa_node(folder: Path) -> int | None:
-    number = _read_int(folder / "device/numa_node")  # -1: the machine has only one
-    return number if number is not None and number >= 0 else None
-
-
 def _list_dirs(path: Path) -> list[Path]:
     return sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
 
 
-def _read_int(path: Path) -> int | None:
-    text = _read_text(path)
-    return int(text) if text is not None and re.fullmatch(r"-?\d+", text) else None
+def find_missing_interfaces(environ: Mapping[str, str], interface_names: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each variable that names an interface which this machine does not have."""
+    for variable in INTERFACE_VARIABLES:
+        value = environ.get(variable)
+        if value and not _matches_interface(variable, value, interface_names):
+            yield f"{variable}={value}, and there is no such interface ({', '.join(sorted(interface_names))})"
 
 
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:  # the speed of a port that is down is an error, and files differ between kernels
-        return None
+def _matches_interface(variable: str, value: str, names: Collection[str]) -> bool:
+    """Match as the libraries do: gloo needs all names to exist; NCCL matches prefixes, "=" full names, "^" excludes."""
+    parts = [part for part in value.lstrip("=^").split(",") if part]
+    if variable.startswith("GLOO"):
+        return all(part in names for part in value.split(","))
+    if value.startswith("="):
+        return any(part in names for part in parts)
+    return value.startswith("^") or any(name.startswith(part) for part in parts for name in names)

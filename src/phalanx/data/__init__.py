@@ -9,7 +9,7 @@ from phalanx.data.inspection import inspect_dataset, verify_dataset
 from phalanx.data.manifest import is_dataset
 from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.data.prepare import prepare_source
-from phalanx.data.prepare_progress import PrepareProgress
+from phalanx.data.prepare_plan import PrepareProgress
 from phalanx.data.reader import IGNORE_INDEX, Batch, DataInfo, RunData, open_data
 from phalanx.data.tokenizers import Tokenizer, load_tokenizer
 

@@ -1,13 +1,13 @@
-"""Where `phalanx train` keeps data that it prepared automatically, so that it does so once for each source."""
+"""Where `phalanx train` keeps data that it prepared automatically, and what a model must know of data before."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.data.manifest import TOKENIZER_FILE, is_dataset
+from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, read_manifest
 from phalanx.data.prepare import prepare_source
-from phalanx.data.prepare_plan import make_prepare_plan
-from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
-from phalanx.data.tokenizers import check_tokenizer, describe_missing_begin
+from phalanx.data.prepare_plan import PrepareProgress, ignore_progress, make_prepare_plan
+from phalanx.data.reader import DataInfo
+from phalanx.data.tokenizers import check_tokenizer, load_tokenizer
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 
@@ -18,28 +18,21 @@ def prepare_cached(
     recipe_dir: Path,
     cache_dir: Path | None = None,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
-    kept: Collection[Path] = (),
 ) -> Path:
     """The dataset directory of `source` (paths relative to `recipe_dir`): prepared into the cache, or found there.
 
     It is found again as long as the files that match, their sizes and times, and the tokenizer are the same. Any
     number of processes may ask at once: one prepares, the others wait. A `prepare_one` source is returned as it is.
-    What an earlier version prepared of the same is taken where it is among `kept`. RecipeError where another tokenizer
-    made it.
+    RecipeError where another tokenizer made it.
     """
     if source.prepared is not None:
-        dataset_dir = recipe_dir / source.prepared
-        check_tokenizer(data, recipe_dir, dataset_dir)
-    else:
-        plan, root = make_prepare_plan(source, data, recipe_dir), (cache_dir or cache_root()) / "data"
-        dataset_dir = root / plan.earlier_cache_key
-        if dataset_dir not in kept or not is_dataset(dataset_dir):
-            dataset_dir = root / plan.cache_key
-        if not is_dataset(dataset_dir):
-            return prepare_source(source, data, recipe_dir, dataset_dir, report_progress=report_progress)
-    if is_dataset(dataset_dir) and (missing := describe_missing_begin(data, recipe_dir, dataset_dir)):
-        report_progress(PrepareProgress(0, 0, 0, 0.0, f"warning: {missing}"))
-    return dataset_dir
+        check_tokenizer(data, recipe_dir, recipe_dir / source.prepared)
+        return recipe_dir / source.prepared
+    plan = make_prepare_plan(source, data, recipe_dir)
+    dataset_dir = (cache_dir or cache_root()) / "data" / plan.cache_key
+    if is_dataset(dataset_dir):
+        return dataset_dir
+    return prepare_source(source, data, recipe_dir, dataset_dir, report_progress=report_progress)
 
 
 def prepare_all_sources(
@@ -48,16 +41,15 @@ def prepare_all_sources(
     recipe_dir: Path,
     cache_dir: Path | None = None,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
-    kept: Collection[Path] = (),
 ) -> tuple[DataConfig, EvaluationConfig]:
     """The same `data` and `evaluation` with every source `prepare_one`, as `open_data` wants them; paths are absolute.
 
-    They share one tokenizer: a BPE is trained on the first source and used for all. `kept` as for `prepare_cached`.
+    They share one tokenizer: a BPE is trained on the first source and used for all.
     """
     first, *others = data.source if isinstance(data.source, list) else [data.source]
 
     def prepare_one(source: DataSource, data: DataConfig) -> DataSource:
-        dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress, kept).absolute()
+        dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress).absolute()
         return DataSource(prepared=str(dataset_path), weight=source.weight)
 
     sources = [prepare_one(first, data)]
@@ -67,3 +59,30 @@ def prepare_all_sources(
     sources += [prepare_one(source, data) for source in others]
     validation_source = None if evaluation.source is None else prepare_one(evaluation.source, data)
     return data.model_copy(update={"source": sources}), evaluation.model_copy(update={"source": validation_source})
+
+
+def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:
+    """Facts of a recipe's data, paths relative to `recipe_dir`. Of text only the tokenizer is asked; images are looked
+    at, since only they tell their size and classes. RecipeError, DataError: what is asked is not there, or damaged."""
+    source = data.source[0] if isinstance(data.source, list) else data.source
+    if source.prepared is not None:
+        manifest = read_manifest(recipe_dir / source.prepared)
+        check_tokenizer(data, recipe_dir, recipe_dir / source.prepared)
+        seq_len = data.seq_len if manifest.kind == "tokens" else None
+        return DataInfo(manifest.kind, manifest.vocab, manifest.classes, seq_len, manifest.shape, manifest.labels)
+    if _is_text_source(source):
+        return DataInfo("tokens", _expected_vocab_size(data, recipe_dir), None, data.seq_len, None)
+    plan = make_prepare_plan(source, data, recipe_dir)
+    return DataInfo("images", None, plan.num_classes, None, plan.image_shape, plan.class_names)
+
+
+def _is_text_source(source: DataSource) -> bool:
+    return source.idx is None and source.images is None
+
+
+def _expected_vocab_size(data: DataConfig, recipe_dir: Path) -> int:
+    if isinstance(data.tokenizer, BpeTokenizerConfig):
+        return data.tokenizer.bpe
+    if data.tokenizer == "bytes":
+        return load_tokenizer("bytes").vocab_size
+    return load_tokenizer(recipe_dir / data.tokenizer).vocab_size

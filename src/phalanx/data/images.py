@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.data.file_format import HEAD_BYTES, check_file_format, detect_compression, open_compressed
 from phalanx.data.manifest import LABEL_BYTES
 from phalanx.data.shard import ValueArray
-from phalanx.data.source_files import SourceFile, stat_source_file
+from phalanx.data.source_files import SourceFile, stat_source_file, walk_files
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.std_streams import escape_control_chars
@@ -139,12 +139,7 @@ def find_image_dir(root: Path, image_size: tuple[int, int] | None) -> ImageSourc
 
 def _list_images(folder: Path) -> list[Path]:
     """Image files anywhere below a folder, sorted; links to folders above are not followed."""
-    found, visited = [], set(map(str, Path(os.path.realpath(folder)).parents))
-    for directory, folders, names in os.walk(folder, followlinks=True):
-        visited.add(os.path.realpath(directory))
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(directory, name)) not in visited]
-        found += [Path(directory, name) for name in names if Path(name).suffix.lower() in _IMAGE_SUFFIXES]
-    return sorted(found)
+    return sorted(path for path in map(Path, walk_files(folder)) if path.suffix.lower() in _IMAGE_SUFFIXES)
 
 
 def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray:
@@ -174,21 +169,16 @@ class _UnknownPixelRangeError(Exception):
 
 
 def _to_rgb(image: Any, file_format: str | None) -> Any:
-    """A Pillow image in 8-bit RGB, with what is to be seen in it: 16 bits are scaled by 257, floats from 0 to 1 by 255,
-    and what is transparent lies on white. Pillow's own conversion clips the first two and drops the third."""
+    """A Pillow image in 8-bit RGB, with what is to be seen in it: 16 bits are scaled by 257, and what is transparent
+    lies on white. Pillow's own conversion clips the first and drops the second."""
     import PIL.Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
         bytes_of = (np.arange(1 << 16) / 257 + 0.5).astype(np.uint8)
         return PIL.Image.fromarray(bytes_of[np.asarray(image).astype(np.uint16, copy=False)]).convert("RGB")
     if image.mode in ("I", "F"):
-        pixels = np.asarray(image)
-        if image.mode == "I" or not (pixels.min() >= 0 and pixels.max() <= 1):
-            kind = "32-bit integers" if image.mode == "I" else "floats that are not all from 0 to 1"
-            raise _UnknownPixelRangeError(
-                f"its pixels are {kind}, with no known white level; save it with 8 or 16 bits"
-            )
-        return PIL.Image.fromarray((pixels * 255 + 0.5).astype(np.uint8)).convert("RGB")
+        kind = "32-bit integers" if image.mode == "I" else "floats"
+        raise _UnknownPixelRangeError(f"its pixels are {kind}, with no known white level; save it with 8 or 16 bits")
     if image.mode in _MODES_WITH_ALPHA or "transparency" in image.info:
         layers = image.convert("RGBA") if image.mode != "La" else image.convert("LA").convert("RGBA")
         return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), layers).convert("RGB")

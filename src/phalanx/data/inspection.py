@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from phalanx.data.manifest import LABEL_BYTES, MANIFEST_FILE, DatasetManifest, ShardEntry, read_manifest
-from phalanx.data.packing import list_documents, pack_documents
-from phalanx.data.prepare_progress import PrepareProgress, ignore_progress
+from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, ShardEntry, read_manifest
+from phalanx.data.prepare_plan import PrepareProgress, ignore_progress
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer, show_tokens
-from phalanx.errors import DataError, UsageError, describe_os_error, is_storage_error
-from phalanx.formatting import format_percent
+from phalanx.errors import DataError, describe_os_error, is_storage_error
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,6 @@ class TextContent(DatasetContent):
     num_documents: int
     vocab_size: int | None
     tokenizer: str
-    padding: str | None
-    """Padding of whole documents in windows of a length that was given."""
     begins: str
     """The first tokens, decoded; control tokens have their names in brackets."""
 
@@ -83,7 +79,7 @@ def verify_dataset(
     blocks = bytes_done = count = 0
     for entry in manifest.shards:
         try:
-            problems += _find_bad_blocks(folder, entry) or _find_impossible_values(folder, manifest, entry)
+            problems += _find_bad_blocks(folder, entry)
         except DataError as error:
             problems.append(str(error))
         except OSError as error:
@@ -111,30 +107,8 @@ def _find_bad_blocks(folder: Path, entry: ShardEntry) -> list[str]:
     return problems
 
 
-def _find_impossible_values(folder: Path, manifest: DatasetManifest, entry: ShardEntry) -> list[str]:
-    """Find values that a shard cannot hold even though its checksums match: tokens beyond the vocabulary, labels beyond
-    the classes, documents that begin outside of it."""
-    values = (
-        np.memmap(folder / entry.file, np.dtype(manifest.dtype), mode="r") if entry.bytes else np.zeros(0, np.uint8)
-    )
-    starts = read_sidecar(folder, entry).documents
-    if starts.size and not (starts[0] >= 0 and starts[-1] < len(values) and (np.diff(starts) >= 0).all()):
-        return [f"{folder / entry.sidecar}: documents begin where the shard has no tokens"]
-    value_name, limit = "token", manifest.vocab
-    if manifest.kind == "images":
-        value_name, limit = "label", manifest.classes
-        values = values.reshape(-1, manifest.record)[:, :LABEL_BYTES].copy().view("<u4")
-    largest = max((int(values[at : at + (1 << 24)].max()) for at in range(0, len(values), 1 << 24)), default=0)
-    if limit is not None and len(values) and largest >= limit:
-        return [
-            f"{folder / entry.file}: has the {value_name} {largest}, but {MANIFEST_FILE} says that there are {limit}"
-        ]
-    return []
-
-
-def inspect_dataset(folder: Path, max_tokens: int = 200, seq_len: int | None = None) -> TextContent | ImageContent:
-    """Describe a dataset directory, with its first `max_tokens` tokens decoded, or its first labels. `seq_len`: say how
-    whole documents fill windows of this many tokens."""
+def inspect_dataset(folder: Path, max_tokens: int = 200) -> TextContent | ImageContent:
+    """Describe a dataset directory, with its first `max_tokens` tokens decoded, or its first labels."""
     manifest = read_manifest(folder)
     first = MappedShard(folder, manifest.shards[0], np.dtype(manifest.dtype))
     content = DatasetContent(
@@ -147,9 +121,7 @@ def inspect_dataset(folder: Path, max_tokens: int = 200, seq_len: int | None = N
         fingerprint=manifest.fingerprint,
     )
     if manifest.kind == "tokens":
-        return _describe_text(content, folder, manifest, first, max_tokens, seq_len)
-    if seq_len is not None:
-        raise UsageError(f"--seq-len is for text, and {folder} has images: omit it")
+        return _describe_text(content, folder, manifest, first, max_tokens)
     return _describe_images(content, manifest, first)
 
 
@@ -159,7 +131,6 @@ def _describe_text(
     manifest: DatasetManifest,
     shard: MappedShard,
     max_tokens: int,
-    seq_len: int | None,
 ) -> TextContent:
     tokenizer = load_tokenizer(folder)
     count = min(max_tokens, len(shard.values))
@@ -170,19 +141,7 @@ def _describe_text(
         num_documents=manifest.documents,
         vocab_size=manifest.vocab,
         tokenizer=tokenizer.name,
-        padding=None if seq_len is None else _describe_padding(folder, manifest, seq_len),
         begins=begins,
-    )
-
-
-def _describe_padding(folder: Path, manifest: DatasetManifest, seq_len: int) -> str:
-    """Describe how whole documents fill windows of `seq_len` tokens."""
-    documents, _ = list_documents(folder, manifest, 0.0)
-    windows = pack_documents(documents, seq_len)
-    num_cut = int((documents.stop - documents.start > seq_len + 1).sum())
-    return (
-        f"{format_percent(windows.padding_fraction)} of {len(windows.ends):,} windows of {seq_len} tokens "
-        f"(data.packing: whole); {num_cut:,} of {len(documents.start):,} documents are longer and cut"
     )
 
 

@@ -97,31 +97,10 @@ def num_validation_samples(num_samples: int, holdout_fraction: float) -> int:
     return min(max(round(num_samples * holdout_fraction), 1), num_samples - 1)
 
 
-class SourceMixture:
-    """Which source each sample of a run of order 1 comes from: a fixed pattern, repeated, as even as the weights allow.
-    It may repeat in step with the global batch, so that a worker sees some sources only.
-
-    Among any n consecutive samples from the start, source i has its share of n to within one or two.
-    """
-
-    def __init__(self, weights: Sequence[float]):
-        counts = np.maximum(np.rint(np.array(weights) / sum(weights) * _MIXTURE_PERIOD).astype(np.int64), 1)
-        counts //= gcd(*counts.tolist())
-        # Source i's samples are due at even distances; sorting all of them by due time interleaves the sources.
-        due = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-        pattern = np.repeat(np.arange(len(counts)), counts)[np.argsort(due, kind="stable")]
-        self.counts = counts
-        self._pattern = pattern
-        self._positions = [np.flatnonzero(pattern == source) for source in range(len(counts))]
-        self._index_in_source = np.empty(len(pattern), np.int64)
-        for positions in self._positions:
-            self._index_in_source[positions] = np.arange(len(positions))
-
-    def locate(self, sample_number: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Source of each sample `sample_number`, and how many samples that source has given before it."""
-        period, position = np.divmod(sample_number, len(self._pattern))
-        source = self._pattern[position]
-        return source, period * self.counts[source] + self._index_in_source[position]
+def reduce_weights(weights: Sequence[float]) -> list[int]:
+    """Return weights as whole numbers in the same proportions, for a fingerprint."""
+    counts = np.maximum(np.rint(np.array(weights) / sum(weights) * _MIXTURE_PERIOD).astype(np.int64), 1)
+    return [int(count) for count in counts // gcd(*counts.tolist())]
 
 
 class StepMixture:

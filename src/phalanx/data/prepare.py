@@ -8,14 +8,17 @@ long as the plan (files, their sizes and times, tokenizer) is the same.
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cache, partial
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.cluster.discovery import count_free_cores
 from phalanx.data.file_format import check_file_format
@@ -25,20 +28,29 @@ from phalanx.data.prepare_plan import (
     PrepareJob,
     PreparePiece,
     PreparePlan,
+    PrepareProgress,
+    ProgressReporter,
+    ignore_progress,
     iterate_sample_texts,
     load_plan_tokenizer,
     make_prepare_plan,
     piece_bytes,
     read_done_file,
+    read_piece_file,
+    write_piece_file,
 )
-from phalanx.data.prepare_progress import PrepareProgress, ProgressReporter, ignore_progress
-from phalanx.data.prepare_workers import write_with_workers
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
+from phalanx.deadline import POLL_INTERVAL_S, Deadline
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.formatting import format_exit_status
 from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run.cache import CACHE_ADVICE, cache_root
+from phalanx.run.call_process import CallProcess, report_progress, value_of
 from phalanx.run.directory import fsync_if_supported, write_atomic
+from phalanx.run.event_loop import EventLoop
+from phalanx.run.fields import read_as
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
+from phalanx.run.process_messages import CallProgress, CallReply
 
 logger = logging.getLogger(__name__)
 
@@ -247,3 +259,82 @@ def _sync_dir(folder: Path) -> None:
         fsync_if_supported(descriptor)
     finally:
         os.close(descriptor)
+
+
+SILENCE_TIMEOUT_S = 600.0
+"""Seconds in which at least one of the processes that prepare data must have said something."""
+
+
+def write_with_workers(
+    job: PrepareJob, pending: dict[int, PreparePiece], num_workers: int, reporter: ProgressReporter, lock: int
+) -> None:
+    """Write pieces with several processes. Each inherits the `lock`: if this process is killed, no other process begins
+    before the last of them has ended."""
+    numbers, num_left = iter(pending), len(pending)
+    workers = [CallProcess(lock) for _ in range(min(num_workers, len(pending)))]
+
+    def send_next(worker: CallProcess) -> None:
+        if (number := next(numbers, None)) is not None:
+            write_piece_file(Path(job.dataset_dir), number, pending[number])
+            worker.send_call(f"{__name__}:write_piece", {"job": asdict(job), "number": number})
+
+    def receive(worker: CallProcess) -> None:
+        nonlocal num_left
+        if (messages := worker.receive()) is None:
+            raise _death_error(worker.process.wait())
+        for message in messages:
+            if isinstance(message, CallProgress):
+                reporter.add_progress(message.num_bytes, message.count)
+            elif isinstance(message, CallReply):
+                value_of(message)
+                num_left -= 1
+                send_next(worker)
+
+    try:
+        with EventLoop() as loop:
+            for worker in workers:
+                loop.add_reader(worker.socket, partial(receive, worker))
+                send_next(worker)
+            deadline = _start_deadline(reporter)
+            while num_left:
+                if loop.run_once(POLL_INTERVAL_S):
+                    deadline = _start_deadline(reporter)
+                elif deadline.check_expired():
+                    raise PhalanxError(
+                        f"the processes that prepare data have reported nothing for {SILENCE_TIMEOUT_S:.0f} s: they "
+                        "hang, or the storage of the source or of the cache does; run the same command again to "
+                        "continue from here",
+                        ExitCode.UNFINISHED,
+                    )
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def _start_deadline(reporter: ProgressReporter) -> Deadline:
+    return Deadline("the processes that prepare data", SILENCE_TIMEOUT_S, reporter.report_note)
+
+
+def _death_error(status: int) -> Exception:
+    """Return the error for a process that ended without a word."""
+    if status >= 0:
+        return RuntimeError(f"a worker that prepares data ended with status {status}")
+    killed = " (possibly out of memory)" if -status == signal.SIGKILL else ""
+    text = f"a process that prepares data was killed by {format_exit_status(status)}{killed}"
+    return PhalanxError(f"{text}; run the same command again to continue from here", ExitCode.UNFINISHED)
+
+
+def write_piece(payload: dict[str, Any]) -> None:
+    """Write one piece: what the process does in a call."""
+    job = read_as(PrepareJob, payload["job"])
+    try:
+        piece = read_piece_file(Path(job.dataset_dir), payload["number"])
+        _open_writer(job).write_piece(payload["number"], piece, report_progress)
+    except OSError as error:  # a full disk, as a rule; source files that cannot be read are a PhalanxError
+        raise UsageError(f"{error.filename or 'the dataset'}: cannot be written: {error.strerror}") from error
+
+
+@cache
+def _open_writer(job: PrepareJob) -> PieceWriter:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    return PieceWriter(job)

@@ -37,8 +37,7 @@ MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 256 << 20  # bytes of a piece; betwe
 READER_VERSION = 3
 """What files become: another number where the same files become something else than before."""
 TOKENIZING_VERSION = 2
-"""What tokenizers other than `bytes` make of a text. In 1, names of control tokens in it became these tokens, and
-nothing began a document."""
+"""What tokenizers other than `bytes` make of a text: another number where that changes."""
 
 PreparePiece = tuple[FilePart, ...]
 ReportProgress = Callable[[int, int], None]
@@ -63,14 +62,7 @@ class PreparePlan:
     @property
     def cache_key(self) -> str:
         """Names what would come out: it changes when a file's path, size or time does, or the tokenizer."""
-        return self._hash_with({"tokenizing": TOKENIZING_VERSION, "ends": asdict(self.ends)})
-
-    @property
-    def earlier_cache_key(self) -> str:
-        """The name of what came out with TOKENIZING_VERSION 1."""
-        return self._hash_with({})
-
-    def _hash_with(self, tokenizing: Mapping[str, Any]) -> str:
+        tokenizing = {"tokenizing": TOKENIZING_VERSION, "ends": asdict(self.ends)}
         fields = asdict(replace(self, pieces=()))
         del fields["ends"]
         parts = {
@@ -316,3 +308,37 @@ def _done_path(folder: Path, number: int) -> Path:
 
 def _piece_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.piece"
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """How far preparing (or verifying) is. `bytes_done` and `bytes_total` are bytes; `count` is tokens or images
+    written by now."""
+
+    bytes_done: int
+    bytes_total: int
+    count: int
+    elapsed_s: float
+    note: str = ""
+
+
+def ignore_progress(_: PrepareProgress) -> None:
+    """A progress callback that says nothing."""
+
+
+class ProgressReporter:
+    """Adds up what workers report and passes it on."""
+
+    def __init__(self, total: int, progress: Callable[[PrepareProgress], None], seconds: Callable[[], float]):
+        self._total, self._report_progress, self._seconds = total, progress, seconds
+        self._done = self._count = 0
+
+    def add_progress(self, size: int, count: int) -> None:
+        """Count `size` bytes and `count` tokens (or images) as done."""
+        self._done += size
+        self._count += count
+        self.report_note("")
+
+    def report_note(self, text: str) -> None:
+        """Say something besides numbers."""
+        self._report_progress(PrepareProgress(self._done, self._total, self._count, self._seconds(), text))

@@ -23,11 +23,11 @@ from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, read_manifest
 from phalanx.data.order import (
     Int64Array,
     ShuffleOrder,
-    SourceMixture,
     SourceSequence,
     StepMixture,
     divide_samples,
     num_validation_samples,
+    reduce_weights,
 )
 from phalanx.data.packing import PackedWindows, list_documents, pack_documents
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
@@ -364,7 +364,7 @@ def open_data(
     datasets = [source.train[0] for source in sources]
     info = _common_info(datasets, data.seq_len)
     weights = [source.weight for source in sources]
-    mixture: Mixture = SourceMixture(weights) if data.order < 2 else StepMixture(weights, global_size, seed)
+    mixture = StepMixture(weights, global_size, seed)
     scored = sources
     if evaluation.source:
         scored = [_open_source(evaluation.source, data, 1.0, 0, "evaluation.source")]
@@ -372,14 +372,13 @@ def open_data(
     sizes = [source.num_validation for source in scored]
     fingerprint_inputs: dict[str, Any] = {
         "datasets": [dataset.manifest.fingerprint for dataset in datasets],
-        "mixture": SourceMixture(weights).counts.tolist(),
+        "mixture": reduce_weights(weights),
         "held": [source.num_validation for source in sources],
         "sequence": info.seq_len,
         "documents": "separate" if data.document_masking else "join",  # as it was first written: it is hashed
     }
-    # Runs of before these keys have fingerprints without them.
-    if len(sources) > 1 and data.order > 1:
-        fingerprint_inputs["order"] = data.order
+    if len(sources) > 1:
+        fingerprint_inputs["order"] = 2  # the second way to mix sources
     if data.packing is not None:
         fingerprint_inputs["packing"] = data.packing
     shares = [source.weight * source.padding_fraction for source in sources if source.padding_fraction is not None]
@@ -467,17 +466,10 @@ def _common_info(datasets: Sequence[PreparedDataset], seq_len: int, has_validati
         other = "evaluation.source" if has_validation and number == len(datasets) - 1 else f"data.source.{number}"
         for key, first_value in _mixing_requirements(first).items():
             other_value = _mixing_requirements(dataset.manifest)[key]
-            folders = f"{datasets[0].folder} and {dataset.folder}"
-            if key == "labels" and first_value and other_value and first_value != other_value:
-                which = next(
-                    at for at, (one, two) in enumerate(zip(first_value, other_value, strict=True)) if one != two
-                )
+            if first_value != other_value and not (key == "labels" and None in (first_value, other_value)):
                 raise RecipeError(
-                    f"data.source: its classes and those of {other} have other names: number {which} is "
-                    f"{first_value[which]!r} and {other_value[which]!r} ({folders}); give the sub-folders of both the "
-                    f"same names"
+                    f"data.source: {datasets[0].folder} and {dataset.folder} ({other}) cannot be mixed: {key} is "
+                    f"{first_value} and {other_value}"
                 )
-            if key != "labels" and first_value != other_value:
-                raise RecipeError(f"data.source: {folders} cannot be mixed: {key} is {first_value} and {other_value}")
     seq_len_or_none = seq_len if first.kind == "tokens" else None
     return DataInfo(first.kind, first.vocab, first.classes, seq_len_or_none, first.shape, first.labels)

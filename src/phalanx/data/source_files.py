@@ -4,8 +4,8 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from functools import cache
+from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,15 +40,15 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
     found: dict[object, SourceFile] = {}
     real = cache(os.path.realpath)
     for pattern in to_glob_list(globs):
-        matching = sorted(_iterate_matches(_absolute_path(pattern, base_dir), base_dir))
+        matching = sorted(_find_matches(pattern, base_dir))
         files = [path for path in matching if os.path.isfile(path)]
         not_excluded = [
             path for path in files if not any(path == name or regex.fullmatch(path) for regex, name in exclusions)
         ]
         if not not_excluded:
-            others = [path for path in matching if os.path.lexists(path)]
-            if others and not files:
-                raise RecipeError(f"data.source: {pattern!r} matches no file: {others[0]} {_no_file(others[0])}")
+            if directory := next((path for path in matching if os.path.isdir(path)), None):
+                advice = f"{directory} is a folder; name the files in it, such as {directory}/*"
+                raise RecipeError(f"data.source: {pattern!r} matches no file: {advice}")
             all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
             raise RecipeError(
                 f"data.source: {pattern!r} matches no file{all_excluded} (looked in {base_dir.absolute()})"
@@ -67,15 +67,6 @@ def stat_source_file(path: str | Path) -> SourceFile:
     if not stat.S_ISREG(stat_result.st_mode):
         raise RecipeError(f"data.source: {path}: not a regular file")
     return SourceFile(str(path), stat_result.st_size, stat_result.st_mtime_ns)
-
-
-def _no_file(path: str) -> str:
-    """What something is that is no file."""
-    if os.path.isdir(path):
-        return f"is a folder; name the files in it, such as {path}/*"
-    if os.path.islink(path) and not os.path.exists(path):
-        return f"is a link to {os.path.realpath(path)}, which is not there"
-    return "is a pipe, a socket or a device, which cannot be read twice; write it to a file"
 
 
 def _file_identity(path: str, real: Callable[[str], str]) -> object:
@@ -100,70 +91,47 @@ def _absolute_pattern(pattern: str, base_dir: Path) -> str:
     return os.path.normpath(os.path.join(escaped, os.path.expanduser(pattern)))
 
 
-def _iterate_matches(path: str, folder: Path) -> Iterator[str]:
-    """Paths that match an absolute pattern, each at least once. What lies above `base_dir` is no pattern."""
-    base_path = str(folder.absolute())
-    is_below = path.startswith(f"{base_path}/")
-    parts = path.removeprefix(base_path if is_below else "/").strip("/").split("/")
-    steps = [part for part, before in zip(parts, ["", *parts], strict=False) if not part == before == "**"]
-    yield from _iterate_below(base_path if is_below else "/", steps, set())
+def _find_matches(pattern: str, base_dir: Path) -> list[str]:
+    """Return the paths that a pattern matches as Python's `glob` does. Links among directories lead to each of them
+    about once, where `glob` would follow them without end."""
+    exact = _absolute_path(pattern, base_dir)
+    if os.path.lexists(exact):
+        return [exact]
+    head, recursive, rest = _absolute_pattern(pattern, base_dir).partition("/**")
+    if not recursive or (rest and rest[0] != "/"):
+        return glob(head + recursive + rest)
+    steps = ["**", *(step for step in rest.split("/") if step)]
+    if steps[-1] == "**":
+        steps.append("*")
+    regex = re.compile("".join(map(_step_to_regex, steps)), re.DOTALL)
+    with_hidden = any(step.startswith(".") for step in steps)
+    return [
+        path
+        for directory in glob(head or "/")
+        for path in walk_files(directory, with_hidden)
+        if regex.fullmatch(f"{path.removeprefix(directory).lstrip('/')}/")
+    ]
 
 
-def _iterate_below(directory: str, steps: list[str], visited: set[tuple[int, str]]) -> Iterator[str]:
-    """Paths below the folder `directory` that match. `visited`: folders that each `**` has been in: links lead it to
-    each once, and none leads upwards."""
-    step, *rest = steps
+def _step_to_regex(step: str) -> str:
+    """One step of a path, with the slash behind it; `**` is any number of them. No wildcard matches a leading dot."""
     if step == "**":
-        yield from _iterate_below(directory, rest, visited) if rest else _iterate_files(directory)
-        links = []
-        for name, is_link in _list_dirs(directory):
-            child = os.path.join(directory, name)
-            if is_link:
-                links.append(child)
-            else:
-                yield from _iterate_below(child, steps, visited)
-        real_directory = f"{os.path.realpath(directory)}/" if links else ""
-        for child in links:
-            real = os.path.realpath(child)
-            if (len(steps), real) not in visited and not real_directory.startswith(f"{real.rstrip('/')}/"):
-                visited.add((len(steps), real))
-                yield from _iterate_below(child, steps, visited)
-        return
-    exact = os.path.join(directory, step)
-    names = [exact]
-    if re.search(r"[*?\[]", step):
-        names = [os.path.join(directory, name) for name in _list_names(directory) if _matches_name(name, step)]
-        names = [exact] if os.path.lexists(exact) and exact not in names else names
-    for name in names:
-        if not rest:
-            yield name
-        elif os.path.isdir(name):
-            yield from _iterate_below(name, rest, visited)
+        return r"(?:(?!\.)[^/]+/)*"
+    hidden = "" if step.startswith(".") else r"(?!\.)"
+    return f"{hidden}{_glob_to_regex(step).pattern}/"
 
 
-def _matches_name(name: str, pattern: str) -> bool:
-    """Whether a name matches; a hidden one only a pattern that begins with a dot."""
-    return fnmatchcase(name, pattern) and (pattern.startswith(".") or not name.startswith("."))
-
-
-def _list_names(directory: str) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:  # no folder, or one that may not be read
-        return []
-
-
-def _iterate_files(directory: str) -> Iterator[str]:
-    yield from (os.path.join(directory, name) for name in _list_names(directory) if not name.startswith("."))
-
-
-def _list_dirs(directory: str) -> list[tuple[str, bool]]:
-    """Folders that are not hidden, and whether each is a link."""
-    try:
-        with os.scandir(directory) as entries:
-            return [(entry.name, entry.is_symlink()) for entry in entries if entry.name[0] != "." and entry.is_dir()]
-    except OSError:
-        return []
+def walk_files(directory: str | Path, with_hidden: bool = True) -> Iterator[str]:
+    """Yield what lies below a directory and is none, through links as well, but not in directories above."""
+    visited = {str(parent) for parent in Path(os.path.realpath(directory)).parents}
+    for folder, folders, names in os.walk(directory, followlinks=True):
+        visited.add(os.path.realpath(folder))
+        folders[:] = [
+            name
+            for name in folders
+            if (with_hidden or name[0] != ".") and os.path.realpath(os.path.join(folder, name)) not in visited
+        ]
+        yield from (os.path.join(folder, name) for name in names)
 
 
 def _glob_to_regex(pattern: str) -> re.Pattern[str]:

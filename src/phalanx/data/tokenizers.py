@@ -6,10 +6,9 @@ keeps its tokenizer.json, so that a run's data can be decoded wherever it is mov
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -39,23 +38,20 @@ RUST_PANIC_NAME = "PanicException"
 END_OF_TEXT_TOKEN = "<|endoftext|>"
 _OTHER_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Tokenizers that a Hugging Face directory may have instead."""
-_SEPARATOR_TOKENS = (END_OF_TEXT_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
-_END_OF_TEXT_NAMES = (
-    "endoftext",
-    "eos",
-    "endofsentence",
-    "endofdocument",
-    "eod",
-    "eot",
-    "eotid",
-    "imend",
-    "endofturn",
-    "end",
-    "sep",
+_SEPARATOR_TOKENS = (
+    END_OF_TEXT_TOKEN,
+    "</s>",
+    "<eos>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "[EOS]",
+    "[SEP]",
 )
-"""What ends a text is called, letters only: `<|im_end|>` of ChatML, `<|eot_id|>` of Llama 3, `[EOS]`."""
-
-
+"""What ends a text in well-known vocabularies."""
 _BYTE_PIECES_REGEX = "(?<=<)(?=0x[0-9A-F]{2}>)"
 """Within the text of a byte's token, such as `<0x0A>`."""
 
@@ -283,7 +279,7 @@ def find_text_ends(path: Path, tokenizer: Any) -> TextEnds:
             return ends_in_manifest(read_manifest(path.parent).tokenizer or {})
     numbers = (tokenizer.token_to_id(name) for name in _iterate_named_tokens(path.parent))
     others = tuple(sorted({number for number in numbers if number is not None}))
-    return TextEnds(_find_end_of_text(path.parent, tokenizer), find_begin_of_text(path.parent, tokenizer), others)
+    return TextEnds(_find_end_of_text(path.parent, tokenizer), _find_begin_of_text(path.parent, tokenizer), others)
 
 
 def ends_in_manifest(described: Mapping[str, Any]) -> TextEnds:
@@ -291,7 +287,7 @@ def ends_in_manifest(described: Mapping[str, Any]) -> TextEnds:
     return TextEnds(described.get("separator"), tuple(described.get("begin", ())))
 
 
-def find_begin_of_text(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def _find_begin_of_text(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """What a tokenizer puts before every text: by its template, or by `add_bos_token` of its folder."""
     encoding = tokenizer.encode("a", add_special_tokens=True)
     if num_added := next((at for at, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0):
@@ -306,18 +302,10 @@ def find_begin_of_text(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 def _find_end_of_text(folder: Path, tokenizer: Any) -> int | None:
     """The token that ends a text: as the Hugging Face files of a folder say, else what the tokenizer itself puts behind
-    a text, else a special token that is called so."""
+    a text, else one of _SEPARATOR_TOKENS."""
     found = [*_iterate_configured_ends(folder), *_iterate_appended_ends(tokenizer), *_SEPARATOR_TOKENS]
     ids = (each if isinstance(each, int) else tokenizer.token_to_id(each) for each in found)
-    known = next((number for number in ids if number is not None and tokenizer.id_to_token(number) is not None), None)
-    if known is not None:
-        return known
-    special = {
-        re.sub(r"[^a-z]", "", token.content.lower()): number
-        for number, token in sorted(tokenizer.get_added_tokens_decoder().items(), reverse=True)
-        if token.special
-    }
-    return next((special[name] for name in _END_OF_TEXT_NAMES if name in special), None)
+    return next((number for number in ids if number is not None and tokenizer.id_to_token(number) is not None), None)
 
 
 def _iterate_named_tokens(folder: Path) -> Iterator[str]:
@@ -399,14 +387,13 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def load_run_tokenizer(path: Path, described: object) -> Tokenizer:
-    """The tokenizer.json of a run, or `bytes`. `described`: what the run's plan says of it. Runs
-    of before say nothing: nothing began their documents."""
+    """The tokenizer.json of a run, or `bytes`. `described`: what the run's plan says of it."""
     if not path.exists():
         return ByteTokenizer()
     tokenizer = HuggingFaceTokenizer(path)
-    known = isinstance(described, dict) and is_tokenizer_description(described, tokenizer.vocab_size)
-    ends = ends_in_manifest(described) if known else replace(tokenizer.ends, begin=())  # type: ignore[arg-type]
-    return HuggingFaceTokenizer(path, ends=ends)
+    if isinstance(described, dict) and is_tokenizer_description(described, tokenizer.vocab_size):
+        return HuggingFaceTokenizer(path, ends=ends_in_manifest(described))
+    return tokenizer
 
 
 def find_stop_tokens(folder: Path) -> list[int]:
@@ -440,24 +427,6 @@ def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
             f"data.tokenizer: found {asked}, but {dataset} was prepared with {described['name']}; leave it out, or "
             f"prepare the data again: phalanx data prepare --tokenizer {asked}"
         )
-
-
-def describe_missing_begin(data: DataConfig, folder: Path, dataset: Path) -> str | None:
-    """What a dataset lacks that was prepared before documents began as their tokenizer begins a text."""
-    described = read_manifest(dataset).tokenizer or {}
-    if "file" not in described or "begin" in described:
-        return None
-    path = dataset / TOKENIZER_FILE
-    if isinstance(data.tokenizer, str) and data.tokenizer != ByteTokenizer.name:
-        path = find_tokenizer_file(folder / data.tokenizer)
-    tokenizer = HuggingFaceTokenizer(path, ends=NO_ENDS)._tokenizer
-    if not (begin := find_begin_of_text(path.parent, tokenizer)):
-        return None
-    return (
-        f"{dataset}: its documents do not begin with {' '.join(map(tokenizer.id_to_token, begin))}, as its tokenizer "
-        "begins a text: an earlier version prepared them. Prompts begin as they do; prepare the data again to train "
-        "with it"
-    )
 
 
 def find_tokenizer_file(path: Path) -> Path:

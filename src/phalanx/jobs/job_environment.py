@@ -20,10 +20,10 @@ PREFIXES_BY_PURPOSE = {
 }
 """Names, or how names begin. Variables of devices and of paths of programs belong to the place where a job runs."""
 NOT_INHERITED = re.compile(
-    "PHALANX_(NODE_.*|NUM_NODES|LEADER_ADDR|SNAPSHOT_.*|EVENTS_FD|ATTEMPT|RENDEZVOUS_ID|STORE_.*|STANDBY|JOB_TAG)"
+    "PHALANX_(NODE_.*|NUM_NODES|LEADER_ADDR|SNAPSHOT_.*|EVENTS_FD|ATTEMPT|RENDEZVOUS_ID|STORE_.*|JOB_TAG)"
 )
 """Variables of the node contract, of workers and of a snapshot: a job has its own."""
-PREFIXES = tuple(prefix for prefixes in PREFIXES_BY_PURPOSE.values() for prefix in prefixes)
+INHERITED_PREFIXES = tuple(prefix for prefixes in PREFIXES_BY_PURPOSE.values() for prefix in prefixes)
 CREDENTIALS_IN_URL = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 LOCAL_PATH = re.compile(r"(?:^|file://|sqlite:///)[/~]")
 
@@ -47,7 +47,7 @@ def drop_local_paths(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _select(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name, value in sorted(environ.items()):
-        if name.startswith(PREFIXES) and not NOT_INHERITED.fullmatch(name):
+        if name.startswith(INHERITED_PREFIXES) and not NOT_INHERITED.fullmatch(name):
             yield name, value
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.run import Event, EventTail, Run
 from phalanx.run.event_types import WorkerStarted
-from phalanx.run.lines import LineTail
+from phalanx.run.events import LineTail
 
 LOG_NAME_PATTERN = re.compile(r"attempt-(\d+)-rank-(\d+)\.log")
 """The names of workers' logs (`attempt.worker_log_path`)."""

@@ -1,5 +1,5 @@
-"""Why a job is paused: a file in its folder says so. The daemon of the local queue starts no job that has one; Slurm
-holds the job as well."""
+"""Files that hold jobs, with the reason: one in a job's directory pauses that job, one in the directory of the local
+queue drains this machine."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from phalanx.run.directory import write_json
 from phalanx.safe_files import read_json
 
 PAUSE_FILE = "paused.json"
+DRAIN_FILE = "drained.json"
 
 
 def is_paused(job_dir: Path) -> bool:
@@ -15,21 +16,21 @@ def is_paused(job_dir: Path) -> bool:
     return (job_dir / PAUSE_FILE).exists()
 
 
-def read_pause(job_dir: Path) -> str | None:
+def read_pause(job_dir: Path, file_name: str = PAUSE_FILE) -> str | None:
     """Return why a job is paused; None when it is not."""
     try:
-        return str(read_json(job_dir / PAUSE_FILE).get("reason"))
+        return str(read_json(job_dir / file_name).get("reason"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except DataError:  # it is paused all the same
-        return f"{PAUSE_FILE} is damaged"
+        return f"{file_name} is damaged"
 
 
-def write_pause(job_dir: Path, reason: str) -> None:
+def write_pause(job_dir: Path, reason: str, file_name: str = PAUSE_FILE) -> None:
     """Pause a job."""
-    write_json(job_dir / PAUSE_FILE, {"reason": reason})
+    write_json(job_dir / file_name, {"reason": reason})
 
 
-def remove_pause(job_dir: Path) -> None:
+def remove_pause(job_dir: Path, file_name: str = PAUSE_FILE) -> None:
     """End the pause of a job."""
-    (job_dir / PAUSE_FILE).unlink(missing_ok=True)
+    (job_dir / file_name).unlink(missing_ok=True)

@@ -1,16 +1,23 @@
-"""Queue signals. A handler may interrupt any code, so it only records the signal; the main loop wakes up by
-`wake_socket` and handles it."""
+"""Signals: queue those that arrive, and kill all that lives below a process that adopts orphans.
+
+A handler may interrupt any code, so it only records the signal; the main loop wakes up by `wake_socket` and handles it.
+"""
 
 import contextlib
 import signal
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Self
+
+import psutil
 
 from phalanx.run.event_loop import EventLoop
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals by which users and schedulers ask an agent to stop."""
+KILL_TIMEOUT_S = 30.0
+"""Seconds for killed processes to end."""
 
 
 class SignalQueue:
@@ -52,3 +59,22 @@ class SignalQueue:
         with EventLoop() as loop:
             loop.add_reader(self.wake_socket, self.clear_wake)
             loop.run_once(timeout_s)
+
+
+def kill_descendants(timeout_s: float = KILL_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> list[int]:
+    """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`.
+
+    Includes processes that appear meanwhile: a killed process may just have forked, and its child is reparented to this
+    process.
+    """
+    this_process, deadline = psutil.Process(), clock() + timeout_s
+    while descendants := this_process.children(recursive=True):
+        if clock() >= deadline:
+            return [process.pid for process in descendants]
+        for process in descendants:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(descendants, timeout=min(1.0, timeout_s))
+    return []

@@ -1,7 +1,7 @@
 """A job as a value: its command and resources. Independent of backends; reads and writes nothing."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,6 @@ from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Job names that every backend accepts and that need no quoting in a shell."""
 VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MAX_TIME_LIMIT_S = 365 * 24 * 3600.0
 MIN_PROGRESS_S = 600.0
 """Seconds of life after which an attempt counts as progress: what befell the job before it no longer counts."""
 MAX_KILLS_IN_A_ROW = 3
@@ -53,6 +52,8 @@ class Job:
     working_dir: Path
     """Absolute path in which it is started, the same on each node."""
     num_nodes: int = 1
+    min_nodes: int | None = None
+    """With how many nodes it may run; None: only with all of them."""
     gpus_per_node: int = 0
     """GPUs per node."""
     cpus_per_node: int | None = None
@@ -106,16 +107,26 @@ class Job:
         """The cores that a backend asks for where nothing is known of its nodes."""
         return max(CORES_PER_GPU * self.gpus_per_node, CORES_PER_WORKER * self.workers_per_node)
 
+    @property
+    def nodes_variable(self) -> str:
+        """The value of PHALANX_NUM_NODES where all nodes are there: N, or MIN:MAX."""
+        return str(self.num_nodes) if self.min_nodes is None else f"{self.min_nodes}:{self.num_nodes}"
+
     def _check_sizes(self) -> None:
-        minimums = {"num_nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1, "memory_bytes": 1, "max_parallel": 1}
+        minimums = {
+            "num_nodes": 1,
+            "min_nodes": 1,
+            "gpus_per_node": 0,
+            "cpus_per_node": 1,
+            "memory_bytes": 1,
+            "max_parallel": 1,
+        }
         for name, bound in minimums.items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise UsageError(f"job {self.name}: {name} = {value}: expected at least {bound}")
-        if self.time_limit_s is not None and not 0 < self.time_limit_s <= MAX_TIME_LIMIT_S:
-            raise UsageError(
-                f"job {self.name}: a time limit of {self.time_limit_s:g} s: expected more than 0, a year at most"
-            )
+        if self.time_limit_s is not None and not self.time_limit_s > 0:  # NaN is not either
+            raise UsageError(f"job {self.name}: a time limit of {self.time_limit_s:g} s: expected more than 0")
         if self.warning_s < 0:
             raise UsageError(f"job {self.name}: a warning {self.warning_s:g} s before the end: expected 0 or more")
 
@@ -154,6 +165,22 @@ class JobStatus:
     """Unix seconds."""
     run_dir: str | None = None
     """Directory of the run that it trains, if any."""
+
+
+def make_array(name: str, jobs: Sequence[Job], max_parallel: int | None = None) -> tuple[Job, ...]:
+    """Make jobs the members of an array: member 2 of `sweep` is called `sweep.2` on every backend. Each has its own
+    state and attempts. Raises UsageError when two of them would train in one run directory."""
+    runs: dict[str, int] = {}
+    for index, job in enumerate(jobs):
+        if job.run_dir is not None and (earlier := runs.setdefault(str(job.run_dir), index)) != index:
+            raise UsageError(
+                f"array {name}: members {earlier} and {index} would both train in {job.run_dir}; give their recipes "
+                "different names"
+            )
+    return tuple(
+        replace(job, name=f"{name}.{index}", array_name=name, max_parallel=max_parallel)
+        for index, job in enumerate(jobs)
+    )
 
 
 def select_array_members(statuses: Iterable[JobStatus], name_or_id: str) -> list[JobStatus]:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.models.size_limits import check_bounds
-
 # nn.LocalResponseNorm(5) has the zoo's alpha = 1e-4 (divided by the size, as Caffe does) and beta = 0.75 by default.
 
 
@@ -48,7 +46,6 @@ def nin(num_classes: int = 1000, in_channels: int = 3, base_channels: int = 96) 
         raise ValueError(
             f"base_channels={base_channels} must be a multiple of 3: the maps of all layers are in proportion to 96"
         )
-    check_bounds(num_classes=num_classes, in_channels=in_channels, base_channels=base_channels)
     a, b, c, d = base_channels, base_channels * 8 // 3, base_channels * 4, base_channels * 32 // 3  # 96, 256, 384, 1024
     model = nn.Sequential(
         *(_conv_relu(in_channels, a, 11, stride=4), _conv_relu(a, a, 1), _conv_relu(a, a, 1), _max_pool()),  # 54 -> 27
@@ -81,7 +78,6 @@ class InceptionBlock(nn.Module):
 def googlenet(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
     """GoogLeNet (Szegedy et al. 2015, table 1), images of 224, without auxiliary heads, with local response
     normalisation and no batch normalisation. 6,998,552 parameters with 1000 classes and 3 channels."""
-    check_bounds(num_classes=num_classes, in_channels=in_channels)
     model = nn.Sequential(
         *(_conv_relu(in_channels, 64, 7, stride=2, padding=3), _max_pool(), nn.LocalResponseNorm(5)),  # 112 -> 56
         *(_conv_relu(64, 64, 1), _conv_relu(64, 192, 3, padding=1), nn.LocalResponseNorm(5), _max_pool()),  # 56 -> 28
@@ -141,8 +137,6 @@ def resnet(
         )
     if not blocks or min(blocks) < 1:
         raise ValueError(f"blocks={tuple(blocks)} must give at least one block for each stage")
-    check_bounds(num_classes=num_classes, in_channels=in_channels, base_channels=base_channels, blocks=sum(blocks))
-    check_bounds(**{"the width of the last stage": base_channels * 2 ** (len(blocks) - 1)})
     stages: list[nn.Module] = [nn.Conv2d(in_channels, base_channels, 3, padding=1, bias=False)]
     stage_in_channels = base_channels
     for stage, count in enumerate(blocks):

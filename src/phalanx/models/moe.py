@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.models.size_limits import check_bounds
 from phalanx.models.transformer import (
     DecoderConfig,
     FeedForward,
@@ -278,7 +277,6 @@ def moe(
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "layers": layers, "num_experts": num_experts}
-    check_bounds(expert_hidden_size=expert_hidden_size or 1, shared_expert_hidden_size=shared_expert_hidden_size)
     dim = check_decoder_sizes(hidden_size, num_heads, num_kv_heads, dropout, head_dim, **sizes)
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} must be between 1 and num_experts={num_experts}")

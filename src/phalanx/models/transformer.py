@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from phalanx.compat import has_compiler
 from phalanx.models.attention import AttentionPlan, attend, plan_attention
-from phalanx.models.size_limits import check_bounds
 
 RMS_NORM_EPS = 1e-6  # of RMSNorm
 HAS_TRITON = importlib.util.find_spec("triton") is not None and has_compiler()
@@ -255,9 +254,6 @@ def check_decoder_sizes(
     }.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    check_bounds(
-        hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim or 1, **sizes
-    )
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give head_dim")
     dim = hidden_size // num_heads if head_dim is None else head_dim

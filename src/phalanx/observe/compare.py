@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,7 @@ TableRow = tuple[str, list[str]]
 @dataclass(frozen=True)
 class RunComparison:
     """Two runs or more. `differing_keys` holds the recipe's dotted keys that are not the same everywhere, one value a
-    run
-    (None where a run has no such key)."""
+    run (None where a run has no such key)."""
 
     names: list[str]
     summaries: list[RunSummary]
@@ -73,21 +73,18 @@ def compare_runs(runs: Sequence[Run]) -> RunComparison:
     keys = sorted({key for recipe in recipes for key in recipe})
     columns = {key: [recipe.get(key) for recipe in recipes] for key in keys}
     return RunComparison(
-        names=shorten_paths([str(run.path) for run in runs]),
+        names=formatting.shorten_paths([str(run.path) for run in runs]),
         summaries=[build_summary(run, history) for run, history in zip(runs, histories, strict=True)],
         histories=histories,
-        differing_keys={key: values for key, values in columns.items() if any(value != values[0] for value in values)},
+        differing_keys={key: values for key, values in columns.items() if _differ(key, values)},
     )
 
 
-def shorten_paths(paths: Sequence[str]) -> list[str]:
-    """Return the shortest tails that distinguish the paths: [runs/a, runs/b] -> [a, b]; equal paths stay equal."""
-    split = [os.path.normpath(path).split(os.sep) for path in paths]
-    for length in range(1, max(map(len, split)) + 1):
-        tails = [os.sep.join(parts[-length:]) for parts in split]
-        if len(set(tails)) == len({tuple(parts) for parts in split}):
-            return tails
-    return list(paths)
+def _differ(key: str, values: Sequence[Any]) -> bool:
+    """Whether values of a key differ. Prepared data counts by the hash in its name, wherever it lies."""
+    if key.endswith(".prepared"):
+        values = [PurePath(str(value)).name for value in values]
+    return any(value != values[0] for value in values)
 
 
 def build_result_rows(comparison: RunComparison) -> list[TableRow]:
@@ -107,6 +104,9 @@ def build_result_rows(comparison: RunComparison) -> list[TableRow]:
         step = f" at {loss.validation_best_step}" if loss.validation_best_step is not None else ""
         return formatting.format_loss(loss.validation_best) + step
 
+    def share(component: str, summary: RunSummary) -> str:
+        return formatting.format_percent((summary.breakdown_shares or {}).get(component))
+
     measures: list[tuple[str, Callable[[RunSummary], str]]] = [
         ("status", lambda s: s.status),
         ("steps", lambda s: str(s.last_step)),
@@ -117,18 +117,13 @@ def build_result_rows(comparison: RunComparison) -> list[TableRow]:
         ("speed", speed),
         ("step", lambda s: formatting.format_duration(s.speed.step_median_s)),
         *(
-            (_part_name(part), _part_share(part))
+            (f"  {COMPONENT_LABELS.get(part, part)}", partial(share, part))
             for part in STEP_COMPONENTS
-            if any(_has_component(s, part) for s in summaries)
+            if any(summary.breakdown_s and summary.breakdown_s[part] > 0 for summary in summaries)
         ),
         ("MFU (measured peak)", lambda s: formatting.format_percent(s.speed.mfu_measured)),
         ("MFU (data-sheet peak)", lambda s: formatting.format_percent(s.speed.mfu_data_sheet)),
-        (
-            "wall time",
-            lambda s: (
-                formatting.format_duration(s.durations.wall_s) if s.durations.wall_s else formatting.NOT_MEASURED_TEXT
-            ),
-        ),
+        ("wall time", lambda s: formatting.format_duration(s.durations.wall_s or None)),
         ("restarts", lambda s: str(s.num_restarts)),
         ("non-finite steps", lambda s: str(sum(s.nonfinite_actions.values()))),
         ("digest", lambda s: s.digest[:16] if s.digest else "none"),
@@ -136,29 +131,14 @@ def build_result_rows(comparison: RunComparison) -> list[TableRow]:
     return [(label, [value(summary) for summary in summaries]) for label, value in measures]
 
 
-def _has_component(summary: RunSummary, component: str) -> bool:
-    return bool(summary.breakdown_s and summary.breakdown_s[component] > 0)
-
-
-def _part_name(component: str) -> str:
-    return f"  {COMPONENT_LABELS.get(component, component)}"
-
-
-def _part_share(component: str) -> Callable[[RunSummary], str]:
-    return lambda summary: formatting.format_percent(
-        shares[component] if (shares := summary.breakdown_shares) else None
-    )
-
-
 def build_differing_rows(comparison: RunComparison) -> list[TableRow]:
     """The recipe's keys that differ, as text."""
-    return [
-        (key, ["-" if value is None else _format_value(value) for value in values])
-        for key, values in comparison.differing_keys.items()
-    ]
+    return [(key, list(map(_format_value, values))) for key, values in comparison.differing_keys.items()]
 
 
 def _format_value(value: Any) -> str:
+    if value is None:
+        return "-"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

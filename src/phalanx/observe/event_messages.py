@@ -10,7 +10,6 @@ from phalanx.run.event_types import (
     Compiled,
     EvaluationDone,
     EvaluationProgress,
-    GradSyncSelected,
     HangDetected,
     NonFiniteStep,
     RunEnded,
@@ -19,6 +18,17 @@ from phalanx.run.event_types import (
     WorkerFailure,
 )
 
+ALERT_EVENTS = (
+    HangDetected,
+    StragglerDetected,
+    WorkerFailure,
+    NonFiniteStep,
+    RunWarning,
+    CheckpointRejected,
+    CheckpointFailed,
+)
+"""Events that deserve attention."""
+
 
 def describe_event(event: Event, world_size: int, step: int, total_steps: int) -> str:
     """Format an event that is not a step in one line; empty for kinds that users need not read. `world_size`, `step`
@@ -26,7 +36,6 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
     match event:
         case AttemptStarted():
             attempt_text = f"attempt {event.attempt}: " if event.attempt else ""
-            attempt_text += "scaled up to " if event.scaled_up else ""
             start_text = (
                 f"resuming at step {event.start_step} of {total_steps}" if event.start_step else f"{total_steps} steps"
             )
@@ -59,8 +68,6 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
             return f"checkpoint rejected: {event.path}/{event.file}: {event.reason}"
         case CheckpointFailed():
             return f"checkpoint at step {event.step} failed: {event.reason}; training continues"
-        case GradSyncSelected():
-            return f"gradient synchronization at step {event.step}: {event.selected}: {event.reason}"
         case NonFiniteStep():
             return f"non-finite step {event.step}: {event.reason}, {event.action} ({event.num_skipped} skipped so far)"
         case WorkerFailure():

@@ -41,10 +41,6 @@ STEP_COMPONENTS = ("data_wait", "forward", "backward", "grad_sync", "optimizer",
 _STEP_COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens", "step_s", "skipped", "noise_scale")
 
 
-SCALED_UP = "grown"
-"""End status of an attempt that lost nothing: the run continued with more workers."""
-
-
 def as_float(value: float | None) -> float:
     """A float; NaN for None, and for what is larger than anything is."""
     return float(value) if value is not None and abs(value) < 1e30 else math.nan
@@ -53,7 +49,7 @@ def as_float(value: float | None) -> float:
 @dataclass(frozen=True)
 class StepTable:
     """Every step that counts, ascending, as columns of length n. `breakdown_s` is [n, 7] in seconds, in the order of
-    PARTS; `tokens` counts tokens, or samples where the task has no tokens."""
+    STEP_COMPONENTS; `tokens` counts tokens, or samples where the task has no tokens."""
 
     step: Floats
     time: Floats
@@ -70,12 +66,6 @@ class StepTable:
     def __len__(self) -> int:
         return len(self.step)
 
-    def last_steps(self, last: int | None) -> StepTable:
-        """Return the last `last` steps; all of them for None."""
-        if last is None or last >= len(self):
-            return self
-        return StepTable(*(getattr(self, name)[len(self) - last :] for name in (*_STEP_COLUMNS, "breakdown_s")))
-
 
 @dataclass
 class AttemptRecord:
@@ -88,7 +78,6 @@ class AttemptRecord:
     start_step: int
     started_at: float
     last_event_at: float
-    micro_batches: int | None = None
     first_step_started_at: float | None = None
     last_work_at: float = 0.0
     """The last start, step, evaluation or save: from here on a dying attempt did nothing more."""
@@ -106,9 +95,7 @@ class AttemptRecord:
     @property
     def has_died(self) -> bool:
         """Whether it ended abnormally: killed, failed, or stopped by a fault without a restart."""
-        return self.end_status not in ("done", "interrupted", SCALED_UP) or (
-            self.failed and self.end_status == "interrupted"
-        )
+        return self.end_status not in ("done", "interrupted") or (self.failed and self.end_status == "interrupted")
 
     def unavailable_seconds(self, next_start: float) -> float:
         """Seconds for which the attempt held its devices without working: until the next start, at `next_start`, or
@@ -147,6 +134,20 @@ class RunHistory:
         return [event for _, event in self.others if isinstance(event, kind)]
 
     @property
+    def mean_world_size(self) -> float:
+        """Workers of a step on average: nodes may have been lost or have joined."""
+        num_steps = sum(attempt.num_steps for attempt in self.attempts)
+        if not num_steps:
+            return self.attempts[-1].world_size if self.attempts else 1
+        return sum(attempt.num_steps * attempt.world_size for attempt in self.attempts) / num_steps
+
+    @property
+    def mean_num_nodes(self) -> float:
+        """Nodes of a step on average, where each has as many workers."""
+        max_world_size = max((attempt.world_size for attempt in self.attempts), default=1)
+        return self.num_nodes * self.mean_world_size / max_world_size
+
+    @property
     def last_step(self) -> int:
         """The newest step that counts; where an attempt started when it has done none yet."""
         if len(self.steps):
@@ -156,7 +157,7 @@ class RunHistory:
     @property
     def num_restarts(self) -> int:
         """Starts after an attempt that had not reached its end. A start with more steps after `done` does not count."""
-        cut_short = [attempt.end_status not in ("done", SCALED_UP) for attempt in self.attempts]
+        cut_short = [attempt.end_status != "done" for attempt in self.attempts]
         if is_training_pending(self.attempts, self.unstarted_attempts):
             return sum(cut_short) + len(self.unstarted_attempts) - 1
         return sum(cut_short[:-1]) + len(self.unstarted_attempts)
@@ -221,8 +222,7 @@ class HistoryBuilder:
             self.evaluations[event.step] = event
         elif isinstance(event, WorkerStarted):
             self.nodes.add(event.host)
-            if not event.joins_late:
-                self.add_unstarted(event.attempt)
+            self.add_unstarted(event.attempt)
         elif isinstance(event, RunEnded):
             if self.attempts:
                 self.attempts[-1].end_status = event.status
@@ -241,8 +241,6 @@ class HistoryBuilder:
         if is_training_pending(self.attempts, self.unstarted_attempts):
             self.unstarted_attempts.pop()
         started_at, self.resolving_began = min(event.time, self.resolving_began), math.inf
-        if event.scaled_up and self.attempts and self.attempts[-1].end_status is None:
-            self.attempts[-1].end_status = SCALED_UP
         self.planned_steps = event.total_steps
         self.attempts.append(
             AttemptRecord(
@@ -254,7 +252,6 @@ class HistoryBuilder:
                 started_at=started_at,
                 last_event_at=event.time,
                 last_work_at=event.time,
-                micro_batches=event.num_micro_batches,
             )
         )
         self.drop_steps_after(event.start_step)

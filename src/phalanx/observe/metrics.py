@@ -1,8 +1,4 @@
-"""Speed, time split, MFU and ETA: pure functions over numbers. None means "could not be measured", never zero.
-
-No files, no clocks, no words: `summary.py` collects what these say, `text_report.py` and `html_report/report.py` show
-it.
-"""
+"""Speed, time split, MFU and prediction error: pure functions over numbers. None means "could not be measured"."""
 
 from __future__ import annotations
 
@@ -13,8 +9,18 @@ from typing import Any
 import numpy as np
 
 from phalanx.observe.history import STEP_COMPONENTS, Floats, StepTable
-from phalanx.observe.peak_rate import PeakRate
 
+PREDICTED_COMPONENTS: Mapping[str, tuple[str, ...]] = {
+    "computing": ("forward", "backward"),
+    "grad_sync": ("grad_sync",),
+    "optimizer": ("optimizer",),
+    "the rest": ("data_wait", "checkpoint_stall", "other"),
+}
+"""Predicted parts of a step -> the measured parts that they consist of. The rest is not predicted."""
+WARMUP_STEPS_EXCLUDED = 5
+"""Steps that are left out where there are more: caches and threads start cold."""
+MIN_ERROR_SHARE = 0.05
+"""A step's error below which no part is named: two timings of the same step differ by as much."""
 MIN_NOISE_ESTIMATES = 5
 """Steps that must have added to the estimate of the gradient noise: the first ones say little."""
 
@@ -28,9 +34,8 @@ class Throughput:
     mean_per_s: float
 
 
-def compute_throughput(steps: StepTable, window: int | None = None) -> Throughput | None:
-    """Over all steps, or the last `window`; None without a step that took time."""
-    steps = steps.last_steps(window)
+def compute_throughput(steps: StepTable) -> Throughput | None:
+    """Over all steps; None without one that took time."""
     timed = np.isfinite(steps.step_s) & (steps.step_s > 0) & np.isfinite(steps.tokens)
     if not timed.any():
         return None
@@ -50,10 +55,8 @@ def complete_breakdown(steps: StepTable) -> Floats:
     return parts
 
 
-def mean_breakdown(steps: StepTable, window: int | None = None) -> dict[str, float] | None:
-    """Mean seconds a step by part, over all steps or the last `window`. The parts sum to the mean step time.
-    None without steps."""
-    steps = steps.last_steps(window)
+def mean_breakdown(steps: StepTable) -> dict[str, float] | None:
+    """Mean seconds a step by part, which sum to the mean step time. None without steps."""
     if not len(steps):
         return None
     means = complete_breakdown(steps).mean(axis=0)
@@ -80,7 +83,7 @@ def breakdown_shares(breakdown: Mapping[str, float] | None) -> dict[str, float] 
     return {part: seconds / total for part, seconds in breakdown.items()} if breakdown and total > 0 else None
 
 
-def measured_matmul_flops(cluster: Mapping[str, Any] | None, precision: str, world_size: int) -> float | None:
+def measured_matmul_flops(cluster: Mapping[str, Any] | None, precision: str, world_size: float) -> float | None:
     """FLOP/s in matmul of everything the run had: the measured rate of one worker, with its threads, times workers.
     Also where workers share one machine, since each was measured with the threads that it has."""
     value = _read_tflops(cluster, "measured_matmul_tflops", precision)
@@ -88,7 +91,7 @@ def measured_matmul_flops(cluster: Mapping[str, Any] | None, precision: str, wor
 
 
 def data_sheet_flops(
-    cluster: Mapping[str, Any] | None, precision: str, world_size: int, num_nodes: int = 1
+    cluster: Mapping[str, Any] | None, precision: str, world_size: float, num_nodes: float = 1
 ) -> float | None:
     """FLOP/s that the makers promise: one device for each worker on GPUs, whole machines on CPUs."""
     value = _read_tflops(cluster, "data_sheet_tflops", precision)
@@ -116,16 +119,42 @@ def model_flops_per_s(plan: Mapping[str, Any] | None, units_per_second: float | 
     return float(flops) * units_per_second / float(units) if isinstance(flops, int | float) and flops > 0 else None
 
 
-def compute_mfu(
-    plan: Mapping[str, Any] | None, units_per_second: float | None, available_flops: float | None
-) -> float | None:
-    """Compute the MFU of a whole run. None when its speed or the peak is unknown."""
-    used = model_flops_per_s(plan, units_per_second)
-    return None if used is None or not available_flops else PeakRate(available_flops).compute_mfu(used)
+def compute_mfu(model_flops_per_s: float | None, peak_flops_per_s: float | None) -> float | None:
+    """Compute model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B). At most 1: training that beats a
+    measured peak shows that the peak was measured too low, on a busy machine. None when either is unknown."""
+    return min(1.0, model_flops_per_s / peak_flops_per_s) if model_flops_per_s and peak_flops_per_s else None
+
+
+@dataclass(frozen=True)
+class PredictionError:
+    """The part of a step with the largest prediction error; seconds."""
+
+    component: str
+    predicted_s: float
+    measured_s: float
+
+
+def largest_prediction_error(steps: StepTable, plan: Mapping[str, Any] | None) -> PredictionError | None:
+    """Find the part of a step with the largest prediction error; None without a prediction or steps, and where the
+    whole step is within MIN_ERROR_SHARE of its prediction."""
+    predicted = (plan or {}).get("calibrated_breakdown_s") or (plan or {}).get("predicted_breakdown_s")
+    if not isinstance(predicted, dict) or not len(steps):
+        return None
+    first = WARMUP_STEPS_EXCLUDED if len(steps) > 2 * WARMUP_STEPS_EXCLUDED else 0
+    errors = []
+    for name, parts in PREDICTED_COMPONENTS.items():
+        columns = [STEP_COMPONENTS.index(part) for part in parts]
+        measured_s = float(np.median(steps.breakdown_s[first:, columns].sum(axis=1)))
+        errors.append(PredictionError(name, float(predicted.get(name) or 0.0), measured_s))
+    predicted_s = sum(each.predicted_s for each in errors)
+    measured_s = sum(each.measured_s for each in errors)
+    if abs(measured_s - predicted_s) < MIN_ERROR_SHARE * predicted_s:
+        return None
+    return max(errors, key=lambda each: abs(each.measured_s - each.predicted_s))
 
 
 def last_noise_scale(steps: StepTable) -> float | None:
-    """The gradient noise scale in samples, as last estimated (McCandlish et al. 2018); None before FEWEST_ESTIMATES."""
+    """The gradient noise scale in samples (McCandlish et al. 2018); None before MIN_NOISE_ESTIMATES."""
     estimates = steps.noise_scale[np.isfinite(steps.noise_scale)]
     return float(estimates[-1]) if len(estimates) >= MIN_NOISE_ESTIMATES else None
 

@@ -1,39 +1,130 @@
-"""A run while it goes, from its events alone: `show_event(event)` for each, `close()` at the end.
+"""A run while it goes, from its events alone: how far it is, how fast, when it will be done, and displays of that.
 
-`TerminalProgressDisplay` redraws a few lines in place; `LogProgressDisplay` writes a line every few seconds and one for
-each event that is not an ordinary step. Showing a step costs a few microseconds unless it is time to draw, so 1 ms
-steps can be shown too. Nothing here reads files, starts threads or asks for the time: the clock is given.
+`LogProgressDisplay` writes a line every few seconds and one for each event that is not an ordinary step.
+`TerminalProgressDisplay` has a bar below these lines, redrawn in place, instead of lines for steps.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
 from phalanx import formatting
-from phalanx.observe.event_messages import describe_event
-from phalanx.observe.run_progress import RunFacts, RunProgress
-from phalanx.run import Event
-from phalanx.run.event_types import (
-    AttemptStarted,
-    CheckpointFailed,
-    CheckpointRejected,
-    Compiled,
-    GradSyncSelected,
-    HangDetected,
-    NonFiniteStep,
-    RunEnded,
-    RunWarning,
-    StepDone,
-    StragglerDetected,
-    WorkerFailure,
-)
+from phalanx.observe.event_messages import ALERT_EVENTS, describe_event
+from phalanx.run import Event, Run
+from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone
 from phalanx.std_streams import SafeStream, escape_control_chars
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+
+SPEED_WINDOW_S = 10.0
+"""Seconds of steps that the shown speed is the mean of."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a display must know that events do not say. `matmul_flops_per_worker` is the measured matmul rate of one
+    worker in the run's precision, in FLOP/s; without it, or without FLOPs a sample, no share of it is shown."""
+
+    name: str = "run"
+    unit: str = "tokens"
+    units_per_sample: int = 1
+    flops_per_sample: float | None = None
+    matmul_flops_per_worker: float | None = None
+
+    def compute_mfu(self, units_per_s: float | None, world_size: int) -> float | None:
+        """Compute MFU relative to the measured peak of all workers."""
+        from phalanx.observe.metrics import compute_mfu
+
+        if not self.flops_per_sample or not self.matmul_flops_per_worker or not units_per_s:
+            return None
+        model_flops_per_s = self.flops_per_sample * units_per_s / self.units_per_sample
+        return compute_mfu(model_flops_per_s, self.matmul_flops_per_worker * max(1, world_size))
+
+
+def read_run_facts(run: Run) -> RunFacts:
+    """Read the facts of a run from its resolved recipe, plan and cluster files; facts that are missing are not
+    shown."""
+    from phalanx.observe.metrics import measured_matmul_flops
+    from phalanx.observe.run_info import read_resolved_recipe
+
+    recipe, plan, cluster = (
+        read_resolved_recipe(run),
+        run.read_json_or_empty(run.plan),
+        run.read_json_or_empty(run.cluster),
+    )
+    return RunFacts(
+        name=str(recipe.get("name", run.path.name)),
+        unit=str(plan.get("unit") or ("samples" if recipe.get("task") == "classification" else "tokens")),
+        units_per_sample=int(plan.get("units_per_sample") or 1),
+        flops_per_sample=plan.get("flops_per_sample"),
+        matmul_flops_per_worker=measured_matmul_flops(cluster, str(recipe.get("precision")), 1),
+    )
+
+
+class RunProgress:
+    """What the displays show, kept up to date event by event."""
+
+    def __init__(self, total_steps: int, facts: RunFacts):
+        self.total_steps, self.run_facts = total_steps, facts
+        self.step = self.world_size = 0
+        self.last_step_event: StepDone | None = None
+        self._window: deque[tuple[float, float, float]] = deque()
+        self._window_units = self._window_s = 0.0
+        self._first_step: tuple[float, int] | None = None
+
+    def add_event(self, event: Event) -> None:
+        """Count an event in."""
+        if isinstance(event, StepDone):
+            t, units, seconds = event.time, event.units, event.duration_s
+            self.last_step_event = event
+            self.step = event.step
+            window = self._window
+            window.append((t, units, seconds))
+            self._window_units += units
+            self._window_s += seconds
+            while window[0][0] < t - SPEED_WINDOW_S:
+                _, old_amount, old_seconds = window.popleft()
+                self._window_units -= old_amount
+                self._window_s -= old_seconds
+            if self._first_step is None or self.step <= self._first_step[1]:
+                self._first_step = (t, self.step)
+        elif isinstance(event, AttemptStarted):
+            self.world_size, self.total_steps, self.step = event.world_size, event.total_steps, event.start_step
+            self._first_step = None
+            self._window.clear()
+            self._window_units = self._window_s = 0.0
+
+    @property
+    def units_per_s(self) -> float | None:
+        """Units a second within the steps of the window."""
+        return self._window_units / self._window_s if self._window_s > 1e-9 else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean step time in the window."""
+        return self._window_s / len(self._window) if self._window and self._window_s > 1e-9 else None
+
+    @property
+    def mfu(self) -> float | None:
+        """MFU relative to the measured peak of all workers."""
+        return self.run_facts.compute_mfu(self.units_per_s, self.world_size)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to go at the pace of this attempt since its first step, with saves and evaluations. The first step
+        itself is left out: it warms up and compiles."""
+        if self._first_step is None or self.last_step_event is None:
+            return None
+        began, first = self._first_step
+        step_s = self.step_seconds if self.step == first else (self.last_step_event.time - began) / (self.step - first)
+        return None if step_s is None else max(0, self.total_steps - self.step) * step_s
+
 
 DRAW_INTERVAL_S = 0.25
 LOG_INTERVAL_S = 5.0
@@ -72,11 +163,12 @@ class LogProgressDisplay:
             now = self._clock()
             if now >= self._next_log_at or event.step == self._progress.total_steps:
                 self._next_log_at = now + self._interval_s
-                self._log_step(event)
+                self._last_logged_step = event.step
+                self._show_step(event)
             return
         last = self._progress.last_step_event
         if isinstance(event, RunEnded) and self._progress.step != self._last_logged_step and last is not None:
-            self._log_step(last)
+            self._show_step(last)
         if text := escape_control_chars(
             describe_event(event, self._progress.world_size, self._progress.step, self._progress.total_steps)
         ):
@@ -87,18 +179,25 @@ class LogProgressDisplay:
     def close(self) -> None:
         self._stream.flush()
 
-    def _log_step(self, event: StepDone) -> None:
+    def _show_step(self, event: StepDone) -> None:
+        self._write_line(event, "  ".join(self._format_step(event)))
+
+    def _format_step(self, event: StepDone) -> list[str]:
+        """The parts of a line about the newest step."""
         progress = self._progress
-        self._last_logged_step = progress.step
         width = len(str(progress.total_steps))
         parts = [f"step {progress.step:>{width}}/{progress.total_steps}", f"loss {formatting.format_loss(event.loss)}"]
-        if event.skip_reason:
-            parts.append("skipped")
-        parts += _format_step_numbers(event)
-        parts += _format_speed(progress)
+        parts += ["skipped"] if event.skip_reason else []
+        parts += [] if event.grad_norm is None else [f"grad {formatting.format_significant(event.grad_norm)}"]
+        parts.append(f"lr {event.lr:.2e}")
+        if progress.units_per_s is not None:
+            parts.append(formatting.format_rate(progress.units_per_s, progress.run_facts.unit))
+            parts.append(f"{formatting.format_duration(progress.step_seconds)}/step")
+        if progress.mfu is not None:
+            parts.append(f"MFU {formatting.format_percent(progress.mfu)} (measured peak)")
         if progress.step < progress.total_steps and progress.eta_s is not None:
             parts.append(f"ETA {formatting.format_duration(progress.eta_s)}")
-        self._write_line(event, "  ".join(parts))
+        return parts
 
     def _write_line(self, event: Event, text: str) -> None:
         stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
@@ -124,8 +223,8 @@ class EventFormatter(LogProgressDisplay):
         self._lines.append(text)
 
 
-class TerminalProgressDisplay:
-    """A few lines redrawn in place, at most every `interval_s` seconds. What should stay to be read is printed
+class TerminalProgressDisplay(LogProgressDisplay):
+    """A bar with the newest step, redrawn in place at most every `interval_s` seconds. Other events are printed
     above."""
 
     def __init__(
@@ -137,134 +236,36 @@ class TerminalProgressDisplay:
         interval_s: float = DRAW_INTERVAL_S,
         console: Console | None = None,
     ):
-        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TextColumn
 
-        self._clock, self._interval_s = clock, interval_s
-        self._progress = RunProgress(total_steps, facts)
+        super().__init__(stream, total_steps, facts, clock, interval_s)
         # No refresh thread: this display draws when events come, and only then. What is printed meanwhile is led above
-        # the lines, unless it goes to a file anyway.
-        self._live = Live(
+        # the bar, unless it goes to a file anyway.
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
             console=console or make_console(stream),
             auto_refresh=False,
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
-        self._next_draw_at = float("-inf")
-        self._closed = False
-
-    def show_event(self, event: Event) -> None:
-        if self._closed:
-            return
-        self._progress.add_event(event)
-        now = self._clock()
-        ended = isinstance(event, RunEnded)
-        if isinstance(event, AttemptStarted | Compiled | GradSyncSelected) or type(event) in _STYLE_BY_EVENT:
-            self._live.start()
-            if not isinstance(event, AttemptStarted) or event.attempt:
-                text = escape_control_chars(
-                    describe_event(event, self._progress.world_size, self._progress.step, self._progress.total_steps)
-                )
-                self._live.console.print(text, style=_STYLE_BY_EVENT.get(type(event)), markup=False, highlight=False)
-        elif not ended and now < self._next_draw_at:
-            return
-        self._next_draw_at = now + self._interval_s
-        self._live.start()
-        self._live.update(self.render_lines(ended), refresh=True)
-        if ended:
-            self.close()
+        self._task = self._bar.add_task(facts.name, total=max(1, total_steps), text="starting")
+        self._bar.start()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            if self._live.is_started:
-                self._live.update(self.render_lines(), refresh=True)
-            self._live.stop()
+        self._bar.refresh()
+        self._bar.stop()
 
-    def render_lines(self, ended: bool = False) -> RenderableType:
-        """The lines as they stand now. Always the same number of lines, so that nothing jumps."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
+    def _show_step(self, event: StepDone) -> None:
         progress = self._progress
-        done = progress.step >= progress.total_steps or ended
-        eta = (
-            ""
-            if done
-            else f"ETA {formatting.format_duration(progress.eta_s)}"
-            if progress.eta_s is not None
-            else "starting"
-        )
-        head = Table.grid(padding=(0, 2), expand=True)
-        for ratio in (None, 1, None, None):
-            head.add_column(ratio=ratio, no_wrap=True)
-        head.add_row(
-            Text(progress.run_facts.name, style="bold"),
-            ProgressBar(total=max(1, progress.total_steps), completed=progress.step),
-            f"step {progress.step:>{len(str(progress.total_steps))}}/{progress.total_steps}",
-            f"{eta:<16}",
-        )
-        first = (
-            [
-                f"loss {formatting.format_loss(progress.last_step_event.loss)}",
-                *_format_step_numbers(progress.last_step_event),
-            ]
-            if progress.last_step_event
-            else ["waiting for the first step"]
-        )
-        if progress.evaluation_under_way:
-            share = progress.evaluation_under_way.num_samples_done / progress.evaluation_under_way.num_samples
-            first.append(f"evaluating: {formatting.format_percent(share)}")
-        elif progress.last_evaluation:
-            best = ", best so far" if progress.last_evaluation.is_best else ""
-            first.append(
-                f"validation {formatting.format_loss(progress.last_evaluation.loss)} (step "
-                f"{progress.last_evaluation.step}{best})"
-            )
-        third = []
-        if progress.last_checkpoint:
-            third.append(
-                f"checkpoint at step {progress.last_checkpoint.step} "
-                f"({formatting.format_bytes(progress.last_checkpoint.size_bytes)})"
-            )
-        if progress.skipped_steps or progress.rollbacks:
-            third.append(
-                f"non-finite steps: {progress.skipped_steps} skipped, "
-                f"{formatting.format_plural(progress.rollbacks, 'rollback')}"
-            )
-        lines = [first, _format_speed(progress) or [""], third or ["no checkpoint yet"]]
-        rows = [Text("  " + "   ".join(line), no_wrap=True, overflow="ellipsis") for line in lines]
-        rows[2].stylize("dim")
-        return Group(head, *rows)
+        text = "  ".join(self._format_step(event))
+        self._bar.update(self._task, total=max(1, progress.total_steps), completed=progress.step, text=text)
+        self._bar.refresh()
 
-
-_STYLE_BY_EVENT: dict[type[Event], str] = {
-    HangDetected: "red",
-    StragglerDetected: "yellow",
-    WorkerFailure: "red",
-    NonFiniteStep: "yellow",
-    RunWarning: "yellow",
-    CheckpointRejected: "red",
-    CheckpointFailed: "red",
-}
-
-
-def _format_step_numbers(event: StepDone) -> list[str]:
-    norm = [] if event.grad_norm is None else [f"grad {formatting.format_significant(event.grad_norm)}"]
-    return [*norm, f"lr {event.lr:.2e}"]
-
-
-def _format_speed(progress: RunProgress) -> list[str]:
-    if progress.units_per_s is None:
-        return []
-    found = [
-        formatting.format_rate(progress.units_per_s, progress.run_facts.unit),
-        f"{formatting.format_duration(progress.step_seconds)}/step",
-    ]
-    if progress.mfu is not None:
-        found.append(f"MFU {formatting.format_percent(progress.mfu)} (measured peak)")
-    return found
+    def _write_line(self, event: Event, text: str) -> None:
+        style = "yellow" if isinstance(event, ALERT_EVENTS) else None
+        self._bar.console.print(text, style=style, markup=False, highlight=False)
 
 
 def make_console(stream: TextIO, **options: Any) -> Console:
@@ -284,3 +285,26 @@ def make_display(
     if console.is_dumb_terminal:
         return LogProgressDisplay(stream, total_steps, facts, clock)
     return TerminalProgressDisplay(stream, total_steps, facts, clock, console=console)
+
+
+class DeferredDisplay:
+    """A run's progress display where the facts that it shows are known only when training starts: lines before that."""
+
+    def __init__(self, run: Run, stream: TextIO):
+        self._run, self._stream = run, stream
+        self._display: ProgressDisplay = LogProgressDisplay(stream, 0, RunFacts(run.path.name))
+        self._has_started = False
+
+    def show_event(self, event: Event) -> None:
+        """Show one event; events come in the order of events.jsonl."""
+        if isinstance(event, AttemptStarted) and not self._has_started:
+            self._has_started = True
+            facts = read_run_facts(self._run) if self._run.resolved.is_file() else RunFacts(self._run.path.name)
+            self._display = make_display(self._stream, 0, facts)
+        self._display.show_event(event)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._display.close()

@@ -12,11 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from phalanx import formatting
-from phalanx.observe.history import RunHistory, as_float
-from phalanx.observe.metrics import smooth_series
+from phalanx.observe.history import RunHistory
 from phalanx.observe.summary import RunSummary
 from phalanx.run.event_types import NonFiniteStep
 
@@ -82,9 +79,9 @@ def recommend_for_grad_sync(summary: RunSummary, history: RunHistory) -> Recomme
         "grad-sync",
         f"gradient synchronization is {formatting.format_percent(share)} of the step on {summary.run_info.world_size} "
         f"workers",
-        f"raise the global batch{batch_text} and its learning rate with care, or use fewer workers with more threads "
-        f"each",
-        "batch.global_size",
+        f"raise the global batch{batch_text} and its learning rate with care, send fewer bytes "
+        "(compression: bf16 or int8, with determinism: off), or use fewer workers with more threads each",
+        "batch.global_size, grad_sync.compression",
         max_gain=share,
     )
 
@@ -114,22 +111,6 @@ def _round_up(steps: float) -> int:
     """To two leading digits, upwards: 1234 -> 1300."""
     power = 10 ** max(0, len(str(int(steps))) - 2)
     return int(-(-steps // power) * power)
-
-
-def recommend_for_optimizer(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """The update costs much against the gradient it applies."""
-    share = _step_share(summary, "optimizer")
-    if share < 0.20:
-        return None
-    batch = summary.run_info.global_batch
-    return Recommendation(
-        "optimizer-share",
-        f"the optimizer is {formatting.format_percent(share)} of the step",
-        f"its cost does not grow with the batch, so raise the global batch{f' from {batch}' if batch else ''}"
-        " (more samples for each update) and train fewer steps",
-        "batch.global_size",
-        max_gain=share / 2,
-    )
 
 
 def recommend_for_low_mfu(summary: RunSummary, history: RunHistory) -> Recommendation | None:
@@ -189,87 +170,6 @@ def recommend_for_precision(summary: RunSummary, history: RunHistory) -> Recomme
     )
 
 
-def recommend_for_idle_cores(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """Most of the processor was not asked to do anything."""
-    run_info = summary.run_info
-    if run_info.device != "cpu" or not run_info.physical_cores or not run_info.threads_per_worker:
-        return None
-    used = run_info.threads_per_worker * run_info.world_size / run_info.num_nodes
-    if used >= run_info.physical_cores * 0.5:
-        return None
-    return Recommendation(
-        "idle-cores",
-        f"{used:.0f} of the machine's {run_info.physical_cores} cores were used "
-        f"({formatting.format_plural(run_info.world_size, 'worker')} of "
-        f"{formatting.format_plural(run_info.threads_per_worker, 'thread')})",
-        "give each worker more threads, or start more workers with --nproc-per-node",
-        "num_threads",
-        max_gain=1 - used / run_info.physical_cores,
-    )
-
-
-def recommend_for_prediction_error(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """The prediction did not hold: something was not as it was measured before the run."""
-    speed = summary.speed
-    if not speed.predicted_step_s or not speed.step_median_s or summary.last_step < 5:
-        return None
-    factor = speed.step_median_s / speed.predicted_step_s
-    if factor < 1.3:
-        return None
-    return Recommendation(
-        "slower-than-predicted",
-        f"a step took {formatting.format_duration(speed.step_median_s)}, {factor:.1f}x the predicted"
-        f" {formatting.format_duration(speed.predicted_step_s)}",
-        "see whether something else used this machine; `phalanx profile` shows which part of the step is slow",
-        None,
-        max_gain=1 - 1 / factor,
-    )
-
-
-def recommend_for_uneven_steps(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """Some steps take far longer than most."""
-    speed = summary.speed
-    if (
-        not speed.step_p95_s
-        or not speed.step_median_s
-        or not speed.mean_per_s
-        or not speed.median_per_s
-        or summary.last_step < 40
-    ):
-        return None
-    lost_share = 1 - speed.mean_per_s / speed.median_per_s
-    if speed.step_p95_s < 1.5 * speed.step_median_s or lost_share < 0.05:
-        return None
-    return Recommendation(
-        "uneven-steps",
-        f"one step in twenty takes more than {formatting.format_duration(speed.step_p95_s)}, while half of "
-        f"them take less "
-        f"than"
-        f" {formatting.format_duration(speed.step_median_s)}",
-        "something disturbs the run from time to time: another program, a slow disk, or heat",
-        None,
-        max_gain=lost_share,
-    )
-
-
-def recommend_for_evaluation(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """Scoring takes a good part of the run."""
-    wall, evaluation_s = summary.durations.wall_s, summary.durations.evaluation_s
-    if wall <= 0 or evaluation_s / wall < 0.10 or summary.last_step < 5:
-        return None
-    if [event.step for event in history.evaluations] == [summary.last_step]:  # one, at the end
-        return None
-    every = summary.run_info.evaluation_interval_steps
-    return Recommendation(
-        "evaluation-share",
-        f"evaluating took {formatting.format_percent(evaluation_s / wall)} of the time",
-        f"evaluate more rarely{f' than every {every} steps' if every else ''}, or on fewer samples "
-        f"(evaluation.max_samples)",
-        "evaluation.every",
-        max_gain=evaluation_s / wall,
-    )
-
-
 def recommend_for_restarts(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """Work that was repeated, and time without work."""
     durations = summary.durations
@@ -313,88 +213,12 @@ def recommend_for_nonfinite(summary: RunSummary, history: RunHistory) -> Recomme
     )
 
 
-def recommend_for_bad_checkpoints(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """Files on disk were not what was written, or could not be written."""
-    checkpoints = summary.checkpoints
-    if not checkpoints.rejected and not checkpoints.failed:
-        return None
-    problems = [
-        f"{formatting.format_plural(len(checkpoints.failed), 'checkpoint')} could not be saved"
-        if checkpoints.failed
-        else "",
-        f"{formatting.format_plural(len(checkpoints.rejected), 'checkpoint')} did not pass verification"
-        if checkpoints.rejected
-        else "",
-    ]
-    first = (*checkpoints.failed, *checkpoints.rejected)[0]
-    keep_text = " (lower checkpoint.keep to need less space)" if checkpoints.failed else ""
-    return Recommendation(
-        "failed-checkpoints",
-        f"{' and '.join(filter(None, problems))} ({first})",
-        f"check the disk before a longer run{keep_text}",
-        "checkpoint.keep" if checkpoints.failed else None,
-        is_urgent=True,
-    )
-
-
-def recommend_longer_training(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """The run ended while the loss was still going down by more than its noise."""
-    loss = history.steps.loss[np.isfinite(history.steps.loss)]
-    if summary.status != "done" or len(loss) < 50:
-        return None
-    tenth = len(loss) // 10
-    before, after = loss[-2 * tenth : -tenth], loss[-tenth:]
-    decrease = float(before.mean() - after.mean())
-    noise = float(np.sqrt((before.var() + after.var()) / tenth))
-    if decrease < 3 * noise or decrease < 0.01 * abs(float(before.mean())):
-        return None
-    return Recommendation(
-        "train-longer",
-        f"the loss was still falling at the end, by {formatting.format_significant(decrease, 2)} over the last {tenth} "
-        f"steps",
-        f"train longer, for instance steps={2 * summary.last_step}; this run resumes from its last checkpoint",
-        "steps",
-    )
-
-
-def recommend_for_overfitting(summary: RunSummary, history: RunHistory) -> Recommendation | None:
-    """Validation loss rises while training loss keeps falling."""
-    evaluations = [(event.step, as_float(event.loss)) for event in history.evaluations]
-    evaluations = [(step, loss) for step, loss in evaluations if np.isfinite(loss)]
-    if len(evaluations) < 3:
-        return None
-    best_step, best = min(evaluations, key=lambda score: score[1])
-    later = [loss for step, loss in evaluations if step > best_step]
-    if len(later) < 2 or later[-1] < best * 1.02:
-        return None
-    trend = smooth_series(history.steps.loss, 0.1)
-    at_best = int(np.searchsorted(history.steps.step, best_step))
-    if at_best >= len(trend) or not trend[-1] < trend[at_best]:
-        return None
-    return Recommendation(
-        "overfitting",
-        f"validation loss rises while training loss falls since step {best_step}"
-        f" ({formatting.format_loss(best)} to {formatting.format_loss(later[-1])}): overfitting",
-        "use the best checkpoint, and next time more data, fewer steps, or more weight decay (optimizer.weight_decay)",
-        "steps",
-        max_gain=1 - best_step / max(best_step, summary.last_step),
-    )
-
-
 RECOMMENDATION_RULES: tuple[Callable[[RunSummary, RunHistory], Recommendation | None], ...] = (
     recommend_for_nonfinite,
-    recommend_for_bad_checkpoints,
     recommend_for_data_wait,
     recommend_for_grad_sync,
     recommend_for_checkpoint_stalls,
-    recommend_for_optimizer,
     recommend_for_low_mfu,
     recommend_for_precision,
-    recommend_for_idle_cores,
-    recommend_for_prediction_error,
-    recommend_for_uneven_steps,
-    recommend_for_evaluation,
     recommend_for_restarts,
-    recommend_for_overfitting,
-    recommend_longer_training,
 )

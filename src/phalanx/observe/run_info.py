@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from phalanx.errors import DataError, RecipeError
 from phalanx.observe.history import RunHistory
 from phalanx.recipe.schema import Recipe
-from phalanx.recipe.user_text import MAX_FILE_BYTES
+from phalanx.recipe.validation_errors import MAX_FILE_BYTES
 from phalanx.recipe.yaml_loader import parse_yaml
 from phalanx.run import Run
-from phalanx.run.small_files import is_number
+from phalanx.run.directory import is_number
 from phalanx.safe_files import read_text
 
 
@@ -50,7 +50,6 @@ class RunInfo:
     measured_matmul_tflops: dict[str, float]
     flops_rule: str | None
     checkpoint_interval_steps: int | None
-    evaluation_interval_steps: int | None
     auto_choices: tuple[tuple[str, str, str], ...]
     """What `auto` became: (key, value, why)."""
     versions: dict[str, str]
@@ -92,8 +91,11 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys: {"optimizer": {"lr": 1}} -> {"optimizer.lr": 1}."""
-    if not isinstance(value, Mapping) or not value:
+    """Nested mappings, and lists of mappings, as dotted keys: {"source": [{"text": "a"}]} -> {"source.0.text": "a"}.
+    An empty mapping has no key."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
         return {prefix: value} if prefix else {}
     return {
         key: value_
@@ -127,31 +129,30 @@ def read_run_info(
         run_path=str(run.path),
         model=str(session.get("model") or model.get("build", "?")),
         model_args=dict(_sub_mapping(model, "args")),
-        parameters=_int_or_none(plan.get("trainable_parameters")),
+        parameters=int_or_none(plan.get("trainable_parameters")),
         adapters=str(plan.get("adapters") or ""),
         task=task,
         data=str(session.get("data") or _describe_data(_sub_mapping(recipe, "data"), task, plan.get("data_summary"))),
-        global_batch=_int_or_none(batch.get("global_size")),
-        micro_batch=_int_or_none(batch.get("micro_size")),
+        global_batch=int_or_none(batch.get("global_size")),
+        micro_batch=int_or_none(batch.get("micro_size")),
         unit=unit,
-        units_per_sample=_int_or_none(plan.get("units_per_sample")) or 1,
+        units_per_sample=int_or_none(plan.get("units_per_sample")) or 1,
         optimizer=_describe_optimizer(optimizer, session.get("optimizer")),
         precision=str(recipe.get("precision", "?")),
         parallelism=_describe_parallelism(recipe.get("parallelism")),
         world_size=last_attempt.world_size if last_attempt else 1,
         num_nodes=history.num_nodes,
-        threads_per_worker=_int_or_none(num_threads) or _int_or_none(cluster.get("threads_per_worker")),
+        threads_per_worker=int_or_none(num_threads) or int_or_none(cluster.get("threads_per_worker")),
         device=(last_attempt.device if last_attempt else "") or str(cluster.get("device", "")),
         device_name=str(cluster.get("device_name") or ""),
-        physical_cores=_int_or_none(cluster.get("physical_cores")),
+        physical_cores=int_or_none(cluster.get("physical_cores")),
         measured_matmul_tflops={
             k: float(v)
             for k, v in _sub_mapping(cluster, "measured_matmul_tflops").items()
             if isinstance(v, int | float)
         },
         flops_rule=plan.get("flops_rule"),
-        checkpoint_interval_steps=_int_or_none(_sub_mapping(recipe, "checkpoint").get("every")),
-        evaluation_interval_steps=_int_or_none(_sub_mapping(recipe, "evaluation").get("every")),
+        checkpoint_interval_steps=int_or_none(_sub_mapping(recipe, "checkpoint").get("every")),
         auto_choices=tuple(
             (str(item.get("key", "?")), _shown(item.get("value", "?")), str(item.get("reason", "")))
             for item in plan.get("auto_choices") or ()
@@ -182,7 +183,8 @@ def _sub_mapping(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _int_or_none(value: Any) -> int | None:
+def int_or_none(value: Any) -> int | None:
+    """A number as a whole one; None for anything else."""
     return int(value) if is_number(value) else None
 
 

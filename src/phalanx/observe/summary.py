@@ -19,17 +19,26 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.formatting import format_plural
 from phalanx.observe import metrics
-from phalanx.observe.durations import RunDurations, split_work, summarize_durations
+from phalanx.observe.energy_cost import (
+    CostSummary,
+    EnergySummary,
+    read_run_prices,
+    summarize_cost,
+    summarize_energy,
+)
 from phalanx.observe.event_messages import describe_straggler
-from phalanx.observe.goodput import DeviceTime, compute_device_time
-from phalanx.observe.google_goodput import ettr_to_json, google_goodput_to_json
-from phalanx.observe.history import RunHistory, StepTable, as_float
-from phalanx.observe.prediction_error import PredictionError, largest_prediction_error
-from phalanx.observe.run_cost import CostSummary, read_run_prices, summarize_cost
-from phalanx.observe.run_energy import EnergySummary, summarize_energy
-from phalanx.observe.run_info import RunInfo, read_run_info, recipe_and_losses
-from phalanx.observe.run_power import PowerSummary, summarize_power
+from phalanx.observe.goodput import (
+    ETTR_DEFINITION,
+    DeviceTime,
+    RunDurations,
+    compute_device_time,
+    split_work,
+    summarize_durations,
+)
+from phalanx.observe.history import AttemptRecord, RunHistory, StepTable, as_float
+from phalanx.observe.run_info import RunInfo, int_or_none, read_run_info, recipe_and_losses
 from phalanx.run import Run
+from phalanx.run.directory import drop_malformed
 from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
@@ -39,7 +48,6 @@ from phalanx.run.event_types import (
     StragglerDetected,
     WorkerFailure,
 )
-from phalanx.run.small_files import drop_malformed
 
 RUN_OUTCOMES = ("done", "interrupted", "failed")
 """What result.json may say of how a run ended."""
@@ -79,7 +87,7 @@ class SpeedSummary:
     predicted_step_s: float | None = None
     calibrated_step_s: float | None = None
     """From what `phalanx calibrate` measured; `predicted_step_s` is from trials of this very model."""
-    largest_error: PredictionError | None = None
+    largest_error: metrics.PredictionError | None = None
     """The part of a step with the largest prediction error."""
     model_flops_per_s: float | None = None
     """FLOP/s of the model's forward and backward."""
@@ -93,32 +101,15 @@ class SpeedSummary:
 
 
 @dataclass(frozen=True)
-class AttemptSummary:
-    """One attempt, in short."""
-
-    number: int
-    world_size: int
-    start_step: int
-    started_at: float | None
-    duration_s: float
-    num_steps: int
-    wasted_steps: int
-    wasted_s: float
-    end_status: str | None
-
-
-@dataclass(frozen=True)
 class CheckpointSummary:
     """Checkpoints. `total_stall_s`: seconds for which training waited for all of them, in `step_stall_s` within steps
-    that count and in the rest for saves after the last step of an attempt; `total_write_s`: seconds of writing."""
+    that count and in the rest for saves after the last step of an attempt."""
 
     count: int = 0
     last_bytes: int | None = None
     """Size of the newest checkpoint."""
     total_stall_s: float = 0.0
     step_stall_s: float = 0.0
-    longest_stall_s: float = 0.0
-    total_write_s: float = 0.0
     last_step: int | None = None
     rejected: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
@@ -142,7 +133,7 @@ class RunSummary:
     """Mean seconds of a step by part; they sum to the mean step."""
     durations: RunDurations
     device_time: DeviceTime
-    attempts: tuple[AttemptSummary, ...]
+    attempts: tuple[AttemptRecord, ...]
     num_restarts: int
     wasted_steps: int
     skipped_steps: int
@@ -155,7 +146,6 @@ class RunSummary:
     energy: EnergySummary | None
     cost: CostSummary | None
     """None without prices: PHALANX_CLUSTER was not set."""
-    power: PowerSummary | None
     digest: str | None
     lost: tuple[str, ...] = ()
     """What of the run is missing or damaged, so that this is not all."""
@@ -172,8 +162,7 @@ class RunSummary:
                 **asdict(self),
                 "breakdown_shares": self.breakdown_shares,
                 "goodput": self.device_time.goodput_share,
-                "google_goodput": google_goodput_to_json(self.device_time),
-                "ettr": ettr_to_json(self.durations),
+                "ettr": {"value": self.durations.ettr, "definition": ETTR_DEFINITION},
             }
         )
         assert isinstance(strict, dict)
@@ -200,7 +189,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
         run_info=run_info,
         status=status,
         last_step=last_step,
-        planned_steps=history.planned_steps or _int_or_none(recipe.get("steps")),
+        planned_steps=history.planned_steps or int_or_none(recipe.get("steps")),
         started_at=history.first_event_at,
         last_event_at=history.last_event_at,
         num_units=num_units,
@@ -209,20 +198,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
         breakdown_s=metrics.mean_breakdown(steps),
         durations=summarize_durations(history),
         device_time=device_time,
-        attempts=tuple(
-            AttemptSummary(
-                number=attempt.number,
-                world_size=attempt.world_size,
-                start_step=attempt.start_step,
-                started_at=attempt.started_at,
-                duration_s=attempt.last_event_at - attempt.started_at,
-                num_steps=attempt.num_steps,
-                wasted_steps=attempt.wasted_steps,
-                wasted_s=attempt.wasted_s,
-                end_status=attempt.end_status,
-            )
-            for attempt in history.attempts
-        ),
+        attempts=history.attempts,
         num_restarts=history.num_restarts,
         wasted_steps=sum(attempt.wasted_steps for attempt in history.attempts),
         skipped_steps=int(np.nansum(steps.skipped)),
@@ -244,7 +220,6 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
             energy is not None and energy.energy_j_per_step is not None,
             num_units,
         ),
-        power=summarize_power(run, history),
         digest=str(result["digest"]) if is_finished and result.get("digest") else None,
         lost=tuple(lost),
     )
@@ -264,7 +239,7 @@ def _read(run: Run, path: Path, expected: bool, lost: list[str]) -> dict[str, An
 
 def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[str]) -> tuple[str, int]:
     """Return how the run ended, and its last step: from its result where events that it implies are lost."""
-    status, steps = result.get("status"), _int_or_none(result.get("steps"))
+    status, steps = result.get("status"), int_or_none(result.get("steps"))
     if history.num_unreadable_lines:
         damaged = format_plural(history.num_unreadable_lines, "line")
         lost.append(f"{run.events}: {damaged} cannot be read; what is shown leaves them out")
@@ -315,8 +290,10 @@ def _summarize_speed(
     throughput = metrics.compute_throughput(steps)
     median = throughput.median_per_s if throughput else None
     seconds = steps.step_s[np.isfinite(steps.step_s)]
-    matmul = metrics.measured_matmul_flops(cluster, run_info.precision, run_info.world_size)
-    sheet = metrics.data_sheet_flops(cluster, run_info.precision, run_info.world_size, history.num_nodes)
+    world_size = history.mean_world_size
+    model_flops_per_s = metrics.model_flops_per_s(plan, median)
+    matmul = metrics.measured_matmul_flops(cluster, run_info.precision, world_size)
+    sheet = metrics.data_sheet_flops(cluster, run_info.precision, world_size, history.mean_num_nodes)
     return SpeedSummary(
         unit=run_info.unit,
         median_per_s=median,
@@ -325,14 +302,14 @@ def _summarize_speed(
         step_p95_s=float(np.quantile(seconds, 0.95)) if len(seconds) else None,
         predicted_step_s=_positive_or_none((plan or {}).get("predicted_step_s")),
         calibrated_step_s=_positive_or_none((plan or {}).get("calibrated_step_s")),
-        largest_error=largest_prediction_error(steps, plan),
-        model_flops_per_s=metrics.model_flops_per_s(plan, median),
+        largest_error=metrics.largest_prediction_error(steps, plan),
+        model_flops_per_s=model_flops_per_s,
         flops_rule=(plan or {}).get("flops_rule"),
         matmul_flops_per_s=matmul,
-        mfu_measured=metrics.compute_mfu(plan, median, matmul),
+        mfu_measured=metrics.compute_mfu(model_flops_per_s, matmul),
         data_sheet_flops_per_s=sheet,
         data_sheet_source=(cluster or {}).get("data_sheet_source"),
-        mfu_data_sheet=metrics.compute_mfu(plan, median, sheet),
+        mfu_data_sheet=metrics.compute_mfu(model_flops_per_s, sheet),
     )
 
 
@@ -343,16 +320,10 @@ def _summarize_checkpoints(history: RunHistory) -> CheckpointSummary:
         last_bytes=events[-1].size_bytes if events else None,
         total_stall_s=work.checkpoint_stall_s,
         step_stall_s=work.step_stall_s,
-        longest_stall_s=max((event.stall_s for event in events), default=0.0),
-        total_write_s=sum(event.duration_s for event in events),
         last_step=events[-1].step if events else None,
         rejected=tuple(f"{each.path}/{each.file}: {each.reason}" for each in history.of(CheckpointRejected)),
         failed=tuple(f"step {event.step}: {event.reason}" for event in history.of(CheckpointFailed)),
     )
-
-
-def _int_or_none(value: Any) -> int | None:
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _to_strict_json(value: Any) -> Any:

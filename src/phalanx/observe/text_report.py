@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from phalanx import formatting
-from phalanx.observe.energy_text import describe_cost, describe_energy, describe_power
+from phalanx.observe.energy_cost import JOULES_PER_KWH, CostSummary, EnergySummary
 from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_info import RunInfo
-from phalanx.observe.summary import RunSummary
+from phalanx.observe.summary import RUN_OUTCOMES, RunSummary
 from phalanx.text_table import Column, format_facts, format_table
 
 PAGE_WIDTH = 100
@@ -138,23 +138,9 @@ def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def describe_noise_scale(samples: float, batch: int | None) -> str:
-    """The gradient noise scale, and how far the global batch may grow by it."""
-    scale = f"gradient noise scale about {formatting.format_plural(_round_to_two_digits(samples), 'sample')}"
-    if batch is None:
-        return scale
-    if samples > 2 * batch:
-        times = float(f"{samples / batch:.2g}")
-        return (
-            f"{scale}; batch.global_size is {batch}: it can grow to about {_round_to_two_digits(samples)} ({times:g} x)"
-        )
-    if samples > batch / 2:
-        return f"{scale}; batch.global_size is {batch}: at the limit of efficient scaling"
-    return f"{scale}; batch.global_size is {batch}: a smaller one would need few more steps"
-
-
-def _round_to_two_digits(samples: float) -> int:
-    """To two digits: it is an estimate."""
-    return max(1, int(float(f"{samples:.2g}")))
+    """The gradient noise scale, up to which the global batch may grow; to two digits, as it is an estimate."""
+    scale = f"gradient noise scale about {formatting.format_plural(max(1, int(float(f'{samples:.2g}'))), 'sample')}"
+    return scale if batch is None else f"{scale}; batch.global_size is {batch}, and can efficiently grow to about that"
 
 
 def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
@@ -170,22 +156,17 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         f"{formatting.format_duration(speed.step_median_s)} (median; 95% within "
         f"{formatting.format_duration(speed.step_p95_s)})"
     )
-    if speed.predicted_step_s and speed.step_median_s:
-        relative_error = speed.step_median_s / speed.predicted_step_s - 1
-        step += f"; predicted {formatting.format_duration(speed.predicted_step_s)}, {_format_error(relative_error)}"
-    if speed.calibrated_step_s and speed.step_median_s:
-        relative_error = speed.step_median_s / speed.calibrated_step_s - 1
-        step += (
-            f"; predicted from the calibration {formatting.format_duration(speed.calibrated_step_s)}, "
-            f"{_format_error(relative_error)}"
-        )
+    predicted_s = speed.predicted_step_s or speed.calibrated_step_s
+    if predicted_s and speed.step_median_s:
+        error = _format_error(speed.step_median_s / predicted_s - 1)
+        step += f"; predicted {formatting.format_duration(predicted_s)}, {error}"
     facts = [("speed", speed_text), ("step", step)]
-    if (speed.predicted_step_s or speed.calibrated_step_s) and (largest_error := speed.largest_error) is not None:
+    if predicted_s and (largest_error := speed.largest_error) is not None:
         parts = (
             f"{formatting.format_duration(largest_error.predicted_s)} predicted, "
             f"{formatting.format_duration(largest_error.measured_s)} measured"
         )
-        facts.append(("largest error", f"{largest_error.component}: {parts}; {largest_error.reason}"))
+        facts.append(("largest error", f"{largest_error.component}: {parts}"))
     computed = f" ({formatting.format_flops(speed.model_flops_per_s)} of {{}})"
     measured, sheet = formatting.format_percent(speed.mfu_measured), formatting.format_percent(speed.mfu_data_sheet)
     if speed.mfu_measured is not None:
@@ -198,16 +179,45 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         source = f", {speed.data_sheet_source}" if speed.data_sheet_source else ""
         sheet += computed.format(f"{formatting.format_flops(speed.data_sheet_flops_per_s)}{source}")
     facts += [("MFU (measured peak)", measured), ("MFU (data-sheet peak)", sheet)]
-    if (energy := summary.energy) is not None:
-        energy_text = describe_energy(energy, speed.unit)
-        facts.append(("energy", energy_text))
+    if summary.energy is not None:
+        facts.append(("energy", describe_energy(summary.energy, speed.unit)))
     if summary.cost is not None and (cost_text := describe_cost(summary.cost, speed.unit)):
         facts.append(("cost", cost_text))
-    if summary.power is not None:
-        facts += describe_power(summary.power, speed.unit)
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
     return facts
+
+
+def describe_energy(energy: EnergySummary, unit: str) -> str:
+    """How much energy, of what, for each token and step, and at the end."""
+    parts = []
+    if energy.num_devices:
+        parts.append(f"{_format_kwh(energy.device_j)} by {formatting.format_plural(energy.num_devices, 'GPU')}")
+    parts.append(f"{_format_kwh(energy.cpu_j)} by CPUs{' (estimate)' if energy.cpu_is_estimate else ''}")
+    text = parts[0] if len(parts) == 1 else f"{_format_kwh(energy.energy_j)}: {', '.join(parts)}"
+    rates = [
+        f"{formatting.format_significant(joules)} J per {name}"
+        for joules, name in ((energy.energy_j_per_unit, unit.removesuffix("s")), (energy.energy_j_per_step, "step"))
+        if joules is not None
+    ]
+    at_end = [] if energy.energy_j_at_end is None else [f"{_format_kwh(energy.energy_j_at_end)} at the last step"]
+    return "; ".join(part for part in (text, ", ".join(rates), *at_end) if part)
+
+
+def describe_cost(cost: CostSummary, unit: str) -> str:
+    """Energy at the building, carbon and money: of the run, and for a million tokens."""
+
+    def join(site_kwh: float | None, carbon_kg: float | None, money: float | None, pue: str = "") -> str:
+        values = ((site_kwh, f"kWh{pue}"), (carbon_kg, "kg CO2e"), (money, cost.currency))
+        return ", ".join(f"{formatting.format_significant(each)} {name}" for each, name in values if each is not None)
+
+    whole = join(cost.site_kwh, cost.carbon_kg, cost.cost, f" at the building (PUE {cost.pue:.4g})")
+    share = join(cost.site_kwh_per_million, cost.carbon_kg_per_million, cost.cost_per_million)
+    return f"{whole}; {share} per million {unit}" if share else whole
+
+
+def _format_kwh(joules: float) -> str:
+    return f"{formatting.format_significant(joules / JOULES_PER_KWH)} kWh"
 
 
 def _format_error(share: float) -> str:
@@ -232,24 +242,27 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     total = formatting.format_duration(durations.wall_s)
     total += f", {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
     total += f"; not counted: paused for {formatting.format_duration(durations.paused_s)}" if durations.paused_s else ""
-    parts = [_format_parts([each], 0.0) for each in named if each[1] > 0.0005 * durations.wall_s]
-    within = _format_parts((("resolving auto", durations.resolving_s),), 0.05)
-    if within and (tried := _format_parts((("tracing", durations.trace_s), ("trials", durations.trials_s)), 0.05)):
-        within += f": {tried}"
-    compiling = _format_parts((("compiling", durations.compilation_s),), 0.05)
-    within = "; ".join(filter(None, (within, compiling)))
-    parts = [f"{part} ({within})" if within and part.startswith("startup") else part for part in parts]
+    within = [("resolving auto", durations.resolving_s), ("compiling", durations.compilation_s)]
+    within_text = ", ".join(_format_part(*each) for each in within if each[1] >= 0.05)
+    parts = [
+        _format_part(name, seconds) + (f" ({within_text})" if name == "startup" and within_text else "")
+        for name, seconds in named
+        if seconds > 0.0005 * durations.wall_s
+    ]
     facts = [
         ("wall time", total),
         ("breakdown", ", ".join(parts)),
         (summary.run_info.unit, formatting.format_count(summary.num_units)),
     ]
+    steps, planned = summary.last_step, summary.planned_steps
+    if summary.status not in RUN_OUTCOMES and steps and planned:
+        left_s = max(0, planned - steps) * durations.wall_s / steps
+        facts.append(("time left", f"{formatting.format_duration(left_s)} at the pace so far"))
     return facts + goodput_rows(summary.device_time)
 
 
-def _format_parts(parts: Iterable[tuple[str, float]], min_s: float) -> str:
-    """Name and duration of those that took at least `min_s` seconds."""
-    return ", ".join(f"{name} {formatting.format_duration(seconds)}" for name, seconds in parts if seconds >= min_s)
+def _format_part(name: str, seconds: float) -> str:
+    return f"{name} {formatting.format_duration(seconds)}"
 
 
 def goodput_rows(device_time: DeviceTime) -> list[tuple[str, str]]:
@@ -277,19 +290,14 @@ def goodput_rows(device_time: DeviceTime) -> list[tuple[str, str]]:
 
 def describe_failure_cost(failure_cost: FailureCost) -> str:
     """A fault and what it cost."""
-    parts = [
+    parts = (
         ("wasted", failure_cost.wasted_s),
         ("unavailable", failure_cost.unavailable_s),
         ("restart", failure_cost.startup_s),
-    ]
-    breakdown_text = ", ".join(
-        f"{name} {formatting.format_duration(seconds)}" for name, seconds in parts if seconds > 0
     )
-    detection_text = f"; detected after {formatting.format_duration(failure_cost.detection_s)}"
-    return (
-        f"{failure_cost.description}: {formatting.format_duration(failure_cost.total_s)} device time "
-        f"({breakdown_text}){detection_text}"
-    )
+    breakdown_text = ", ".join(_format_part(*part) for part in parts)
+    total, detection = map(formatting.format_duration, (failure_cost.total_s, failure_cost.detection_s))
+    return f"{failure_cost.description}: {total} device time ({breakdown_text}); detected after {detection}"
 
 
 def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
@@ -308,9 +316,7 @@ def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
             f"{checkpoints.count} saved, the last at step {checkpoints.last_step} "
             f"({formatting.format_bytes(checkpoints.last_bytes)})"
         )
-        after_s = checkpoints.total_stall_s - checkpoints.step_stall_s
-        after_text = f", {formatting.format_duration(after_s)} of it after the last step" if after_s else ""
-        checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total{after_text}"
+        checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total"
     nonfinite_text = ", ".join(f"{what} {count}x" for what, count in summary.nonfinite_actions.items()) or "none"
     facts = [("restarts", restarts), ("non-finite steps", nonfinite_text), ("checkpoints", checkpoint_text)]
     facts += [("save failed", text) for text in checkpoints.failed]

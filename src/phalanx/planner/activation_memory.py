@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.planner.model_profile import Affine, AttentionOp, ModelSegment, SavedActivations
+from phalanx.planner.pipeline import StageSegments
 from phalanx.planner.scenario import Scenario
-from phalanx.planner.stages import StageSegments
 from phalanx.planner.state_memory import (
     HALF_OR_LOWER_PRECISIONS,
     ParameterCounts,

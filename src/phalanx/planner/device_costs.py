@@ -4,15 +4,22 @@ Costs come in layers, and each prediction says which it used: the data sheet wit
 fitted to measurements of that hardware (`fitted`), or what was measured on this very machine (`measured`, see
 `measured_costs.py`). Here are the first two. All functions take numbers or NumPy arrays, of one shape, and return
 seconds.
+
+Fitted constants belong to (hardware, software stack), never to a model or a run: data/stacks.yaml.
+docs/explanation/planner.md lists them all, and a test counts them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.resources import files
 from typing import Any, Literal
 
 import numpy as np
+from ruamel.yaml import YAML
 
 from phalanx.cluster.spec import AcceleratorSpec, MatmulCurve
 from phalanx.planner.model_profile import AttentionOp
+from phalanx.planner.scenario import SoftwareStack
 
 CostSource = Literal["sheet", "fitted", "measured"]
 LOG_ERROR_STD_BY_SOURCE: dict[CostSource, float] = {"sheet": 0.13, "fitted": 0.10, "measured": 0.07}
@@ -31,6 +38,9 @@ SMALL_KERNEL_S = 4e-6
 FUSED_ATTENTION_EFFICIENCY = {"forward": 0.62, "backward": 0.50}
 """Share of the peak rate that fused attention reaches: FlashAttention-2 on A100 0.73 and 0.63 at best (Dao 2023), with
 causal masks and shorter sequences less; FlashAttention-3 on H100 0.75 at best (Shah et al. 2024)."""
+PHALANX_STACK = "phalanx"
+UNKNOWN_GENERATION = "other"
+"""Generation of hardware about which nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +174,50 @@ def _unfused_attention_seconds(device: DeviceCosts, op: AttentionOp, samples: An
 def memory_op_seconds(device: DeviceCosts, moved_bytes: Any, launches: Any) -> Any:
     """Seconds of memory-bound operations that move `moved_bytes` bytes in `launches` kernel launches."""
     return launches * device.small_kernel_s + moved_bytes / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)
+
+
+@cache
+def load_stack_data() -> dict[str, Any]:
+    """The file: generations, precisions, stacks."""
+    text = (files("phalanx.planner") / "data/stacks.yaml").read_text("utf-8")
+    found: dict[str, Any] = YAML(typ="safe").load(text)
+    return found
+
+
+def generation_of(device: AcceleratorSpec) -> dict[str, Any]:
+    """Return `products` and `flash` of stacks.yaml for an accelerator's generation, or typical ones."""
+    kinds: dict[str, Any] = load_stack_data()["generations"]
+    values: dict[str, Any] = kinds.get(device.generation) or kinds[UNKNOWN_GENERATION]
+    return values
+
+
+def stack_by_name(name: str) -> SoftwareStack:
+    """The stack of that name. KeyError: there is none."""
+    values = load_stack_data()["stacks"][name]
+    values = {**load_stack_data()["stacks"].get(values.get("like"), {}), **values}
+    names = {each.name for each in fields(SoftwareStack)}
+    return SoftwareStack(name=name, **{key: value for key, value in values.items() if key in names})
+
+
+def phalanx_stack(device: AcceleratorSpec, devices: int) -> SoftwareStack:
+    """Return the stack of Phalanx: on one device as measured on this generation of accelerators, else as is usual for
+    torch. On a CPU launches are part of operations, and nothing else was found in a step
+    (docs/benchmarks/loop_overhead.md).
+    """
+    name = f"{PHALANX_STACK}-{device.generation}" if devices == 1 else PHALANX_STACK
+    stack = replace(stack_by_name(name if name in load_stack_data()["stacks"] else PHALANX_STACK), name=PHALANX_STACK)
+    return replace(stack, launch_s=0.0, step_overhead_s=0.0) if device.generation == "cpu" else stack
+
+
+def device_costs_for_stack(accelerator: AcceleratorSpec, precision: str, stack_used: SoftwareStack) -> DeviceCosts:
+    """What an accelerator does under a stack. KeyError naming the precision when it has no such arithmetic."""
+    plain, generation = device_costs(accelerator, precision), generation_of(accelerator)
+    gemm_efficiency = generation["products"] * load_stack_data()["precisions"].get(precision, 1.0)
+    curve = plain.matmul_curve.model_copy(update={"efficiency": plain.matmul_curve.efficiency * gemm_efficiency})
+    flash = None
+    if generation["flash"] and stack_used.attention_speed:
+        forward, backward = (min(1.0, share * stack_used.attention_speed) for share in generation["flash"])
+        flash = (forward, backward)
+    return replace(
+        plain, matmul_curve=curve, attention_efficiency=flash, bandwidth=plain.bandwidth * stack_used.memory_op_speed
+    )

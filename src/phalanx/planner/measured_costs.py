@@ -1,9 +1,6 @@
-"""Costs that were measured on this machine (`phalanx calibrate`), interpolated. They are the third layer after data
-sheets and fitted curves. The operations of a step are summed: a CPU runs them one after the other.
-
-Products use the rate of the nearest measured products in log m, log n, log k, weighted by distance. Memory-bound
-operations use seconds against bytes, on logarithmic scales, of the same operation or else of a similar one. Each
-operation adds the overhead of Python and autograd.
+"""Costs that were measured on this machine (`phalanx calibrate`), interpolated: products by the rates of the nearest in
+log m, log n, log k; memory-bound operations by seconds against bytes of the same or a similar operation. The
+operations of a step are summed, since a CPU runs one after the other, each with the overhead of Python and autograd.
 """
 
 import math
@@ -20,6 +17,7 @@ NUM_NEIGHBORS, DISTANCE_EXPONENT = 6, 3.0
 """Measured products that count for another, and how fast their weight falls with distance."""
 SIMILAR_OP = {
     "neg": "clone",
+    "zeros": "clone",
     "sub": "add",
     "div": "mul",
     "rsqrt": "pow",
@@ -30,15 +28,13 @@ SIMILAR_OP = {
     "mean": "sum",
     "stack": "clone",
     "cat": "clone",
-    "ones_like": "zeros",
-    "zeros_like": "zeros",
-    "new_zeros": "zeros",
-    "ones": "zeros",
-    "arange": "zeros",
-    "nll_loss_backward": "zeros",
-    "slice_backward": "zeros",
-    "index": "embedding",
-    "gather": "embedding",
+    "ones_like": "clone",
+    "zeros_like": "clone",
+    "new_zeros": "clone",
+    "ones": "clone",
+    "arange": "clone",
+    "nll_loss_backward": "clone",
+    "slice_backward": "clone",
     "where": "mul",
     "native_dropout": "mul",
     "mul_": "mul_",
@@ -46,13 +42,13 @@ SIMILAR_OP = {
     "div_": "mul_",
     "copy_": "clone",
     "relu_": "relu",
+    "native_group_norm": "native_layer_norm",
     "nll_loss_forward": "sum",
     "max_pool2d_with_indices": "relu",
     "max_pool2d_with_indices_backward": "threshold_backward",
 }
-"""Operations that were not measured, and what they cost like. `clone` in a step copies what was turned around."""
+"""Operations that were not measured, and what they cost like."""
 DEFAULT_OP = "mul"
-TRANSPOSED_COPY_OP = "transposed"
 ADAMW_OP, GRAD_NORM_OP, SCALE_OP, ACCUMULATE_OP = "_fused_adamw_", "clip_norm", "mul_", "add_"
 EAGER_OVERHEAD_OP = "eager_op"
 ADAMW_BYTES_PER_PARAMETER = 28.0
@@ -113,7 +109,7 @@ class MeasuredCosts:
         points = sorted(
             (math.log(each.bytes), math.log(each.seconds))
             for each in self._measurements.collectives
-            if each.kind == "all_reduce" and each.ranks == ranks
+            if each.ranks == ranks
         )
         if not points:
             raise MissingMeasurementError(
@@ -185,11 +181,7 @@ class MeasuredCosts:
 
     def _memory_op_seconds(self, op: MemoryOp, shard: ShardSpec) -> float:
         num_bytes = op.unfused_bytes.evaluate(_to_number(shard.samples)) / _to_number(shard.tensor)
-        name = op.name
-        if name == "clone":
-            name = TRANSPOSED_COPY_OP
-        elif op.element_bytes == 8 and name == "mul":
-            name = "mul_complex"
+        name = "mul_complex" if op.element_bytes == 8 and op.name == "mul" else op.name
         precision = "bf16" if op.element_bytes == 2 else "fp32"
         return self.memory_op_seconds(name, precision, num_bytes) + self.overhead_s
 

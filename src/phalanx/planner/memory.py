@@ -1,14 +1,9 @@
-"""How much memory of a device a step needs, part by part, for any setup: the training state (state_memory.py),
-activations by the pipeline's order of work, what comes and goes at the fullest moment of backward, and what lies
-outside tensors.
+"""Predict how much memory of a device a step needs, part by part: the training state (state_memory.py), activations by
+the pipeline's order of work (activation_memory.py), what comes and goes at the fullest moment of backward, and what
+lies outside tensors.
 
-Activations: what backward needs of each segment was found by following the model (model_profile.py,
-activation_memory.py). A pipeline rank holds it for every micro-batch between its forward and its backward (Narayanan et
-al. 2021; Qi et al. 2023 for zero bubble, where the half that is put off keeps all of it). The fullest moment is looked
-for at each backward, in each segment from the last to the first.
-
-All quantities are bytes on one device. What is measured elsewhere comes under three names: `allocated` is what torch's
-`max_memory_allocated` counts, `reserved` `max_memory_reserved`, `total` what `nvidia-smi` shows for the process.
+All quantities are bytes on one device. `allocated` is what torch's `max_memory_allocated` counts, `reserved`
+`max_memory_reserved`, `total` what `nvidia-smi` shows for the process.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +13,8 @@ from typing import Literal
 from phalanx.cluster.spec import AcceleratorSpec
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.planner.activation_memory import LossMode, StageActivations, estimate_stage_activations
-from phalanx.planner.pipeline import PipelineOpKind, PipelineSchedule, rank_schedule
+from phalanx.planner.pipeline import PipelineOpKind, PipelineSchedule, StageSegments, rank_schedule, split_into_stages
 from phalanx.planner.scenario import Scenario
-from phalanx.planner.stages import StageSegments, split_into_stages
 from phalanx.planner.state_memory import (
     NO_OPTIMIZER_STATE,
     OptimizerState,

@@ -4,15 +4,12 @@ it fit, as text for the end of an error message. Predicted by memory.py; nothing
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.planner.memory import DEFAULT_OPTIONS, MemoryEstimate, TrainingOptions, estimate_memory, is_cpu
-from phalanx.planner.model_profile import AttentionOp
 from phalanx.planner.scenario import Scenario
 from phalanx.recipe.batch_scaling import list_divisors
 
-FitVerdict = Literal["yes", "probably", "hardly", "no"]
 MAX_DEVICE_FACTOR = 1024
 """How many times as many devices are thought of at most."""
 MEMORY_LABELS = {
@@ -50,16 +47,6 @@ class MemoryFit:
     def missing_bytes(self) -> float:
         """Bytes that the prediction is above the capacity; negative: that are left."""
         return self.memory.total - self.capacity_bytes
-
-    @property
-    def verdict(self) -> FitVerdict:
-        """Whether it fits, as sure as the prediction is."""
-        low, high = self.memory.interval()
-        if high <= self.capacity_bytes:
-            return "yes"
-        if self.missing_bytes <= 0:
-            return "probably"
-        return "hardly" if low <= self.capacity_bytes else "no"
 
     @property
     def description(self) -> str:
@@ -101,8 +88,6 @@ def suggest_memory_changes(
         _try_checkpointing,
         _try_state_dtypes,
         _try_sharding,
-        _try_tensor_parallel,
-        _try_pipeline_parallel,
         _try_offload,
         _try_more_devices,
     ):
@@ -159,19 +144,6 @@ def _try_sharding(scenario: Scenario, options: TrainingOptions) -> ChangeCandida
             )
 
 
-def _try_tensor_parallel(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
-    kv_heads = [op.num_kv_heads for each in scenario.profile.segments for op in each.ops if isinstance(op, AttentionOp)]
-    for ranks, changed in _double_from_replicas(scenario, "tensor"):
-        if kv_heads and ranks <= scenario.cluster.domain and all(count % ranks == 0 for count in kv_heads):
-            yield f"parallelism.tensor={ranks} {_format_data_parallel(changed)}", changed, options
-
-
-def _try_pipeline_parallel(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
-    for ranks, changed in _double_from_replicas(scenario, "pipeline"):
-        if ranks <= scenario.profile.num_blocks and changed.num_micro_batches >= ranks:
-            yield f"parallelism.pipeline={ranks} {_format_data_parallel(changed)}", changed, options
-
-
 def _try_offload(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
     if not options.offload and options.optimizer in ("adamw", "sgd") and not is_cpu(scenario.cluster.node.accelerator):
         yield "optimizer.offload=true", scenario, replace(options, offload=True)
@@ -206,21 +178,6 @@ def _combine_changes(scenario: Scenario, options: TrainingOptions, capacity_byte
     return change
 
 
-def _double_from_replicas(scenario: Scenario, dimension: str) -> Iterator[tuple[int, Scenario]]:
-    """Twice as many ranks in a dimension, and so on, on the same devices: what divides the batch gets fewer."""
-    parallelism = scenario.parallelism
-    ranks, replicate, shard = getattr(parallelism, dimension), parallelism.replicate, parallelism.shard
-    while replicate % 2 == 0 or shard % 2 == 0:
-        replicate, shard = (replicate // 2, shard) if replicate % 2 == 0 else (replicate, shard // 2)
-        ranks *= 2
-        update = {dimension: ranks, "replicate": replicate, "shard": shard}
-        if parallelism.expert > shard * parallelism.context or (
-            dimension == "pipeline" and parallelism.layers_per_stage
-        ):
-            return
-        yield ranks, replace(scenario, parallelism=parallelism.model_copy(update=update))
-
-
 def _with_sharding(scenario: Scenario, shard: int, replicate: int) -> Scenario:
     parallelism = scenario.parallelism.model_copy(update={"shard": shard, "replicate": replicate})
     return replace(scenario, parallelism=parallelism, zero_level=3)
@@ -229,11 +186,6 @@ def _with_sharding(scenario: Scenario, shard: int, replicate: int) -> Scenario:
 def _format_sharding(scenario: Scenario, shard: int, replicate: int) -> str:
     same = replicate == scenario.parallelism.replicate
     return f"parallelism.shard={shard}" + ("" if same else f" parallelism.replicate={replicate}")
-
-
-def _format_data_parallel(scenario: Scenario) -> str:
-    parallelism = scenario.parallelism
-    return f"parallelism.replicate={parallelism.replicate} parallelism.shard={parallelism.shard}"
 
 
 def _format_change(change: RecipeChange) -> str:

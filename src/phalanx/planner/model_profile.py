@@ -1,15 +1,12 @@
-"""What one step asks of a machine, as values: operations with their shapes, the communication that dividing a model
-adds, weights, and what backward needs kept. No torch here: `tracing.py` fills it in, costs and memory read it.
+"""What one step asks of a machine, as values: operations with their shapes, communication, weights, and what backward
+needs kept. `trace/` fills it in, costs and memory read it; no torch here.
 
-A quantity that grows with the samples of a micro-batch is a `Affine`: `fixed + each x samples`. Context parallelism
-cuts
-a sample into parts, so `samples` may be a fraction. What tensor parallelism divides is marked, not divided: one profile
-serves every layout, micro-batch and way of recomputing.
+What tensor parallelism divides is marked, not divided: one profile serves every layout, micro-batch and checkpointing.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 PassDirection = Literal["forward", "backward"]
 TpSplitDim = Literal["m", "n", "k", "count", ""]
@@ -84,10 +81,8 @@ class MemoryOp:
     fused_bytes: Affine
     launches: bool
     tp_sharded: bool = False
-    shape: tuple[int, ...] = ()
-    """Shape of its largest tensor, for one sample."""
     element_bytes: int = 4
-    """Bytes of an element of that tensor."""
+    """Bytes of an element of its largest tensor."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +199,6 @@ class ModelProfile:
     units_per_sample: int
     tied_elements: int = 0
     """Elements of weights that are used in more than one segment; counted once, in the first."""
-    metadata: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def element_bytes(self) -> int:
@@ -224,53 +218,6 @@ class ModelProfile:
     def flops(self, phase: PassDirection | None = None) -> float:
         """FLOPs of the products and attention of one sample, without recomputation; causal attention counts half."""
         return sum(each.repeats * op_flops(op) for each in self.segments for op in each.ops if _in_pass(op, phase))
-
-
-OP_TYPES_BY_NAME: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Gemm, AttentionOp, MemoryOp, TensorAllReduce, ExpertAllToAll)
-}
-
-
-def profile_to_json(profile: ModelProfile) -> dict[str, Any]:
-    """A profile as JSON values."""
-    value = asdict(profile)
-    for segment, plain in zip(profile.segments, value["segments"], strict=True):
-        for operation, fields in zip(segment.ops, plain["ops"], strict=True):
-            fields["is"] = type(operation).__name__
-    return value
-
-
-def profile_from_json(value: dict[str, Any]) -> ModelProfile:
-    """What `profile_to_json` made."""
-    segments = [
-        ModelSegment(
-            **{
-                **{name: _field_from_json(each) for name, each in plain.items()},
-                "ops": tuple(_op_from_json(each) for each in plain["ops"]),
-                "weights": SegmentWeights(**plain["weights"]),
-            }
-        )
-        for plain in value["segments"]
-    ]
-    return ModelProfile(tuple(segments), value["units_per_sample"], value["tied_elements"], value["metadata"])
-
-
-def _op_from_json(value: dict[str, Any]) -> ProfiledOp:
-    found: ProfiledOp = OP_TYPES_BY_NAME[value["is"]](
-        **{name: _field_from_json(each) for name, each in value.items() if name != "is"}
-    )
-    return found
-
-
-def _field_from_json(value: Any) -> Any:
-    """A field: sizes, what is kept, tuples of either, and plain values."""
-    if isinstance(value, list | tuple):
-        return tuple(_field_from_json(each) for each in value)
-    if isinstance(value, dict) and set(value) == {"fixed", "per_sample"}:
-        return Affine(**value)
-    if isinstance(value, dict) and set(value) == {"tp_sharded", "replicated"} and isinstance(value["replicated"], dict):
-        return SavedActivations(Affine(**value["tp_sharded"]), Affine(**value["replicated"]))
-    return value
 
 
 def op_flops(operation: ProfiledOp, samples: float = 1.0) -> float:

@@ -1,9 +1,5 @@
 """Choose a layout: all that are valid for a model, a number of devices and a batch, estimated at once in NumPy, the
 best of them simulated.
-
-Estimate and simulation are one function of `step_time.py`; the estimate takes a closed form for how long a pipeline is,
-the simulation goes through its events. The estimate serves to leave out what cannot win; the order of the best is that
-of the simulation.
 """
 
 import math

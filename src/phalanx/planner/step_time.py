@@ -14,7 +14,7 @@ from phalanx.planner.layouts import CHECKPOINTING_MODES, PIPELINE_SCHEDULES, Lay
 from phalanx.planner.measured_costs import MeasuredCosts
 from phalanx.planner.model_profile import ModelSegment, PassDirection
 from phalanx.planner.moe import PASS_DIRECTIONS
-from phalanx.planner.pipeline import StageTime, pipeline_seconds
+from phalanx.planner.pipeline import StageSegments, StageTime, pipeline_seconds, split_into_stages, split_profile
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.segment_costs import (
     ArrayLike,
@@ -25,8 +25,8 @@ from phalanx.planner.segment_costs import (
     segment_pass_time,
     segment_work,
 )
-from phalanx.planner.stages import StageSegments, split_into_stages, split_profile
 from phalanx.planner.state_memory import shard_elements
+from phalanx.text_table import Column, format_table
 
 OVERLAP_SLOWDOWN = 0.15
 """Slowdown of compute during communication: 19 % on average on A100, H100, MI250 and MI210 (arXiv 2507.03114), 13 % in
@@ -35,6 +35,24 @@ UPDATE_BYTES_PER_PARAMETER = {"adamw": 30.0, "lamb": 34.0, "sgd": 20.0, "lars": 
 """Bytes that an update moves for each parameter: AdamW reads gradient, master weight and two moments, writes three of
 them and the weight in 16 bits; lamb and lars read weights and updates once more for their norms. Muon's products are
 not in it."""
+BREAKDOWN_LABELS = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory_bound": "memory-bound operations",
+    "recomputation": "recomputation",
+    "tp_all_reduce": "all-reduce over tensor ranks",
+    "cp_all_gather_kv": "all-gather of keys and values",
+    "ep_all_to_all": "all-to-all of tokens to experts",
+    "fsdp_exposed": "exposed FSDP communication",
+    "kernel_launch": "kernel launch",
+    "pipeline_bubble": "pipeline bubble",
+    "grad_sync": "gradient synchronization",
+    "optimizer": "optimizer",
+    "data_wait": "waiting for data",
+    "checkpoint_stall": "checkpoints, divided over the steps",
+    "other": "other, once a step",
+}
+"""Labels of the parts of a step, in the order in which they are printed."""
 
 
 @dataclass(frozen=True)
@@ -396,3 +414,21 @@ def exposed_seconds(comm_s: ArrayLike, compute_s: ArrayLike, max_overlap: float)
 def update_seconds(optimizer: str, device: DeviceCosts, num_weights: ArrayLike) -> ArrayLike:
     """Seconds of an optimizer step on `num_weights` weights."""
     return num_weights * UPDATE_BYTES_PER_PARAMETER[optimizer] / (device.bandwidth * 0.8)
+
+
+def format_breakdown(step_breakdown: StepBreakdown, width: int = 40) -> str:
+    """The parts of a step as bars; they sum to the step."""
+    rows = []
+    for name, words in BREAKDOWN_LABELS.items():
+        seconds = getattr(step_breakdown, name)
+        share = seconds / step_breakdown.total
+        if share > 0.0005:
+            rows.append((words, format_seconds(seconds), f"{share:.1%}", "#" * round(width * share)))
+    rows.append(("a step", format_seconds(step_breakdown.total), "100.0%", ""))
+    columns = [Column(min_width=42), Column(is_number=True), Column(is_number=True), Column()]
+    return "\n".join(format_table(columns, rows, indent=2))
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with as many digits as a forecast deserves."""
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"

@@ -11,16 +11,12 @@ from phalanx.lazy_exports import make_getattr
 if TYPE_CHECKING:
     from phalanx.recipe.batch_scaling import describe_batch_scaling, describe_kept_batch, scale_batch_with_workers
     from phalanx.recipe.checks import check_recipe, num_workers_for
-    from phalanx.recipe.device_checks import check_device
+    from phalanx.recipe.devices import check_device
     from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
-    from phalanx.recipe.dump import dump_recipe
     from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object
-    from phalanx.recipe.load import LoadedRecipe, load_recipe, load_resolved_recipe
-    from phalanx.recipe.reference import render_recipe_reference
-    from phalanx.recipe.resolved import ResolvedRecipe
-    from phalanx.recipe.schema import Recipe
+    from phalanx.recipe.load import LoadedRecipe, dump_recipe, expand_recipe, load_recipe, load_resolved_recipe
+    from phalanx.recipe.schema import Recipe, ResolvedRecipe
     from phalanx.recipe.schema_keys import can_be_auto, json_schema
-    from phalanx.recipe.variables import expand_recipe
 
 __all__ = [
     "LoadedRecipe",
@@ -44,7 +40,6 @@ __all__ = [
     "load_recipe",
     "load_resolved_recipe",
     "num_workers_for",
-    "render_recipe_reference",
     "scale_batch_with_workers",
 ]
 
@@ -54,15 +49,11 @@ if not TYPE_CHECKING:
         {
             "batch_scaling": ("describe_batch_scaling", "describe_kept_batch", "scale_batch_with_workers"),
             "checks": ("check_recipe", "num_workers_for"),
-            "device_checks": ("check_device",),
+            "devices": ("check_device",),
             "diff": ("RecipeDifference", "diff_recipes", "incompatible_changes", "is_free_on_resume"),
-            "dump": ("dump_recipe",),
             "imports": ("describe_exception", "huggingface_directory", "import_object"),
             "schema_keys": ("can_be_auto", "json_schema"),
-            "load": ("LoadedRecipe", "load_recipe", "load_resolved_recipe"),
-            "reference": ("render_recipe_reference",),
-            "resolved": ("ResolvedRecipe",),
-            "schema": ("Recipe",),
-            "variables": ("expand_recipe",),
+            "load": ("LoadedRecipe", "dump_recipe", "expand_recipe", "load_recipe", "load_resolved_recipe"),
+            "schema": ("Recipe", "ResolvedRecipe"),
         },
     )

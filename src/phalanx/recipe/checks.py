@@ -6,8 +6,7 @@ from pathlib import Path
 from phalanx.errors import RecipeError
 from phalanx.recipe.batch_scaling import scale_batch_with_workers
 from phalanx.recipe.data_schema import SOURCE_KINDS, DataConfig, DataSource, EvaluationConfig
-from phalanx.recipe.device_checks import find_device_problems
-from phalanx.recipe.field_types import MOST_SAMPLES
+from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX
 from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
@@ -96,7 +95,7 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         elif not (folder / path).exists():
             noun = "checkpoint or run" if path == recipe.init_from else "directory"
             yield "init_from", f"there is no {noun} at {folder / path}"
-    yield from find_device_problems(recipe, num_workers or 1)
+    yield from find_device_problems(recipe)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
     num_groups = num_workers
@@ -113,13 +112,7 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         )
     if num_workers is not None and num_groups is not None:
         samples = scale_batch_with_workers(recipe, num_workers).batch.global_size
-        if samples > MOST_SAMPLES:
-            yield (
-                "batch.global_size",
-                f"{samples:,} samples of {num_workers:,} workers, expected at most {MOST_SAMPLES:,} in all",
-            )
-        else:
-            yield from find_batch_problems(samples, recipe.batch.micro_size, num_groups)
+        yield from find_batch_problems(samples, recipe.batch.micro_size, num_groups)
 
 
 def _promised(recipe: Recipe) -> str:

@@ -1,18 +1,15 @@
 """The part of a recipe that says what to train and to evaluate on: sources, tokenizer, sequence length."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from phalanx.recipe.field_types import (
-    LARGEST_SIDE,
-    LARGEST_VOCABULARY,
-    LONGEST_SEQUENCE,
-    MAX_STEPS,
     NUMBER_NOT_BOOL,
     ConfigModel,
+    Count,
     Fraction,
-    Rate,
+    PositiveNumber,
     StepCount,
 )
 
@@ -20,9 +17,8 @@ SOURCE_KINDS = ("text", "jsonl", "parquet", "idx", "images", "prepared")
 PYTHON_STDLIB_GLOB = "${python.stdlib}/**/*.py"
 INSTALLED_PACKAGES_GLOBS = ["**/site-packages/**", "**/dist-packages/**"]
 """Installed packages are below the standard library, but differ between machines."""
-MIXTURE_ORDER = 2
-"""Version of the order in which runs mix sources that begin now. A run keeps the one that it began with."""
-Side = Annotated[int, Field(gt=0, le=LARGEST_SIDE), NUMBER_NOT_BOOL]
+MAX_BPE_TOKENS = 10**7
+"""The library that trains a tokenizer allocates for as many at its start, and aborts the process where that fails."""
 
 
 class IdxFiles(ConfigModel):
@@ -51,8 +47,8 @@ class DataSource(ConfigModel):
     text_field: str = "text"
     """Name of the text field in JSON-lines and Parquet files."""
     exclude: str | list[str] = Field(default_factory=list, description="Glob(s) of files to leave out.")
-    image_size: tuple[Side, Side] | None = Field(None, description="Height and width for image folders.")
-    weight: Rate = 1.0
+    image_size: tuple[Count, Count] | None = Field(None, description="Height and width for image folders.")
+    weight: PositiveNumber = 1.0
     """Share of the samples that comes from this source, relative to the weights of the others."""
 
     @model_validator(mode="after")
@@ -68,7 +64,7 @@ class BpeTokenizerConfig(ConfigModel):
 
     model_config = ConfigDict(title="BPE tokenizer")
 
-    bpe: Annotated[int, Field(ge=257, le=LARGEST_VOCABULARY), NUMBER_NOT_BOOL]
+    bpe: Annotated[int, Field(ge=257, le=MAX_BPE_TOKENS), NUMBER_NOT_BOOL]
     """Number of tokens of the vocabulary."""
 
 
@@ -84,7 +80,7 @@ class DataConfig(ConfigModel):
     tokenizer: str | BpeTokenizerConfig = Field(
         "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path or directory."
     )
-    seq_len: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), NUMBER_NOT_BOOL] = 256
+    seq_len: Count = 256
     """Tokens of one training sample."""
     document_masking: bool = False
     """Whether attention and targets stay within a document; false: they continue past its end."""
@@ -92,9 +88,15 @@ class DataConfig(ConfigModel):
     """How documents are put into samples. null: they follow one another, and are cut where a sample ends. `whole`: a
     document is cut only if it is longer than `seq_len`, and the rest of a sample is padded; validation shares no
     document with training."""
-    order: Annotated[int, Field(ge=1, le=MIXTURE_ORDER), NUMBER_NOT_BOOL] = 1
-    """Version of the order in which several sources are mixed. resolved.yaml has that of the run; in a recipe it
-    has no effect."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_retired_key(cls, values: Any) -> Any:
+        """Read recipes of earlier runs, which hold the version of the order in which sources are mixed. Data in another
+        order than today's have another fingerprint."""
+        if isinstance(values, dict) and values.get("order") in (1, 2):
+            return {name: value for name, value in values.items() if name != "order"}
+        return values
 
 
 class EvaluationConfig(ConfigModel):
@@ -107,9 +109,7 @@ class EvaluationConfig(ConfigModel):
     """Steps between two evaluations; null: never."""
     holdout_fraction: Fraction = 0.01
     """Fraction of the samples that is never trained on."""
-    max_samples: Annotated[int, Field(gt=0, le=MAX_STEPS), NUMBER_NOT_BOOL] = Field(
-        512, description="At most this many samples of the validation set are scored."
-    )
+    max_samples: Count = Field(512, description="At most this many samples of the validation set are scored.")
     source: DataSource | None = None
     """Separate validation data, instead of a fraction of the training data."""
 

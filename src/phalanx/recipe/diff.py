@@ -13,7 +13,6 @@ KEYS_FREE_ON_RESUME = (
     "steps",
     "checkpoint",
     "fault_tolerance",
-    "budget",
     "trackers",
     "callbacks",
     "evaluation.every",
@@ -82,8 +81,7 @@ def incompatible_changes(given_old: Recipe, resolved_old: Recipe, given_new: Rec
             result += _diff_values(resolved_value, difference.new_value, difference.key)
         else:
             result.append(difference)
-    # `data.order` is that of the run, whatever a recipe says.
-    return [each for each in result if not is_free_on_resume(each.key) and each.key != "data.order"]
+    return [each for each in result if not is_free_on_resume(each.key)]
 
 
 def _to_dict(recipe: Recipe) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base class of the recipe's parts, and types of their fields: numbers with limits, step counts, percentages."""
+"""The base class of the recipe's parts, and types of their fields: numbers, step counts, percentages."""
 
 import math
 import re
@@ -23,28 +23,12 @@ def _number(value: Any) -> Any:
 
 NUMBER_NOT_BOOL = BeforeValidator(_number)
 """Last in the annotation of each number that users write."""
-MAX_STEPS = 10**10
-"""Steps of a run: four months at a millisecond a step."""
-MOST_SAMPLES = 10**8
-"""Samples of a step. `MAX_STEPS` times this is below 2^63, in which positions are counted."""
-MOST_WORKERS = 10**6
-MOST_THREADS = 1024
-LONGEST_SEQUENCE = 1 << 24
-LARGEST_VOCABULARY = 10**7
-LARGEST_SIDE = 1 << 14
-"""Pixels of an image's height or width."""
-MAX_RANK_OR_MIB = 1 << 16
-"""Rank of a matrix, and MiB of a bucket."""
-MAX_RATE = 1e6
-"""Limit of rates and weights, which are usually near 1."""
 
-Count = Annotated[int, Field(gt=0, le=10**6), NUMBER_NOT_BOOL]
+Count = Annotated[int, Field(gt=0), NUMBER_NOT_BOOL]
 """A number of things."""
-Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES), NUMBER_NOT_BOOL]
-Ranks = Annotated[int, Field(gt=0, le=MOST_WORKERS), NUMBER_NOT_BOOL]
-Begin = Annotated[int, Field(ge=0, le=MAX_STEPS), NUMBER_NOT_BOOL]
+Begin = Annotated[int, Field(ge=0), NUMBER_NOT_BOOL]
 """A number of steps at the start of a run; may be 0."""
-Rate = Annotated[float, Field(gt=0, le=MAX_RATE), NUMBER_NOT_BOOL]
+PositiveNumber = Annotated[float, Field(gt=0), NUMBER_NOT_BOOL]
 Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL]
 
 
@@ -56,7 +40,7 @@ def _parse_steps(value: Any) -> Any:
 
 
 STEPS_REGEX = r"^\s*[0-9]+\s*(steps?)?\s*$"
-_Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
+_Steps = Annotated[int, Field(gt=0)]
 
 StepCount = Annotated[
     _Steps,

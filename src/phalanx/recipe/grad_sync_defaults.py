@@ -1,5 +1,4 @@
-"""What `auto` means for a recipe's gradient synchronization: among which methods it may choose, by what they cost, and
-the size of buckets."""
+"""What `auto` means for a recipe's gradient synchronization: the size of buckets, and the steps of the warm-up."""
 
 import math
 
@@ -20,16 +19,9 @@ DETERMINISTIC_SLOWDOWN_KEY, NONDETERMINISTIC_OP_KEY = "deterministic_cost", "non
 """Keys of what a trial finds: that part, and the operation without a deterministic kernel."""
 CHANGED_PARAMETERS_KEY = "parameters_changed_by_forward"
 """Key of the names of parameters to which its forwards write."""
-CHANGED_STATE_KEY, UNSAVED_STATE_KEY, GPU_ONLY_MODULES_KEY = (
-    "state_changed_by_forward",
-    "unsaved_state_changed_by_forward",
-    "gpu_only_modules",
-)
-"""Keys of what a trial says of a model: the state that its forwards change, what they change that no checkpoint holds,
-and the modules that several workers can run on GPUs only; each as a text, which is empty where there is none."""
-
-AUTO_COMPRESSIONS = ("all-reduce", "bf16", "int8")
-"""What `auto` knows: the most accurate first, each with fewer bytes than the one before."""
+CHANGED_STATE_KEY, GPU_ONLY_MODULES_KEY = "state_changed_by_forward", "gpu_only_modules"
+"""Keys of what a trial says of a model: the saved state that its forwards change, and the modules that several workers
+can run on GPUs only; each as a text, which is empty where there is none."""
 
 DEFAULT_WARMUP_STEPS = 100
 """Steps at the beginning of a run in which at least gradients travel whole."""
@@ -79,7 +71,7 @@ def bucket_size_bytes(grad_sync: GradSyncConfig) -> float:
 def overlaps_with_backward(recipe: Recipe, parallelism: Parallelism, device: str) -> bool:
     """Whether replicas reduce gradients during backward, bucket by bucket, rather than after it or by FSDP."""
     sharded = parallelism.shard * parallelism.context * parallelism.expert > 1
-    reduced_by_fsdp = sharded and (device != "cpu" or not reduces_hybrid_shards(recipe, parallelism, device))
+    reduced_by_fsdp = sharded and (device != "cpu" or not reduces_hybrid_shards(recipe))
     return parallelism.replicate > 1 and not (
         parallelism.pipeline > 1 or reduced_by_fsdp or recipe.local_sgd is not None
     )
@@ -96,40 +88,9 @@ def inter_node_bucket_mib(gradient_bytes: float, grad_sync: GradSyncConfig) -> f
     return min(DEFAULT_BUCKET_MIB, max(min_mib, round(gradient_bytes / BYTES_PER_MIB / MIN_BUCKETS_BETWEEN_NODES, 1)))
 
 
-def reduces_hybrid_shards(recipe: Recipe, parallelism: Parallelism, device: str) -> bool:
-    """Whether our reducer, and not FSDP, sums gradients over the replicas of a model that FSDP shards. A choice among
-    methods needs our reducer. On a GPU FSDP keeps the sum, since there it overlaps with backward, which our reducer
-    would not."""
+def reduces_hybrid_shards(recipe: Recipe) -> bool:
+    """Whether our reducer, and not FSDP, sums gradients over the replicas of a model that FSDP shards: where the recipe
+    wants another sum than FSDP's all-reduce."""
     if recipe.local_sgd is not None:
         return False
-    method = recipe.grad_sync.method
-    is_named = recipe.determinism == "elastic" or method not in ("auto", "all-reduce")
-    is_hybrid_only = (
-        1 < parallelism.replicate < parallelism.world == parallelism.replicate * parallelism.shard
-        and parallelism.expert == 1
-    )
-    return is_named or (method == "auto" and recipe.determinism == "off" and is_hybrid_only and device == "cpu")
-
-
-def is_chosen_while_training(recipe: Recipe) -> bool:
-    """Whether the recipe leaves it to `auto` to try lossy compression."""
-    return recipe.determinism == "off" and recipe.grad_sync.method == "auto" and recipe.local_sgd is None
-
-
-def auto_algorithms(recipe: Recipe, device: str) -> tuple[str, ...]:
-    """Return the methods that `auto` may choose among while training, the most accurate first. There is only one where
-    the recipe gives it, where `determinism` wants an order of addition that does not depend on time, where weights are
-    sent instead of gradients (local SGD), where FSDP sums over replicas, or where there is one replica. While the
-    parallelism is `auto`, all of these remain possible."""
-    method, parallelism = recipe.grad_sync.method, recipe.parallelism
-    if method != "auto":
-        return (method,)
-    fixed = not is_chosen_while_training(recipe)
-    if isinstance(parallelism, Parallelism):
-        sharded = parallelism.shard * parallelism.context * parallelism.expert > 1
-        reduced_by_fsdp = sharded and not reduces_hybrid_shards(recipe, parallelism, device)
-        fixed |= parallelism.replicate == 1 or parallelism.pipeline > 1 or reduced_by_fsdp
-    if fixed:
-        return AUTO_COMPRESSIONS[:1]
-    # int8 keeps what it could not send, but the loss scale of fp16 changes
-    return AUTO_COMPRESSIONS[:2] if recipe.precision == "fp16" else AUTO_COMPRESSIONS
+    return recipe.determinism == "elastic" or recipe.grad_sync.method not in ("auto", "all-reduce")

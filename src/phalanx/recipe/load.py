@@ -1,24 +1,73 @@
-"""From a recipe file and overrides to a checked `Recipe`. Reads one file, writes nothing, runs nothing."""
+"""From a recipe file and overrides to a checked `Recipe`, and back to YAML. Reads one file and runs nothing.
+
+Variables in its strings are `${python.stdlib}`, `${python.packages}`, `${env.NAME}` and `${recipe.dir}`.
+"""
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.recipe.overrides import apply_overrides
-from phalanx.recipe.resolved import ResolvedRecipe
-from phalanx.recipe.schema import Recipe
+from phalanx.recipe.schema import Recipe, ResolvedRecipe
 from phalanx.recipe.schema_keys import child_keys
 from phalanx.recipe.snapshot_paths import resolve_data_dir
-from phalanx.recipe.user_text import read_user_text
-from phalanx.recipe.validation_errors import describe_value, validate_value
-from phalanx.recipe.variables import collect_variables, expand_recipe, expand_variables
-from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, location_of_key, parse_yaml
+from phalanx.recipe.validation_errors import describe_value, read_user_text, validate_value
+from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
+
+_VARIABLE_REGEX = re.compile(r"\$\{([^{}$]*)\}")
+
+
+def collect_variables(recipe_dir: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that a recipe in `recipe_dir` may use. In a virtual environment the standard library is the base's,
+    and the installed packages are the environment's."""
+    return {
+        "python.stdlib": sysconfig.get_path("stdlib"),
+        "python.packages": sysconfig.get_path("purelib"),
+        "recipe.dir": str(recipe_dir),
+        **{f"env.{name}": value for name, value in environment.items()},
+    }
+
+
+def expand_variables(
+    value: Any, values: Mapping[str, str], location_of: Callable[[KeyPath], str], key: KeyPath = ()
+) -> Any:
+    """`value` with the variables in all its strings replaced. RecipeError: a variable that is not known."""
+    if isinstance(value, dict):
+        return {name: expand_variables(below, values, location_of, (*key, name)) for name, below in value.items()}
+    if isinstance(value, list):
+        return [expand_variables(below, values, location_of, (*key, index)) for index, below in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in values:
+            if name.startswith("env."):
+                reason = f"{name[4:] or 'it'} is not set in the environment"
+            else:
+                reason = "known are ${python.stdlib}, ${python.packages}, ${recipe.dir} and ${env.NAME}"
+            raise RecipeError(f"{location_of(key)}: {format_key(key)}: unknown variable {match[0]}; {reason}")
+        return values[name]
+
+    return _VARIABLE_REGEX.sub(replace, value)
+
+
+def expand_recipe(recipe: Recipe, recipe_dir: Path) -> Recipe:
+    """A recipe built in Python, or from defaults, with its variables replaced. `load_recipe` has done this already."""
+    plain = recipe.model_dump()
+    expanded_values = expand_variables(plain, collect_variables(recipe_dir), lambda _: "recipe")
+    return recipe if expanded_values == plain else Recipe.model_validate(expanded_values)
+
 
 logger = logging.getLogger(__name__)
 
@@ -111,3 +160,24 @@ def load_resolved_recipe(path: Path) -> ResolvedRecipe:
         raise RecipeError(
             f"{path}: is empty or cut short: it leaves {key} open; restore the file, or train in another --run"
         ) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """All keys in the order of the schema; only nulls that are the default are left out."""
+    return to_yaml(to_plain_values(recipe, lambda name, field: field.default is not None))
+
+
+def to_plain_values(value: Any, keeps_null: Callable[[str, FieldInfo], bool]) -> Any:
+    """Return models in nested containers as dicts. Of fields that are null, only those are kept that `keeps_null`
+    says."""
+    if isinstance(value, BaseModel):
+        value = {
+            name: below
+            for name, field in type(value).model_fields.items()
+            if (below := getattr(value, name)) is not None or keeps_null(name, field)
+        }
+    if isinstance(value, dict):
+        return {name: to_plain_values(below, keeps_null) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_values(below, keeps_null) for below in value]
+    return value

@@ -1,10 +1,21 @@
-"""Dotted overrides, `optimizer.lr=3e-4`: from the command line into the values of a recipe, before they are checked."""
+"""Dotted overrides, `optimizer.lr=3e-4`: from the command line into the values of a recipe, before they are checked;
+and into the text of a recipe, which keeps its comments."""
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import io
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.representer import RoundTripRepresenter
+
 from phalanx.errors import RecipeError, UsageError
-from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, parse_yaml
+from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, parse_yaml, to_yaml
 
 
 def apply_overrides(value: dict[str, Any], locations: SourceLocations, overrides: Sequence[str]) -> None:
@@ -69,3 +80,58 @@ def _record_location(locations: SourceLocations, key: KeyPath, label: str) -> No
         del locations[old]
     locations.empty_keys = [old for old in locations.empty_keys if old[: len(key)] != key]
     locations[key] = label
+
+
+class _NullRepresenter(RoundTripRepresenter):
+    """Writes null as `null`: a recipe must not have a key with nothing behind it."""
+
+    def represent_none(self, data: None) -> ScalarNode:
+        node: ScalarNode = self.represent_scalar("tag:yaml.org,2002:null", "null")
+        return node
+
+
+_NullRepresenter.add_representer(type(None), _NullRepresenter.represent_none)
+
+
+def rewrite_recipe(
+    text: str,
+    overrides: Sequence[str],
+    new_values: Mapping[str, Any],
+    comments: Mapping[str, str],
+    header: Sequence[str] = (),
+) -> str:
+    """`text` with `overrides` and `new_values` (dotted keys) applied. Above it stand the lines of `header` and the
+    comments on keys. RecipeError as `load_recipe` raises it for overrides that do not fit."""
+    old = parse_yaml(text, "")[0] or {}
+    new = copy.deepcopy(old)
+    apply_overrides(
+        new, SourceLocations(), [*overrides, *(f"{key}={json.dumps(value)}" for key, value in new_values.items())]
+    )
+    lines = [*header, *(f"{key}: {comment}" for key, comment in comments.items())]
+    title = "".join(f"{f'# {line}'.rstrip()}\n" for line in lines)
+    with contextlib.suppress(RecipeError, YAMLError):  # such as a text with aliases, of which one place changed
+        body = _edit_text(text, new)
+        if parse_yaml(body, "")[0] == new:
+            return title + body
+    return title + to_yaml(new)
+
+
+def _edit_text(text: str, new: dict[str, Any]) -> str:
+    """Replace the values of the text that differ from `new`. Comments within a replaced list are lost."""
+    yaml, out = YAML(), io.StringIO()
+    yaml.Representer = _NullRepresenter
+    yaml.preserve_quotes, yaml.width = True, 1 << 20
+    document = yaml.load(text)
+    _update(document if isinstance(document, CommentedMap) else (document := CommentedMap()), new)
+    yaml.dump(document, out)
+    return out.getvalue()
+
+
+def _update(node: CommentedMap, new: dict[str, Any]) -> None:
+    for key in [key for key in node if key not in new]:
+        del node[key]
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(node.get(key), CommentedMap):
+            _update(node[key], value)
+        elif key not in node or node[key] != value:
+            node[key] = value

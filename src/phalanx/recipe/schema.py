@@ -4,24 +4,19 @@ Unknown keys are refused. Every field has the default that DESIGN.md names; toge
 `auto` is resolved before training (`autoconfig/choices.py`); `Recipe` itself never measures anything.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from phalanx.recipe.data_schema import DataConfig, EvaluationConfig
 from phalanx.recipe.field_types import (
-    MAX_RANK_OR_MIB,
-    MAX_RATE,
-    MOST_THREADS,
     NUMBER_NOT_BOOL,
     Begin,
     ConfigModel,
     Count,
     Fraction,
     PercentText,
-    Ranks,
-    Rate,
-    Samples,
+    PositiveNumber,
     StepCount,
     check_finite,
 )
@@ -49,9 +44,9 @@ class LoraConfig(ConfigModel):
 
     model_config = ConfigDict(title="LoRA")
 
-    rank: Annotated[int, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = 8
+    rank: Count = 8
     """Rows of A and columns of B, for each layer."""
-    alpha: Rate = 16.0
+    alpha: PositiveNumber = 16.0
     """Scale of the adapter; it is divided by `rank`."""
     target_modules: str | list[str] | None = None
     """Names of linear layers or fused experts, or their last parts (`q_proj`); `*` matches one part. null: all in the
@@ -66,10 +61,10 @@ class BatchConfig(ConfigModel):
 
     model_config = ConfigDict(title="Batch")
 
-    global_size: Samples = 16
+    global_size: Count = 16
     """Samples of one optimizer step, over all workers. Changes the mathematics. `phalanx report` shows how far it can
     grow: the gradient noise scale."""
-    micro_size: Samples | Literal["auto"] = "auto"
+    micro_size: Count | Literal["auto"] = "auto"
     """Samples that one worker computes at once. Changes speed, memory and rounding only. `auto`: as many as fit, by
     prediction and a trial; if memory still runs out, the run resumes with fewer."""
     scale_with_workers: bool = False
@@ -90,7 +85,7 @@ class LrScheduleConfig(ConfigModel):
     drops at given times."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.1
     """Rate at the last step, as a fraction of `lr`. Not used by `step`, which ends where its milestones lead."""
-    power: Annotated[float, Field(gt=0, le=100), NUMBER_NOT_BOOL] = 0.5
+    power: PositiveNumber = 0.5
     """For `poly`: lr x (remaining fraction of the run)^power."""
     milestones: list[Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL]] = Field(
         [0.5, 0.75], description="For `step`: when the rate drops, as fractions of the run after warm-up."
@@ -107,7 +102,7 @@ class LrScalingConfig(ConfigModel):
 
     rule: Literal["linear", "sqrt"] = "linear"
     """`linear` is usual for sgd, `sqrt` for adamw and lamb."""
-    base_batch_size: Samples | None = None
+    base_batch_size: Count | None = None
     """Samples of a step that `lr` is meant for. null: batch.global_size, if that is for each worker."""
     warmup_steps: Begin = 200
     """Steps over which the rate rises from `lr` to that of the batch, in addition to the schedule's own warm-up."""
@@ -121,14 +116,14 @@ class OptimizerConfig(ConfigModel):
     name: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"
     """Which optimizer. For large batches, `lars` replaces `sgd` and `lamb` replaces `adamw`. `muon` trains the matrices
     of linear layers and experts; embeddings, the output layer and vectors use `adamw`."""
-    lr: Rate = 1e-3
+    lr: PositiveNumber = 1e-3
     """Peak learning rate. For `lars` it is usually 1 to 30."""
-    weight_decay: Annotated[float, Field(ge=0, le=MAX_RATE), NUMBER_NOT_BOOL] = 0.1
+    weight_decay: Annotated[float, Field(ge=0), NUMBER_NOT_BOOL] = 0.1
     """Weight decay, independent of the gradient."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of adamw's and lamb's first and second moment."""
     momentum: Fraction = Field(0.9, description="Momentum of sgd, muon and lars.")
-    max_grad_norm: Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL] | None = 1.0
+    max_grad_norm: PositiveNumber | None = 1.0
     """Gradient clipping: limit on the norm of the whole gradient; null: no limit."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of adamw's moments: 8, 4 or about 2 bytes for each parameter. `int8` quantizes in blocks. `bf16` and
@@ -147,17 +142,17 @@ class Parallelism(ConfigModel):
 
     model_config = ConfigDict(title="Parallelism")
 
-    replicate: Ranks = 1
+    replicate: Count = 1
     """Whole copies of the model, each with its part of the batch."""
-    shard: Ranks = 1
+    shard: Count = 1
     """Ranks over which parameters are sharded."""
-    tensor: Ranks = 1
+    tensor: Count = 1
     """Ranks over which matrices are split."""
-    pipeline: Ranks = 1
+    pipeline: Count = 1
     """Stages of layers."""
-    context: Ranks = 1
+    context: Count = 1
     """Ranks over which a sequence is split."""
-    expert: Ranks = 1
+    expert: Count = 1
     """Ranks over which experts are split; reuses shard x context."""
     async_tp: bool = False
     """Asynchronous tensor parallelism: ranks compute half of a product while the other half is sent. Faster where
@@ -194,16 +189,7 @@ class MemoryConfig(ConfigModel):
     without a bias. `auto`: where the logits of a micro-batch would take more than 256 MB in fp32."""
 
 
-GradSyncAlgorithm = Literal[
-    "auto",
-    "all-reduce",
-    "ring",
-    "binomial-tree",
-    "recursive-halving",
-    "parameter-server",
-    "sharded-parameter-server",
-    "hierarchical",
-]
+FixedGradSyncAlgorithm = Literal["all-reduce", "binomial-tree", "parameter-server"]
 GradCompression = Literal["none", "bf16", "int8", "powersgd"]
 LocalSgdMethod = Literal["average", "diloco"]
 
@@ -213,16 +199,15 @@ class GradSyncConfig(ConfigModel):
 
     model_config = ConfigDict(title="Gradient synchronization")
 
-    algorithm: GradSyncAlgorithm = "auto"
-    """How gradients are added. `auto` is all-reduce, or the fixed tree of `determinism: elastic`; under `determinism:
-    off` it tries all-reduce, bf16 and int8 while training and takes the best."""
+    algorithm: Literal["auto", FixedGradSyncAlgorithm] = "auto"
+    """How gradients are added. `auto` is all-reduce, or the fixed tree of `determinism: elastic`."""
     compression: GradCompression = "none"
     """Format in which gradients are sent. `bf16`, `int8` and `powersgd` send fewer bytes, need `determinism: off`, and
     work with `algorithm: auto` or `all-reduce`."""
-    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = "auto"
+    bucket_mib: Literal["auto"] | PositiveNumber = "auto"
     """Bucket size: MiB of gradients that replicas send together. `auto`: 25; between nodes at most a 12th of the
     gradients, but at least 1. `phalanx plan` writes the best size for the cluster's network."""
-    powersgd_rank: Annotated[int, Field(gt=0, le=MAX_RANK_OR_MIB), NUMBER_NOT_BOOL] = 4
+    powersgd_rank: Count = 4
     """Columns of the two matrices in which `powersgd` sends a gradient: more are more accurate, and more bytes."""
     warmup_steps: Begin | Literal["auto"] = "auto"
     """`powersgd`: first steps of a run, in which gradients are sent uncompressed. `auto`: 100."""
@@ -238,7 +223,7 @@ class OuterOptimizerConfig(ConfigModel):
 
     model_config = ConfigDict(title="Outer optimizer")
 
-    lr: Rate = 0.7
+    lr: PositiveNumber = 0.7
     """Learning rate of outer steps. 1 without momentum would be plain averaging."""
     momentum: Fraction = 0.9
     """Nesterov momentum of outer steps; 0 for none."""
@@ -273,9 +258,8 @@ class CheckpointConfig(ConfigModel):
 
     model_config = ConfigDict(title="Checkpoint")
 
-    every: StepCount | Literal["auto"] | None = 50
-    """Save every N steps; null saves at the end only. `auto` measures the cost of a save while training, and chooses
-    the best interval for the failure rate (Young 1974, Daly 2006)."""
+    every: StepCount | None = 50
+    """Save every N steps; null saves at the end only."""
     keep: Count = 3
     """Number of newest checkpoints to keep; the best by validation loss is kept in addition."""
     in_memory_every: StepCount | PercentText | None = "1%"
@@ -293,29 +277,11 @@ class FaultToleranceConfig(ConfigModel):
 
     max_restarts: Count = 3
     """Failed attempts in a row without progress before the run is given up."""
-    hang_timeout_s: Annotated[float, Field(gt=0, le=1e7), NUMBER_NOT_BOOL] = 600.0
+    hang_timeout_s: PositiveNumber = 600.0
     """Seconds without a heartbeat after which workers that seem to hang are restarted. A hang is reported much earlier;
     a worker that is stopped while others are not is restarted sooner."""
-
-
-class BudgetConfig(ConfigModel):
-    """What a run may use, in all attempts. A run that is predicted to need more does not start; one that needs more
-    saves at 100% and ends with exit code 78. A larger budget resumes it."""
-
-    model_config = ConfigDict(title="Budget")
-
-    device_hours: Rate | None = None
-    """Hours times workers, from the first start to the end."""
-    kwh: Rate | None = None
-    """Energy of GPUs and CPUs as measured, times the PUE of PHALANX_CLUSTER's prices (1 without)."""
-    cost: Rate | None = None
-    """Money, by the prices of PHALANX_CLUSTER: of device-hours, else of energy."""
-
-    @model_validator(mode="after")
-    def _check_limits(self) -> Self:
-        if self.device_hours is self.kwh is self.cost is None:
-            raise ValueError("limits nothing; expected device_hours, kwh or cost, or budget: null")
-        return self
+    rejoin_after_s: PositiveNumber = 600.0
+    """With `--nodes MIN:MAX`: seconds after which a node that has joined takes part, if no checkpoint comes before."""
 
 
 class Recipe(ConfigModel):
@@ -335,15 +301,15 @@ class Recipe(ConfigModel):
     steps: StepCount = 300
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
-    """Device type: `cuda` is a GPU of NVIDIA or AMD (ROCm), `xpu` one of Intel (docs/reference/devices.md). `auto`:
-    GPUs if torch finds any, else the CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device type: `cuda` is a GPU of NVIDIA or AMD (ROCm), see docs/reference/devices.md. `auto`: GPUs if torch finds
+    any, else the CPU."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
     """Number format of matrix products and convolutions; norms, losses, parameters and sums of gradients are fp32. It
     is the same computation under every parallelism. `auto` measures whether fp32 or bf16 is faster here; a CPU without
     instructions for bf16 takes fp32. `tf32` is fp32
-    with products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with fp8 in the linear layers of blocks that are
-    measured to be faster with it; it needs an NVIDIA GPU of compute capability 8.9 or later."""
+    with products of 10 bits on NVIDIA's tensor cores. `fp8` is bf16 with fp8 in the linear layers of blocks with
+    more than 4,096 inputs or 1,024 outputs; it needs an NVIDIA GPU of compute capability 8.9 or later."""
     parallelism: Parallelism | Literal["auto"] = "auto"
     """How the workers divide the work."""
     memory: MemoryConfig = MemoryConfig()
@@ -361,16 +327,65 @@ class Recipe(ConfigModel):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
-    budget: BudgetConfig | None = Field(None, description="Limits on what the run uses. null: none.")
     trackers: list[TrackerName] = Field(
         default_factory=list,
         description="Experiment trackers that get the run while it trains: tensorboard, wandb, mlflow, trackio.",
     )
     callbacks: list[str] = Field(default_factory=list, description="`module:Class` of callbacks.")
-    num_threads: Annotated[int, Field(gt=0, le=MOST_THREADS), NUMBER_NOT_BOOL] | Literal["auto"] = Field(
+    num_threads: Count | Literal["auto"] = Field(
         "auto",
         description="CPU threads of each worker. `auto`: OMP_NUM_THREADS if it is set, else the cores divided by the "
         "workers, or fewer where a trial on a CPU is within 3% with fewer.",
     )
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER_NOT_BOOL] = 0
     """Seed of the initial weights, the order of data and all random numbers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_retired_key(cls, values: Any) -> Any:
+        """Read recipes in checkpoints of earlier versions, which hold `budget: null`."""
+        if isinstance(values, dict) and "budget" in values and values["budget"] is None:
+            return {name: value for name, value in values.items() if name != "budget"}
+        return values
+
+
+class ResolvedBatch(BatchConfig):
+    """`micro_size` is known."""
+
+    micro_size: Annotated[int, Field(gt=0)]
+
+
+class ResolvedMemory(MemoryConfig):
+    """What is traded for memory is chosen."""
+
+    activation_checkpointing: Literal["none", "selective", "full"]
+    chunked_loss: bool
+
+
+class ResolvedGradSync(GradSyncConfig):
+    """Algorithm, bucket size and warm-up are known."""
+
+    algorithm: FixedGradSyncAlgorithm
+    bucket_mib: Annotated[float, Field(gt=0)]
+    warmup_steps: Annotated[int, Field(ge=0)]
+
+
+class ResolvedLocalSgd(LocalSgdConfig):
+    """The warm-up is known."""
+
+    warmup_steps: Annotated[int, Field(ge=0)]
+
+
+class ResolvedRecipe(Recipe):
+    """A recipe without `auto`."""
+
+    batch: ResolvedBatch
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    parallelism: Parallelism
+    memory: ResolvedMemory
+    compile: bool | Literal["cuda-graphs"]
+    determinism: Literal["fixed-world", "elastic", "off"]
+    grad_sync: ResolvedGradSync
+    local_sgd: ResolvedLocalSgd | None = None
+    num_threads: Annotated[int, Field(gt=0)]

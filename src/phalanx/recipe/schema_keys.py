@@ -172,11 +172,6 @@ def describe_variant(schema: JsonSchema) -> str:
             return "any value"
 
 
-def _has_untitled_items(schema: JsonSchema) -> bool:
-    """Whether the name of what is in a list is only that of a class."""
-    return any(one.get("title", "").endswith("Entry") for one in iterate_variants(schema.get("items", {})))
-
-
 def _describe_range(schema: JsonSchema) -> str:
     minimum, exclusive_minimum = schema.get("minimum"), schema.get("exclusiveMinimum")
     maximum, exclusive_maximum = schema.get("maximum"), schema.get("exclusiveMaximum")

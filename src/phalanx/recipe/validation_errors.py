@@ -1,4 +1,4 @@
-"""Describe what is wrong with a file that users write: turn pydantic's errors into one line for each problem.
+"""Read a file that users write, and describe what is wrong with it: one line for each of pydantic's problems.
 
 `FILE:LINE: key: what was found, what was expected`. pydantic reports every branch of a union; here a problem is
 reported once.
@@ -7,12 +7,13 @@ reported once.
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from phalanx.errors import RecipeError
+from phalanx.errors import DataError, RecipeError, is_storage_error
 from phalanx.recipe.schema_keys import (
     ModelClass,
     child_keys,
@@ -21,7 +22,8 @@ from phalanx.recipe.schema_keys import (
     iterate_keys,
     iterate_variants,
 )
-from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key
+from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key, parse_yaml
+from phalanx.safe_files import read_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 MAX_SHOWN_PROBLEMS = 5
@@ -135,3 +137,32 @@ def describe_value(value: Any) -> str:
     if isinstance(value, list) and len(text) > 40:
         return f"a list of {len(value)}"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def read_user_mapping(path: Path, expected: str) -> tuple[dict[str, Any], SourceLocations]:
+    """Read a YAML file with a mapping, and where its keys are. Raises RecipeError for anything else than `expected`."""
+    value, locations = parse_yaml(read_user_text(path), str(path))
+    if not isinstance(value, dict):
+        raise RecipeError(f"{location_of_key(locations, ())}: found {describe_value(value)}, expected {expected}")
+    return value, locations
+
+
+def read_user_text(path: Path) -> str:
+    """Read the text of a file that the user wrote. Raises RecipeError when it is missing or is not text."""
+    try:
+        return read_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
+    except DataError as error:
+        raise RecipeError(f"{path}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
+    except FileNotFoundError:
+        siblings = sorted(other.name for other in path.absolute().parent.glob("*.y*ml"))
+        raise RecipeError(f"{path}: there is no such file{suggest_nearest(path.name, siblings)}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RecipeError(f"{path}:{line}: not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
+    except OSError as error:
+        if is_storage_error(error):
+            raise
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None

@@ -36,8 +36,6 @@ class SourceLocations(dict[KeyPath, str]):
 _YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 _SCALAR_TAGS = [_YAML_TAG_PREFIX + name for name in ("null", "bool", "int", "float", "str")]
 
-MAX_INT_DIGITS = 3500
-"""Digits of an integer; Python refuses to print more than 4,300 (sys.set_int_max_str_digits), or 3,570 of base 16."""
 MAX_DEPTH = 64
 """Maximum nesting of values."""
 _TOO_DEEP_TEXT = f"nested too deeply, expected at most {MAX_DEPTH} levels"
@@ -126,7 +124,7 @@ def to_yaml(value: Any, flow: bool | None = None, width: int = 120) -> str:
     return text.getvalue().removeprefix("%YAML 1.1\n---").lstrip()
 
 
-def compose(text: str, label: str, numbered: bool = True) -> tuple[Node | None, YAML]:
+def _compose(text: str, label: str, numbered: bool) -> tuple[Node | None, YAML]:
     """The root of a YAML text's nodes, and what makes values of scalars. RecipeError: the text is not YAML."""
     if match := _CONTROL_CHARACTERS.search(text):
         line = f":{text.count(chr(10), 0, match.start()) + 1}" if numbered else ""
@@ -150,7 +148,7 @@ def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, Sou
 
     RecipeError: the text is not YAML, a key appears twice, or a tag asks for something that is not plain data.
     """
-    node, yaml = compose(text, label, with_lines)
+    node, yaml = _compose(text, label, with_lines)
     locations = SourceLocations()
 
     def location(node: Node) -> str:
@@ -185,9 +183,6 @@ def parse_yaml(text: str, label: str, with_lines: bool = True) -> tuple[Any, Sou
             return mapping
         if isinstance(node, SequenceNode) and node.tag == f"{_YAML_TAG_PREFIX}seq":
             return [value(item, (*key, index), above) for index, item in enumerate(node.value)]
-        if node.tag == f"{_YAML_TAG_PREFIX}int" and len(node.value) > MAX_INT_DIGITS:
-            reason = f"a number of {len(node.value):,} digits, expected at most {MAX_INT_DIGITS:,}"
-            raise RecipeError(f"{where}: {f'{format_key(key)}: ' if key else ''}found {reason}")
         if isinstance(node, ScalarNode) and node.tag in _SCALAR_TAGS:
             if not node.value and node.tag == f"{_YAML_TAG_PREFIX}null":
                 locations.empty_keys.append(key)

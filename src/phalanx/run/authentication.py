@@ -40,9 +40,9 @@ class AuthenticationError(ConnectionError):
 def client_handshake(
     sock: socket.socket, token: bytes, purpose: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> tuple[bytes, bytes]:
-    """The caller's half of the handshake, saying in one byte what the connection is for; both random numbers, the
-    listener's first. `AuthenticationError` by, or of, a listener that does not know the token; TimeoutError after so
-    long."""
+    """Do the caller's half of the handshake, saying in one byte what the connection is for. Returns both random
+    numbers, the listener's first. Raises `AuthenticationError` by, or of, a listener that does not know the token;
+    TimeoutError after so long."""
     deadline = time.monotonic() + timeout_s
     peer_nonce, own_nonce = receive_exactly(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
     sock.sendall(own_nonce + purpose + hmac.digest(token, b"caller" + purpose + peer_nonce + own_nonce, "sha256"))
@@ -50,24 +50,6 @@ def client_handshake(
     if not hmac.compare_digest(proof, hmac.digest(token, b"listener" + purpose + peer_nonce + own_nonce, "sha256")):
         raise AuthenticationError("the listener at this address does not know the token")
     return peer_nonce, own_nonce
-
-
-def server_handshake(
-    sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S
-) -> tuple[bytes, bytes, bytes]:
-    """The listener's half of `client_handshake`: what the connection is for, and both random numbers, its own first."""
-    deadline = time.monotonic() + timeout_s
-    own_nonce = secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(own_nonce)
-    peer_nonce, purpose, proof = (
-        receive_exactly(sock, _NONCE_BYTES, deadline),
-        receive_exactly(sock, 1, deadline),
-        receive_exactly(sock, _MAC_BYTES, deadline),
-    )
-    if not hmac.compare_digest(proof, hmac.digest(token, b"caller" + purpose + own_nonce + peer_nonce, "sha256")):
-        raise AuthenticationError("the caller does not know the token")
-    sock.sendall(hmac.digest(token, b"listener" + purpose + own_nonce + peer_nonce, "sha256"))
-    return purpose, own_nonce, peer_nonce
 
 
 def open_authenticated(
@@ -87,10 +69,18 @@ def open_authenticated(
 def accept_authenticated(
     sock: socket.socket, token: bytes, purposes: Container[bytes], timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> tuple[bytes, bytes, bytes]:
-    """Do the listener's half of `open_authenticated` for any of these purposes. Returns what `server_handshake`
-    returns."""
+    """Do the listener's half of `open_authenticated` for any of these purposes. Returns the purpose and both random
+    numbers, its own first."""
     sock.settimeout(timeout_s)
-    purpose, own_nonce, peer_nonce = server_handshake(sock, token, timeout_s)
+    deadline = time.monotonic() + timeout_s
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(own_nonce)
+    peer_nonce = receive_exactly(sock, _NONCE_BYTES, deadline)
+    purpose = receive_exactly(sock, 1, deadline)
+    proof = receive_exactly(sock, _MAC_BYTES, deadline)
+    if not hmac.compare_digest(proof, hmac.digest(token, b"caller" + purpose + own_nonce + peer_nonce, "sha256")):
+        raise AuthenticationError("the caller does not know the token")
+    sock.sendall(hmac.digest(token, b"listener" + purpose + own_nonce + peer_nonce, "sha256"))
     if purpose not in purposes:
         raise AuthenticationError("it has another purpose")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -132,14 +122,12 @@ class HandshakeServer(Generic[PeerT]):
     def close(self) -> None:
         """Accept no more connections, and close those with a pending handshake."""
         self._is_closed = True
-        for each in (self.listener, *self._pending_sockets()):
+        with self._lock:
+            pending = list(self._pending)
+        for each in (self.listener, *pending):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
         self.listener.close()
-
-    def _pending_sockets(self) -> list[socket.socket]:
-        with self._lock:
-            return list(self._pending)
 
     def _accept_connections(self) -> None:
         while not self._is_closed:

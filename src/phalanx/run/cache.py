@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from phalanx.errors import DataError, UsageError
+from phalanx.run.directory import write_atomic
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 from phalanx.run.private_files import check_owner
 from phalanx.safe_files import read_json
@@ -70,7 +71,9 @@ def load_or_measure(
         value = measure()
         logger.debug("%s: measured for %s", kind, path)
         if is_kept(value):
-            _write_entry(path, {"key": key, "value": value, "xxh3": _hash_value(value)})
+            # a read-only or full home costs measuring again at the next start, and nothing else
+            with contextlib.suppress(OSError):
+                write_atomic(path, json.dumps({"key": key, "value": value}, indent=1))
     return value
 
 
@@ -91,22 +94,7 @@ def _read_entry(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
         found = read_json(path, MAX_ENTRY_BYTES)
         value = found["value"]
-        known = isinstance(value, dict) and found["key"] == key and found["xxh3"] == _hash_value(value)
-    except (OSError, DataError, KeyError, TypeError):  # absent, torn or changed: measuring again is as good
+        known = isinstance(value, dict) and found["key"] == key
+    except (OSError, DataError, KeyError):  # absent or torn: measuring again is as good
         return None
     return value if known else None
-
-
-def _hash_value(value: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
-
-
-def _write_entry(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, also when several processes do it at once."""
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(value, indent=1))
-        draft.replace(path)
-    except OSError:  # a read-only or full home costs measuring again at the next start, and nothing else
-        return

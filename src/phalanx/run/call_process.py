@@ -19,8 +19,7 @@ from typing import Any
 import phalanx
 from phalanx.errors import PhalanxError, SubprocessError, error_of_code
 from phalanx.process_lifetime import die_with_parent
-from phalanx.run.message_socket import make_socket_pair, receive, send
-from phalanx.run.messages import Message
+from phalanx.run.messages import Message, make_socket_pair, receive, send
 from phalanx.run.process_messages import CallProgress, CallRaised, CallReply, CallReturned, ProcessReady, RunCall
 
 KILL_TIMEOUT_S = 2.0

@@ -11,7 +11,6 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
@@ -56,8 +55,6 @@ def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
 def _trust_marker_path(recipe: Recipe, folder: Path) -> Path:
     root = state_root()
     check_owner(root, "the state folder")
-    model = recipe.model.model_dump(mode="json")
-    model["rules"] = model.pop("tp_plan")  # as it was first written: the hash stays what it was
-    what: dict[str, Any] = {"model": model, "task": recipe.task}
-    text = json.dumps({**what, "folder": os.path.realpath(folder)}, sort_keys=True)
+    code = {"model": recipe.model.model_dump(mode="json"), "task": recipe.task, "folder": os.path.realpath(folder)}
+    text = json.dumps(code, sort_keys=True)
     return root / "trained-with" / hashlib.sha256(text.encode()).hexdigest()

@@ -27,7 +27,7 @@ from phalanx.run.authentication import (
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.listener import open_listener, resolve_address
 from phalanx.run.messages import Message, ProtocolError, decode, encode
-from phalanx.run.node_messages import Introduction
+from phalanx.run.process_messages import Introduction
 
 SEND_TIMEOUT_S = 10.0
 """Seconds after which an end that takes nothing is given up."""
@@ -184,8 +184,12 @@ class ControlServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop_listening(self) -> None:
+        """Accept no more connections. Those of members stay."""
         self._handshake_server.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_listening()
         for each in (self.wake_socket, self._wake_writer):
             each.close()
         while not self.joins.empty():

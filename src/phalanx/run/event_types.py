@@ -6,9 +6,10 @@ in the file.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from phalanx.run.boot_clock import unix_now
+from phalanx.run.fields import TypedMessage
 
 FORMAT_VERSION = 2
 """Format version of events.jsonl: a reader refuses any other."""
@@ -32,11 +33,10 @@ FailureCause = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunEvent:
+class RunEvent(TypedMessage):
     """What every event has. `time`: unix seconds, from a clock that is read when the process starts and never set after
     it."""
 
-    kind: ClassVar[str]
     time: float = field(default_factory=unix_now)
 
 
@@ -44,37 +44,31 @@ class RunEvent:
 class LogOpened(RunEvent):
     """The first line of events.jsonl. `format` is the version of the file's format."""
 
-    kind: ClassVar[str] = "log_opened"
     format: int
     phalanx_version: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStarted(RunEvent):
-    """A worker process has started. `attempt` is the one that it was started for; `joins_late`: it replaces a lost
-    worker while the others train."""
+    """A worker process of `attempt` has started."""
 
-    kind: ClassVar[str] = "worker_started"
     pid: int
     rank: int
     host: str
     attempt: int
-    joins_late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptStarted(RunEvent):
-    """Training begins, or resumes, after `start_step` of `total_steps` steps. A global batch has `num_micro_batches`;
-    `scaled_up`: workers that were lost before have rejoined, and no other was lost."""
+    """Training begins, or resumes, after `start_step` of `total_steps` steps. A global batch has
+    `num_micro_batches`."""
 
-    kind: ClassVar[str] = "attempt_started"
     world_size: int
     attempt: int
     start_step: int
     total_steps: int
     device: str
     num_micro_batches: int
-    scaled_up: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,6 @@ class RecipeResolved(RunEvent):
     """The data are prepared and every `auto` is resolved, before the first attempt of a command. This took
     `duration_s`: `trace_s` of it to trace the model, `trials_s` in other trials. Cached results take no time."""
 
-    kind: ClassVar[str] = "recipe_resolved"
     duration_s: float
     trace_s: float = 0.0
     trials_s: float = 0.0
@@ -92,7 +85,6 @@ class RecipeResolved(RunEvent):
 class Compiled(RunEvent):
     """torch.compile has compiled the blocks, before the first step."""
 
-    kind: ClassVar[str] = "compiled"
     duration_s: float
     num_blocks: int
     num_graph_breaks: int
@@ -112,13 +104,12 @@ class StepPhases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepDone(RunEvent):
+class StepDone(RunEvent, kind="step"):
     """A training step is done. `loss` is the mean over the terms of the global batch, `grad_norm` the norm before
     clipping, both None where they are not finite; `units` the tokens of the global batch, or its samples where the task
     has no tokens (`unit` of plan.json). `skip_reason`: why the step changed no weights. `noise_scale_samples`: the
     gradient noise scale, in samples, where this step added to the estimate."""
 
-    kind: ClassVar[str] = "step"
     step: int
     loss: float | None
     grad_norm: float | None
@@ -134,18 +125,16 @@ class StepDone(RunEvent):
 class EvaluationProgress(RunEvent):
     """The validation set is being scored after `step`, and this takes long: `num_samples_done` of `num_samples`."""
 
-    kind: ClassVar[str] = "evaluation_progress"
     step: int
     num_samples_done: int
     num_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationDone(RunEvent):
+class EvaluationDone(RunEvent, kind="evaluation"):
     """`num_samples` of the validation set were scored after `step`. `loss` and `metrics` are None where they are not
     finite; with several sources `metrics` have the loss of each. `is_best`: the lowest loss so far."""
 
-    kind: ClassVar[str] = "evaluation"
     step: int
     loss: float | None
     metrics: dict[str, float | None]
@@ -159,7 +148,6 @@ class CheckpointSaved(RunEvent):
     """A checkpoint is complete on disk. `path` is relative to the run directory. The save took `duration_s` in the
     background; training waited for `stall_s` of it."""
 
-    kind: ClassVar[str] = "checkpoint_saved"
     step: int
     path: str
     size_bytes: int
@@ -171,7 +159,6 @@ class CheckpointSaved(RunEvent):
 class CheckpointFailed(RunEvent):
     """The checkpoint of `step` could not be written; training continues."""
 
-    kind: ClassVar[str] = "checkpoint_failed"
     step: int
     reason: str
 
@@ -181,35 +168,16 @@ class CheckpointRejected(RunEvent):
     """A checkpoint is damaged and is not used. `path` is relative to the run directory, absolute for an in-memory
     checkpoint; `file` is the damaged file in it."""
 
-    kind: ClassVar[str] = "checkpoint_rejected"
     path: str
     file: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointIntervalChosen(RunEvent):
-    """From `step` on, a checkpoint is saved every `interval_steps`, which is about `interval_s`, chosen by Young and
-    Daly's formula. A save slows training by `cost_s` and takes `save_s` in the background;
-    `mean_time_between_failures_s` is the estimate for this number of devices, with the `num_failures` of the run so
-    far."""
-
-    kind: ClassVar[str] = "checkpoint_interval"
-    step: int
-    interval_steps: int
-    interval_s: float
-    cost_s: float
-    save_s: float
-    mean_time_between_failures_s: float
-    num_failures: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class InMemoryIntervalChosen(RunEvent):
+class InMemoryIntervalChosen(RunEvent, kind="in_memory_interval"):
     """From `step` on, an in-memory checkpoint is saved every `interval_steps` (None: never). One slows training by
     `cost_s`."""
 
-    kind: ClassVar[str] = "in_memory_interval"
     step: int
     interval_steps: int | None
     cost_s: float
@@ -219,7 +187,6 @@ class InMemoryIntervalChosen(RunEvent):
 class InMemoryCheckpointSaved(RunEvent):
     """An in-memory checkpoint is complete. Sizes and times are as in `checkpoint_saved`."""
 
-    kind: ClassVar[str] = "in_memory_checkpoint_saved"
     step: int
     size_bytes: int
     duration_s: float
@@ -231,7 +198,6 @@ class InMemoryRestored(RunEvent):
     """The state of `step` was restored from memory. The newest checkpoint on disk is that of `checkpoint_step`;
     `fetched_bytes` came from other nodes."""
 
-    kind: ClassVar[str] = "in_memory_restored"
     step: int
     checkpoint_step: int
     fetched_bytes: int
@@ -239,37 +205,10 @@ class InMemoryRestored(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradSyncSelected(RunEvent):
-    """After `step`, gradients are synchronized by `selected` instead of `previous`. `exposed_fraction`: fraction of a
-    step that is exposed communication. `efficiency_by_choice`: measured efficiency of each choice;
-    `predicted_efficiency`: that of the selected one, if known. `is_final`: nothing else will be tried."""
-
-    kind: ClassVar[str] = "grad_sync_selected"
-    step: int
-    selected: str
-    previous: str
-    reason: str
-    exposed_fraction: float
-    efficiency_by_choice: dict[str, float]
-    predicted_efficiency: float | None = None
-    is_final: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnergyUsed(RunEvent):
-    """The GPUs of the leader's node used `energy_j` joules since the previous event of this kind, by their counters."""
-
-    kind: ClassVar[str] = "energy"
-    energy_j: float
-    num_gpus: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonFiniteStep(RunEvent):
+class NonFiniteStep(RunEvent, kind="nonfinite_step"):
     """A step was skipped because its loss or gradient was not finite. `action`: `skip` it, `rescale` (lower the loss
     scale of fp16), or `rollback` to the last checkpoint. `num_skipped`: skipped steps of the run so far."""
 
-    kind: ClassVar[str] = "nonfinite_step"
     step: int
     reason: SkipReason
     action: Literal["skip", "rescale", "rollback"]
@@ -277,11 +216,10 @@ class NonFiniteStep(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HangDetected(RunEvent):
+class HangDetected(RunEvent, kind="hang"):
     """All workers wait for one that has made no progress for `silence_s`. `phase`: what it was doing. `is_stopped`: by
     SIGSTOP or a debugger. `stack`: stacks of its threads, None if it did not print them."""
 
-    kind: ClassVar[str] = "hang"
     rank: int
     host: str | None = None
     step: int
@@ -292,11 +230,10 @@ class HangDetected(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerDetected(RunEvent):
+class StragglerDetected(RunEvent, kind="straggler"):
     """A worker takes `slowdown` times as long as its peers. They wait `wait_s_per_step` for it, which is
     `wait_fraction` of the time."""
 
-    kind: ClassVar[str] = "straggler"
     rank: int
     host: str | None = None
     slowdown: float
@@ -305,11 +242,10 @@ class StragglerDetected(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFailure(RunEvent):
+class WorkerFailure(RunEvent, kind="failure"):
     """A worker, or what it needs, has failed. `signal` is set if `cause` is `signal`, `exit_code` if it is `exit_code`,
     `host` for a lost node, an unfit node (exit code 77) and a fork server. `message` describes the failure in words."""
 
-    kind: ClassVar[str] = "failure"
     rank: int
     cause: FailureCause
     message: str
@@ -326,10 +262,9 @@ class WorkerFailure(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunWarning(RunEvent):
+class RunWarning(RunEvent, kind="warning"):
     """A message for the user: one or two sentences."""
 
-    kind: ClassVar[str] = "warning"
     text: str
 
 
@@ -337,7 +272,6 @@ class RunWarning(RunEvent):
 class RunEnded(RunEvent):
     """The run has ended after `step`."""
 
-    kind: ClassVar[str] = "run_ended"
     status: RunStatus
     step: int
 
@@ -354,12 +288,9 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | CheckpointRejected
-    | CheckpointIntervalChosen
     | InMemoryIntervalChosen
     | InMemoryCheckpointSaved
     | InMemoryRestored
-    | GradSyncSelected
-    | EnergyUsed
     | NonFiniteStep
     | HangDetected
     | StragglerDetected

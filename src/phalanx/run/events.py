@@ -4,6 +4,7 @@ A reader skips what is no event: a line that a crash has torn, a kind that it do
 Steps done again after a restart appear again, and the highest attempt counts.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +23,12 @@ from phalanx.run.event_types import (
     WorkerStarted,
 )
 from phalanx.run.fields import read_fields, to_fields
-from phalanx.run.lines import LineTail
-from phalanx.safe_files import open_for_append, parse_json
+from phalanx.safe_files import open_for_append, open_regular, parse_json
 
 EVENT_TYPES: dict[str, type[Event]] = {each.kind: each for each in get_args(Event)}
 """Event types by kind."""
+LONGEST_LINE_BYTES = 16 << 20
+"""Bytes of a line that is read as one."""
 
 
 class UnknownFormat(DataError):
@@ -62,7 +64,7 @@ class EventLog:
 
     def __init__(self, path: Path):
         self._path = path
-        self._fd = self._open()
+        self._fd = open_for_append(path)
         self._failed = False
         size = os.fstat(self._fd).st_size
         try:
@@ -92,12 +94,9 @@ class EventLog:
         finally:
             os.close(self._fd)
 
-    def _open(self) -> int:
-        return open_for_append(self._path)
-
     def _flush(self) -> None:
         if self._failed and self._pending:
-            reopened = self._open()
+            reopened = open_for_append(self._path)
             os.close(self._fd)
             self._fd, self._failed = reopened, False
         while self._pending:
@@ -182,7 +181,7 @@ def sum_training_seconds(events: Iterable[Event]) -> float:
     for event in events:
         if isinstance(event, AttemptStarted):
             last = event.time
-        elif isinstance(event, WorkerStarted) and not event.joins_late:  # the next attempt gets ready
+        elif isinstance(event, WorkerStarted):  # the next attempt gets ready
             last = None
         elif not isinstance(event, RunWarning) and last is not None:  # some warnings are given before an attempt
             seconds, last = seconds + max(0.0, event.time - last), event.time  # clocks of nodes differ
@@ -190,3 +189,50 @@ def sum_training_seconds(events: Iterable[Event]) -> float:
 
 
 ReportEventFn = Callable[[Event], None]
+
+
+class LineTail:
+    """Lines of a file as they are added to it. A file that was cut is read from its start."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._offset = 0
+        self._rest = b""
+
+    @property
+    def bytes_read(self) -> int:
+        """How far the file was read."""
+        return self._offset
+
+    @property
+    def torn(self) -> bool:
+        """Whether it ends within a line, as far as it was read."""
+        return bool(self._rest)
+
+    def skip(self, keep_bytes: int = 0) -> None:
+        """Pass over what is there, but for the last `keep_bytes`: the first line of these may be a part of one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._offset = max(0, self.path.lstat().st_size - keep_bytes)
+
+    def read(self, whole: bool = False) -> Iterator[bytes]:
+        """Lines since the last call, without their ends; one that is not finished comes when it is, or when `whole`
+        says that the file grows no more. None where there is no file yet. DataError for anything but a file."""
+        try:
+            descriptor = open_regular(self.path, follow_links=False)
+        except FileNotFoundError:
+            return
+        with open(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_size < self._offset:
+                self._offset, self._rest = 0, b""
+            file.seek(self._offset)
+            while part := file.readline(LONGEST_LINE_BYTES):
+                self._offset += len(part)
+                line = self._rest + part
+                if line.endswith(b"\n") or len(line) >= LONGEST_LINE_BYTES:
+                    self._rest = b""
+                    yield line.removesuffix(b"\n")
+                else:
+                    self._rest = line
+        if whole and self._rest:
+            line, self._rest = self._rest, b""
+            yield line

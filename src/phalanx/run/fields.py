@@ -4,8 +4,8 @@ A reader checks every field by its type. A field that has its default may be lef
 is ignored.
 """
 
-import math
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -23,23 +23,17 @@ Check = Callable[[Any], Any]
 
 
 class TypedMessage:
-    """A message; `kind` names its class among JSON values, in snake case."""
+    """A message; `kind` names its class among JSON values: in snake case, unless the class gives another name."""
 
     kind: ClassVar[str]
 
-    def __init_subclass__(cls) -> None:
-        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        cls.kind = kind or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 def to_fields(value: Any) -> dict[str, Any]:
     """Return an event or message as JSON values: its `kind`, and its fields but those that have their default."""
-    value_type: Any = type(value)
-    found: dict[str, Any] = {"kind": value_type.kind}
-    defaults = _defaults(value_type)
-    for name, each in vars(value).items():
-        if name not in defaults or each != defaults[name]:
-            found[name] = _to_json(each)
-    return found
+    return {"kind": value.kind, **to_json(value)}
 
 
 def read_fields(found: Any, kinds: Mapping[str, type[Kind]]) -> Kind:
@@ -53,10 +47,23 @@ def read_fields(found: Any, kinds: Mapping[str, type[Kind]]) -> Kind:
     return value
 
 
+def to_json(value: Any) -> Any:
+    """Return dataclasses, tuples and dicts as JSON values, without fields that have their default."""
+    if is_dataclass(value):
+        value_type: Any = type(value)
+        defaults = _defaults(value_type)
+        return {
+            name: to_json(each) for name, each in vars(value).items() if name not in defaults or each != defaults[name]
+        }
+    if isinstance(value, tuple):
+        return [to_json(each) for each in value]
+    return {key: to_json(each) for key, each in value.items()} if type(value) is dict else value
+
+
 def read_as(value_type: Any, found: Any) -> Any:
     """Return the instance of a dataclass with these fields. Errors as of `read_fields`."""
     defaults, checks = _defaults(value_type), _checks(value_type)
-    values, found = dict(defaults), _object(found)
+    values, found = dict(defaults), _check_object(found)
     for name, check, required in checks:
         if name in found:
             values[name] = check(found[name])
@@ -65,12 +72,6 @@ def read_as(value_type: Any, found: Any) -> Any:
     value = object.__new__(value_type)
     value.__dict__.update(values)  # the constructor of a frozen dataclass takes twice as long
     return value
-
-
-def _to_json(value: Any) -> Any:
-    if type(value) is tuple:
-        return [vars(each) if is_dataclass(each) else each for each in value]
-    return vars(value) if is_dataclass(value) else value
 
 
 @cache
@@ -83,7 +84,7 @@ def _checks(value_type: Any) -> tuple[tuple[str, Check, bool], ...]:
     """For each field: its name, the check of its value, and whether it is required."""
     hints = get_type_hints(value_type, include_extras=True)
     return tuple(
-        (each.name, _time if each.name == "time" else _check_of(hints[each.name]), each.default is MISSING)
+        (each.name, _check_time if each.name == "time" else _check_of(hints[each.name]), each.default is MISSING)
         for each in fields(value_type)
     )
 
@@ -95,15 +96,18 @@ def _check_of(hint: Any) -> Check:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         (of,) = (each for each in arguments if each is not types.NoneType)
-        inner = _finite if of is float else _check_of(of)
+        inner = _check_finite if of is float else _check_of(of)
         return lambda value: None if value is None else inner(value)
     if origin is Literal:
-        return lambda value: _one_of(value, arguments)
+        return _accept(arguments.__contains__)
     if origin is tuple:
         return _tuple_check(arguments)
     if origin is dict:
         text, inner = _check_of(arguments[0]), _check_of(arguments[1])
-        return lambda value: {text(key): inner(each) for key, each in _object(value).items()}
+        return lambda value: {text(key): inner(each) for key, each in _check_object(value).items()}
+    if issubclass(hint, tuple):  # a NamedTuple
+        values = _tuple_check(tuple(get_type_hints(hint).values()))
+        return lambda value: hint(*values(value))
     assert is_dataclass(hint)
     return lambda value: read_as(hint, value)
 
@@ -112,81 +116,40 @@ def _tuple_check(arguments: tuple[Any, ...]) -> Check:
     """The check of a list: of any length, or of these types in this order."""
     if arguments[-1] is Ellipsis:
         inner = _check_of(arguments[0])
-        return lambda value: tuple(inner(each) for each in _list(value))
+        return lambda value: tuple(inner(each) for each in _check_list(value))
     checks = [_check_of(each) for each in arguments]
-    return lambda value: tuple(check(each) for check, each in zip(checks, _list(value), strict=True))
+    return lambda value: tuple(check(each) for check, each in zip(checks, _check_list(value), strict=True))
 
 
-def _float(value: Any) -> float:
-    if (type(value) is float or type(value) is int) and -LARGEST_FLOAT < value < LARGEST_FLOAT:
-        return float(value)
-    raise ValueError(value)
+def _accept(is_valid: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value) -> Check:
+    def check(value: Any) -> Any:
+        if is_valid(value):
+            return convert(value)
+        raise ValueError(value)
+
+    return check
 
 
-def _finite(value: Any) -> float:
-    """A loss that explodes has no limit."""
-    if (type(value) is float or type(value) is int) and math.isfinite(value):
-        return float(value)
-    raise ValueError(value)
+def _accept_type(value_type: type) -> Check:
+    return _accept(lambda value: type(value) is value_type)
 
 
-def _time(value: Any) -> float:
-    if 0 <= (time := _float(value)) <= LATEST_TIME_S:
-        return time
-    raise ValueError(value)
+def _accept_float(low: float, high: float) -> Check:
+    return _accept(lambda value: type(value) in (float, int) and low <= value <= high, float)
 
 
-def _count(value: Any) -> int:
-    if type(value) is int and 0 <= value <= LARGEST_COUNT:
-        return value
-    raise ValueError(value)
+def _accept_int(low: int, high: int) -> Check:
+    return _accept(lambda value: type(value) is int and low <= value <= high)
 
 
-def _status(value: Any) -> int:
-    if type(value) is int and -LARGEST_COUNT <= value <= LARGEST_COUNT:
-        return value
-    raise ValueError(value)
-
-
-def _text(value: Any) -> str:
-    if type(value) is str:
-        return value
-    raise ValueError(value)
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is bool:
-        return value
-    raise ValueError(value)
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if type(value) is dict:
-        return value
-    raise ValueError(value)
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is list:
-        return value
-    raise ValueError(value)
-
-
-def _anything(value: Any) -> Any:
-    return value
-
-
-def _one_of(value: Any, known: tuple[Any, ...]) -> Any:
-    if type(value) is str and value in known:
-        return value
-    raise ValueError(value)
-
-
+_check_time = _accept_float(0, LATEST_TIME_S)
+_check_finite = _accept_float(-sys.float_info.max, sys.float_info.max)  # a loss that explodes has no limit
+_check_object, _check_list = _accept_type(dict), _accept_type(list)
 _CHECK_BY_TYPE: dict[Any, Check] = {
-    float: _float,
-    int: _count,
-    ExitStatus: _status,
-    str: _text,
-    bool: _flag,
-    Any: _anything,
+    float: _accept_float(-LARGEST_FLOAT, LARGEST_FLOAT),
+    int: _accept_int(0, LARGEST_COUNT),
+    ExitStatus: _accept_int(-LARGEST_COUNT, LARGEST_COUNT),
+    str: _accept_type(str),
+    bool: _accept_type(bool),
+    Any: _accept(lambda value: True),
 }

@@ -99,10 +99,6 @@ class HeartbeatWriter:
         fields = (self._pid, self._count, self.step, PHASE_NAMES.index(phase), self._clock(), self.busy_s)
         _SLOT_STRUCT.pack_into(self._memory, self._offset, *fields)
 
-    def reset_count(self) -> None:
-        """Restart the count at 0, as all workers do at a rendezvous: counts are compared."""
-        self._count, self.busy_s = 0, 0.0
-
 
 class NullHeartbeat:
     """Stands in for a `HeartbeatWriter` where no agent reads heartbeats."""
@@ -111,9 +107,6 @@ class NullHeartbeat:
     busy_s = 0.0
 
     def record(self, phase: str) -> None:
-        """Nothing."""
-
-    def reset_count(self) -> None:
         """Nothing."""
 
 

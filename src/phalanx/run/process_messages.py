@@ -1,4 +1,5 @@
-"""The messages of fork servers, workers and other processes of one node. `messages.py` says how they travel.
+"""The messages between processes of a run: fork servers, workers and agents, and the launchers of another framework's
+program. `messages.py` says how they travel.
 
 Ranks are global ranks.
 """
@@ -21,9 +22,8 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class StartWorkers(TypedMessage):
-    """Fork this node's workers of an attempt: `local_world_size` from `first_rank` on, of `world_size` on all nodes, or
-    of those only the `rejoining_ranks`, in the places of lost ones. `environment`: variables that they get.
-    `is_elastic`: they take membership updates.
+    """Fork this node's workers of an attempt: `local_world_size` from `first_rank` on, of `world_size` on all nodes.
+    `environment`: variables that they get.
 
     With several nodes, workers find each other in the store at `store_address`, under `rendezvous_id`; each node makes
     the `store_key` of the job's token and the `nonce`, so that it never travels between nodes."""
@@ -35,39 +35,17 @@ class StartWorkers(TypedMessage):
     logs_dir: str
     local_world_size: int
     first_rank: int = 0
-    is_elastic: bool = False
     store_address: tuple[str, int] | None = None
     rendezvous_id: int | None = None
     nonce: str | None = None
     store_key: str | None = None
-    rejoining_ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendSignal(TypedMessage):
-    """Send a signal to the workers of these ranks. Without `ranks`: to all workers, and SIGKILL to calls, too."""
+    """Send a signal to all workers, and SIGKILL to calls, too."""
 
     signal: int
-    ranks: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MembershipUpdate(TypedMessage):
-    """Train with the workers of `active_ranks`, as `attempt`. `last_reported_step`: the last step that the agent has
-    heard of; `worker_lost`: a worker is gone, so that the step of now cannot end. Fork server to worker."""
-
-    attempt: int
-    active_ranks: tuple[int, ...]
-    last_reported_step: int
-    worker_lost: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateMembership(TypedMessage):
-    """Pass an update on to the workers of the ranks `recipients`."""
-
-    recipients: tuple[int, ...]
-    update: MembershipUpdate
 
 
 # --- agent to its own fork server -------------------------------------------------------------------------------------
@@ -123,10 +101,9 @@ class WorkerExited(TypedMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStarted(TypedMessage):
-    """The rendezvous store listens on `port`, hosted by process `pid`."""
+    """The rendezvous store listens on `port`."""
 
     port: int
-    pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,38 +211,119 @@ class WorkerFinishing(TypedMessage):
     exit_code: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class StandbyReady(TypedMessage):
-    """A worker in the place of a lost one is ready to join the others."""
-
-    rank: int
+# --- node agent to leader agent ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftGroup(TypedMessage):
-    """A worker has left a process group of which another may be gone, and waits for a membership update."""
+class NodeIdentity(TypedMessage):
+    """What an agent says of its node, first of all. What must be equal on all nodes is empty where another Phalanx does
+    not say it, so that this node hears why it is rejected."""
 
-    rank: int
+    node_rank: int
+    host: str
+    num_nodes: int
+    phalanx_version: str = ""
+    torch_version: str = ""
+    python_version: str = ""
+    machine: str = ""
+    build_fingerprint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedGroup(TypedMessage):
-    """A worker has seen all come that the membership update of `attempt` names, and enters their process group."""
+class Hello(NodeIdentity):
+    """A node wants to take part in a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeDeparture(NodeIdentity):
+    """A node leaves, with `exit_code`, and is not to be waited for."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherHello(NodeIdentity):
+    """A node wants to take part in a program of another framework, with `nproc_per_node` processes. `ports`: free ones
+    at its `address`."""
+
+    address: str
+    ports: tuple[int, ...]
+    nproc_per_node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatEntry:
+    """The last sign of life of a worker, `age_s` ago: `num_beats` so far, in `step`, after `phase` had ended. `busy_s`:
+    seconds of its finished steps in which it did not wait for other workers."""
 
     rank: int
-    attempt: int
+    pid: int
+    num_beats: int
+    step: int
+    phase: str
+    age_s: float
+    busy_s: float
 
 
-ToForkServer = StartWorkers | SendSignal | UpdateMembership | StartStore | RunCall | Preload
+@dataclass(frozen=True, kw_only=True)
+class Heartbeats(TypedMessage):
+    """The last signs of life of a node's workers. `stopped_ranks`: those stopped by SIGSTOP or a debugger."""
+
+    entries: tuple[HeartbeatEntry, ...]
+    stopped_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequested(TypedMessage):
+    """The agent of a node was asked to stop. `only_this_node`: its machine goes away, and the others may train on."""
+
+    only_this_node: bool = False
+
+
+# --- leader agent to node agent ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping(TypedMessage):
+    """The leader agent is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(TypedMessage):
+    """End the workers and exit with this code. `message`: why the leader rejects this node."""
+
+    exit_code: int
+    message: str | None = None
+
+
+# --- between the nodes of a program of another framework (jobs/frameworks/launcher.py) --------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology(TypedMessage):
+    """All nodes have come: their hosts, and free ports of each. Node 0 to the others."""
+
+    hosts: tuple[str, ...]
+    nproc_per_node: int
+    ports: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFinished(TypedMessage):
+    """All workers of a node have ended as they should; from node 0: those of all nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFailed(TypedMessage):
+    """The program ends with this code, on every node."""
+
+    exit_code: int
+
+
+ToForkServer = StartWorkers | SendSignal | StartStore | RunCall | Preload
 FromForkServer = ProcessReady | WorkersStarted | WorkerExited | StoreStarted | StoreDied | CallReturned | CallRaised
-FromWorker = (
-    WorkerCrashed
-    | WorkerError
-    | WaitingInCollective
-    | RunResult
-    | RankResult
-    | WorkerFinishing
-    | StandbyReady
-    | LeftGroup
-    | JoinedGroup
-)
+FromWorker = WorkerCrashed | WorkerError | WaitingInCollective | RunResult | RankResult | WorkerFinishing
+Introduction = Hello | NodeDeparture | LauncherHello
+"""What must come first over the control channel."""
+BetweenAgents = Introduction | Heartbeats | StopRequested | Ping | Leave | Topology | NodeFinished | NodeFailed

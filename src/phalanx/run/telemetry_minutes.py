@@ -1,13 +1,14 @@
 """Telemetry of a node over a minute, as it stands in RUN/telemetry/NODE.jsonl: one line a minute, one writer a file."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from phalanx.errors import DataError
-from phalanx.run.lines import LineTail
+from phalanx.run.events import LineTail
+from phalanx.run.fields import read_as, to_json
 from phalanx.safe_files import parse_json
 
 TELEMETRY_FORMAT = 1
@@ -15,28 +16,27 @@ LAST_MINUTES_BYTES = 1 << 20
 """Bytes in which the newest minute of a file is: one with 16 accelerators has 20 kB."""
 
 
-@dataclass(frozen=True, slots=True)
-class ValueRollup:
-    """A value over a minute; `count` readings had one."""
+class ValueRollup(NamedTuple):
+    """A value over a minute; `num_readings` readings had one."""
 
     min: float
     mean: float
     max: float
-    count: int
+    num_readings: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rollups:
     """Values by the name of a sample's field, and what counters counted within the minute. What is missing all the
     minute is not in it."""
 
-    values: Mapping[str, ValueRollup] = field(default_factory=dict)
-    increases: Mapping[str, float] = field(default_factory=dict)
+    values: dict[str, ValueRollup] = field(default_factory=dict)
+    increases: dict[str, float] = field(default_factory=dict)
     xids: tuple[int, ...] = ()
     """Numbers of the Xid errors within the minute, of each second the newest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NodeEnergy:
     """What a run has used on a node so far, in all attempts."""
 
@@ -51,7 +51,7 @@ class NodeEnergy:
     """Seconds of accelerators without power and counter, summed over these; their energy is not in `device_j`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NodeMinute:
     """A node from `time` (seconds since the epoch) on. `num_samples` of `duration_s` seconds were read."""
 
@@ -60,7 +60,7 @@ class NodeMinute:
     num_samples: int
     node: str
     host: Rollups
-    devices: Mapping[str, Rollups]
+    devices: dict[str, Rollups]
     """By the id of the device."""
     cpu_power_is_estimate: bool = False
     run_energy: NodeEnergy | None = None
@@ -68,19 +68,7 @@ class NodeMinute:
 
     def to_line(self) -> bytes:
         """One line of JSON."""
-        found = {
-            "format": TELEMETRY_FORMAT,
-            "time": self.time,
-            "duration_s": self.duration_s,
-            "num_samples": self.num_samples,
-            "node": self.node,
-            "cpu_power_is_estimate": self.cpu_power_is_estimate,
-            "host": _to_json(self.host),
-            "devices": {id: _to_json(rollups) for id, rollups in self.devices.items()},
-        }
-        if self.run_energy is not None:
-            found["run_energy"] = asdict(self.run_energy)
-        return json.dumps(found).encode() + b"\n"
+        return json.dumps({"format": TELEMETRY_FORMAT, **to_json(self)}).encode() + b"\n"
 
 
 class NodeMinuteTail:
@@ -117,8 +105,10 @@ class NodeMinuteTail:
 def _parse_line(line: bytes) -> Iterator[NodeMinute]:
     """The minute of a line; none for one that is no minute."""
     try:
-        yield _from_json(parse_json(line.decode(errors="replace")))
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        found = parse_json(line.decode(errors="replace"))
+        if found["format"] == TELEMETRY_FORMAT:
+            yield read_as(NodeMinute, found)
+    except (ValueError, TypeError, KeyError, OverflowError):
         return
 
 
@@ -126,41 +116,3 @@ def read_newest_energy(path: Path) -> NodeMinute | None:
     """The newest minute of a node's file that has `run_energy`; None without one. Errors as of NodeMinuteTail.read."""
     minutes = list(NodeMinuteTail(path, LAST_MINUTES_BYTES).read())
     return next((each for each in reversed(minutes) if each.run_energy is not None), None)
-
-
-def _to_json(rollups: Rollups) -> dict[str, Any]:
-    values = {name: [each.min, each.mean, each.max, each.count] for name, each in rollups.values.items()}
-    xids = {"xids": list(rollups.xids)} if rollups.xids else {}
-    return {"values": values, "increases": dict(rollups.increases), **xids}
-
-
-def _from_json(found: Any) -> NodeMinute:
-    """The minute of such JSON. ValueError, TypeError, KeyError, AttributeError or OverflowError where it is none."""
-    if found["format"] != TELEMETRY_FORMAT:
-        raise ValueError(found["format"])
-    return NodeMinute(
-        time=float(found["time"]),
-        duration_s=float(found["duration_s"]),
-        num_samples=int(found["num_samples"]),
-        node=str(found["node"]),
-        host=_read_rollups(found["host"]),
-        devices={str(id): _read_rollups(each) for id, each in found["devices"].items()},
-        cpu_power_is_estimate=bool(found["cpu_power_is_estimate"]),
-        run_energy=_read_energy(found.get("run_energy")),
-    )
-
-
-def _read_energy(found: Any) -> NodeEnergy | None:
-    if found is None:
-        return None
-    values = {each.name: float(found[each.name]) for each in fields(NodeEnergy)}
-    return NodeEnergy(**{**values, "num_devices": int(values["num_devices"])})  # type: ignore[arg-type]
-
-
-def _read_rollups(found: Any) -> Rollups:
-    values = {
-        str(name): ValueRollup(float(low), float(mean), float(high), int(count))
-        for name, (low, mean, high, count) in found["values"].items()
-    }
-    increases = {str(name): float(each) for name, each in found["increases"].items()}
-    return Rollups(values, increases, tuple(int(number) for number in found.get("xids", ())))

@@ -4,20 +4,23 @@ from loading or sending anything elsewhere."""
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.errors import UsageError
-from phalanx.serve.page_response import PageResponse, relative_root
-from phalanx.serve.pages import PageFrame, render_problem
+from phalanx.serve.pages import PageFrame, PageResponse, relative_root, render_problem
 
 TOKEN_VARIABLE = "PHALANX_SERVE_TOKEN"
 MIN_TOKEN_CHARS = 16
+MAX_FORM_BYTES = 1 << 14
+Form = Mapping[str, str]
+"""Values of a form by name."""
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
@@ -156,3 +159,25 @@ class AccessMiddleware:
 
 def _problem(status: int, title: str, text: str) -> Response:
     return PageResponse(PageFrame(title, ""), render_problem(title, text), status)
+
+
+async def answer_form(access: Access, request: Request, act: Callable[[Form], str]) -> Response:
+    """Do what a form asks for, if its browser may, and answer with the sentence that `act` returns."""
+    if (refusal := describe_refusal(access, request)) is not None:
+        return PlainTextResponse(refusal, 403)
+    if (form := await read_form(request)) is None:
+        return PlainTextResponse("The request is too long.", 413)
+    try:
+        return PlainTextResponse(await run_in_threadpool(act, form))
+    except UsageError as error:
+        return PlainTextResponse(str(error), 409)
+
+
+async def read_form(request: Request) -> Form | None:
+    """The values of a form; None where it is longer than any of this server's."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_FORM_BYTES:
+            return None
+    return {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}

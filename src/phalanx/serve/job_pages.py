@@ -4,16 +4,16 @@ import getpass
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import Backend, PredictingBackend
+from phalanx.jobs.backends.base import Backend
 from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.serve.pages import render_rows, render_time
 from phalanx.serve.run_index import run_id
-from phalanx.serve.tables import render_rows, render_time
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +26,11 @@ JOB_COLUMNS = ("job", "name", "state", "attempts", "nodes", "submitted", "starte
 
 @dataclass(frozen=True)
 class JobList:
-    """The jobs at one time (unix seconds); `problem`: why they could not be read. `ends` and `starts`: predicted ends
-    of running jobs and starts of queued ones, by id."""
+    """The jobs at one time (unix seconds); `problem`: why they could not be read."""
 
     jobs: Sequence[JobStatus] = ()
-    ends: Mapping[str, float] = field(default_factory=dict)
-    starts: Mapping[str, float] = field(default_factory=dict)
     read_at: float | None = None
     problem: str | None = None
-
-
-PredictEndFn = Callable[[JobStatus, float], float | None]
-"""Returns when a running job will end, of the job and the time now (unix seconds); None where that is not known."""
 
 
 class JobReader:
@@ -48,11 +41,9 @@ class JobReader:
         self,
         backend: str,
         open_backend: Callable[[str], Backend],
-        predict_end: PredictEndFn = lambda job, now: None,
         wall_clock: Callable[[], float] = time.time,
     ):
         self.backend, self._open_backend, self._wall_clock = backend, open_backend, wall_clock
-        self._predict_end = predict_end
         self.jobs = JobList()
         self._reader: Backend | None = None
         self._stop_requested = threading.Event()
@@ -73,11 +64,7 @@ class JobReader:
         """Read the jobs once. One that cannot be read leaves the jobs as they were, with a problem."""
         try:
             self._reader = self._reader or self._open_backend(self.backend)
-            jobs, now = self._reader.list_jobs(), self._wall_clock()
-            running = [job for job in jobs if job.state is JobState.RUNNING]
-            ends = {job.id: end for job in running if (end := self._predict_end(job, now)) is not None}
-            starts = self._reader.predict_starts(ends) if isinstance(self._reader, PredictingBackend) else {}
-            self.jobs = JobList(jobs, ends, starts, now)
+            self.jobs = JobList(self._reader.list_jobs(), self._wall_clock())
         except UsageError as error:
             self.jobs = replace(self.jobs, problem=str(error))
         except Exception as error:  # the thread must not end: the next reading may succeed
@@ -110,7 +97,7 @@ def render_jobs(found: JobList, backend: str, may_cancel: bool) -> str:
     if not jobs and found.problem is None and found.read_at is not None:
         parts.append('<p class="note">No jobs. <code>phalanx jobs submit RECIPE</code> submits one.</p>')
     if jobs:
-        parts.append(render_rows(JOB_COLUMNS, (_render_cells(job, found, may_cancel) for job in jobs)))
+        parts.append(render_rows(JOB_COLUMNS, (_render_cells(job, may_cancel) for job in jobs)))
     return "".join(parts)
 
 
@@ -119,14 +106,7 @@ def render_jobs_page(content: str) -> str:
     return f'<header><h1>Jobs</h1></header><p id="answer" role="status"></p><div id="jobs">{content}</div>'
 
 
-def _render_moment(moment: float | None, predicted: float | None) -> str:
-    """A time that was, else one that is predicted."""
-    if moment is not None:
-        return render_time(moment)
-    return "" if predicted is None else f"{render_time(predicted)} (predicted)"
-
-
-def _render_cells(job: JobStatus, found: JobList, may_cancel: bool) -> Sequence[str]:
+def _render_cells(job: JobStatus, may_cancel: bool) -> Sequence[str]:
     run = f'<a href="run/{run_id(Path(job.run_dir))}">{escape(job.name)}</a>' if job.run_dir else escape(job.name)
     why = job.reason or (f"exit code {job.exit_code}" if job.exit_code else "")
     if not why and job.state is JobState.QUEUED:
@@ -141,9 +121,7 @@ def _render_cells(job: JobStatus, found: JobList, may_cancel: bool) -> Sequence[
         f'<span class="status {escape(job.state.value)}">{escape(job.state.value)}</span>',
         str(job.num_attempts),
         escape(", ".join(job.nodes)),
-        _render_moment(job.submitted_at, None),
-        _render_moment(job.started_at, found.starts.get(job.id) if job.state is JobState.QUEUED else None),
-        _render_moment(job.ended_at, found.ends.get(job.id)),
+        *("" if at is None else render_time(at) for at in (job.submitted_at, job.started_at, job.ended_at)),
         escape(why),
         cancel if may_cancel and not job.state.is_final else "",
     )

@@ -1,28 +1,28 @@
 """The page of one run, kept up to date: events are read as they are added, and the parts of the page that changed get a
-new version."""
+new version. Charts of its nodes come from the minutes that their agents append to RUN/telemetry."""
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
 from phalanx import formatting
-from phalanx.cluster.spec import Prices
-from phalanx.observe.history import HistoryBuilder, RunHistory
-from phalanx.observe.html_report.chart import Chart
+from phalanx.errors import DataError
+from phalanx.observe.history import Floats, HistoryBuilder, RunHistory, as_float
+from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_report_body, render_sections
 from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import find_recommendations
-from phalanx.observe.run_cost import read_run_prices
 from phalanx.observe.summary import build_summary
 from phalanx.run import EventTail, Run
-from phalanx.run.notes import RunNote, read_notes
-from phalanx.serve.run_forecast import forecast_run, render_forecast
+from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups, ValueRollup
+from phalanx.serve.log_pages import render_log_tail
 from phalanx.serve.run_row import RUNNING_WITHIN_S, stat_run
-from phalanx.serve.tables import render_rows, render_time
 
 READ_BUDGET_S = 0.5
 """Seconds of reading after which a page shows what was read so far: a long run takes minutes."""
@@ -31,11 +31,26 @@ RENDER_SHARE, CATCH_UP_SHARE = 0.2, 0.5
 MIN_INTERVAL_S = 0.5
 CATCH_UP_BUDGET_S = 2.0
 """Seconds that each later look may read: the first part is shown meanwhile."""
-CATCH_UP_GROWTH = 1.25
-"""While a long run is read, its page is rendered again once it has this many times the steps: a million take 2 s."""
 MAX_OPEN_RUNS = 16
 MAX_OPEN_STEPS = 2_000_000
 """Steps of all open runs together: some 300 MB. The run that was asked for last stays open, however long it is."""
+X_NAMES = ("step", "time", "units")
+"""Values of `x` in the address of a run's page; the first is the default."""
+SECONDS_LABEL = "seconds"
+"""`x_label` of charts over seconds since the start, before they are rescaled; all others are over steps."""
+TIME_UNITS = (("hours", 3600.0, 5.0), ("minutes", 60.0, 5.0), (SECONDS_LABEL, 1.0, 0.0))
+"""Label, seconds, and the number of them from which on an axis counts them."""
+
+
+@dataclass(frozen=True)
+class XAxes:
+    """Values that belong together, ascending: those of the start, and of the end of each step. `time` is seconds since
+    the start; `units` are tokens, or samples."""
+
+    step: Floats
+    time: Floats
+    units: Floats
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -46,10 +61,14 @@ class RunPage:
     title: str
     sections: Mapping[str, str]
     charts: Sequence[Chart]
+    """Over steps, those of nodes over seconds."""
+    axes: XAxes
     share_read: float
     """Share of the events that are read."""
-    read_at: float
-    """Unix seconds."""
+
+    def rescale_charts(self, x_name: str) -> Sequence[Chart]:
+        """The charts over one of X_NAMES."""
+        return rescale_charts(self.charts, self.axes, x_name)
 
 
 class LiveRun:
@@ -60,9 +79,8 @@ class LiveRun:
         run: Run,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-        prices: Prices | None = None,
     ):
-        self.run, self._prices = run, prices or Prices()
+        self.run = run
         self._clock, self._wall_clock = clock, wall_clock
         self._lock = threading.Lock()
         self._page: RunPage | None = None
@@ -88,75 +106,58 @@ class LiveRun:
 
     def _open(self) -> None:
         self._tail, self._builder = EventTail(self.run.events), HistoryBuilder()
+        self._node_charts = NodeCharts(self.run)
         self._inode, self._size = -1, 0
-        self._num_rendered_steps = 0
-        self._others = ""
+        self._seen: tuple[object, ...] = ()
 
     def _update(self) -> None:
-        inode, size = self._stat()
+        state, written_at = stat_run(self.run)
+        inode, size = (state.inode, state.size) if state else (-1, 0)
         if self._page is not None and not self.run.path.is_dir():
             return  # it was moved or removed; what was read of it stays
         if inode != self._inode or size < self._size:  # another file, as after a move
             self._open()
             self._inode = inode
-        others = self._fingerprint_files()
-        if self._page is not None and size == self._size and self._page.share_read == 1 and others == self._others:
-            self._page = replace(self._page, read_at=self._wall_clock())
+        is_written = self._wall_clock() - written_at < RUNNING_WITHIN_S
+        files = (self.run.resolved, self.run.plan, self.run.result)
+        # what was written includes telemetry, while a step takes long
+        seen = (size, written_at, is_written, *map(_change_of, files))
+        if self._page is not None and self._page.share_read == 1 and seen == self._seen:
             return
-        self._others = others
+        self._seen = seen
         until = self._clock() + (READ_BUDGET_S if self._page is None else CATCH_UP_BUDGET_S)
         for event in self._tail.read():
             self._builder.add_event(event)
             if self._clock() >= until:
                 break
         self._size = size
-        share = min(1.0, self._tail.bytes_read / size) if size else 1.0
-        is_whole = self._clock() < until
-        if not is_whole and self._page is not None and self.num_steps < CATCH_UP_GROWTH * self._num_rendered_steps:
-            self._page = replace(self._page, share_read=share, read_at=self._wall_clock())
-            return
-        self._num_rendered_steps = self.num_steps
+        is_whole = self._clock() < until or not size
+        share = 1.0 if is_whole else min(1.0, self._tail.bytes_read / size)
         history = replace(self._builder.build_history(), num_unreadable_lines=self._tail.num_unreadable)
-        self._page = self._render(history, 1.0 if is_whole else share)
+        self._page = self._render(history, share, is_written)
 
-    def _render(self, history: RunHistory, share_read: float) -> RunPage:
+    def _render(self, history: RunHistory, share_read: float, is_written: bool) -> RunPage:
         summary = build_summary(self.run, history)
         recommendations = find_recommendations(summary, history)
-        if summary.status == "incomplete" and self._is_written():
+        if summary.status == "incomplete" and is_written:
             summary = replace(summary, status="running")  # a report, read later, cannot tell
         sections = render_sections(summary, history, recommendations)
-        prices = read_run_prices(self.run.read_json_or_empty(self.run.cluster)) or self._prices
-        forecast = render_forecast(forecast_run(summary, prices), prices)
-        notes = render_notes(read_notes(self.run))
-        sections = {"outcome": sections["outcome"], "forecast": forecast, **sections, "notes": notes}
         version = self._page.version + 1 if self._page else 1
-        charts = build_run_charts(summary, history)
-        return RunPage(version, summary.run_info.name, sections, charts, share_read, self._wall_clock())
-
-    def _is_written(self) -> bool:
-        """Whether something of the run was written lately."""
-        return self._wall_clock() - stat_run(self.run)[1] < RUNNING_WITHIN_S
-
-    def _stat(self) -> tuple[int, int]:
-        try:
-            found = self.run.events.stat(follow_symlinks=False)
-        except OSError:
-            return -1, 0
-        return found.st_ino, found.st_size
-
-    def _fingerprint_files(self) -> str:
-        """What changes when another file of the page does."""
-        files = (self.run.resolved, self.run.plan, self.run.result, self.run.notes)
-        return " ".join((str(self._is_written()), *map(_change_of, files)))
+        now, charts = self._wall_clock(), build_run_charts(summary, history)
+        if charts:
+            self._node_charts.read()
+            charts += self._node_charts.build(history.first_event_at or 0.0, now)
+        axes = make_axes(history, summary.speed.unit)
+        return RunPage(version, summary.run_info.name, sections, charts, axes, share_read)
 
 
-def render_run(page: RunPage, address: str, may_act: bool) -> str:
-    """The page of a run: the report, its logs, and a form for notes where the browser may add them."""
+def render_run(page: RunPage, run: Run, address: str, x_name: str) -> str:
+    """The page of a run: the report, its charts over one of X_NAMES, and the end of a log."""
     note = f'<div id="reading">{render_reading_note(page)}</div>'
-    logs = f'<h2>Logs</h2><p><a href="{escape(address)}/logs">Output of the workers</a></p>'
-    form = f"""<form class="bar-form"><label>Note <input name="text" required></label>
-<button data-action="{escape(address)}/note">Add</button></form><p id="answer" role="status"></p>"""
-    return note + render_report_body(page.sections, page.charts) + (form if may_act else "") + logs
+    choice = render_axis_choice(page.axes.unit, x_name, address)
+    logs = f'<h2>Log</h2><div id="log-tail">{render_log_tail(run)}</div>'
+    logs += f'<p><a href="{escape(address)}/logs">Logs of all workers</a></p>'
+    return note + render_report_body(page.sections, page.rescale_charts(x_name), choice) + logs
 
 
 def render_reading_note(page: RunPage) -> str:
@@ -167,26 +168,18 @@ def render_reading_note(page: RunPage) -> str:
     return f'<p class="note">Reading the events: {share}. What follows is the run up to about there.</p>'
 
 
-def render_notes(notes: Sequence[RunNote]) -> str:
-    """The notes of a run, the newest first; empty without any."""
-    if not notes:
-        return ""
-    rows = ((render_time(note.time), escape(note.author), escape(note.text)) for note in reversed(notes))
-    return "<h2>Notes</h2>" + render_rows(("when", "by", "note"), rows)
-
-
 class LiveRuns:
     """The runs of the pages that were asked for lately."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, prices: Prices | None = None):
-        self._clock, self._prices = clock, prices
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, LiveRun] = OrderedDict()
 
     def find(self, run: Run) -> LiveRun:
         """The live run of a directory."""
         with self._lock:
-            found = self._open.pop(run.path, None) or LiveRun(run, self._clock, prices=self._prices)
+            found = self._open.pop(run.path, None) or LiveRun(run, self._clock)
             self._open[run.path] = found
             while len(self._open) > MAX_OPEN_RUNS or (len(self._open) > 1 and self._num_steps() > MAX_OPEN_STEPS):
                 self._open.popitem(last=False)
@@ -202,3 +195,155 @@ def _change_of(path: Path) -> str:
     except OSError:
         return "-"
     return f"{found.st_mtime_ns}.{found.st_size}"
+
+
+MAX_NODES = 64
+MAX_READ_BYTES = 8 << 20
+"""Of all files together, from their ends: it takes half a second, and is 14 hours of a node with 8 GPUs."""
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """What a chart shows; of `columns` the first that a reading has, times `scale`."""
+
+    title: str
+    unit: str
+    columns: tuple[str, ...]
+    scale: float = 1.0
+
+
+GPU_QUANTITIES = (
+    _Quantity("GPU power", "W", ("power_mean_w", "power_instant_w")),
+    _Quantity("GPU utilization", "%", ("utilization",), 100.0),
+    _Quantity("GPU memory used", "GB", ("memory_used_bytes",), 1e-9),
+)
+HOST_QUANTITIES = (
+    _Quantity("CPU power", "W", ("cpu_power_w",)),
+    _Quantity("CPU utilization", "%", ("cpu_utilization",), 100.0),
+    _Quantity("Memory used", "GB", ("memory_used_bytes",), 1e-9),
+)
+_STATISTIC_LINES = (("max", "highest", "validation"), ("mean", "mean", "train"), ("min", "lowest", "other"))
+"""Fields of ValueRollup, their labels and colors."""
+
+
+class NodeCharts:
+    """Reads the minutes as they are added, and keeps of each the lowest, mean and highest of all GPUs (or of all nodes,
+    where none has GPUs): the charts of 64 nodes are as small as those of one."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._tails: dict[Path, NodeMinuteTail] = {}
+        self._values: dict[_Quantity, dict[float, ValueRollup]] = {}
+        self._has_gpus = self._is_estimate = False
+
+    def read(self) -> None:
+        """Read what was added since the last call. Files that are none are left out, as the run may come from another
+        person."""
+        paths = sorted(self._run.telemetry.glob("*.jsonl"))[:MAX_NODES]
+        for path in paths:
+            if path not in self._tails:
+                self._tails[path] = NodeMinuteTail(path, MAX_READ_BYTES // len(paths))
+            try:
+                for minute in self._tails[path].read():
+                    self._add(minute)
+            except (OSError, DataError):
+                continue
+
+    def build(self, start: float, end: float) -> Iterator[Chart]:
+        """Yield charts of the minutes between two times (unix seconds). Their x is seconds since `start`."""
+        for quantity in GPU_QUANTITIES if self._has_gpus else HOST_QUANTITIES:
+            minutes = sorted(item for item in self._values.get(quantity, {}).items() if start <= item[0] <= end)
+            if not minutes:
+                continue
+            x = np.array([time - start for time, _ in minutes])
+            is_single = all(value.num_readings == 1 for _, value in minutes)
+            series = [
+                ChartSeries(
+                    quantity.title if is_single else label,
+                    x,
+                    np.array([as_float(getattr(value, name)) for _, value in minutes]),
+                    color,
+                )
+                for name, label, color in _STATISTIC_LINES
+                if name == "mean" or not is_single
+            ]
+            is_estimate = self._is_estimate and quantity.title == "CPU power"
+            yield Chart(
+                quantity.title,
+                series,
+                (0.0, float(x[-1])),
+                linear_range([each.y for each in series], from_zero=True),
+                unit=f"{quantity.unit} (estimated)" if is_estimate else quantity.unit,
+                x_label=SECONDS_LABEL,
+            )
+
+    def _add(self, minute: NodeMinute) -> None:
+        self._has_gpus = self._has_gpus or bool(minute.devices)
+        self._is_estimate = self._is_estimate or minute.cpu_power_is_estimate
+        middle = minute.time + minute.duration_s / 2
+        for quantity in HOST_QUANTITIES:
+            self._add_value(quantity, middle, minute.host)
+        for device in minute.devices.values():
+            for quantity in GPU_QUANTITIES:
+                self._add_value(quantity, middle, device)
+
+    def _add_value(self, quantity: _Quantity, time: float, rollups: Rollups) -> None:
+        found = next((rollups.values[column] for column in quantity.columns if column in rollups.values), None)
+        if found is None:
+            return
+        value, minutes = found.mean * quantity.scale, self._values.setdefault(quantity, {})
+        before = minutes.get(time, ValueRollup(value, value, value, 0))
+        count = before.num_readings + 1
+        mean = before.mean + (value - before.mean) / count
+        minutes[time] = ValueRollup(min(before.min, value), mean, max(before.max, value), count)
+
+
+def make_axes(history: RunHistory, unit: str) -> XAxes:
+    """The axes of a run. Where the clock was set back, time stays the same."""
+    steps, start = history.steps, history.first_event_at or 0.0
+    columns = (steps.step, np.maximum.accumulate(steps.time - start), np.cumsum(np.nan_to_num(steps.tokens)))
+    step, time, units = (np.concatenate(([0.0], column)) for column in columns)
+    return XAxes(step, time, units, unit)
+
+
+def rescale_charts(charts: Sequence[Chart], axes: XAxes, name: str) -> list[Chart]:
+    """Charts over the axis `name` of X_NAMES. What was read after the last step has no step and no tokens: only the
+    axis of time shows it."""
+    end_s = max([float(axes.time[-1]), *(chart.x_range[1] for chart in charts if chart.x_label == SECONDS_LABEL)])
+    time_label, size = next((label, size) for label, size, least in TIME_UNITS if end_s / size >= least)
+    targets = {"step": (axes.step, "step"), "time": (axes.time / size, time_label), "units": (axes.units, axes.unit)}
+    target, label = targets[name]
+    x_range = (0.0, max(end_s / size if name == "time" else float(target[-1]), 1e-3))
+
+    def rescale(chart: Chart) -> Chart:
+        is_timed = chart.x_label == SECONDS_LABEL
+        if name == "step" and not is_timed:
+            return chart
+        source = axes.time if is_timed else axes.step
+
+        def convert(x: Floats) -> Floats:
+            return np.round(x / size if is_timed and name == "time" else np.interp(x, source, target), 4)
+
+        series = []
+        for line in chart.series:
+            kept = line.x <= (x_range[1] * size if is_timed and name == "time" else source[-1])
+            series.append(replace(line, x=convert(line.x[kept]), y=line.y[kept]))
+        marks = []
+        for mark in chart.marks:
+            # a restart is at the time of the first step after it: its own step has ended long before
+            x = mark.x + (mark.kind == "restart" and name == "time")
+            x, x_end = convert(np.array([x, x if mark.x_end is None else mark.x_end])).tolist()
+            marks.append(replace(mark, x=x, x_end=None if mark.x_end is None else x_end))
+        return replace(chart, series=series, marks=marks, x_range=x_range, x_label=label)
+
+    return [rescale(chart) for chart in charts]
+
+
+def render_axis_choice(unit: str, chosen: str, address: str) -> str:
+    """Links to the page of a run with another x axis."""
+    labels = {"step": "step", "time": "time", "units": unit}
+    links = " ".join(
+        f'<a href="{escape(address)}?x={name}"{" aria-current=true" if name == chosen else ""}>{escape(label)}</a>'
+        for name, label in labels.items()
+    )
+    return f'<p class="note axis">x axis: {links}</p>'

@@ -1,14 +1,9 @@
-"""Output of workers: the end of a log, or the lines of it with a text, newest last. A log may have gigabytes: what is
-read for one page is bounded, and a page says how far back it has looked."""
+"""Output of workers: the end of a log. A log may have gigabytes: what is read for one page is bounded."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from urllib.parse import urlencode
 
-from phalanx import formatting
 from phalanx.errors import DataError
 from phalanx.jobs.log_stream import LOG_NAME_PATTERN, decode_terminal_line
 from phalanx.run import Run
@@ -16,20 +11,10 @@ from phalanx.safe_files import open_regular
 from phalanx.std_streams import escape_control_chars
 
 TAIL_BYTES = 128 << 10
-CHUNK_BYTES = 4 << 20
-MAX_MATCHES = 500
-MAX_SEARCHED_BYTES = 512 << 20
-"""Read for one search: about a second. The page offers to search further back."""
+SHORT_TAIL_BYTES = 8 << 10
+"""On the page of the run, where the tail is read every second."""
 MAX_LINE_CHARS = 4000
-
-
-@dataclass(frozen=True)
-class LogPart:
-    """Lines of a log, from the byte `start` to the byte `end`."""
-
-    lines: Sequence[str]
-    start: int
-    end: int
+NO_LOG_NOTE = '<p class="note">No worker has printed anything yet.</p>'
 
 
 def list_logs(run: Run) -> list[str]:
@@ -42,87 +27,48 @@ def list_logs(run: Run) -> list[str]:
     return sorted(numbers, key=lambda name: (-int(numbers[name][0]), int(numbers[name][1])))
 
 
-def read_log_tail(path: Path) -> LogPart:
-    """The last lines of a log. DataError for anything but a file; OSError where it cannot be read."""
+def read_log_tail(path: Path, max_bytes: int) -> list[str]:
+    """The last lines of a log, in `max_bytes`. DataError for anything but a file; OSError where it cannot be read."""
+    if path.parent.is_symlink():  # the run may come from another person, and change while its page is open
+        raise DataError(f"{path.parent}: expected a directory, found a link")
     descriptor = open_regular(path, follow_links=False)
     try:
         end = os.fstat(descriptor).st_size
-        start = max(0, end - TAIL_BYTES)
+        start = max(0, end - max_bytes)
         text = os.pread(descriptor, end - start, start)
     finally:
         os.close(descriptor)
     lines = text.split(b"\n")
     kept = lines[1:] if start and len(lines) > 1 else lines
-    return LogPart([_to_text(line) for line in kept if line], start, end)
+    return [_to_text(line) for line in kept if line]
 
 
-def search_log(path: Path, wanted: str, end: int | None = None) -> LogPart:
-    """The last MAX_MATCHES lines before the byte `end` that have a text in them, in upper or lower case. Looks at
-    MAX_SEARCHED_BYTES at most. Errors as of `read_log_tail`."""
-    sought = wanted.encode().lower()
-    descriptor = open_regular(path, follow_links=False)
-    try:
-        size = os.fstat(descriptor).st_size
-        end = size if end is None else max(0, min(end, size))
-        start = end
-        found: list[tuple[int, bytes]] = []
-        rest = b""  # the end of a line that begins before `start`
-        while start > 0 and len(found) < MAX_MATCHES and end - start < MAX_SEARCHED_BYTES:
-            first = max(0, start - CHUNK_BYTES)
-            text = os.pread(descriptor, start - first, first) + rest
-            head = text.partition(b"\n")[0]
-            rest = head if first > 0 and len(head) <= CHUNK_BYTES else b""
-            if sought in text.lower():  # few chunks have it
-                found = _find_lines(text.split(b"\n"), 1 if rest else 0, first, sought) + found
-            start = first
-    finally:
-        os.close(descriptor)
-    kept = found[-MAX_MATCHES:]
-    searched_from = kept[0][0] if len(kept) < len(found) else start + len(rest)
-    return LogPart([_to_text(line) for _, line in kept], searched_from, end)
-
-
-def _find_lines(lines: Sequence[bytes], skipped: int, start: int, sought: bytes) -> list[tuple[int, bytes]]:
-    """The lines with a text in them, and where they begin; `start` is where the first line begins."""
-    found, at = [], start
-    for number, line in enumerate(lines):
-        if number >= skipped and sought in line.lower():
-            found.append((at, line))
-        at += len(line) + 1
-    return found
-
-
-def render_logs(run: Run, id: str, name: str | None, wanted: str, end: int | None) -> str:
-    """The page with one log of a run; `name` is one of `list_logs`, the first for None."""
-    names = list_logs(run)
-    title = f'<header><h1>Logs</h1></header><p class="sub"><a href="run/{id}">{escape(str(run.path))}</a></p>'
-    if not names:
-        return f'{title}<p class="note">No worker has printed anything yet.</p>'
+def render_log_tail(run: Run, name: str | None = None, max_bytes: int = SHORT_TAIL_BYTES) -> str:
+    """The last lines of one of `list_logs`; of the newest attempt's first rank for None."""
+    if not (names := list_logs(run)):
+        return NO_LOG_NOTE
     chosen = name if name in names else names[0]
+    try:
+        lines = read_log_tail(run.logs / chosen, max_bytes)
+    except (OSError, DataError) as error:
+        return f'<p class="note">{escape(str(error))}</p>'
+    text = escape("\n".join(lines))
+    note = f'<p class="note">{_describe_name(chosen)}, the last lines.</p>'
+    return f'{note}<pre class="log" tabindex="0" data-key="log">{text}</pre>'
+
+
+def render_logs(run: Run, id: str, name: str | None) -> str:
+    """The page with the end of one log of a run; `name` is one of `list_logs`, the first for None."""
+    names = list_logs(run)
     options = "".join(
-        f'<option value="{escape(each)}"{" selected" if each == chosen else ""}>{escape(_describe_name(each))}</option>'
+        f'<option value="{escape(each)}"{" selected" if each == name else ""}>{escape(_describe_name(each))}</option>'
         for each in names
     )
-    form = f"""<form class="bar-form" method="get" action="run/{id}/logs" role="search">
+    form = f"""<form class="bar-form" method="get" action="run/{id}/logs">
 <label>Worker <select name="log">{options}</select></label>
-<label>Lines with <input type="search" name="q" value="{escape(wanted)}"></label>
 <button>Show</button></form>"""
-    try:
-        part = search_log(run.logs / chosen, wanted, end) if wanted else read_log_tail(run.logs / chosen)
-    except (OSError, DataError) as error:
-        return f'{title}{form}<p class="note">{escape(str(error))}</p>'
-    return f'{title}{form}<div id="log">{_render_part(part, id, chosen, wanted)}</div>'
-
-
-def _render_part(part: LogPart, id: str, name: str, wanted: str) -> str:
-    lines = escape("\n".join(part.lines))
-    what = f"{formatting.format_plural(len(part.lines), 'line')} with this text" if wanted else "the last lines"
-    read = f"{what}, bytes {part.start} to {part.end}"
-    more = ""
-    if wanted and part.start > 0:
-        words = urlencode({"log": name, "q": wanted, "end": part.start})
-        more = f' <a href="run/{id}/logs?{escape(words)}">Search further back</a>'
-    return f'<p class="note">{read}.{more}</p><pre class="log" tabindex="0">{lines}</pre>'
+    title = f'<header><h1>Logs</h1></header><p class="sub"><a href="run/{id}">{escape(str(run.path))}</a></p>'
+    return f'{title}{form if names else ""}<div id="log">{render_log_tail(run, name, TAIL_BYTES)}</div>'
 
 
 def _describe_name(name: str) -> str:

@@ -1,35 +1,37 @@
-"""The frame of every page, and the list of runs. Every text is escaped; scripts and styles come from /static only."""
+"""The frame of every page, tables, and the list of runs. Every text is escaped; scripts and styles come from /static
+only. Links are relative to the first page, so that a page works behind any path of a proxy."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlencode
 
-from phalanx import formatting
-from phalanx.serve.run_row import Losses, RunRow
-from phalanx.serve.tables import render_time
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
 
-SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 120, 26
+from phalanx import formatting
+from phalanx.serve.run_row import RunRow
+from phalanx.std_streams import escape_control_chars
+
+logger = logging.getLogger(__name__)
+ItemT = TypeVar("ItemT")
+
 ROWS_PER_PAGE = 100
-PAGE_TABS = (
-    ("Runs", "./"),
-    ("Jobs", "jobs"),
-    ("Nodes", "nodes"),
-    ("Power", "power"),
-    ("Cooling", "cooling"),
-    ("Cluster", "cluster"),
-)
+OWN_TABS = (("Runs", "./"), ("Jobs", "jobs"))
+"""Names and addresses in the navigation, before those of added pages."""
 
 
 @dataclass(frozen=True)
 class PageFrame:
-    """What surrounds each page. `events`: address of the stream that renews it. `static_version` changes with the
-    static files, which browsers keep. `root`: the first page, relative to this one; all addresses are relative to it,
-    also `here`, this page."""
+    """What surrounds each page. `added_tabs`: names and addresses of added pages. `events`: address of the stream that
+    renews it. `static_version` changes with the static files, which browsers keep. `root`: the first page, relative to
+    this one; all addresses are relative to it, also `here`, this page."""
 
     title: str
     tab: str
+    added_tabs: Sequence[tuple[str, str]] = ()
     events: str | None = None
     static_version: str = ""
     root: str = "./"
@@ -38,15 +40,18 @@ class PageFrame:
 
 @dataclass(frozen=True)
 class RunQuery:
-    """Which runs the list shows. `text`: each word of it is part of the path or the status."""
+    """Which runs the list shows, and in which order. `text`: each word of it is part of the path or the status. `sort`:
+    one of SORT_KEYS; empty for running runs first, then the newest."""
 
     text: str = ""
     page: int = 0
+    sort: str = ""
+    descending: bool = False
 
     def to_address(self, path: str, **changes: object) -> str:
         """The address of this list, with some values changed."""
-        values = {"q": self.text, "page": self.page, **changes}
-        words = urlencode({key: value for key, value in values.items() if value})
+        values = {"q": self.text, "page": self.page, "sort": self.sort, "descending": self.descending, **changes}
+        words = urlencode({key: int(value) if value is True else value for key, value in values.items() if value})
         return f"{path}?{words}" if words else path
 
 
@@ -54,15 +59,30 @@ class ListedRun(NamedTuple):
     """A run of the list; a tuple, since 10,000 are made every second."""
 
     id: str
+    name: str
+    """The shortest tail of its path that no other run has."""
     status: str
     row: RunRow
+
+
+SORT_KEYS: Mapping[str, Callable[[ListedRun], str | float | None]] = {
+    "run": lambda listed: listed.name,
+    "status": lambda listed: listed.status,
+    "step": lambda listed: listed.row.step,
+    "loss": lambda listed: listed.row.loss,
+    "validation": lambda listed: listed.row.validation_loss,
+    "speed": lambda listed: listed.row.units_per_s,
+    "workers": lambda listed: listed.row.world_size,
+    "last written": lambda listed: listed.row.last_written_at,
+}
+RUN_COLUMNS = ("", "run", "status", "step", "loss", "validation", "speed", "workers", "last written")
 
 
 def render_frame(frame: PageFrame, body: str) -> str:
     """The whole document."""
     tabs = "".join(
         f'<a href="{address}"{" aria-current=page" if name == frame.tab else ""}>{name}</a>'
-        for name, address in PAGE_TABS
+        for name, address in (*OWN_TABS, *frame.added_tabs)
     )
     events = f' data-events="{escape(frame.events)}"' if frame.events else ""
     version = f"?v={frame.static_version}"
@@ -86,13 +106,76 @@ def render_frame(frame: PageFrame, body: str) -> str:
 """
 
 
-def select_rows(rows: Mapping[str, RunRow], query: RunQuery, now: float) -> list[ListedRun]:
-    """The rows that a query asks for: running ones first, then the newest."""
+class PageResponse(Response):
+    """Renders a page for the address that was asked for. What would turn text around, and halves of characters, as of
+    file names, are written out."""
+
+    def __init__(self, frame: PageFrame, body: str, status: int = 200):
+        super().__init__(status_code=status)
+        self._frame, self._body = frame, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the page."""
+        query = scope.get("query_string", b"").decode("latin-1")
+        here = _page_path(scope)[1:] + (f"?{query}" if query else "")
+        text = render_frame(replace(self._frame, root=relative_root(scope), here=here), self._body)
+        await HTMLResponse(escape_control_chars(text), self.status_code)(scope, receive, send)
+
+
+def relative_root(scope: Scope) -> str:
+    """The address of the first page, relative to the page that was asked for."""
+    return "../" * (_page_path(scope).count("/") - 1) or "./"
+
+
+def _page_path(scope: Scope) -> str:
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    return raw.decode("latin-1")
+
+
+def render_each(
+    items: Iterable[ItemT], render: Callable[[ItemT], Sequence[str]], name: Callable[[ItemT], str], num_columns: int
+) -> Iterator[Sequence[str]]:
+    """Yield the row of each item. One that cannot be rendered has its name and `unreadable`, and the others are
+    there."""
+    for item in items:
+        try:
+            yield render(item)
+        except Exception:  # what others send may be anything
+            logger.exception("serve: %a cannot be rendered", name(item))
+            yield escape(name(item)), '<span class="problem">unreadable</span>', *[""] * (num_columns - 2)
+
+
+def render_time(moment: float) -> str:
+    """A time (unix seconds), which the page shows as an age."""
+    text = escape(formatting.format_timestamp(moment))
+    return f'<time data-time="{moment:.1f}" title="{text}">{text}</time>'
+
+
+def render_rows(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table; the cells are HTML."""
+    head = "".join(f"<th scope=col>{name}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table class="list"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def select_rows(rows: Mapping[str, RunRow], names: Mapping[str, str], query: RunQuery, now: float) -> list[ListedRun]:
+    """The rows that a query asks for, in its order; those without a value last. `names`: by id."""
     words = query.text.lower().split()
-    listed = [ListedRun(id, row.status(now), row) for id, row in rows.items()]
+    listed = [ListedRun(id, names[id], row.status(now), row) for id, row in rows.items()]
     if words:
         listed = [each for each in listed if all(word in f"{each.row.path} {each.status}".lower() for word in words)]
-    return sorted(listed, key=lambda each: (each.status != "running", -each.row.last_written_at))
+    listed.sort(key=_order_by_default)
+    if (key := SORT_KEYS.get(query.sort)) is None:
+        return listed
+    keyed = [(value, each) for each in listed if (value := key(each)) is not None]
+    keyed.sort(key=lambda pair: pair[0], reverse=query.descending)
+    return [*(each for _, each in keyed), *(each for each in listed if key(each) is None)]
+
+
+def _order_by_default(listed: ListedRun) -> tuple[bool, float]:
+    """Running runs stay in place, although each is written all the time."""
+    row, is_running = listed.row, listed.status == "running"
+    return not is_running, -((row.first_event_at or 0.0) if is_running else row.last_written_at)
 
 
 def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: bool) -> str:
@@ -104,10 +187,7 @@ def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: boo
     if not runs:
         advice = "No run matches." if query.text else "No runs here yet. `phalanx train RECIPE` makes one."
         return f'{summary}<p class="note">{escape(advice)}</p>' if is_complete else summary
-    head = "".join(
-        f"<th scope=col>{name}</th>"
-        for name in ("", "run", "status", "step", "loss", "", "validation", "speed", "workers", "last written")
-    )
+    head = "".join(_render_column_head(name, query) for name in RUN_COLUMNS)
     body = "".join(map(_render_row, shown))
     table = f'<table class="list"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'{summary}<div class="scroll">{table}</div>{_render_page_links(len(runs), query)}'
@@ -115,10 +195,12 @@ def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: boo
 
 def render_runs(content: str, query: RunQuery) -> str:
     """The page of all runs."""
+    order = {"sort": query.sort, "descending": "1" if query.descending else ""}
+    sort = "".join(f'<input type="hidden" name="{key}" value="{value}">' for key, value in order.items() if value)
     return f"""<header><h1>Runs</h1></header>
 <form class="bar-form" method="get" action="./" role="search">
 <label>Filter <input type="search" name="q" value="{escape(query.text)}" placeholder="path or status"></label>
-<button>Show</button>
+{sort}<button>Show</button>
 </form>
 <form method="get" action="compare">
 <p><button>Compare the ticked runs</button></p>
@@ -126,42 +208,33 @@ def render_runs(content: str, query: RunQuery) -> str:
 </form>"""
 
 
+def _render_column_head(name: str, query: RunQuery) -> str:
+    """A link that sorts by the column, and the other way round where the list is sorted by it."""
+    if not name:
+        return "<th scope=col></th>"
+    is_sorted = name == query.sort
+    address = query.to_address("./", page=0, sort=name, descending=is_sorted and not query.descending)
+    order = f' aria-sort="{"descending" if query.descending else "ascending"}"' if is_sorted else ""
+    return f'<th scope=col{order}><a href="{escape(address)}" data-key="sort {name}">{name}</a></th>'
+
+
 def _render_row(listed: ListedRun) -> str:
-    id, status, row = listed
-    name = escape(str(row.path))
+    id, name, status, row = listed
+    name = escape(name)
     total = f" of {row.total_steps}" if row.total_steps else ""
     cells = (
         f'<input type="checkbox" name="run" value="{id}" aria-label="compare {name}">',
-        f'<a href="run/{id}">{name}</a>',
+        f'<a href="run/{id}" title="{escape(str(row.path))}">{name}</a>',
         f'<span class="status {escape(status.replace(" ", "-"))}">{escape(status)}</span>',
         f"{row.step}{total}" if row.first_event_at is not None else "",
         formatting.format_loss(row.loss) if row.loss is not None else "",
-        render_sparkline(row.losses),
         formatting.format_loss(row.validation_loss) if row.validation_loss is not None else "",
         f"{formatting.format_count(row.units_per_s)}/s" if row.units_per_s else "",
         f"{row.world_size} {escape(row.device)}" if row.world_size else "",
         render_time(row.last_written_at) if row.last_written_at else "",
     )
-    problem = f'<tr><td></td><td colspan="9" class="note">{escape(row.problem)}</td></tr>' if row.problem else ""
+    problem = f'<tr><td></td><td colspan="8" class="note">{escape(row.problem)}</td></tr>' if row.problem else ""
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>{problem}"
-
-
-def render_sparkline(losses: Losses) -> str:
-    """The loss over the steps as a small picture without axes."""
-    if len(losses) < 2:
-        return ""
-    values = [loss for _, loss in losses]
-    low, high, first, last = min(values), max(values), losses[0][0], losses[-1][0]
-    points = " ".join(
-        f"{(step - first) / (last - first) * SPARKLINE_WIDTH:.1f},"
-        f"{(1 - (loss - low) / ((high - low) or 1.0)) * (SPARKLINE_HEIGHT - 4) + 2:.1f}"
-        for step, loss in losses
-    )
-    label = f"loss from {formatting.format_loss(values[0])} to {formatting.format_loss(values[-1])}"
-    return (
-        f'<svg class="spark" viewBox="0 0 {SPARKLINE_WIDTH} {SPARKLINE_HEIGHT}" width="{SPARKLINE_WIDTH}" '
-        f'height="{SPARKLINE_HEIGHT}" role="img" aria-label="{label}"><polyline points="{points}"/></svg>'
-    )
 
 
 def _render_page_links(count: int, query: RunQuery) -> str:

@@ -23,8 +23,6 @@ RECENT_S = 600.0
 SEARCH_INTERVAL_S = 10.0
 SEARCH_SHARE = 0.05
 """Share of the time that searching may take: a slow file system is searched less often."""
-NUM_EARLY_ROWS = 20
-"""Rows that are there before all runs are found."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -107,11 +105,7 @@ class RunIndex:
             self._update_recent()
 
     def _search(self) -> None:
-        found: dict[str, Path] = {}
-        for path in (path for root in self.roots for path in find_run_dirs(root)):
-            found[run_id(path)] = path
-            if not self.is_complete and len(found) <= NUM_EARLY_ROWS:  # the first page need not wait for the search
-                self._rows = {**self._rows, run_id(path): read_run_row(Run(path))}
+        found = {run_id(path): path for root in self.roots for path in find_run_dirs(root)}
         kept = {id: row for id, row in self._rows.items() if id in found}
         states = {id: stat_run(Run(path)) for id, path in found.items()}
         newest_first = sorted(found, key=lambda id: states[id][1], reverse=True)

@@ -1,6 +1,5 @@
 """The routes of a run: its page, logs, and the comparison with others."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,16 +7,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.cluster.spec import Prices
 from phalanx.errors import DataError, UsageError
 from phalanx.observe.compare import compare_runs, render_comparison_body
 from phalanx.observe.html_report.chart import Chart, render_chart_rows
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
-from phalanx.serve.live_run import LiveRuns, render_reading_note, render_run
-from phalanx.serve.log_pages import render_logs
-from phalanx.serve.page_context import PageContext
-from phalanx.serve.page_stream import Message
+from phalanx.serve.live_run import X_NAMES, LiveRuns, render_reading_note, render_run
+from phalanx.serve.log_pages import render_log_tail, render_logs
+from phalanx.serve.page_context import Message, PageContext
 from phalanx.serve.pages import render_problem
 from phalanx.serve.run_index import RunIndex
 
@@ -30,30 +27,26 @@ class RunRoutes:
 
     index: RunIndex
     context: PageContext
-    prices: Prices | None
-    live_runs: LiveRuns = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.live_runs = LiveRuns(prices=self.prices)
+    live_runs: LiveRuns = field(default_factory=LiveRuns)
 
     async def show_run(self, request: Request) -> Response:
         """The page of a run."""
-        if (live := self.index.find_run(request.path_params["id"])) is None:
+        if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
         try:
-            page = await run_in_threadpool(self.live_runs.find(live).read_page)
+            page = await run_in_threadpool(self.live_runs.find(run).read_page)
         except DataError as error:
-            return self.context.render("Run", "Runs", render_problem(str(live.path), str(error)), status=422)
-        id = request.path_params["id"]
-        return self.context.render(
-            page.title, "Runs", render_run(page, f"run/{id}", self.context.may_act(request)), f"run/{id}/stream"
-        )
+            return self.context.render("Run", "Runs", render_problem(str(run.path), str(error)), status=422)
+        address, x_name = f"run/{request.path_params['id']}", _read_x_name(request)
+        body = await run_in_threadpool(render_run, page, run, address, x_name)
+        return self.context.render(page.title, "Runs", body, f"{address}/stream?x={x_name}")
 
     async def stream_run(self, request: Request) -> Response:
         """The parts of a run's page that change, and its charts."""
         if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
-        live, shown_titles, shown_version = self.live_runs.find(run), [""], [0]
+        live, x_name = self.live_runs.find(run), _read_x_name(request)
+        shown_titles, shown_version = [""], [0]
 
         async def read() -> Message:
             try:
@@ -63,10 +56,13 @@ class RunRoutes:
             if not run.path.is_dir():
                 gone = "The directory of this run is no longer there. What follows is the last that was read."
                 return {"sections": {"reading": f'<p class="note problem">{gone}</p>'}}
-            message: Message = {"sections": {"reading": render_reading_note(page), **page.sections}}
+            log_tail = await run_in_threadpool(render_log_tail, run)
+            sections = {"reading": render_reading_note(page), **page.sections, "log-tail": log_tail}
+            message: Message = {"sections": sections}
             titles = " ".join(chart.full_title for chart in page.charts)
             if page.version != shown_version[0]:
-                message["charts"] = make_chart_message(page.charts, is_same=titles == shown_titles[0])
+                charts = await run_in_threadpool(page.rescale_charts, x_name)
+                message["charts"] = make_chart_message(charts, is_same=titles == shown_titles[0])
             shown_titles[0], shown_version[0] = titles, page.version
             return message
 
@@ -76,10 +72,7 @@ class RunRoutes:
         """Output of the workers of a run."""
         if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
-        values = request.query_params
-        end = int(values["end"]) if re.fullmatch("[0-9]{1,18}", values.get("end", "")) else None
-        wanted, id = values.get("q", ""), request.path_params["id"]
-        body = await run_in_threadpool(render_logs, run, id, values.get("log"), wanted, end)
+        body = await run_in_threadpool(render_logs, run, request.path_params["id"], request.query_params.get("log"))
         return self.context.render("Logs", "Runs", body)
 
     async def show_comparison(self, request: Request) -> Response:
@@ -97,6 +90,11 @@ class RunRoutes:
     def _missing_run(self) -> Response:
         text = "No run with this address. It was moved or removed, or the server has not found it yet."
         return self.context.render("Run", "Runs", render_problem("No such run", text), status=404)
+
+
+def _read_x_name(request: Request) -> str:
+    name = request.query_params.get("x", "")
+    return name if name in X_NAMES else X_NAMES[0]
 
 
 def make_chart_message(charts: Sequence[Chart], is_same: bool) -> Message:

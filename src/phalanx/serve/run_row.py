@@ -1,5 +1,5 @@
 """What the list of runs shows of one run, read in a time that does not depend on how long the run is: the first and the
-last bytes of events.jsonl, and short pieces between them for the sparkline."""
+last bytes of events.jsonl."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,9 @@ from phalanx.safe_files import check_links, open_regular, parse_json
 END_BYTES = 1 << 16
 """Bytes that are read at each end of the file: some 200 events."""
 PIECE_BYTES = 1 << 12
-SPARKLINE_POINTS = 48
 RUNNING_WITHIN_S = 150.0
 """A run without an end is running while something was written for so long: agents write a line of telemetry each
 minute."""
-
-
-STEP_MARK = b'"kind": "step"'
-"""In each line of a step, as Phalanx writes it."""
-Losses = tuple[tuple[int, float], ...]
-"""Steps and their losses, ascending: what the sparkline shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +34,6 @@ class RunRow:
     """One run, in short. Values that its events do not have are None."""
 
     path: Path
-    owner: int
-    """User id of the directory's owner."""
-    group: int
-    """Group id of the directory."""
     state: FileState | None
     """Of events.jsonl; None where it cannot be read."""
     last_written_at: float
@@ -60,7 +49,6 @@ class RunRow:
     step_s: float | None = None
     first_event_at: float | None = None
     last_event_at: float | None = None
-    losses: Losses = ()
     problem: str | None = None
     """Why its events cannot be read."""
 
@@ -89,7 +77,7 @@ def read_run_row(run: Run, before: RunRow | None = None) -> RunRow:
     """Read the row of a run; where `before` is its row a moment ago, only what was added since. Nothing in the
     directory makes this fail."""
     state, written_at = stat_run(run)
-    empty = RunRow(run.path, *_find_owner(run.path), state, written_at)
+    empty = RunRow(run.path, state, written_at)
     if state is None:
         return empty
     try:
@@ -101,7 +89,7 @@ def read_run_row(run: Run, before: RunRow | None = None) -> RunRow:
     try:
         if before is not None and before.state is not None and _is_continued(before.state, state):
             added = _read_end(descriptor, before.state.size, state.size)
-            return _add_events(replace(before, state=state, last_written_at=written_at), added, state.size)
+            return _add_events(replace(before, state=state, last_written_at=written_at), added)
         return _read_whole(empty, descriptor, state.size)
     except OSError as error:  # storage that fails
         return replace(empty, problem=_describe(error))
@@ -114,12 +102,9 @@ def _is_continued(before: FileState, now: FileState) -> bool:
 
 
 def _read_whole(empty: RunRow, descriptor: int, size: int) -> RunRow:
-    head = list(_parse_events(os.pread(descriptor, END_BYTES, 0), is_start=True, num_steps=1, num_early=0))
-    row = replace(empty, first_event_at=head[0].time if head else None)
-    if size > END_BYTES:
-        row = _add_start(row, head)
-        row = replace(row, losses=_sample_losses(descriptor, size))
-    return _add_events(row, _read_end(descriptor, 0, size), size)
+    head = list(_parse_events(os.pread(descriptor, END_BYTES, 0), is_start=True))
+    row = _add_start(replace(empty, first_event_at=head[0].time if head else None), head)
+    return _add_events(row, _read_end(descriptor, 0, size))
 
 
 def _read_end(descriptor: int, start: int, size: int) -> list[RunEvent]:
@@ -147,7 +132,7 @@ def _add_start(row: RunRow, events: Sequence[RunEvent]) -> RunRow:
     )
 
 
-def _add_events(row: RunRow, events: Sequence[RunEvent], size: int) -> RunRow:
+def _add_events(row: RunRow, events: Sequence[RunEvent]) -> RunRow:
     row = _add_start(row, events)
     steps = [event for event in events if isinstance(event, StepDone)]
     evaluations = [event for event in events if isinstance(event, EvaluationDone)]
@@ -163,7 +148,6 @@ def _add_events(row: RunRow, events: Sequence[RunEvent], size: int) -> RunRow:
             loss=steps[-1].loss,
             units_per_s=sum(event.units for event in timed) / seconds if timed else row.units_per_s,
             step_s=seconds / len(timed) if timed else row.step_s,
-            losses=_add_losses(row.losses, steps, row.total_steps),
             ended_as=None,
         )
     work = [event for event in events if isinstance(event, AttemptStarted | StepDone)]
@@ -172,41 +156,9 @@ def _add_events(row: RunRow, events: Sequence[RunEvent], size: int) -> RunRow:
     return replace(row, last_event_at=events[-1].time) if events else row
 
 
-def _sample_losses(descriptor: int, size: int) -> Losses:
-    """The loss at steps that lie evenly in the file."""
-    found: Losses = ()
-    for index in range(SPARKLINE_POINTS):
-        at = size * index // SPARKLINE_POINTS
-        piece = _parse_events(os.pread(descriptor, PIECE_BYTES, at), is_start=at == 0, num_steps=1, num_early=0)
-        found = _add_losses(found, [event for event in piece if isinstance(event, StepDone)], None)
-    return found
-
-
-def _add_losses(found: Losses, steps: Sequence[StepDone], total_steps: int | None) -> Losses:
-    """Add losses; of a step that was done again, the later one. Not more than twice SPARKLINE_POINTS."""
-    points = list(found)
-    spacing = (total_steps or 0) / SPARKLINE_POINTS
-    for event in steps:
-        while points and points[-1][0] >= event.step:
-            points.pop()
-        if event.loss is not None and (not points or event.step - points[-1][0] >= spacing):
-            points.append((event.step, event.loss))
-    return tuple(points if len(points) <= 2 * SPARKLINE_POINTS else points[::2])
-
-
-def _parse_events(
-    piece: bytes, is_start: bool, num_steps: int = 10, num_early: int = SPARKLINE_POINTS
-) -> Iterator[RunEvent]:
-    """The events of whole lines in a piece of the file, of its steps the last `num_steps`, and `num_early` at most of
-    those before. `is_start`: it begins with the start of a line."""
-    lines = piece.split(b"\n")[0 if is_start else 1 : -1]
-    steps = [number for number, line in enumerate(lines) if STEP_MARK in line]
-    early = steps[:-num_steps]
-    kept = early[:: -(-len(early) // num_early)] if num_early and early else []
-    skipped = set(early).difference(kept)
-    for number, line in enumerate(lines):
-        if number in skipped:
-            continue
+def _parse_events(piece: bytes, is_start: bool) -> Iterator[RunEvent]:
+    """The events of whole lines in a piece of the file. `is_start`: it begins with the start of a line."""
+    for line in piece.split(b"\n")[0 if is_start else 1 : -1]:
         try:
             event = from_fields(parse_json(line.decode(errors="replace")))
         except ValueError:
@@ -221,14 +173,6 @@ def _telemetry_times(run: Run) -> Iterator[float]:
             yield from (entry.stat(follow_symlinks=False).st_mtime for entry in entries)
     except OSError:
         return
-
-
-def _find_owner(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat(follow_symlinks=False)
-    except OSError:
-        return -1, -1
-    return found.st_uid, found.st_gid
 
 
 def _describe(error: Exception) -> str:

@@ -1,10 +1,8 @@
 """Build what a worker trains with from a resolved recipe: model, parallelism, loss, optimizer and accumulator."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,35 +10,30 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo, RunData
 from phalanx.recipe import ResolvedRecipe, huggingface_directory
 from phalanx.recipe.devices import device_kind_of
-from phalanx.run import Run
-from phalanx.run.event_types import EvaluationProgress
-from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
+from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
+from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
 from phalanx.train.distributed.context_parallel import local_runs
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.float8_select import Float8Selector, make_float8_selector, measure_layer_rows
+from phalanx.train.distributed.fsdp import sort_in_reduction_order
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
-from phalanx.train.evaluation import EvaluationResult, evaluate
-from phalanx.train.grad_sync.reducer_choice import choose_reducer
+from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
+from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
+from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.hf.inputs import check_auxiliary_loss
-from phalanx.train.lm_head import eval_mode, find_lm_head
-from phalanx.train.local_sgd.step import make_local_sgd_accumulator
-from phalanx.train.loss import ContextSplit, LMHead, LossFn, LossModule, plan_context_split
+from phalanx.train.local_sgd.step import LocalSGDAccumulator, make_local_sgd_reducer
+from phalanx.train.loss import ContextSplit, LMHead, LossFn, LossModule, find_lm_head, plan_context_split
 from phalanx.train.model_builder import build_model, check_same_initial_values
+from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import all_reduce_copy, group_rank, group_size
 from phalanx.train.ops.lora import has_lora
 from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
-from phalanx.train.optim import (
-    NormFn,
-    OptimizerContainer,
-    compute_norms,
-    compute_squared_norms,
-    select_muon_matrices,
-)
+from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms, select_muon_matrices
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, check_problem_type, open_task
@@ -57,11 +50,14 @@ def make_accumulator(
     seeds: MicroBatchSeeds,
 ) -> GradientAccumulator:
     """The accumulator of a step, with gradients reduced as the parallelism requires."""
+    accumulator_class: type[GradientAccumulator] = GradientAccumulator
     if recipe.local_sgd is not None:
-        return make_local_sgd_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
-    slots = num_metric_slots(recipe.batch.global_size // recipe.batch.micro_size)
-    reducer = choose_reducer(recipe, dist_env, parallel_model, slots)
-    return GradientAccumulator(recipe, dist_env, parallel_model, optimizer.parameter_names, reducer, scaler, seeds)
+        accumulator_class = LocalSGDAccumulator
+        reducer: GradReducer = make_local_sgd_reducer(recipe, dist_env, parallel_model)
+    else:
+        slots = num_metric_slots(recipe.batch.global_size // recipe.batch.micro_size)
+        reducer = choose_reducer(recipe, dist_env, parallel_model, slots)
+    return accumulator_class(recipe, dist_env, parallel_model, optimizer.parameter_names, reducer, scaler, seeds)
 
 
 def make_held_slices(mesh: Mesh, batch: int, length: int | None, split: ContextSplit | None) -> HeldSlices | None:
@@ -99,17 +95,11 @@ def count_units_per_sample(facts: DataInfo) -> int:
 
 
 def build_context(
-    process: WorkerProcess,
-    recipe: ResolvedRecipe,
-    data: RunData,
-    init_weights: bool = True,
-    callbacks: Callbacks | None = None,
-    connection_scope: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
+    process: WorkerProcess, recipe: ResolvedRecipe, data: RunData, init_weights: bool = True
 ) -> TrainContext:
-    """Build everything that training works with, from the recipe. `init_weights`: with the weights of a new run;
-    `callbacks`: those that exist already; `connection_scope` as for `build_mesh`."""
+    """Build everything that training works with, from the recipe. `init_weights`: with the weights of a new run."""
     run, folder, dist_env = process.run, process.folder, process.dist_env
-    mesh = build_mesh(recipe.parallelism, dist_env, recipe, connection_scope)
+    mesh = build_mesh(recipe.parallelism, dist_env, recipe)
     task = open_task(recipe, folder, data.info)
     # A model that will be sharded is built on the host or the meta device: it need not fit on one device.
     device = dist_env.device if mesh.is_pure_ddp or mesh.pipeline_group is not None else torch.device("cpu")
@@ -127,14 +117,7 @@ def build_context(
     loss_fn = make_loss_fn(recipe, task, model, mesh, dist_env, data)
     scaler = GradScaler.for_precision(recipe.precision, recipe.batch.global_size * count_units_per_sample(data.info))
     seeds = MicroBatchSeeds(recipe.seed, dist_env.device)
-    fp8 = (
-        _make_float8_layer_selector(recipe, run, model, task, mesh, dist_env, data)
-        if recipe.precision == "fp8"
-        else None
-    )
-    parallel_model, loss_module = _build_parallel_model(
-        recipe, model, loss_fn, mesh, dist_env, data, seeds, scaler, fp8
-    )
+    parallel_model, loss_module = _build_parallel_model(recipe, model, loss_fn, mesh, dist_env, data, seeds, scaler)
     seeds.slices = make_held_slices(mesh, recipe.batch.micro_size, data.info.seq_len, loss_fn.context_split)
     allocate_meta_parameters(parallel_model.modules, dist_env.device)
     if initial_weights is not None:
@@ -148,9 +131,7 @@ def build_context(
         muon_matrices=muon_matrices,
     )
     accumulator = make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
-    if callbacks is None:
-        view = RunContext(run.path, dist_env.rank, dist_env.world_size, model)
-        callbacks = Callbacks(load_callbacks(recipe.callbacks, folder), view)
+    run_context = RunContext(run.path, dist_env.rank, dist_env.world_size, model)
     return TrainContext(
         run=run,
         recipe=recipe,
@@ -162,60 +143,14 @@ def build_context(
         optimizer=optimizer,
         scaler=scaler,
         accumulator=accumulator,
-        callbacks=callbacks,
+        callbacks=UserCallbacks(load_callbacks(recipe.callbacks, folder), run_context),
         reporter=process.reporter,
         stop_request=process.stop_request,
         count_units=data.count_units,
-        evaluate=make_evaluator(process, recipe, data, loss_module, dist_env, mesh),
+        validation_data=data if data.num_validation_samples else None,
         prepare_batch=lambda arrays: to_device(arrays, dist_env.device),
         heartbeat=process.heartbeat,
     )
-
-
-def make_evaluator(
-    process: WorkerProcess,
-    recipe: ResolvedRecipe,
-    data: RunData,
-    loss_module: LossModule | PipelineRunner,
-    dist_env: DistEnv,
-    mesh: Mesh,
-) -> Callable[[], EvaluationResult | None] | None:
-    """Return what evaluates on the validation set, which returns None where a stop was requested; None where there is
-    no validation set."""
-    if data.num_validation_samples == 0:
-        return None
-    micro_size, heartbeat = recipe.batch.micro_size, process.heartbeat
-
-    # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
-    phases = ["evaluation"] if recipe.compile is False else ["compiling", "evaluation"]
-
-    def stop_requested() -> bool:
-        heartbeat.record(phases[0])  # it is asked between two batches
-        return process.stop_request.requested
-
-    def report_progress(num_done: int, num_samples: int) -> None:
-        if dist_env.is_rank_zero:
-            process.reporter.report_event(
-                EvaluationProgress(step=heartbeat.step, num_samples_done=num_done, num_samples=num_samples)
-            )
-
-    def evaluate_validation() -> EvaluationResult | None:
-        heartbeat.record(phases[0])
-        samples = recipe.evaluation.max_samples
-        found = evaluate(
-            loss_module,
-            data,
-            dist_env=dist_env,
-            mesh=mesh,
-            max_samples=samples,
-            micro_size=micro_size,
-            stop_requested=stop_requested,
-            report_progress=report_progress,
-        )
-        del phases[:-1]
-        return found
-
-    return evaluate_validation
 
 
 def make_loss_fn(
@@ -256,18 +191,6 @@ def _load_one_sample(model: nn.Module, data: RunData) -> TensorBatch:
     return to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
 
 
-def _make_float8_layer_selector(
-    recipe: ResolvedRecipe, run: Run, model: nn.Module, task: Task, mesh: Mesh, dist_env: DistEnv, data: RunData
-) -> Float8Selector:
-    """What chooses the layers to compute in fp8, by the size that a micro-batch gives them."""
-    args, kwargs = task.inputs(_load_one_sample(model, data))
-    with eval_mode(model), autocast_context(recipe.precision, dist_env.device):
-        of_one = measure_layer_rows(model, lambda: model(*args, **kwargs))
-    micro_size = recipe.batch.micro_size
-    rows = {name: max(1, rows * micro_size // mesh.parallelism.context) for name, rows in of_one.items()}
-    return make_float8_selector(run, dist_env, rows, bool(recipe.compile))
-
-
 def _build_parallel_model(
     recipe: ResolvedRecipe,
     model: nn.Module,
@@ -277,7 +200,6 @@ def _build_parallel_model(
     data: RunData,
     seeds: MicroBatchSeeds,
     scaler: GradScaler,
-    fp8: Float8Selector | None = None,
 ) -> tuple[ParallelModel, LossModule | PipelineRunner]:
     """Apply the parallelism to the model. Returns this worker's part and the module that computes losses."""
     cache_weight_casts = uses_cached_casts(recipe.compile, recipe.precision, dist_env.device)
@@ -290,7 +212,6 @@ def _build_parallel_model(
         seq_len=data.info.seq_len,
         # Only the built-in loss supports a sharded vocabulary; a subclass may override it.
         vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
-        float8_selector=fp8,
         cache_weight_casts=cache_weight_casts,
         lm_head=None if head is None else head.name,
     )
@@ -308,7 +229,6 @@ def _build_parallel_model(
         mesh,
         dist_env,
         config,
-        recipe.batch.global_size // (micro_size * mesh.dp_size),
         seeds.seed_micro_batch,
         (lambda: scaler.scale) if scaler.dynamic else None,
     )
@@ -336,3 +256,66 @@ def _find_initial_weights(recipe: ResolvedRecipe, folder: Path, model: nn.Module
         return open_initial_weights(recipe.init_from, folder, model)
     directory = huggingface_directory(recipe.model.build, folder)
     return None if directory is None else open_hf_weights(directory, model)
+
+
+def choose_reducer(
+    recipe: ResolvedRecipe, dist_env: DistEnv, parallel_model: ParallelModel, num_metric_slots: int
+) -> GradReducer:
+    """Make the reducer of a worker. Plain replicas also sum `num_metric_slots` fp32 values in a bucket with it."""
+    mesh, micro_batches = parallel_model.mesh, recipe.batch.global_size // recipe.batch.micro_size
+    layers = [
+        part for module in parallel_model.modules for part in module.modules() if isinstance(part, CachedCastLinear)
+    ]
+    parameters = list(parallel_model.trainable_parameters().values())
+    if mesh.is_tree_hsdp:
+        parameters = sort_in_reduction_order(parallel_model.modules, parameters)
+    bucketed = _make_bucketed_reducer(recipe, dist_env, parallel_model, parameters, num_metric_slots)
+    reducer: GradReducer = LocalReducer(parameters, layers) if bucketed is None else bucketed
+    if mesh.is_tree_hsdp:
+        assert mesh.fsdp_mesh is not None
+        reducer = HSDPTreeReducer(reducer, mesh.fsdp_mesh.get_group())
+    elif not mesh.is_pure_ddp:
+        own_indices = mesh.own_micro_batches(micro_batches)
+        last = own_indices[-1] if mesh.pipeline_group is None and len(own_indices) > 1 else None
+        reducer = ParallelReducer(parallel_model, bucketed, last_micro_batch=last)
+    # With one micro-batch nothing is accumulated. Elastic runs sum in the same order on any number of workers.
+    accumulates_in_matmul = isinstance(reducer, LocalReducer) and micro_batches > 1 and recipe.determinism != "elastic"
+    for layer in layers:
+        layer.set_accumulate_in_matmul(accumulates_in_matmul)
+    return reducer
+
+
+def _make_bucketed_reducer(
+    recipe: ResolvedRecipe,
+    dist_env: DistEnv,
+    parallel_model: ParallelModel,
+    parameters: list[nn.Parameter],
+    num_metric_slots: int,
+) -> BucketedReducer | None:
+    """Make the reducer of replicas, with the error feedback of its compression; None where it is not needed."""
+    mesh, micro_batches = parallel_model.mesh, recipe.batch.global_size // recipe.batch.micro_size
+    is_elastic, algorithm = recipe.determinism == "elastic", recipe.grad_sync.method
+    uses_error_feedback = GRAD_SYNC_ALGORITHMS[algorithm].uses_error_feedback and not is_elastic
+    is_needed = mesh.replicate_group is not None or (is_elastic and micro_batches > 1) or uses_error_feedback
+    # A pipeline runs many backwards at once, so its gradients are summed after the last.
+    if mesh.pipeline_group is not None or not (mesh.is_tree_hsdp or (mesh.fsdp_mesh is None and is_needed)):
+        return None
+    reducer = BucketedReducer(
+        parameters,
+        rank=mesh.coordinates["replicate"],
+        world_size=mesh.parallelism.replicate,
+        micro_batches=micro_batches // mesh.micro_batch_stride,
+        is_elastic=is_elastic,
+        bucket_bytes=bucket_size_bytes(recipe.grad_sync),
+        group=mesh.replicate_group,
+        num_metric_slots=num_metric_slots if mesh.is_pure_ddp else 0,
+        algorithm=algorithm,
+        powersgd_rank=recipe.grad_sync.powersgd_rank,
+        warmup_steps=num_warmup_steps(recipe),
+    )
+    parallel_model.error_feedback = (
+        ErrorFeedbackState.from_residuals(parallel_model, reducer.residuals(), reducer.projection_bases())
+        if uses_error_feedback
+        else None
+    )
+    return reducer

@@ -1,29 +1,33 @@
-"""Callbacks: user code that is called during a run. Name it in the recipe: `callbacks: ["my_module:Mine"]`.
+"""Callbacks: code that runs at named moments of a run. A recipe names the user's: `callbacks: ["my_module:Mine"]`.
 
-A callback is any class with some of these methods; it need not inherit from anything:
+A user's callback is any class with some of these methods; it need not inherit from anything:
 
     class Mine:
-        def start(self, run): ...             # after the model is built and the state loaded, before the first step
-        def step(self, run, event): ...       # after every optimizer step
-        def evaluation(self, run, event): ... # after an evaluation on the validation set
-        def checkpoint(self, run, event): ... # a checkpoint is complete on disk
-        def nonfinite_step(self, run, event): ...     # a step was skipped, and maybe rolled back
-        def checkpoint_failed(self, run, event): ...  # a save failed; training continues
-        def end(self, run, event): ...        # at the end, also if the run stops early
+        def on_train_start(self, run): ...         # the model is built and the state loaded; the first step comes next
+        def on_restart(self, run): ...             # after that, if the run resumes from a checkpoint: of step run.step
+        def pre_step(self, run): ...               # before the gradients of a step are cleared
+        def pre_forward(self, run, batch): ...     # before the forward of a micro-batch; not with a pipeline
+        def pre_backward(self, run, loss_sum): ... # before its backward; not with a pipeline
+        def pre_optimizer_step(self, run): ...     # gradients are summed over all workers, and not yet divided
+        def post_step(self, run, event): ...       # after every optimizer step, skipped ones too
+        def post_evaluation(self, run, event): ... # after an evaluation on the validation set
+        def post_checkpoint(self, run, event): ... # a checkpoint is complete on disk
+        def on_nonfinite_step(self, run, event): ...     # a step was skipped, and maybe rolled back
+        def on_checkpoint_failed(self, run, event): ...  # a save failed; training continues
+        def on_train_end(self, run, event): ...    # at the end, also if the run stops early
 
 `event` is the event that is also written to events.jsonl: `StepDone`, `EvaluationDone`, `CheckpointSaved`,
 `NonFiniteStep`, `CheckpointFailed` or `RunEnded` of `phalanx.run.event_types`. `run` is a `RunContext`. Callbacks run
-on every worker, in the order of the recipe, between steps; their time counts as `other` in the next step. A callback
-that raises ends the run, so that errors are not overlooked. A callback may change the weights if every worker makes the
-same change.
+on every worker, in the order of the recipe. A callback that raises ends the run, so that errors are not overlooked. A
+callback may change the weights if every worker makes the same change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import describe_exception, import_object
@@ -36,16 +40,61 @@ from phalanx.run.event_types import (
     RunEnded,
     StepDone,
 )
+from phalanx.train.step_metrics import StepFlags, StepResult
 
 MOMENT_BY_EVENT: dict[type[Event], str] = {
-    StepDone: "step",
-    EvaluationDone: "evaluation",
-    CheckpointSaved: "checkpoint",
-    NonFiniteStep: "nonfinite_step",
-    CheckpointFailed: "checkpoint_failed",
-    RunEnded: "end",
+    StepDone: "post_step",
+    EvaluationDone: "post_evaluation",
+    CheckpointSaved: "post_checkpoint",
+    NonFiniteStep: "on_nonfinite_step",
+    CheckpointFailed: "on_checkpoint_failed",
+    RunEnded: "on_train_end",
 }
-CALLBACK_HOOKS = ("start", *MOMENT_BY_EVENT.values())
+MOMENTS_WITHIN_STEP = ("pre_step", "pre_forward", "pre_backward", "pre_optimizer_step")
+CALLBACK_HOOKS = ("on_train_start", "on_restart", *MOMENTS_WITHIN_STEP, *MOMENT_BY_EVENT.values())
+
+
+class TrainerCallback:
+    """A part of the trainer that runs at moments of a step, on every worker. A subclass overrides some of these."""
+
+    def pre_step(self, step: int) -> None:
+        """Before the gradients of this step are cleared."""
+
+    def pre_forward(self, batch: Any) -> None:
+        """Before the forward of a micro-batch; not with a pipeline."""
+
+    def pre_backward(self, loss_sum: Tensor) -> None:
+        """Before the backward of a micro-batch; not with a pipeline."""
+
+    def post_backward(self) -> None:
+        """After the backward of a micro-batch; not with a pipeline."""
+
+    def raise_flags(self, flags: StepFlags) -> None:
+        """Before the last backward, which starts the reduction: set what this worker has to say."""
+
+    def pre_reduction(self, step: int) -> None:
+        """Before gradients are reduced."""
+
+    def pre_optimizer_step(self) -> None:
+        """Before the update, also of a step that is skipped."""
+
+    def post_optimizer_step(self, result: StepResult) -> None:
+        """After the update: change what a step changes besides the parameters."""
+
+    def post_step(self, result: StepResult, lr: float) -> None:
+        """After a step: count it, and report it."""
+
+    def between_steps(self, due_steps: Sequence[int], is_done: bool) -> None:
+        """Do what is due after one of `due_steps`. `is_done`: no step follows. Not called after a rollback."""
+
+
+def find_methods(callbacks: Sequence[TrainerCallback], moment: str) -> list[Callable[..., None]]:
+    """Return the methods for a moment of the callbacks that have one, in order."""
+    return [
+        getattr(callback, moment)
+        for callback in callbacks
+        if getattr(type(callback), moment) is not getattr(TrainerCallback, moment)
+    ]
 
 
 @dataclass
@@ -59,30 +108,43 @@ class RunContext:
     step: int = 0
 
 
-class Callbacks:
-    """All callbacks of a run."""
+class UserCallbacks(TrainerCallback):
+    """All callbacks of a recipe."""
 
     def __init__(self, callbacks: Sequence[Any], run_context: RunContext):
         self.run_context = run_context
-        self._started = False
         self._methods_by_hook = {
             hook: [method for callback in callbacks if callable(method := getattr(callback, hook, None))]
             for hook in CALLBACK_HOOKS
         }
 
-    def on_train_start(self) -> None:
-        """Call `start` when the run starts; not again after a reconfiguration."""
-        if self._started:
-            return
-        self._started = True
-        for method in self._methods_by_hook["start"]:
-            method(self.run_context)
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call the methods with this name."""
+        for method in self._methods_by_hook[hook]:
+            method(self.run_context, *arguments)
 
-    def run_hook(self, event: Event) -> None:
+    def call_for_event(self, event: Event) -> None:
         """Call the methods for this kind of event."""
         if (hook := MOMENT_BY_EVENT.get(type(event))) is not None:
-            for method in self._methods_by_hook[hook]:
-                method(self.run_context, event)
+            self.call(hook, event)
+
+    def on_train_start(self) -> None:
+        """Before the first step of this attempt."""
+        self.call("on_train_start")
+        if self.run_context.step:
+            self.call("on_restart")
+
+    def pre_step(self, step: int) -> None:
+        self.call("pre_step")
+
+    def pre_forward(self, batch: Any) -> None:
+        self.call("pre_forward", batch)
+
+    def pre_backward(self, loss_sum: Tensor) -> None:
+        self.call("pre_backward", loss_sum)
+
+    def pre_optimizer_step(self) -> None:
+        self.call("pre_optimizer_step")
 
 
 def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:

@@ -12,20 +12,22 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.data import RunData
-from phalanx.run.event_types import EvaluationDone
+from phalanx.run.event_types import EvaluationDone, EvaluationProgress
 from phalanx.run.events import ReportEventFn
+from phalanx.train.callbacks import TrainerCallback
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.loss import LossSums
 from phalanx.train.step_metrics import finite_or_none
+from phalanx.train.step_timer import StepTimer
 from phalanx.train.tasks import TensorBatch
 from phalanx.train.train_step import to_device
 
 if TYPE_CHECKING:
     from phalanx.train.train_context import TrainContext
-    from phalanx.train.train_state import SurvivorState
+    from phalanx.train.train_state import TrainState
 
 PROGRESS_INTERVAL_S = 10.0
 MetricSum = tuple[str, float, float]
@@ -42,37 +44,31 @@ class EvaluationResult:
     duration_s: float
 
 
-class EvaluationPolicy:
+class EvaluationPolicy(TrainerCallback):
     """Evaluates when the recipe says so, and knows whether the last loss was the best so far."""
 
     def __init__(
-        self,
-        context: "TrainContext",
-        survivor_state: "SurvivorState",
-        report_event: ReportEventFn,
+        self, context: "TrainContext", train_state: "TrainState", timer: StepTimer, report_event: ReportEventFn
     ):
-        self._context, self._train_state, self._report_event = context, survivor_state.train_state, report_event
-        self.last_step = survivor_state.evaluated_step
-        """The step for which an evaluation was last considered."""
-        self.improved = survivor_state.improved
-        """Whether the loss at `last_step` is the best so far."""
+        self._context, self._train_state = context, train_state
+        self._timer, self._report_event = timer, report_event
+        # Without gradients, and for a shorter last batch, the model is compiled again: for minutes, in silence.
+        self._phase = "evaluation" if context.recipe.compile is False else "compiling"
+        self.improved = False
+        """Whether the loss after the last step is the best so far."""
 
-    def evaluate_if_due(self, due_steps: Sequence[int]) -> None:
-        """Evaluate if that is due after one of `due_steps`. Does nothing if a reconfiguration interrupted what followed
-        the evaluation of this step."""
-        if self.last_step < self._train_state.step:
-            self.improved = self._evaluate_if_due(due_steps)
-            self.last_step = self._train_state.step
+    def between_steps(self, due_steps: Sequence[int], is_done: bool) -> None:
+        self.improved = self._evaluate_if_due(due_steps)
+        self._timer.skip()
 
     def _evaluate_if_due(self, due_steps: Sequence[int]) -> bool:
         context, train_state = self._context, self._train_state
         every = context.recipe.evaluation.every
-        if every is None or context.evaluate is None or train_state.step == 0:
+        if every is None or context.validation_data is None or train_state.step == 0:
             return False
         if train_state.step != context.recipe.steps and all(step % every for step in due_steps):
             return False
-        with context.parallel_model.use_global_params():
-            result = context.evaluate()
+        result = self._evaluate(context.validation_data)
         if result is None:  # a stop request
             return False
         improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
@@ -89,6 +85,33 @@ class EvaluationPolicy:
             )
         )
         return improved
+
+    def _evaluate(self, data: RunData) -> EvaluationResult | None:
+        context, recipe = self._context, self._context.recipe
+        assert context.loss_module is not None
+        context.heartbeat.record(self._phase)
+        with context.parallel_model.use_global_params():
+            result = evaluate(
+                context.loss_module,
+                data,
+                dist_env=context.dist_env,
+                mesh=context.parallel_model.mesh,
+                max_samples=recipe.evaluation.max_samples,
+                micro_size=recipe.batch.micro_size,
+                stop_requested=self._stop_requested,
+                report_progress=self._report_progress,
+            )
+        self._phase = "evaluation"
+        return result
+
+    def _stop_requested(self) -> bool:
+        self._context.heartbeat.record(self._phase)  # it is asked between two batches
+        return self._context.stop_request.requested
+
+    def _report_progress(self, num_done: int, num_samples: int) -> None:
+        self._report_event(
+            EvaluationProgress(step=self._train_state.step, num_samples_done=num_done, num_samples=num_samples)
+        )
 
 
 class LossEvaluator(Protocol):

@@ -4,33 +4,30 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from phalanx.cluster.discovery import count_free_cores
-from phalanx.data import DataInfo, open_data
+from phalanx.data import DataInfo
 from phalanx.data.manifest import is_dataset
-from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
-from phalanx.recipe import ResolvedRecipe, diff_recipes, load_recipe, load_resolved_recipe
+from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.recipe import ResolvedRecipe, load_recipe
 from phalanx.recipe.data_schema import list_sources
-from phalanx.recipe.diff import is_mathematics
 from phalanx.run import Run
 from phalanx.run.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
 from phalanx.std_streams import word_of
 from phalanx.train.checkpoint import (
-    CheckpointManifest,
     find_newest_good,
     format_checkpoint_name,
     list_checkpoints,
     load_tensors,
     read_manifest,
 )
+from phalanx.train.checkpoint.durable import best_checkpoint_file
+from phalanx.train.checkpoint.load import recipe_in
 from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
-from phalanx.train.checkpoint.recipe import recipe_in
-from phalanx.train.checkpoint.retention import best_checkpoint_file
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules, get_model_tensors
 from phalanx.train.hf.image_processor import ImageNormalization, from_meta
@@ -53,7 +50,7 @@ class TrainedModel:
     image_normalization: ImageNormalization | None = None
     """With which it was trained; None for pixel values in -1..1."""
     notes: tuple[str, ...] = ()
-    """Messages about files of the run that are lost or damaged, and what was used instead."""
+    """Messages about newer checkpoints that are damaged."""
 
 
 def load_trained_model(
@@ -73,9 +70,9 @@ def load_trained_model(
             f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
             f"`phalanx checkpoint export {word_of(run.path)} OUT` writes its weights"
         )
-    recipe = _recipe(run, checkpoint, manifest, notes)
+    recipe = recipe_in(checkpoint, manifest)
     set_threads(recipe.num_threads)
-    facts = _parse_facts(run, recipe, notes)
+    facts = _read_facts(run)
     # Unless the run has user code, do not search for modules in its folder, which an untrusted run may have named.
     modules = _folder(run) if list_user_code(recipe) or recipe.model.build.startswith(HUGGING_FACE_PREFIX) else None
     if modules is not None and not trusted:
@@ -124,28 +121,6 @@ def check_data(recipe: ResolvedRecipe) -> None:
             )
 
 
-def _recipe(run: Run, checkpoint: Path, manifest: CheckpointManifest, notes: list[str]) -> ResolvedRecipe:
-    """Return the recipe of the checkpoint: resolved.yaml if it agrees with the checkpoint, else the recipe in the
-    checkpoint's checksummed manifest."""
-    if "recipe" not in manifest.meta:  # a checkpoint of before recipes were in them
-        return load_resolved_recipe(run.resolved)
-    trained = recipe_in(checkpoint, manifest)
-    try:
-        now = load_resolved_recipe(run.resolved)
-    except (RecipeError, DataError) as error:
-        why = str(error).splitlines()[0] if run.resolved.exists() else f"{run.resolved}: is missing"
-        notes.append(f"{why}; the recipe is taken from {checkpoint.name}")
-        return trained
-    differing = [each for each in diff_recipes(trained, now) if is_mathematics(each.key, trained)]
-    if differing:
-        notes.append(f"{run.resolved}: is not what {checkpoint.name} was trained with, which is taken: {differing[0]}")
-        return trained
-    if any(source.prepared is None for source in list_sources(now.data, now.evaluation)):
-        notes.append(f"{run.resolved}: is not resolved; the recipe is taken from {checkpoint.name}")
-        return trained
-    return now
-
-
 def _folder(run: Run) -> Path:
     """Return the folder of the recipe that was trained, which relative modules and directories refer to."""
     try:
@@ -158,24 +133,14 @@ def _folder(run: Run) -> Path:
     return Path(named)
 
 
-def _parse_facts(run: Run, recipe: ResolvedRecipe, notes: list[str]) -> DataInfo:
-    """Return the description of the data in plan.json, or else from the data. Raises DataError if both are lost."""
+def _read_facts(run: Run) -> DataInfo:
+    """Return the description of the data in plan.json. Raises DataError if it is lost or malformed."""
     plan = run.read_json_or_empty(run.plan)
-    if "data_info" in plan:
-        return _validate_facts(run, plan["data_info"])
-    lost = f"{run.plan}: is {'damaged' if run.plan.exists() else 'missing'}"
+    if "data_info" not in plan:
+        lost = "damaged" if run.plan.exists() else "missing"
+        raise DataError(f"{run.plan}: is {lost}; it says what the model was built for")
     try:
-        facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
-    except (PhalanxError, OSError) as error:
-        raise DataError(f"{lost}, and the data do not say what the model was built for: {error}") from None
-    notes.append(f"{lost}; what the model was built for is taken from the data")
-    return facts
-
-
-def _validate_facts(run: Run, value: Any) -> DataInfo:
-    """Validate the data description in plan.json. Raises DataError if it is malformed."""
-    try:
-        facts = TypeAdapter(DataInfo).validate_python(value)
+        facts = TypeAdapter(DataInfo).validate_python(plan["data_info"])
         sizes = (facts.vocab_size, facts.num_classes, facts.seq_len, *(facts.image_shape or ()))
         if not all(size is None or 0 < size < MAX_DATA_SIZE for size in sizes):
             raise ValueError(f"sizes {sizes}")

@@ -15,14 +15,12 @@ from phalanx.data import DataInfo
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.recipe import describe_exception, huggingface_directory, import_object
-from phalanx.recipe.builder_arguments import fill_arguments
-from phalanx.recipe.imports import describe_message
+from phalanx.recipe.imports import describe_message, fill_arguments
 from phalanx.recipe.schema import LoraConfig, ModelConfig
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.failures import is_gpu_failure
-from phalanx.train.distributed.module_state import check_model_can_be_saved, ensure_own_memory, get_persistent_buffers
+from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
+from phalanx.train.distributed.module_state import check_model_can_be_saved, get_persistent_buffers
 from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
-from phalanx.train.distributed.oom import is_out_of_memory
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
@@ -78,7 +76,6 @@ def build_model(
         model = _build_from_import_path(spec, facts, folder, seed, init_weights)
         if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/profile_trial.py)
             model = model.to(device)
-    ensure_own_memory(model)
     check_model_can_be_saved(model)
     if lora is not None:
         add_lora(model, lora, torch.Generator().manual_seed(derive_seed(seed, "adapter")))

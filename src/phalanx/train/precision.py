@@ -1,8 +1,8 @@
 """Numeric precision: the dtype of computation, and the loss scale for fp16.
 
 Parameters, gradients, their sums and the optimizer's state are always fp32. `bf16` and `fp16` are the dtypes of matmuls
-and convolutions (autocast). `fp8` is bf16 except for some linear layers (distributed/float8_select.py). `tf32` is fp32
-with matmuls that NVIDIA's tensor cores may round to 10 bits; elsewhere it is the same as fp32.
+and convolutions (autocast). `fp8` is bf16 except for large linear layers (ops/float8.py). `tf32` is fp32 with matmuls
+that NVIDIA's tensor cores may round to 10 bits; elsewhere it is the same as fp32.
 """
 
 import contextlib

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.compat import scale_in_place
 from phalanx.data import Prefetcher, RankBatch
 from phalanx.errors import UsageError, describe_os_error
 from phalanx.run.directory import write_output
-from phalanx.train.loss import LossModule
+from phalanx.train.lr_schedule import compute_learning_rate
+from phalanx.train.step_callbacks import BufferUpdates, count_nonfinite
 from phalanx.train.step_timer import STEP_PHASES, make_step_timer
 from phalanx.train.train_context import TrainContext
+from phalanx.train.train_state import TrainState
 
 OP_KINDS = {
     "matmul": ("mm", "addmm", "bmm", "linear", "matmul", "baddbmm"),
@@ -68,13 +69,12 @@ def _discard_native_logs() -> Iterator[None]:
         os.close(null)
 
 
-def profile_steps(
-    context: TrainContext, loss_module: LossModule, steps: int, warm_up: int, trace_path: Path | None
-) -> ProfileResult:
-    """Run `warm_up` steps, then `steps` under the profiler; write the Chrome trace to `trace_path`. The steps change
-    the weights."""
-    recipe, accumulator, dist_env = context.recipe, context.accumulator, context.dist_env
-    timer = make_step_timer(dist_env.device)
+def profile_steps(context: TrainContext, steps: int, warm_up: int, trace_path: Path | None) -> ProfileResult:
+    """Run `warm_up` steps of a single worker, then `steps` under the profiler; write the Chrome trace to `trace_path`.
+    The steps change the weights."""
+    recipe, dist_env = context.recipe, context.dist_env
+    timer, train_state = make_step_timer(dist_env.device), TrainState()
+    train_step = context.make_train_step(timer, [BufferUpdates(context, timer, context.reporter.report_event)])
     total, phase_sums = 0.0, dict.fromkeys(STEP_PHASES, 0.0)
     on_gpu = dist_env.device.type != "cpu"
     activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, dist_env.device.type.upper())] if on_gpu else [])]
@@ -83,24 +83,18 @@ def profile_steps(
 
         def one_step(number: int) -> None:
             timer.start()
-            batches = next(feed)
+            micro_batches = next(feed)
             timer.lap("data_wait")
-            accumulator.zero_grad(number)
-            for arrays in batches:
-                accumulator.seed_micro_batch()
-                ((_, loss, num_terms),) = loss_module(context.prepare_batch(arrays))
-                accumulator.backward(loss, num_terms, lambda: (), timer)
-            accumulator.reduce_gradients(timer)
-            totals = accumulator.read_totals()
-            factor = 1.0 / (max(totals.num_terms, 1.0) * context.scaler.scale)
-            scale_in_place(accumulator.reducer.grad_tensors(), factor)
-            context.optimizer.step(recipe.optimizer.lr)
-            timer.lap("optimizer")
+            train_step.accumulate(number, micro_batches)
+            totals = train_step.reduce()
+            result = train_step.apply(totals, compute_learning_rate(recipe, number))
+            train_step.finish(result)
+            count_nonfinite(train_state, context.scaler, result.skip_reason)  # lowers the loss scale of fp16
 
-        for number in range(warm_up):
+        for number in range(1, warm_up + 1):
             one_step(number)
         with _discard_native_logs(), profile(activities=activities) as profiler:
-            for number in range(warm_up, warm_up + steps):
+            for number in range(warm_up + 1, warm_up + steps + 1):
                 one_step(number)
                 step_s, seconds_by_phase = timer.stop()
                 total += step_s

@@ -8,20 +8,16 @@ sent in batches, because waking the agent for each would cost short steps more t
 import os
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from phalanx.run import Event, EventLog, Run, read_events, sum_training_seconds
 from phalanx.run.directory import write_json
-from phalanx.run.event_types import NonFiniteStep, StepDone, WorkerFailure
-from phalanx.run.message_socket import send
-from phalanx.run.messages import Message
+from phalanx.run.event_types import StepDone, WorkerFailure
+from phalanx.run.messages import Message, send
 from phalanx.run.process_messages import FromWorker, RunResult, WorkerError
 from phalanx.std_streams import escape_control_chars
 
-NUM_STEPS_REMEMBERED = 256
-"""Number of last step events that are kept for `resend_events`; rank 0 delays those of at most 0.1 seconds."""
 MAX_ERROR_CHARS = 8000
 """Maximum characters of a reported error; one with a whole tensor would not fit a packet."""
 
@@ -44,12 +40,6 @@ class Reporter(Protocol):
     def send_control(self, message: FromWorker) -> None:
         """Send the agent a message that is not an event of the run."""
 
-    def remember_event(self, event: StepDone | NonFiniteStep) -> None:
-        """Keep an event that rank 0 reports, in case its report does not arrive."""
-
-    def resend_events(self, after_step: int) -> None:
-        """Report the kept events of steps after `after_step`, because rank 0 is lost."""
-
     def close(self) -> None:
         """Send delayed events, for the last time."""
 
@@ -61,7 +51,6 @@ class AgentReporter:
         self._socket = socket.socket(fileno=os.dup(fd))
         self._rank, self._max_delay_s = rank, max_delay_s
         self._pending: list[Message] = []
-        self._remembered: deque[StepDone | NonFiniteStep] = deque(maxlen=NUM_STEPS_REMEMBERED)
         self._oldest_pending_time = 0.0
 
     def report_event(self, event: Event) -> None:
@@ -87,14 +76,6 @@ class AgentReporter:
     def send_control(self, message: FromWorker) -> None:
         """Send at once, after delayed events."""
         self._pending.append(message)
-        self.flush()
-
-    def remember_event(self, event: StepDone | NonFiniteStep) -> None:
-        self._remembered.append(event)
-
-    def resend_events(self, after_step: int) -> None:
-        self._pending += [event for event in self._remembered if event.step > after_step]
-        self._remembered.clear()
         self.flush()
 
     def close(self) -> None:
@@ -127,12 +108,6 @@ class RunReporter:
 
     def send_control(self, message: FromWorker) -> None:
         """Do nothing: there is no agent."""
-
-    def remember_event(self, event: StepDone | NonFiniteStep) -> None:
-        """Do nothing: without an agent the run does not survive its rank 0."""
-
-    def resend_events(self, after_step: int) -> None:
-        """Do nothing: no events were kept."""
 
     def close(self) -> None:
         if self._log is not None:

@@ -15,10 +15,8 @@ from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
 from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name, list_checkpoints
-from phalanx.train.checkpoint.in_memory.restore import prune_stale
 from phalanx.train.checkpoint.load_plan import find_unused_entries, get_state_tensors
-from phalanx.train.checkpoint.restore import restore_newest
-from phalanx.train.checkpoint.restore_disk import RestoredCheckpoint
+from phalanx.train.checkpoint.restore import RestoredCheckpoint, prune_stale, restore_newest
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
 from phalanx.train.optim import trainable_parameters
@@ -128,9 +126,8 @@ def _count_names(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''}, such as {names[0]}"
 
 
-def report_start(context: TrainContext, samples: int, train_state: TrainState, scaled_up: bool = False) -> None:
-    """Report the start of an attempt on `samples` training samples, and warnings about the recipe. `scaled_up`: workers
-    were added, and no work was lost."""
+def report_start(context: TrainContext, samples: int, train_state: TrainState) -> None:
+    """Report the start of an attempt on `samples` training samples, and warnings about the recipe."""
     recipe, dist_env = context.recipe, context.dist_env
     context.reporter.report_event(
         AttemptStarted(
@@ -140,7 +137,6 @@ def report_start(context: TrainContext, samples: int, train_state: TrainState, s
             total_steps=recipe.steps,
             device=str(dist_env.device),
             num_micro_batches=context.accumulator.num_micro_batches,
-            scaled_up=scaled_up,
         )
     )
     if has_batch_norm(context.model):

@@ -24,20 +24,15 @@ from torch.utils.data import default_collate
 
 from phalanx.errors import UsageError
 from phalanx.pytree import map_tensors
-from phalanx.recipe import ResolvedRecipe, dump_recipe, load_recipe, load_resolved_recipe
-from phalanx.recipe.grad_sync_defaults import gradient_bytes_per_rank, inter_node_bucket_mib, overlaps_with_backward
-from phalanx.run import Run
-from phalanx.run.directory import write_atomic, write_json
+from phalanx.recipe import ResolvedRecipe
+from phalanx.run.directory import write_json
 from phalanx.train.builder import make_accumulator, make_held_slices
-from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
+from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint import clean_checkpoint_dir
-from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.float8_select import make_float8_selector
+from phalanx.train.distributed.failures import explain_out_of_memory
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import build_mesh
-from phalanx.train.distributed.module_state import check_model_can_be_saved, ensure_own_memory
-from phalanx.train.distributed.object_collectives import gather_node_map
-from phalanx.train.distributed.oom import explain_out_of_memory
+from phalanx.train.distributed.module_state import check_model_can_be_saved
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.map_dataset import (
@@ -109,20 +104,15 @@ class Session:
         model = build()
         if not isinstance(model, nn.Module):
             raise UsageError(f"session.prepare: build() returned {type(model).__name__}, expected an nn.Module")
-        ensure_own_memory(model)
         check_model_can_be_saved(model)
         check_same_initial_values(dist_env, model)
         model.to(dist_env.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self._recipe = recipe = resolve_bucket_size(self._run, recipe, dist_env, size)
         parallel_config = ParallelConfig(
             recipe.precision,
             activation_checkpointing=recipe.memory.activation_checkpointing,
             compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
             tp_plan=tp_plan or recipe.model.tp_plan,
-            float8_selector=make_float8_selector(self._run, dist_env, {}, bool(recipe.compile))
-            if recipe.precision == "fp8"
-            else None,
         )
         parallel_model, _ = parallelize(model, model, self._mesh, parallel_config)
         apply_autocast(model, recipe.precision, dist_env.device)
@@ -216,11 +206,11 @@ class Session:
             optimizer=optimizer,
             scaler=scaler,
             accumulator=make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds),
-            callbacks=Callbacks(load_callbacks(recipe.callbacks, self._folder), view),
+            callbacks=UserCallbacks(load_callbacks(recipe.callbacks, self._folder), view),
             reporter=self._reporter,
             stop_request=self._stop,
             count_units=lambda first_sample, count: count * tokens,
-            evaluate=None,
+            validation_data=None,
             prepare_batch=lambda batch: batch_to_device(batch, dist_env.device),
             heartbeat=self._heartbeat,
         )
@@ -273,9 +263,9 @@ class Session:
         self._heartbeat.record("evaluation")
 
     def explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that turns an allocation failure into an error with a micro-batch size that would fit."""
+        """Return a context that turns an allocation failure into an error that names a smaller micro-batch size."""
         micro_size = self._recipe.batch.micro_size
-        return explain_out_of_memory(micro_size, None)
+        return explain_out_of_memory(micro_size)
 
     def _require_trainer(self) -> Trainer:
         if self._trainer is None:
@@ -297,23 +287,6 @@ class Session:
         if self._dist_env.is_rank_zero:
             self._reporter.report_result(make_result(trainer.context, trainer.train_state, status))
         return status
-
-
-def resolve_bucket_size(run: Run, recipe: ResolvedRecipe, dist_env: DistEnv, num_trainable: int) -> ResolvedRecipe:
-    """Return the recipe of a new run with the bucket size for a model with this number of trained parameters, if it was
-    left open and workers are on several nodes: the model was not known when the recipe was resolved. Bits may depend on
-    it, so it is written to resolved.yaml. All workers call it."""
-    parallelism, has_started = recipe.parallelism, "session" in run.read_json_or_empty(run.plan)
-    left_open = load_recipe(run.recipe).recipe.grad_sync.bucket_mib == "auto"
-    overlaps_backward = overlaps_with_backward(recipe, parallelism, dist_env.device.type)
-    if has_started or not left_open or not overlaps_backward or gather_node_map(dist_env).num_nodes == 1:
-        return recipe
-    bucket = inter_node_bucket_mib(gradient_bytes_per_rank(num_trainable, parallelism), recipe.grad_sync)
-    grad_sync = recipe.grad_sync.model_copy(update={"bucket_mib": bucket})
-    if dist_env.is_rank_zero:
-        resolved = load_resolved_recipe(run.resolved)
-        write_atomic(run.resolved, dump_recipe(resolved.model_copy(update={"grad_sync": grad_sync})))
-    return recipe.model_copy(update={"grad_sync": grad_sync})
 
 
 def apply_autocast(model: nn.Module, precision: str, device: torch.device) -> None:

@@ -12,49 +12,78 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint.save import SAVE_FLAGS
+from phalanx.run.event_types import SkipReason
 
-BUFFERS_CHANGED_FLAG = "changed"
-"""The flag for buffers that a forward changed and that must be synchronized (distributed/buffer_sync.py)."""
-STEP_FLAGS = ("stop", "summoned", *SAVE_FLAGS, BUFFERS_CHANGED_FLAG, "spare")
-"""Flags that workers add up at each step. Another number of them would shift the gradients in their buckets, and so
-change the bits of a run."""
+NUM_FLAG_SLOTS = 7
+"""Elements for flags in the metrics of a step. Another number would shift the gradients in their buckets, and so change
+the bits of a run."""
 FP32_PARTS_PER_FP64 = 3
 """fp32 values that hold one fp64 value: each holds 24 of its 53 significant bits."""
+
+
+@dataclass
+class StepFlags:
+    """What one worker says at a step (0 or 1), or the number of workers that say it.
+
+    `stop`: it is asked to stop. `written`, `failed`, `committed`: the state of its save in flight. `buffers_changed`: a
+    forward changed buffers that must be synchronized.
+    """
+
+    stop: int = 0
+    written: int = 0
+    failed: int = 0
+    committed: int = 0
+    buffers_changed: int = 0
+
+    def counts(self) -> list[int]:
+        """Return the values in their order in the metrics of a step."""
+        return [*vars(self).values()]
+
+
+NUM_FLAGS = len(StepFlags().counts())
 
 
 @dataclass(frozen=True)
 class StepTotals:
     """Values that are equal on all workers once the gradients of a step are reduced.
 
-    `loss` is the mean over the terms of the global batch; `flags` counts the workers that raised each. The gradients in
-    memory are sums over `num_terms` terms and have the norm `summed_grad_norm`. Under local SGD both are this worker's
-    own, and `grad_norm_rms` is the root mean square of all workers' mean gradients; elsewhere it is None.
+    `loss` is the mean over the terms of the global batch. The gradients in memory are sums over `num_terms` terms and
+    have the norm `summed_grad_norm`. Under local SGD both are this worker's own, and `grad_norm_rms` is the root mean
+    square of all workers' mean gradients; elsewhere it is None.
     """
 
     loss: float
     num_terms: float
     summed_grad_norm: float
-    flags: dict[str, int]
+    flags: StepFlags
     terms_of_micro_batch: list[float]
     first_squared_norm: float = 0.0
     grad_norm_rms: float | None = None
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step, equal on all workers. `grad_norm` is before clipping."""
+
+    totals: StepTotals
+    grad_norm: float
+    skip_reason: SkipReason | None
+
+
 class StepMetrics:
     """The metrics of a step in one fp64 vector, which is summed over all workers with the gradients.
 
-    `values` [2 M + F + 1] holds, for M micro-batches of the global batch and F = len(STEP_FLAGS) flags:
+    `values` [2 M + F + 1] holds, for M micro-batches of the global batch and F = NUM_FLAG_SLOTS:
 
     - [0, M): the loss sum of each micro-batch; one element each, so that the sum over workers is exact
     - [M, 2 M): its number of terms
-    - [2 M, 2 M + F): how many workers raise each flag
+    - [2 M, 2 M + F): how many workers raise each of `StepFlags`
     - [2 M + F]: the squared norm of the first micro-batch's gradients, in steps that estimate the gradient noise scale
     """
 
     def __init__(self, num_micro_batches: int, device: torch.device):
         self.num_micro_batches = num_micro_batches
-        size = 2 * num_micro_batches + len(STEP_FLAGS) + 1
+        size = 2 * num_micro_batches + NUM_FLAG_SLOTS + 1
         self.values = torch.zeros(size, dtype=torch.float64, device=device)
 
     @property
@@ -70,9 +99,9 @@ class StepMetrics:
         else:  # assigning a Python number would copy from the host and wait for the GPU
             self.num_terms[micro_batch_index].fill_(num_terms)
 
-    def raise_flags(self, flags: Sequence[bool], buffers_changed: bool) -> None:
-        """Raise this worker's flags: `flags` are the first of STEP_FLAGS, before BUFFERS_CHANGED_FLAG."""
-        for index, raised in enumerate((*flags, buffers_changed), 2 * self.num_micro_batches):
+    def raise_flags(self, flags: StepFlags) -> None:
+        """Raise this worker's flags."""
+        for index, raised in enumerate(flags.counts(), 2 * self.num_micro_batches):
             if raised:
                 self.values[index].fill_(1)
 
@@ -90,7 +119,7 @@ class StepMetrics:
 
 def num_metric_slots(micro_batches: int) -> int:
     """fp32 elements that the metrics of a step with `micro_batches` micro-batches need in the gradient buckets."""
-    return FP32_PARTS_PER_FP64 * (2 * micro_batches + len(STEP_FLAGS) + 1)
+    return FP32_PARTS_PER_FP64 * (2 * micro_batches + NUM_FLAG_SLOTS + 1)
 
 
 def split_fp64(values: Tensor) -> Tensor:
@@ -109,12 +138,12 @@ def merge_fp64(parts: Tensor) -> Tensor:
     return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
 
 
-def unpack_step_metrics(values: Sequence[float], micro_batches: int) -> tuple[float, float, dict[str, int]]:
+def unpack_step_metrics(values: Sequence[float], micro_batches: int) -> tuple[float, float, StepFlags]:
     """Return the mean loss, the number of terms, and how many workers raised each flag."""
     loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
-    flag_counts = {name: round(n) for name, n in zip(STEP_FLAGS, values[2 * micro_batches :], strict=True)}
+    flags = StepFlags(*map(round, values[2 * micro_batches : 2 * micro_batches + NUM_FLAGS]))
     # In a batch without any term, gradient and loss are zero.
-    return loss_sum / max(num_terms, 1.0), num_terms, flag_counts
+    return loss_sum / max(num_terms, 1.0), num_terms, flags
 
 
 def finite_or_none(value: float) -> float | None:

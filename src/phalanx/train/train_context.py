@@ -1,34 +1,47 @@
 """What a trainer works with."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from phalanx.data import RunData
 from phalanx.data.prefetch import SampleSource
 from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.run.event_types import CheckpointRejected
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
-from phalanx.train.callbacks import Callbacks
+from phalanx.train.callbacks import TrainerCallback, UserCallbacks
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.build import PipelineRunner
-from phalanx.train.evaluation import EvaluationResult
 from phalanx.train.loss import LossModule
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.reporter import Reporter
-from phalanx.train.signals import StopRequest
+from phalanx.train.step_timer import StepTimer
 from phalanx.train.train_state import AppState
-from phalanx.train.train_step import GradientAccumulator
+from phalanx.train.train_step import GradientAccumulator, TrainStep
 
 
-def return_false() -> bool:
-    """The default of `TrainContext.membership_changed`: the membership is fixed."""
-    return False
+class StopRequest:
+    """Set by SIGTERM, SIGUSR1 or SIGINT; read at step boundaries. Installing it unblocks blocked signals."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def install_handlers(self) -> None:
+        """Handle the signals in this process (main thread only)."""
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        for number in numbers:
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def _on_signal(self, *_: object) -> None:
+        self.requested = True
 
 
 @dataclass(frozen=True)
@@ -46,9 +59,8 @@ class WorkerProcess:
 
 @dataclass
 class TrainContext:
-    """Everything that a trainer works with. `evaluate` evaluates on the validation set and is None without one; it
-    returns None after a stop request. `prepare_batch` turns the arrays of a micro-batch into what the loss module
-    takes."""
+    """Everything that a trainer works with. `validation_data` is None without a validation set. `prepare_batch` turns
+    the arrays of a micro-batch into what the loss module takes."""
 
     run: Run
     recipe: ResolvedRecipe
@@ -61,23 +73,26 @@ class TrainContext:
     optimizer: OptimizerContainer
     scaler: GradScaler
     accumulator: GradientAccumulator
-    callbacks: Callbacks
+    callbacks: UserCallbacks
     reporter: Reporter
     stop_request: StopRequest
     count_units: Callable[[int, int], int]
     """Tokens, without padding, or samples of the training samples n .. n + count - 1, given n and the count."""
-    evaluate: Callable[[], EvaluationResult | None] | None
+    validation_data: RunData | None
     prepare_batch: Callable[[Any], Any]
     heartbeat: HeartbeatWriter | NullHeartbeat = field(default_factory=NullHeartbeat, kw_only=True)
-    membership_changed: Callable[[], bool] = field(default=return_false, kw_only=True)
-    """Whether the agent asks this worker to form another world with the others."""
-    check_membership: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    """Raises when that cannot wait for the end of the step, because a worker is lost."""
 
     @property
     def app_state(self) -> AppState:
         """What a checkpoint saves and restores."""
         return AppState(self.parallel_model, self.optimizer, self.scaler)
+
+    def make_train_step(self, timer: StepTimer, callbacks: Sequence[TrainerCallback] = ()) -> TrainStep:
+        """Make the step of this model."""
+        max_grad_norm = self.recipe.optimizer.max_grad_norm
+        return TrainStep(
+            self.accumulator, self.optimizer, self.loss_module, self.prepare_batch, max_grad_norm, timer, callbacks
+        )
 
 
 def report_rejected_checkpoint(context: TrainContext, path: Path, file: str, reason: str) -> None:
@@ -86,8 +101,3 @@ def report_rejected_checkpoint(context: TrainContext, path: Path, file: str, rea
         inside = path.is_relative_to(context.run.path)  # an in-memory checkpoint is not
         relative = str(path.relative_to(context.run.path) if inside else path)
         context.reporter.report_event(CheckpointRejected(path=relative, file=file, reason=reason))
-
-
-class MembershipChanged(Exception):
-    """Workers must form another world (elastic/reconfigure.py): all have seen the agent's request at the end of a step,
-    or a worker is lost."""

@@ -65,7 +65,7 @@ def _commands(module: Any) -> None:
 
 PATCHES: dict[str, Callable[[Any], None]] = {
     "phalanx.cluster.discovery": _device_files,
-    "phalanx.cluster.matmul_benchmark": _small_products,
+    "phalanx.cluster.calibration.gemm": _small_products,
     "phalanx.models.transformer": _no_triton,
     "phalanx.train.ops.linear_cross_entropy": _no_triton,
     "phalanx.train.ops": _no_triton,

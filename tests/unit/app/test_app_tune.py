@@ -81,8 +81,8 @@ def test_the_written_recipe_has_the_winners_with_their_gains(tmp_path: Path) -> 
         "# Tuned by `phalanx tune` from mine.yaml on 2026-11-21, for a machine:\n"
         "# a step takes 300 ms instead of 400 ms, 1.33 x (1.30 to 1.40).\n"
         "# Train it with --nproc-per-node 2.\n"
+        "# compile: tuned: compile=true: 1.33 x (1.30 to 1.40)\n"
         "name: mine # a comment\n"
-        "# tuned: compile=true: 1.33 x (1.30 to 1.40)\n"
         "compile: true\n"
         "steps: 9\n"
     )

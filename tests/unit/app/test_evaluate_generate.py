@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.app.evaluate import evaluate_run
-from phalanx.app.generate import SamplingOptions, decode_incrementally, generate_text
-from phalanx.app.trained_model import CheckpointSelection
+from phalanx.app.evaluate import CheckpointSelection, SamplingOptions, decode_incrementally, evaluate_run, generate_text
 from phalanx.cli import main
 from phalanx.data import load_tokenizer, open_data, prepare_source
 from phalanx.errors import UsageError
-from phalanx.recipe import dump_recipe
+from phalanx.recipe import Recipe, dump_recipe
 from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
@@ -25,6 +23,24 @@ from phalanx.train.model_builder import build_model
 from resolved_recipes import resolved_recipe
 
 NEWEST = CheckpointSelection()
+
+
+def save_run(folder: Path, recipe: Recipe) -> Run:
+    """A run of a recipe with its data and one checkpoint of initial weights."""
+    run = Run(folder / "run")
+    run.create()
+    run.recipe.write_text(dump_recipe(recipe))
+    run.resolved.write_text(dump_recipe(recipe))
+    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
+    write_json(run.plan, {"data_info": asdict(facts)})
+    write_json(run.environment, {"folder": str(folder)})
+    tensors = get_model_tensors(build_model(recipe.model, facts, folder, 0, torch.device("cpu")))
+    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
+    meta = {"step": 2, "recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
+    saver.start(2, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
+    saver.poll_when_idle()
+    saver.commit()
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
         precision="fp32",
         device="cpu",
     )
-    run = Run(folder / "run")
-    run.create()
-    run.recipe.write_text(dump_recipe(recipe))
-    run.resolved.write_text(dump_recipe(recipe))
-    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
-    write_json(run.plan, {"data_info": asdict(facts)})
-    write_json(run.environment, {"folder": str(folder)})
-    tensors = get_model_tensors(build_model(recipe.model, facts, folder, 0, torch.device("cpu")))
-    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
-    meta = {"step": 2, "recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
-    saver.start(2, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
-    saver.poll_when_idle()
-    saver.commit()
-    return run
+    return save_run(folder, recipe)
 
 
 def test_evaluate_returns_scores_and_prints_them(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,11 +77,13 @@ def test_evaluate_returns_scores_and_prints_them(trained: Run, capsys: pytest.Ca
 
 def test_warnings_of_a_damaged_run_reach_the_caller(trained: Run, tmp_path: Path) -> None:
     run = Run(shutil.copytree(trained.path, tmp_path / "run"))
-    run.resolved.unlink()
+    newest = run.checkpoints / "step-000000009"
+    shutil.copytree(next(run.checkpoints.glob("step-*")), newest)
+    (newest / "MANIFEST.json").write_text("{}")
     warnings: list[str] = []
     evaluate_run(run, NEWEST, max_samples=4, warn=warnings.append)
     assert len(warnings) == 1
-    assert "the recipe is taken from step-000000002" in warnings[0]
+    assert "step-000000002 is taken" in warnings[0]
 
 
 def test_generate_returns_pieces_that_the_command_prints(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +112,7 @@ def test_an_unfinished_character_at_the_end_is_written() -> None:
 def test_generation_stops_at_the_end_of_a_text_and_says_so(
     trained: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.app.generate.generate_tokens", lambda *_: iter(b"one.\0two."))
+    monkeypatch.setattr("phalanx.app.evaluate.generate_tokens", lambda *_: iter(b"one.\0two."))
     assert main.main(["generate", str(trained.path), "--prompt", "", "--tokens", "9"]) == 64
     capsys.readouterr()
     assert main.main(["generate", str(trained.path), "--prompt", ">", "--tokens", "9"]) == 0
@@ -124,7 +129,7 @@ def test_further_ends_of_a_text_stop_generation(trained: Run, tmp_path: Path, mo
     run = Run(shutil.copytree(trained.path, tmp_path / "run"))
     described = {"name": "bytes", "separator": 0, "stops": [33, 63]}
     write_json(run.plan, {**run.read_json_or_empty(run.plan), "tokenizer": described})
-    monkeypatch.setattr("phalanx.app.generate.generate_tokens", lambda *_: iter(b"is it? yes"))
+    monkeypatch.setattr("phalanx.app.evaluate.generate_tokens", lambda *_: iter(b"is it? yes"))
     assert "".join(generate_text(run, NEWEST, ">", SamplingOptions())) == "is it"
 
 
@@ -171,18 +176,7 @@ def test_the_loss_of_one_document_is_that_of_the_tokenizers_own_call(tmp_path: P
         precision="fp32",
         device="cpu",
     )
-    run = Run(tmp_path / "run")
-    run.create()
-    run.resolved.write_text(dump_recipe(recipe))
-    facts = open_data(recipe.data, recipe.evaluation, recipe.seed).info
-    write_json(run.plan, {"data_info": asdict(facts)})
-    write_json(run.environment, {"folder": str(tmp_path)})
-    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
-    tensors = get_model_tensors(build_model(recipe.model, facts, tmp_path, 0, torch.device("cpu")))
-    meta = {"step": 2, "recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
-    saver.start(2, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
-    saver.poll_when_idle()
-    saver.commit()
+    run = save_run(tmp_path, recipe)
     with torch.no_grad():
         expected = float(model(input_ids=tokens, labels=tokens).loss)
     assert evaluate_run(run, NEWEST).result.loss == pytest.approx(expected, abs=1e-5)

@@ -18,7 +18,7 @@ from phalanx.run.directory import write_json
 RECIPE = "name: mine\nmodel: {build: 'phalanx.models:transformer'}\ndata: {source: {text: '*.txt'}}\n"
 
 
-class PreparedBackend:
+class PreparedBackend(base.Backend):
     """Returns the statuses that it is given, and then the last one forever."""
 
     name = "prepared"
@@ -84,13 +84,6 @@ def test_a_done_job_without_a_result_is_an_error(tmp_path: Path) -> None:
         handle(Run(tmp_path), status(JobState.DONE, exit_code=0)).result()
     with pytest.raises(DataError, match="not on this machine"):
         handle(Run(tmp_path / "elsewhere"), status(JobState.DONE, exit_code=0)).result()
-
-
-def test_logs_and_cancel_reach_the_backend(tmp_path: Path) -> None:
-    job = handle(Run(tmp_path), status(JobState.RUNNING))
-    assert list(job.logs()) == ["a line"]
-    job.cancel()
-    assert job.backend.cancelled == ["7"]  # type: ignore[attr-defined]
 
 
 def test_submit_puts_a_job_into_the_local_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from made_events import made
-from phalanx.app.job_logs import iter_log_lines
+from phalanx.app.job_handle import iter_log_lines
+from phalanx.jobs.backends.base import Backend
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import EventLog, Run
 from phalanx.run.event_types import AttemptStarted, WorkerStarted
-from phalanx.run.lines import LineTail
 
 
-class Scripted:
+class Scripted(Backend):
     """An engine whose job is in one state after the other, and whose log grows."""
 
     name = "slurm"
@@ -133,26 +133,3 @@ def test_the_log_of_a_followed_job_is_read_once(tmp_path: Path) -> None:
 
     engine = Followed(None, [JobState.RUNNING, JobState.RUNNING, JobState.DONE], [])
     assert shown(engine, follow=True, sleep=sleep) == ["one", "two", "threeo", "three"]
-
-
-def test_a_log_that_is_followed_reads_each_byte_of_the_events_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(run)
-    lines: list[bytes] = []
-    read = LineTail.read
-
-    def counting(self: LineTail, whole: bool = False) -> Iterator[bytes]:
-        for line in read(self, whole):
-            if self.path == run.events:
-                lines.append(line)
-            yield line
-
-    monkeypatch.setattr(LineTail, "read", counting)
-
-    def sleep(seconds: float) -> None:
-        log = EventLog(run.events)
-        log.write(made(WorkerStarted, time=650.0, host="n2"))
-        log.close()
-
-    shown(Scripted(run, [JobState.RUNNING] * 5 + [JobState.DONE], []), follow=True, sleep=sleep)
-    assert len(lines) == 3 + 5  # the first line, two events, and one at each look
-    assert b"\n".join([*lines, b""]) == run.events.read_bytes()

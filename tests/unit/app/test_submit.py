@@ -1,7 +1,6 @@
 """Jobs made of what people type, and a job that is followed."""
 
 import io
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from made_events import made
-from phalanx.app.run_display import DeferredDisplay
 from phalanx.app.submit import (
     BACKEND_TIMEOUT_S,
     follow_job,
@@ -20,8 +18,10 @@ from phalanx.app.submit import (
 )
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import RecipeError, UsageError
+from phalanx.jobs.backends.base import Backend
 from phalanx.jobs.spec import JobState, JobStatus
-from phalanx.run import Event, EventLog, EventTail, Run
+from phalanx.observe.progress import DeferredDisplay
+from phalanx.run import EventLog, EventTail, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import RunWarning, WorkerFailure
 
@@ -78,22 +78,6 @@ def test_a_recipe_whose_code_travels_is_named_as_it_lies_in_the_copy(tmp_path: P
     assert job.environment == {"A": "b", "PHALANX_SNAPSHOT_SOURCE": str(tmp_path)}
 
 
-def test_of_a_commit_its_own_recipe_is_checked_and_not_the_one_that_lies_here(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        who = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
-
-    recipe = tmp_path / "recipe.yaml"
-    git("init", "--quiet")
-    for text in (RECIPE + "stpes: 3\n", RECIPE):
-        recipe.write_text(text)
-        git("add", ".")
-        git("commit", "--quiet", "-m", "another")
-    assert make_recipe_job(TrainArguments(recipe), snapshot="HEAD").snapshot is not None
-    with pytest.raises(RecipeError, match=r"^commit [0-9a-f]{12}: recipe\.yaml:4: stpes"):
-        make_recipe_job(TrainArguments(recipe), snapshot="HEAD~1")
-
-
 def test_a_script_travels_with_the_folder_that_it_is_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +100,7 @@ def test_a_frameworks_job_is_named_after_its_script() -> None:
         make_framework_job("torch", [], None, None)
 
 
-class Scripted:
+class Scripted(Backend):
     """An engine that says one thing after the other."""
 
     name = "scripted"
@@ -168,20 +152,6 @@ def test_what_happens_in_a_followed_run_is_shown_from_now_on(run: Run) -> None:
     assert found.state is JobState.DONE
     assert "a newer one" in said
     assert "an older one" not in said
-
-
-def test_events_of_a_followed_run_are_read_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    read_new = EventTail.read
-
-    def counting(self: EventTail) -> Iterator[Event]:
-        events = list(read_new(self))
-        read.append(len(events))
-        return iter(events)
-
-    monkeypatch.setattr(EventTail, "read", counting)
-    followed(run, *[status(JobState.RUNNING)] * 5, status(JobState.DONE, exit_code=0))
-    assert read == [1, 0, 0, 0, 0, 0]
 
 
 def test_how_a_job_ended_is_told_with_its_code_and_why(run: Run) -> None:

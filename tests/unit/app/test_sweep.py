@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.app.submit import make_recipe_job
-from phalanx.app.sweep import expand_sweep, make_sweep, split_recipes_and_overrides
+from phalanx.app.submit import expand_sweep, make_recipe_job, make_sweep, split_recipes_and_overrides
 from phalanx.app.train_arguments import TrainArguments
-from phalanx.errors import RecipeError, UsageError
+from phalanx.errors import UsageError
 from phalanx.jobs.spec import Job
 
 
@@ -84,10 +83,3 @@ def test_recipes_of_one_name_are_refused(tmp_path: Path) -> None:
     recipes = [recipe(tmp_path, "same", "a"), recipe(tmp_path, "same", "b")]
     with pytest.raises(UsageError, match="members 0 and 1 would both train in"):
         make_sweep(recipes, [], expand_sweep([]), None, None, None, make)
-
-
-def test_one_wrong_recipe_is_told_before_any_is_sent(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text("name: wrong\nstpes: 3\n")
-    with pytest.raises(RecipeError, match="stpes"):
-        make_sweep([recipe(tmp_path, "one"), wrong], [], expand_sweep([]), None, None, None, make)

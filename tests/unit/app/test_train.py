@@ -2,16 +2,15 @@
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import phalanx
 from made_events import made
-from phalanx.app import supervise, train
-from phalanx.app.prepare_run import create_run
-from phalanx.app.resume import describe_changes, describe_finished, describe_resume, read_last_step
+from phalanx.app import train
+from phalanx.app.prepare_run import create_run, load_prices
+from phalanx.app.resume import describe_finished, describe_resume, read_last_step
 from phalanx.app.supervise import build_result
 from phalanx.autoconfig.resolve import make_trial_recipe
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
@@ -29,7 +28,6 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.lock import lock_run
 from resolved_recipes import resolved_recipe
 
 DAY = 86400.0
@@ -44,13 +42,6 @@ def resolved(**values: Any) -> ResolvedRecipe:
     batch = {"global_size": 16, "micro_size": 8}
     base = {"batch": batch, "num_threads": 2, "precision": "bf16", "parallelism": {"replicate": 2}, "compile": False}
     return resolved_recipe(2, **{"data": {"source": {"text": "texts/*.txt"}}, **base, **values})
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = Run(tmp_path / "run")
-    run.create()
-    return run
 
 
 def record(run: Run, *events: Event) -> None:
@@ -120,22 +111,24 @@ def test_without_a_report_the_events_tell_how_far_it_came(run: Run, code: ExitCo
     }
 
 
-def test_steps_done_again_count_once(run: Run) -> None:
-    record(run, start(10.0), step(11.0, 1), step(12.0, 2), step(13.0, 3))
-    record(run, start(20.0, 1), step(21.0, 2, loss=0.5))
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], (0, None, 0, 0)),
+        ([start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skip_reason="non-finite loss")], (2, 9.0, 100, 0)),
+        (
+            [start(10.0), *(step(10.0 + n, n) for n in (1, 2, 3)), start(20.0, 1), step(21.0, 2, loss=0.5)],
+            (2, 0.5, 200, 1),
+        ),
+    ],
+    ids=["no step", "a skipped step", "steps done again"],
+)
+def test_each_step_counts_once_and_a_skipped_one_not(
+    run: Run, events: list[Event], expected: tuple[int, float | None, int, int]
+) -> None:
+    record(run, *events)
     result = build_result(run, ended(ExitCode.GAVE_UP))
-    assert (result["steps"], result["final_loss"], result["num_units"], result["num_restarts"]) == (2, 0.5, 200, 1)
-
-
-def test_skipped_steps_teach_nothing(run: Run) -> None:
-    record(run, start(10.0), step(11.0, 1), step(12.0, 2, loss=None, skip_reason="non-finite loss"))
-    result = build_result(run, ended(ExitCode.UNFINISHED))
-    assert (result["steps"], result["final_loss"], result["num_units"]) == (2, 9.0, 100)
-
-
-def test_a_run_that_never_came_to_a_step_has_done_none(run: Run) -> None:
-    result = build_result(run, ended(ExitCode.RECIPE, message="no"))
-    assert (result["steps"], result["final_loss"], result["num_units"], result["num_restarts"]) == (0, None, 0, 0)
+    assert (result["steps"], result["final_loss"], result["num_units"], result["num_restarts"]) == expected
 
 
 def test_the_last_step_is_the_one_done_last(run: Run) -> None:
@@ -160,11 +153,6 @@ def test_a_run_at_its_end_has_nothing_left_to_do(run: Run) -> None:
     assert sentence == f"{run.path}: finished at step 300; set steps=600 to train longer"
 
 
-def test_a_run_that_is_asked_for_fewer_steps_has_nothing_left_to_do(run: Run) -> None:
-    write_run(run, recipe(), DONE)
-    assert describe_finished(run, recipe(steps=100)) is not None
-
-
 @pytest.mark.parametrize(
     ("result", "wanted"),
     [
@@ -180,10 +168,6 @@ def test_otherwise_there_is_something_to_do_or_to_refuse(
 ) -> None:
     write_run(run, recipe(), result)
     assert describe_finished(run, recipe(**wanted)) is None
-
-
-def test_a_directory_without_a_run_is_not_finished(run: Run) -> None:
-    assert describe_finished(run, recipe()) is None
 
 
 def test_training_a_finished_run_from_python_returns_its_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,37 +207,39 @@ def test_overrides_are_for_files() -> None:
         phalanx.train(recipe(), ["steps=3"])
 
 
-def test_a_changed_recipe_is_told_key_by_key_with_what_to_do(run: Run) -> None:
-    old, new = recipe(), recipe(optimizer={"lr": 0.5}, seed=3)
-    message = describe_changes(run, incompatible_changes(old, resolved(), new))
-    assert message.startswith(f"{run.path}: this run was started with another recipe")
-    assert "\n  optimizer.lr: 0.001 -> 0.5\n  seed: 0 -> 3\n" in message
-    assert message.endswith("or --force to resume with the new values")
+SHARDED = {"parallelism": {"shard": 2}, "determinism": "elastic"}
+MORE_REPLICAS = {"parallelism": {"replicate": 4, "shard": 2}, "determinism": "elastic"}
+LINEAR = {"lr": 1.0, "schedule": {"warmup_steps": 0, "decay": "linear", "min_lr_ratio": 0.0}}
+DILOCO = {"determinism": "off", "local_sgd": {"method": "diloco"}}
 
 
-def test_a_longer_run_is_told_the_jump_of_its_learning_rate() -> None:
-    schedule = {"lr": 1.0, "schedule": {"warmup_steps": 0, "decay": "linear", "min_lr_ratio": 0.0}}
-    (note,) = describe_resume(resolved(steps=100, optimizer=schedule), resolved(steps=200, optimizer=schedule))
-    assert note == (
-        "steps 100 -> 200: the schedule's horizon follows; the learning rate at step 100 jumps from 0 to 0.5"
-    )
-
-
-def test_another_number_of_workers_is_told_to_change_the_digest() -> None:
-    (note,) = describe_resume(resolved(), resolved(parallelism={"replicate": 3}))
-    assert note == "the number of workers changed under determinism = fixed-world: the digest will differ by rounding"
-
-
-def test_another_layout_of_as_many_workers_is_told_to_change_the_digest() -> None:
-    (note,) = describe_resume(
-        resolved(parallelism={"replicate": 4}), resolved(parallelism={"shard": 2, "replicate": 2})
-    )
-    assert note == "the parallelism changed under determinism = fixed-world: the digest will differ by rounding"
-
-
-def test_another_device_is_told_to_change_the_digest() -> None:
-    (note,) = describe_resume(resolved(device="cuda"), resolved(device="cpu"))
-    assert note == "device cuda -> cpu: the digest will differ by rounding"
+@pytest.mark.parametrize(
+    ("old", "new", "note"),
+    [
+        ({}, {"checkpoint": {"every": 7}}, None),
+        (
+            {"steps": 100, "optimizer": LINEAR},
+            {"steps": 200, "optimizer": LINEAR},
+            "the learning rate at step 100 jumps from 0 to 0.5",
+        ),
+        ({}, {"parallelism": {"replicate": 3}}, "the number of workers changed under determinism = fixed-world"),
+        (
+            {"parallelism": {"replicate": 4}},
+            {"parallelism": {"shard": 2, "replicate": 2}},
+            "the parallelism changed under determinism = fixed-world",
+        ),
+        ({"device": "cuda"}, {"device": "cpu"}, "device cuda -> cpu: the digest will differ by rounding"),
+        (DILOCO, {**DILOCO, "parallelism": {"replicate": 3}}, "each resumes from the mean of all workers' weights"),
+        (SHARDED, MORE_REPLICAS, None),
+        (SHARDED, {**SHARDED, "parallelism": {"replicate": 2}}, "the parallelism of a replica changed"),
+    ],
+)
+def test_what_changes_in_a_run_that_resumes_is_noted(
+    old: dict[str, Any], new: dict[str, Any], note: str | None
+) -> None:
+    notes = describe_resume(resolved(**old), resolved(**new))
+    assert len(notes) == (note is not None)
+    assert note is None or note in notes[0]
 
 
 def test_a_run_from_before_recipes_named_a_device_goes_on_with_any() -> None:
@@ -262,47 +248,12 @@ def test_a_run_from_before_recipes_named_a_device_goes_on_with_any() -> None:
     assert incompatible_changes(recipe(), old, recipe(device="cpu")) == []
 
 
-def test_workers_that_train_apart_are_told_to_go_on_from_their_mean() -> None:
-    exchange = {"determinism": "off", "local_sgd": {"method": "diloco"}}
-    (note,) = describe_resume(resolved(**exchange), resolved(parallelism={"replicate": 3}, **exchange))
-    assert note == (
-        "the number of workers changed under local_sgd.method = diloco: each resumes from the mean of all workers' "
-        "weights"
-    )
-
-
-def test_under_replicas_another_number_of_workers_changes_nothing_to_be_told() -> None:
-    exact = {"determinism": "elastic"}
-    assert describe_resume(resolved(**exact), resolved(parallelism={"replicate": 3}, **exact)) == []
-
-
-def test_under_replicas_only_the_number_of_replicas_may_change_without_a_word() -> None:
-    sharded = resolved(parallelism={"shard": 2}, determinism="elastic")
-    more = resolved(parallelism={"replicate": 4, "shard": 2}, determinism="elastic")
-    (note,) = describe_resume(sharded, resolved(parallelism={"replicate": 2}, determinism="elastic"))
-    assert note == (
-        "the parallelism of a replica changed: the digest will differ by rounding, also under determinism: elastic"
-    )
-    assert describe_resume(sharded, more) == []
-
-
-def test_a_run_that_goes_on_as_it_was_has_nothing_to_be_told() -> None:
-    assert describe_resume(resolved(), resolved(checkpoint={"every": 7})) == []
-
-
 def test_trials_do_not_depend_on_what_they_do_not_measure() -> None:
     one = make_trial_recipe(recipe())
     other = make_trial_recipe(recipe(name="other", steps=7, callbacks=["a:B"], checkpoint={"every": 3}))
     assert one == other
     assert make_trial_recipe(recipe(batch={"global_size": 32})) != one
     Recipe.model_validate(one)
-
-
-def test_only_one_process_may_train_a_run(run: Run) -> None:
-    with lock_run(run), pytest.raises(UsageError, match="another process is training this run"), lock_run(run):
-        pass
-    with lock_run(run):
-        pass
 
 
 def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,26 +265,15 @@ def test_a_place_that_is_refused_by_the_file_system_is_told(tmp_path: Path, monk
         create_run(Run(tmp_path / "run"))
 
 
+def test_a_wrong_cluster_is_named_with_the_variable() -> None:
+    assert load_prices({}) is None
+    with pytest.raises(RecipeError, match=r"^PHALANX_CLUSTER: dgx-h1000: "):
+        load_prices({"PHALANX_CLUSTER": "dgx-h1000"})
+
+
 @pytest.mark.parametrize("text", ["", "name: mine\n", "num_threads: 2\nprecision: fp32\n"])
 def test_a_resolved_recipe_that_was_cut_short_is_refused(tmp_path: Path, text: str) -> None:
     run = Run(tmp_path)
     run.resolved.write_text(text)
     with pytest.raises(RecipeError, match=r"resolved.yaml: is empty or cut short: it leaves \S+ open"):
         load_resolved_recipe(run.resolved)
-
-
-@pytest.mark.parametrize(("device", "reads"), [("cpu", False), ("cuda", True)])
-def test_a_run_reads_counters_of_gpus_only_where_it_trains_on_them(
-    run: Run, device: str, reads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {}
-    machine = SimpleNamespace(device=device, num_gpus=int(reads), device_count=1)
-    monkeypatch.setattr(supervise, "discover_machine", lambda device: machine)
-    monkeypatch.setattr(supervise, "read_local_gpu_joules", lambda count: 7.0)
-    monkeypatch.setattr(supervise, "LeaderAgent", lambda *_, **more: given.update(more) or SimpleNamespace())
-    monkeypatch.setattr(supervise, "supervise_until_done", lambda *_: None)
-    ready: Any = SimpleNamespace(
-        run=run, recipe=resolved(device=device), recipe_dir=run.path, first_attempt=0, opening_events=list
-    )
-    supervise.supervise_run(ready, cast(Any, None), lambda event: None, force=False)
-    assert given["hardware"].meter(1) == (7.0 if reads else None)

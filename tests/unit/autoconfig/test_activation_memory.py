@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.autoconfig.activation_memory import (
+from phalanx.autoconfig.profile_trial import (
     MemoryTrace,
     compute_sample_growth,
     measure_bytes_per_sample,
+    profile_model,
     trace_memory,
 )
-from phalanx.autoconfig.profile_trial import profile_model
 from phalanx.autoconfig.timing_trial import time_precisions
 from phalanx.autoconfig.trial_names import OTHER_LOAD_KEY
 from phalanx.data import prepare_source

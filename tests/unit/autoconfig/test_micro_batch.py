@@ -154,12 +154,6 @@ def test_a_way_that_the_model_does_not_go_with_is_not_taken() -> None:
     assert chosen(recipe(), found, 10 * GB)["activation_checkpointing"] == "full"
 
 
-def test_a_given_way_of_recomputing_is_taken() -> None:
-    of = recipe(memory={"activation_checkpointing": "full"})
-    assert chosen(of)["activation_checkpointing"] == "full"
-    assert reasons(of, needs())["activation_checkpointing"] == "given"
-
-
 def test_a_given_micro_batch_decides_how_much_is_recomputed() -> None:
     of = recipe(batch={"global_size": 16, "micro_size": 8})
     assert chosen(of, needs(10 * GB, 6 * GB, 2 * GB), 50 * GB)["activation_checkpointing"] == "selective"
@@ -227,11 +221,6 @@ def test_chunks_are_judged_by_the_micro_batch_that_they_allow() -> None:
     assert (found["chunked_loss"], found["micro_size"]) == (True, 8)
 
 
-def test_a_given_loss_is_taken() -> None:
-    of = recipe(batch={"global_size": 4}, memory={"chunked_loss": False})
-    assert chosen(of, MemoryProfile(1000, 0, CHUNKS, 100 * MB))["chunked_loss"] is False
-
-
 def test_a_model_without_a_loss_in_chunks_says_so() -> None:
     why = reasons(recipe(batch={"global_size": 4}), needs(logits=100 * MB))
     assert why["chunked_loss"].endswith("but this model's output layer cannot be computed in chunks")
@@ -291,11 +280,6 @@ def test_what_an_exchange_of_fewer_bytes_keeps_counts_where_there_are_replicas()
     sync: dict[str, Any] = {"determinism": "off", "grad_sync": {"compression": "int8"}}
     assert state_bytes_per_parameter(recipe(**sync, parallelism={"replicate": 2}), "cpu") == 16 + 7
     assert state_bytes_per_parameter(recipe(**sync, parallelism={"replicate": 1}), "cpu") == 16
-
-
-@pytest.mark.parametrize(("exact", "expected"), [("off", 16 + 7), ("fixed-world", 16), ("elastic", 16)])
-def test_of_what_may_be_chosen_the_exchange_that_keeps_most_counts(exact: str, expected: int) -> None:
-    assert state_bytes_per_parameter(recipe(determinism=exact, parallelism={"replicate": 2}), "cpu") == expected
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

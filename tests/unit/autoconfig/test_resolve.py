@@ -14,7 +14,6 @@ from phalanx.autoconfig.resolve import (
     TrialTimes,
     cache_trials,
     call_catching_oom,
-    check_batch,
     choose_fewest_threads,
     measure_memory,
     try_memory_choices,
@@ -175,27 +174,6 @@ def test_a_loss_in_chunks_that_the_model_cannot_have_is_refused(prepared: Path) 
     given = recipe(memory={"chunked_loss": True}, data={"source": {"prepared": str(prepared)}})
     with pytest.raises(RecipeError, match=r"^memory.chunked_loss: true needs a language model .*; use auto or false$"):
         measure_memory(given, WorkerMemory("cpu", 10**9, 1), 2, {}, lambda function, payload: PROFILED)
-
-
-def test_a_batch_that_memory_cannot_hold_is_refused(prepared: Path) -> None:
-    given = recipe(data={"source": {"prepared": str(prepared)}, "seq_len": 8}, batch={"global_size": 10**8})
-    check_batch(given, 10**12, 1)
-    check_batch(given, 3 * 10**10, 2)
-    with pytest.raises(RecipeError) as caught:
-        check_batch(given, 10**9, 2)
-    assert str(caught.value) == (  # a sample is 8 tokens and 8 targets in 64 bits
-        "batch.global_size: found 100,000,000, but the samples of a step and those read ahead would take 19.2 GB on "
-        "each "
-        "node, which has 1.00 GB of memory; expected at most 5,208,333"
-    )
-
-
-def test_each_micro_batch_takes_memory_of_its_own(prepared: Path) -> None:
-    given = recipe(
-        data={"source": {"prepared": str(prepared)}, "seq_len": 8}, batch={"global_size": 10**8, "micro_size": 1}
-    )
-    with pytest.raises(RecipeError, match=r"batch.global_size: found 100,000,000"):
-        check_batch(given, 30 * 10**9, 1)
 
 
 @pytest.mark.parametrize(

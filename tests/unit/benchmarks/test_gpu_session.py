@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from phalanx.models import transformer
-from phalanx.recipe.builder_arguments import fill_arguments
+from phalanx.recipe.imports import fill_arguments
 from phalanx.recipe.load import load_recipe
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

@@ -1,7 +1,6 @@
 """replay.py: a table with predictions beside it, the errors by source, and what is refused with which code."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -67,14 +66,6 @@ def test_errors_are_printed_by_source_and_accelerator(capsys: pytest.CaptureFixt
     assert out[-2:] == ["3 rows, 2 compared with what was measured; errors of the step time", "wrote out.csv"]
 
 
-def test_json_is_the_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    table({}, {"calibrate": "1"})
-    assert replay("--json") == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["source"], found["rows"], found["compared"]) == ("torchtitan benchmarks", 2, 1)
-    assert found["median"] == found["p90"] > 0
-
-
 def test_a_row_for_calibration_moves_the_others() -> None:
     predicted = []
     for mark in ("", "1"):
@@ -112,21 +103,3 @@ def test_an_empty_table_is_bad_data(capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs.csv").write_text("")
     assert replay() == 65
     assert "runs.csv: has no rows" in capsys.readouterr().err
-
-
-def test_a_table_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay() == 64
-    assert capsys.readouterr().err == "error: runs.csv: there is no such file\n"
-
-
-def test_a_folder_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    table({})
-    assert main(["runs.csv", "--out", "nowhere/out.csv"]) == 64
-    assert "there is no folder" in capsys.readouterr().err
-
-
-def test_the_outcome_must_have_a_place(capsys: pytest.CaptureFixture[str]) -> None:
-    table({})
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["runs.csv"])
-    assert "--out" in capsys.readouterr().err

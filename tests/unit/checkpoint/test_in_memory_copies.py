@@ -10,23 +10,28 @@ import pytest
 import torch
 from torch import Tensor
 
+import phalanx.train.trainer as trainer_module
+from checkpointers import leave_like_a_killed_worker
 from phalanx.errors import UsageError
 from phalanx.run.event_types import InMemoryRestored, RunWarning
 from phalanx.run.in_memory_checkpoint import create_node_dir, find_node_dir, history_path
 from phalanx.train.checkpoint import list_checkpoints, parse_step
-from phalanx.train.checkpoint.in_memory import destination as destination_module
 from phalanx.train.checkpoint.in_memory import node_copies as node_copies_module
-from phalanx.train.checkpoint.in_memory.capacity import CopyNeeds, explain_missing_space, find_available_bytes
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
-from phalanx.train.checkpoint.in_memory.node_copies import NodeHolders
+from phalanx.train.checkpoint.in_memory.node_copies import (
+    CopyNeeds,
+    NodeHolders,
+    explain_missing_space,
+    find_available_bytes,
+)
 from phalanx.train.checkpoint.load_plan import get_state_tensors
-from phalanx.train.checkpoint.ownership import OwnedTensors
+from phalanx.train.checkpoint.save import OwnedTensors
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import NodeMap, count_nodes_from_environment
 from phalanx.train.distributed.parallel_model import LocalTensor
 from phalanx.train.distributed.shard_spec import GlobalBlocks
 from phalanx.train.resume import resume_training
-from phalanx.train.step_timer import HeartbeatTimer, HostStepTimer
+from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import E, Remembering, SmallParts, make_parts, mesh_of, steps_of
@@ -75,7 +80,7 @@ def train_and_die(parts: SmallParts, step: int, progress: TrainState | None = No
         wait_for_copy(trainer)
         if trainer.train_state.step == step:
             break
-    trainer.checkpointer.detach()
+    leave_like_a_killed_worker(trainer.checkpointer)
     return states
 
 
@@ -176,7 +181,7 @@ def test_after_a_rollback_copies_of_what_was_undone_count_no_more(tmp_path: Path
     create_node_dir(parts.run).joinpath(
         format_copy_name(5, undone.pop())
     ).mkdir()  # a node that comes back has it still
-    trainer.checkpointer.detach()
+    leave_like_a_killed_worker(trainer.checkpointer)
     for path in list_checkpoints(parts.run.checkpoints)[:-1]:
         shutil.rmtree(path)
     again = made(tmp_path / "run")
@@ -188,14 +193,14 @@ def test_a_checkpoint_takes_the_place_of_a_copy_that_is_still_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are copied to the same buffer."""
-    begun, write = threading.Event(), destination_module.write_with_checksums
+    begun, write = threading.Event(), node_copies_module.write_with_checksums
 
     def never_done(path: Path, image: Any, cancelled: threading.Event) -> list[str]:
         begun.set()
         assert cancelled.wait(20)
         return write(path, image, cancelled)
 
-    monkeypatch.setattr(destination_module, "write_with_checksums", never_done)
+    monkeypatch.setattr(node_copies_module, "write_with_checksums", never_done)
     parts = made(tmp_path / "run", checkpoint={"every": 3})
     trainer = Trainer(parts, TrainState(), META)
     for _ in steps_of(trainer):
@@ -208,7 +213,7 @@ def test_a_checkpoint_takes_the_place_of_a_copy_that_is_still_being_written(
     state = weights(parts)
     trainer.checkpointer.wait_until_saved()
     assert list_copies(folder_of(parts)) == []
-    trainer.checkpointer.detach()
+    leave_like_a_killed_worker(trainer.checkpointer)
     again = made(tmp_path / "run")
     assert resume_training(again, "f", force=False).step == 3
     assert same(weights(again), state)
@@ -216,15 +221,14 @@ def test_a_checkpoint_takes_the_place_of_a_copy_that_is_still_being_written(
 
 @pytest.mark.parametrize(("lap", "copies"), [(0.001, False), (0.1, True)], ids=["short steps", "long steps"])
 def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
-    tmp_path: Path, memory: Path, lap: float, copies: bool
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, lap: float, copies: bool
 ) -> None:
     parts = make_parts(tmp_path / "run", steps=30)
     assert parts.recipe.checkpoint.in_memory_every == "1%"
-    trainer = Trainer(parts, TrainState(), META)
     laps = itertools.count()
-    trainer.timer = HeartbeatTimer(
-        HostStepTimer(lambda: lap * next(laps)), parts.heartbeat
-    )  # however busy this machine is
+    timer = HostStepTimer(lambda: lap * next(laps))  # however busy this machine is
+    monkeypatch.setattr(trainer_module, "make_step_timer", lambda device: timer)
+    trainer = Trainer(parts, TrainState(), META)
     for _ in steps_of(trainer):
         pass
     trainer.finish()

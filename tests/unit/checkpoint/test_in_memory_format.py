@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from phalanx.train.checkpoint import CheckpointSaver, CorruptCheckpointError, TensorShard, load_tensors
-from phalanx.train.checkpoint.in_memory.destination import NodeFolder
 from phalanx.train.checkpoint.in_memory.format import (
     NUM_TENSORS_KEY,
     format_copy_name,
@@ -17,8 +16,9 @@ from phalanx.train.checkpoint.in_memory.format import (
     parse_rank,
     read_shard,
 )
-from phalanx.train.checkpoint.rank_record import RankRecord, decode_record, encode_record
+from phalanx.train.checkpoint.in_memory.node_copies import NodeFolder
 from phalanx.train.checkpoint.save import SavePhase
+from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
 
 WHOLE = torch.arange(12.0).reshape(4, 3)
 BIAS = torch.tensor([5.0])

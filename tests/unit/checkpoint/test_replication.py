@@ -13,7 +13,7 @@ from phalanx.run.authentication import AuthenticationError
 from phalanx.train.checkpoint.format import CHUNK_BYTES, FileRecord
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_shard_records
 from phalanx.train.checkpoint.in_memory.replication import ReplicaClient, ReplicaServer
-from phalanx.train.checkpoint.rank_record import RankRecord
+from phalanx.train.checkpoint.shard_file import RankRecord
 
 
 def test_a_stranger_that_says_nothing_does_not_keep_a_worker_out(tmp_path: Path) -> None:

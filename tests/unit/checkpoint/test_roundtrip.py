@@ -12,13 +12,11 @@ from phalanx.train.checkpoint import (
     CheckpointSaver,
     DurableDirectory,
     TensorShard,
-    assign_to_ranks,
     load_blocks,
     load_tensors,
     read_manifest,
     verify_checkpoint,
 )
-from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 
 def test_every_dtype_scalar_empty_and_strided_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -49,7 +47,7 @@ def test_loading_into_given_tensors_overwrites_them_in_place_even_strided_ones(t
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     strided = torch.zeros(3, 300_000).T
     into["blocks.0.weight"] = strided
-    load_tensors(path, into=into)
+    load_blocks(path, [(name, (0,) * tensor.dim(), tensor) for name, tensor in into.items()], 2, read_manifest(path))
     assert same_bits(strided, tensors["blocks.0.weight"])
     assert all(same_bits(into[name], tensors[name]) for name in tensors)
 
@@ -60,18 +58,20 @@ def test_loading_some_names_reads_only_these(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("into", "message"),
+    ("block", "message"),
     [
-        ({"unknown": torch.zeros(1)}, "holds no tensor 'unknown'"),
-        ({"scalar": torch.zeros(2)}, r"tensor 'scalar' is F32 \[\] there, F32 \[2\] here"),
-        ({"scalar": torch.zeros((), dtype=torch.float16)}, r"tensor 'scalar' is F32 \[\] there, F16 \[\] here"),
+        (("unknown", (0,), torch.zeros(1)), "holds no tensor 'unknown'"),
+        (("scalar", (), torch.zeros(2)), r"tensor 'scalar' has shape \[\], \[2\] from \[\] asked"),
+        (("scalar", (), torch.zeros((), dtype=torch.float16)), r"tensor 'scalar' is F32 there, F16 here"),
+        (("transposed", (29, 0), torch.zeros(2, 40)), r"'transposed' has shape \[30, 40\], \[2, 40\] from \[29, 0\]"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(
-    tmp_path: Path, into: dict[str, torch.Tensor], message: str
+    tmp_path: Path, block: tuple[str, tuple[int, ...], torch.Tensor], message: str
 ) -> None:
+    path = save(tmp_path, 60, state(big=10))
     with pytest.raises(DataError, match=message):
-        load_tensors(save(tmp_path, 60, state(big=10)), into=into)
+        load_blocks(path, [block], 2, read_manifest(path))
 
 
 def test_a_dtype_that_safetensors_does_not_know_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -128,54 +128,14 @@ def test_any_block_can_be_read_whatever_way_the_tensor_was_cut(
     whole = random_tensor(torch.float32, (700, 1500), 4)
     path = _save_by_ranks(tmp_path, [[piece] for piece in _cut("w", whole, cut, 3)])
     for part in _cut("w", whole, want, 4):
-        block = {"w": (part.offset, tuple(part.tensor.shape))}
-        assert same_bits(load_tensors(path, ["w"], ranges=block, threads=threads)["w"], part.tensor)
+        block = torch.empty_like(part.tensor)
+        load_blocks(path, [("w", part.offset, block)], threads, read_manifest(path))
+        assert same_bits(block, part.tensor)
 
 
 def test_an_inner_block_of_three_dimensions_can_be_read(tmp_path: Path) -> None:
     whole = random_tensor(torch.int16, (20, 30, 40), 5)
     path = _save_by_ranks(tmp_path, [[piece] for piece in _cut("w", whole, 1, 4)])
-    block = {"w": ((3, 5, 7), (11, 13, 17))}
-    assert same_bits(load_tensors(path, ["w"], ranges=block)["w"], whole[3:14, 5:18, 7:24])
-
-
-def test_a_block_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, {"w": torch.zeros(4, 4)})
-    with pytest.raises(DataError, match=r"tensor 'w' has shape \[4, 4\], \[2, 4\] from \[3, 0\] asked"):
-        load_tensors(path, ["w"], ranges={"w": ((3, 0), (2, 4))})
-
-
-@pytest.mark.parametrize("missing", ["gap", "overlap"])
-def test_ranks_that_do_not_hold_each_element_once_cannot_commit(tmp_path: Path, missing: str) -> None:
-    w = torch.arange(8.0)
-    offset = {"gap": 5, "overlap": 3}[missing]
-    ranks = [TensorShard("w", w[:4], (8,), (0,)), TensorShard("w", w[offset:][:4], (8,), (offset,))]
-    with pytest.raises(ValueError, match="w"):
-        _save_by_ranks(tmp_path, [[piece] for piece in ranks])
-
-
-def test_replicated_tensors_are_shared_out_evenly_and_each_once() -> None:
-    sizes = {f"layer{i}": (i * 7919) % 1000 + 1 for i in range(200)}
-    ranks = assign_to_ranks(sizes, 6)
-    assert sorted(name for names in ranks for name in names) == sorted(sizes)
-    assert assign_to_ranks(dict(reversed(sizes.items())), 6) == ranks
-    loads = [sum(sizes[name] for name in names) for names in ranks]
-    assert max(loads) - min(loads) <= max(sizes.values())
-
-
-def test_more_ranks_than_tensors_leave_some_with_nothing_to_write(tmp_path: Path) -> None:
-    assert assign_to_ranks({"a": 1, "b": 2}, 3) == [["b"], ["a"], []]
-    path = _save_by_ranks(tmp_path, [[TensorShard.full_tensor("w", torch.ones(3))], []])
-    assert verify_checkpoint(path).tensors.keys() == {"w"}
-
-
-def test_all_dtypes_of_the_table_are_tested() -> None:
-    assert {f"of.{name}" for name in TORCH_DTYPES} <= state(big=1).keys()
-
-
-def test_elements_that_are_wanted_twice_are_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, {"w": torch.arange(12.0).view(3, 4)})
-    blocks = [("w", (0, 0), torch.empty(2, 4)), ("w", (1, 0), torch.empty(2, 4))]
-    with pytest.raises(ValueError, match="two of the blocks to be read hold the same elements"):
-        load_blocks(path, blocks, 2, read_manifest(path))
-    load_blocks(path, [blocks[0], ("w", (2, 0), torch.empty(1, 4))], 2, read_manifest(path))
+    block = torch.empty(11, 13, 17, dtype=torch.int16)
+    load_blocks(path, [("w", (3, 5, 7), block)], 2, read_manifest(path))
+    assert same_bits(block, whole[3:14, 5:18, 7:24])

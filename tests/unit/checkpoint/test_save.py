@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import threading
@@ -28,7 +27,6 @@ from phalanx.train.checkpoint import (
     shard_file,
     verify_checkpoint,
 )
-from phalanx.train.checkpoint import commit as commit_module
 from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint.pinned_buffer import PIN_BLOCK_BYTES, PinnedBuffer
 from phalanx.train.checkpoint.staging import SharedStaging, StagingBuffer
@@ -101,17 +99,6 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         StagingBuffer, "__init__", lambda self, nbytes, device: (made.append(nbytes), init(self, nbytes, device))[1]
     )
     return made
-
-
-def test_the_staging_buffer_is_allocated_once(tmp_path: Path, allocated: list[int]) -> None:
-    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
-    tensors = state(big=1000)
-    assert saver.reserve_space(pieces(tensors)) > 1_000_000
-    for step in (1, 2, 3):
-        saver.start(step, pieces(tensors), {})
-        saver.poll_when_idle()
-        saver.commit()
-    assert len(allocated) == 1
 
 
 def test_savers_of_one_worker_share_a_buffer_that_grows_to_the_largest_save(
@@ -198,16 +185,6 @@ def test_states_follow_each_other_and_tell_bytes_and_seconds(tmp_path: Path) -> 
     assert done.size_bytes == sum(file.stat().st_size for file in (tmp_path / "step-000000007").iterdir())
 
 
-def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
-    savers = [CheckpointSaver(DurableDirectory(tmp_path, rank, 2)) for rank in range(2)]
-    for saver in savers:
-        saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), {})
-    for saver in savers:
-        saver.cancel()
-        assert saver.poll().phase == "idle"
-    assert names_in(tmp_path) == []
-
-
 def test_when_one_rank_fails_and_all_abandon_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = CheckpointSaver(DurableDirectory(tmp_path, 0, 2)), CheckpointSaver(DurableDirectory(tmp_path, 1, 2))
     good.start(1, pieces({"a": torch.zeros(10)}), {})
@@ -219,13 +196,6 @@ def test_when_one_rank_fails_and_all_abandon_nothing_is_left(tmp_path: Path, mon
     good.cancel()
     bad.cancel()
     assert names_in(tmp_path) == []
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    save(tmp_path, 60, {"w": torch.zeros(3)})
-    path = save(tmp_path, 60, {"w": torch.ones(3)})
-    assert load_tensors(path)["w"].eq(1.0).all()
-    assert names_in(tmp_path) == ["step-000000060"]
 
 
 def test_a_checkpoint_that_was_moved_aside_comes_back_if_its_successor_never_came(tmp_path: Path) -> None:
@@ -301,7 +271,7 @@ def test_a_file_that_may_not_grow_fails_the_save(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-000000001"]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
 def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
@@ -322,71 +292,15 @@ def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
     assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "committed"
 
 
-def test_what_two_ranks_remove_at_the_same_time_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has seen files that the other then removes before it does, while its own are still there."""
-
-    def refuse(what: str | int, **more: object) -> None:
-        code = errno.EIO if os.path.exists(what) else errno.ENOENT
-        raise OSError(code, os.strerror(code))
-
-    first, other = CheckpointSaver(DurableDirectory(tmp_path, 0, 2)), CheckpointSaver(DurableDirectory(tmp_path, 1, 2))
-    with monkeypatch.context() as patch:
-        for call in ("fsync", "unlink", "rmdir"):
-            patch.setattr(os, call, refuse)
-        for saver in (first, other):
-            assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "failed"
-    assert names_in(tmp_path / "step-000000001.tmp-0") == ["rank-00000.safetensors", "rank-00001.safetensors"]
-    unlink = os.unlink
-
-    def unlink_after_the_other(*args: Any, **more: Any) -> None:
-        monkeypatch.setattr(os, "unlink", unlink)
-        other.retry_cleanup()
-        unlink(*args, **more)
-
-    monkeypatch.setattr(os, "unlink", unlink_after_the_other)
-    first.retry_cleanup()
-    assert names_in(tmp_path) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_left_on_storage_that_cannot_be_reached_is_removed_once_it_can(tmp_path: Path, rank: int) -> None:
-    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
-    saver = CheckpointSaver(DurableDirectory(folder, rank, 2))
-    saver.start(1, pieces({"w": torch.ones(3)}), {})
-    assert saver.poll_when_idle().phase == "written"
-    folder.rename(aside)
-    folder.symlink_to(folder.name)  # what autofs says of a lost mount: ELOOP
-    saver.cancel()
-    saver.retry_cleanup()
-    folder.unlink()
-    aside.rename(folder)
-    saver.retry_cleanup()
-    assert names_in(folder) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_storage_does_not_let_go_of_is_removed_before_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    def refuse(*args: object, **more: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    saver = CheckpointSaver(DurableDirectory(tmp_path, rank, 2))
-    with monkeypatch.context() as patch:
-        for call in ("fsync", "unlink", "rmdir"):
-            patch.setattr(os, call, refuse)
-        assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "failed"
-        saver.retry_cleanup()
-    assert names_in(tmp_path) == ["step-000000001.tmp-0"]
-    saver.retry_cleanup()
-    assert names_in(tmp_path) == []
-
-
 def test_a_disk_that_fills_up_while_committing_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    write_synced = durable_module.write_synced
 
-    monkeypatch.setattr(commit_module, "write_synced", refuse)
+    def refuse(path: Path, content: bytes) -> None:
+        if path.name == "MANIFEST.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_synced(path, content)
+
+    monkeypatch.setattr(durable_module, "write_synced", refuse)
     failed = failed_save(CheckpointSaver(DurableDirectory(tmp_path, 0, 1)), 1, {"w": torch.ones(3)})
     assert failed.phase == "failed"
     assert "MANIFEST.json: No space left on device" in failed.reason
@@ -432,13 +346,6 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_memory_for_a_gpu_that_locks_none_is_there_at_once_and_says_so() -> None:
-    buffer = PinnedBuffer(10, torch.device("xpu"))
-    buffer.wait()
-    assert not buffer.is_pinned
-    assert not buffer.bytes.any()
-
-
 def test_copies_from_a_gpu_cross_no_border_of_blocks_and_leave_no_byte_out() -> None:
     memory = PinnedBuffer(10)
     for start, end in (
@@ -472,27 +379,19 @@ def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
     path = saver.commit().path
     assert path is not None
     assert all(tensor.eq(1.0).all() for tensor in load_tensors(path).values())
-    load_tensors(path, into=tensors)
-    assert all(tensor.eq(1.0).all() for tensor in tensors.values())
 
 
-def begun(folder: Path, meta: dict[str, Any] | None = None) -> list[CheckpointSaver]:
+def begun(folder: Path) -> list[CheckpointSaver]:
     """Two ranks that have written their parts of step 1."""
     savers = [CheckpointSaver(DurableDirectory(folder, rank, 2)) for rank in range(2)]
     for saver in savers:
-        saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), meta or {"samples_consumed": 1})
+        saver.start(1, pieces({f"w{id(saver)}": torch.zeros(10)}), {"samples_consumed": 1})
         assert saver.poll_when_idle().phase == "written"
     return savers
 
 
-def test_whoever_is_left_commits_what_all_have_written(tmp_path: Path) -> None:
-    _, other = begun(tmp_path)
-    assert other.commit().phase == "committed"
-    assert len(verify_checkpoint(tmp_path / "step-000000001").tensors) == 2
-
-
 @pytest.mark.parametrize("left", [None, b"", b'{"files":'])
-def test_a_part_that_a_lost_rank_had_not_ended_fails_the_save_and_nothing_is_left(
+def test_a_part_that_storage_did_not_keep_fails_the_save_and_nothing_is_left(
     tmp_path: Path, left: bytes | None
 ) -> None:
     saver, _ = begun(tmp_path)
@@ -503,27 +402,6 @@ def test_a_part_that_a_lost_rank_had_not_ended_fails_the_save_and_nothing_is_lef
         record.write_bytes(left)
     failed = saver.commit()
     assert failed.phase == "failed"
-    assert failed.reason.endswith("rank-00001.json: the worker was lost before it had written its part")
+    assert failed.reason.endswith("rank-00001.json: a part that was written is missing or damaged")
     saver.cancel()
     assert names_in(tmp_path) == []
-
-
-def test_what_a_lost_rank_had_committed_is_committed(tmp_path: Path) -> None:
-    first, other = begun(tmp_path)
-    done, found = first.commit(), other.commit()
-    assert (found.phase, found.path, found.size_bytes) == ("committed", done.path, done.size_bytes)
-
-
-def test_another_checkpoint_of_the_step_is_not_taken_for_it(tmp_path: Path) -> None:
-    first, _ = begun(tmp_path, {"samples_consumed": 1})
-    first.commit()
-    _, other = begun(tmp_path, {"samples_consumed": 2})
-    shutil.rmtree(tmp_path / "step-000000001.tmp-0")
-    assert other.commit().phase == "failed"
-
-
-def test_the_save_that_goes_on_is_spared_when_a_directory_is_cleaned(tmp_path: Path) -> None:
-    saver, _ = begun(tmp_path)
-    (tmp_path / "step-000000000.tmp-deleted").mkdir()
-    assert clean_checkpoint_dir(tmp_path, keep_step=1) == [tmp_path / "step-000000000.tmp-deleted"]
-    assert saver.commit().phase == "committed"

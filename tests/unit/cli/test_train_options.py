@@ -66,8 +66,8 @@ def test_a_worker_without_the_recipes_device_waits_for_nobody(
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", str(recipe), "device=xpu"]) == ExitCode.RECIPE
-    assert "device: found xpu, but torch" in capsys.readouterr().err
+    assert main(["train", str(recipe), "device=cuda"]) == ExitCode.RECIPE
+    assert "device: found cuda, but torch" in capsys.readouterr().err
 
 
 def test_empty_variables_of_a_launcher_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_who_is_no_worker_of_a_launcher_takes_options(
     monkeypatch.setenv("PHALANX_LEADER_ADDR", "n1:5000")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("phalanx.cli.train_local.train_locally", here)
+    monkeypatch.setattr("phalanx.cli.train.train_locally", here)
     assert main(["train", "one.yaml", "--dry-run", "--nproc-per-node", "2"]) == 0
     assert seen == [(2, True)]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.cluster.calibration import gemm, launch_overheads, op_benchmark, reference_gemm
-from phalanx.cluster.calibration.autograd_ops import EXTRA_CASES, QUICK_CASES, AutogradCaseSpec, prepare_case
+from phalanx.cluster.calibration import gemm, launch_overheads, op_benchmark, timing
 from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes
 from phalanx.cluster.calibration.gemm import GemmShape, gemm_shapes, linear_layer_shapes, make_operands, spread_shapes
 from phalanx.cluster.calibration.memory_ops import count_moved_bytes, memory_op_cases
+from phalanx.cluster.calibration.op_benchmark import prepare_attention, run_attention
 from phalanx.cluster.calibration.timing import BenchTimer
 from phalanx.cluster.spec import GemmTiming, OpTiming
 
@@ -52,7 +52,7 @@ def test_what_a_device_multiplies_is_drawn_on_it(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "randn", randn)
     ColdBufferPool("meta", 2**20)
-    reference_gemm.measure_reference({"device": "meta", "seconds": 0.0}, BenchTimer())
+    timing.measure_reference({"device": "meta", "seconds": 0.0}, BenchTimer())
     assert set(drawn) == {"meta"}
 
 
@@ -127,7 +127,7 @@ def test_every_kind_can_be_computed_and_tells_its_bytes(pool: ColdBufferPool, dt
 def test_bytes_are_those_that_go_in_and_come_out(pool: ColdBufferPool) -> None:
     found = memory_op_cases(torch.float32)
     with torch.no_grad():
-        for kind, share in {"add": 3, "clone": 2, "zeros": 1, "sum": 1, "silu_backward": 3}.items():
+        for kind, share in {"add": 3, "clone": 2, "sum": 1, "silu_backward": 3}.items():
             work = found[kind](pool, 2**20, 1, torch.float32)
             assert count_moved_bytes(work.argument_sets[0], work.run_op(*work.argument_sets[0])) == pytest.approx(
                 share * 2**20, rel=0.01
@@ -135,30 +135,17 @@ def test_bytes_are_those_that_go_in_and_come_out(pool: ColdBufferPool) -> None:
         assert found["_fused_adamw_"](pool, 2**20, 1, torch.float32).moved_bytes == 28 * 2**18
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK_CASES["cpu"], *EXTRA_CASES["cpu"], *QUICK_CASES["cuda"], *EXTRA_CASES["cuda"]], ids=str
-)
-def test_every_case_is_whole(case: AutogradCaseSpec) -> None:
-    assert (
-        len(case.shape)
-        == {"attention": 4, "convolution": 6, "rms_norm": 2, "cross_entropy": 2, "rotary": 4}[case.op_kind]
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_trained_has_gradients(pool: ColdBufferPool, dtype: torch.dtype) -> None:
-    tiny = {"attention": (2, 2, 16, 8), "convolution": (2, 3, 8, 8, 4, 3), "rms_norm": (16, 8)}
-    for kind, shape in {**tiny, "cross_entropy": (16, 32), "rotary": (2, 16, 2, 8)}.items():
-        work = prepare_case(AutogradCaseSpec(kind, shape), pool, 1, dtype)
-        result = work.run_forward(*work.input_sets[0])
-        gradients = torch.autograd.grad(result, work.input_sets[0], work.gradient)
-        assert [each.shape for each in gradients] == [each.shape for each in work.input_sets[0]], kind
+def test_attention_has_gradients(pool: ColdBufferPool, dtype: torch.dtype) -> None:
+    work = prepare_attention((2, 2, 16, 8), pool, 1, dtype)
+    result = run_attention(*work.input_sets[0])
+    gradients = torch.autograd.grad(result, work.input_sets[0], work.gradient)
+    assert [each.shape for each in gradients] == [each.shape for each in work.input_sets[0]]
 
 
 def test_flops_of_attention_are_counted_as_causal(pool: ColdBufferPool) -> None:
-    work = prepare_case(AutogradCaseSpec("attention", (2, 4, 64, 16)), pool, 1, torch.float32)
+    work = prepare_attention((2, 4, 64, 16), pool, 1, torch.float32)
     assert work.flops == 2 * 2 * 4 * 64 * 64 * 16
-    assert work.backward_flops == 2.5 * work.flops
 
 
 def test_products_are_measured(watch: BenchTimer) -> None:
@@ -181,7 +168,7 @@ def test_operations_are_measured(watch: BenchTimer) -> None:
 
 
 def test_what_is_trained_is_measured_forward_and_backward(watch: BenchTimer) -> None:
-    rows = op_benchmark.measure_autograd_ops({**ASKED, "cases": [("attention", (1, 2, 32, 16))]}, watch)
+    rows = op_benchmark.measure_attention({**ASKED, "attention_shapes": [(1, 2, 32, 16)]}, watch)
     found = [OpTiming.model_validate(row) for row in rows]
     assert [(each.kind, each.precision) for each in found] == [
         ("attention", "fp32"),
@@ -199,8 +186,7 @@ def test_tensors_that_would_fill_the_memory_are_left_out() -> None:
 def test_overheads_are_measured() -> None:
     value = launch_overheads.measure_overheads({**ASKED, "seconds": 0.1})
     found = {each.kind: each for each in map(OpTiming.model_validate, value["operations"])}
-    assert 0 < value["launch_us"] < found["autograd_op"].seconds * 1e6
-    assert found["fresh_memory"].bytes == 2**26
+    assert value["launch_us"] > 0
     assert found["eager_op"].shape[0] > 100
 
 
@@ -212,7 +198,5 @@ def test_views_are_not_counted_as_computing() -> None:
 
 
 def test_the_reference_is_measured() -> None:
-    timed = OpTiming.model_validate(
-        reference_gemm.measure_reference({"device": "cpu", "threads": 1, "seconds": 0.05})["timed"]
-    )
+    timed = OpTiming.model_validate(timing.measure_reference({"device": "cpu", "threads": 1, "seconds": 0.05}))
     assert (timed.kind, timed.shape, timed.flops) == ("reference", (1024, 1024, 1024), 2.0 * 1024**3)

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import load_cluster, save_cluster
-from phalanx.cluster.calibration import (
+from phalanx.cluster.calibration import storage as storage_module
+from phalanx.cluster.calibration.runner import (
+    TOTAL_DURATION_S,
     Executor,
     MeasurementFailed,
     calibrate_machine,
     default_num_processes,
-    reference_slowdown,
 )
-from phalanx.cluster.calibration import storage as storage_module
-from phalanx.cluster.calibration.runner import TOTAL_DURATION_S
 from phalanx.cluster.discovery import Cpu, Machine
 
 CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.6, ("avx2", "avx512f", "avx512_bf16"))
@@ -50,16 +49,13 @@ class World:
             raise MeasurementFailed("the trial process ended with SIGKILL")
         product = {"precision": "fp32", "m": 1024, "n": 1024, "k": 1024, "seconds": 0.02, "layout": "nt"}
         return {
-            "reference_gemm:measure_reference": lambda: {
-                "timed": timed("reference", self.reference()),
-                "clock_share": None,
-            },
+            "timing:measure_reference": lambda: timed("reference", self.reference()),
             "gemm:measure_gemms": lambda: [product, {**product, "precision": "bf16", "seconds": 0.01}],
             "op_benchmark:measure_memory_ops": lambda: [timed("add", 0.001)],
-            "op_benchmark:measure_autograd_ops": lambda: [timed("attention", 0.01), timed("attention_backward", 0.02)],
+            "op_benchmark:measure_attention": lambda: [timed("attention", 0.01), timed("attention_backward", 0.02)],
             "launch_overheads:measure_overheads": lambda: {
                 "launch_us": 1.5,
-                "operations": [timed("autograd_op", 5e-6)],
+                "operations": [timed("eager_op", 5e-6)],
             },
         }[name]()
 
@@ -79,19 +75,14 @@ class World:
         if name == self.fails:
             raise MeasurementFailed("worker 1 was killed by SIGKILL")
         row = {"kind": "all_reduce", "backend": "gloo", "ranks": world, "bytes": 1024, "seconds": 1e-4}
-        found = {"collectives": [{**row, "busbw_gbps": 0.01}], "overlap": {"compute": 1.5, "communication": 2.0}}
+        found = {"collectives": [{**row, "busbw_gbps": 0.01}]}
         return {**found, "products": [], "operations": [timed("add", 0.002, processes=world)]}
-
-    def save_checkpoint(self, folder: Path, nbytes: int) -> float:
-        self.timestamp += 0.1
-        return nbytes / 1e8
 
     @property
     def means(self) -> Executor:
         return Executor(
             run_in_process=self.run_in_process,
             run_in_world=self.run_in_world,
-            save_checkpoint=self.save_checkpoint,
             scratch_dir=self.scratch_dir,
             report_progress=lambda family, share: self.told.append(family),
             clock=lambda: self.timestamp,
@@ -102,8 +93,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    rates = storage_module.StorageRates(0.5, 1.5, 10**8, "direct")
-    monkeypatch.setattr(storage_module, "measure_storage", lambda folder, quick, seconds, clock: rates)
+    monkeypatch.setattr(storage_module, "measure_storage", lambda folder, quick, seconds, clock: (0.5, 1.5))
     return World(tmp_path)
 
 
@@ -117,12 +107,11 @@ def test_every_family_is_in_the_cluster(world: World) -> None:
         "add",
         "attention",
         "attention_backward",
-        "autograd_op",
+        "eager_op",
         "add",
     ]
     assert measured.operations[-1].processes == 2
-    assert measured.overlap is not None
-    assert (measured.launch_us, measured.checkpoint_gbps, measured.threads) == (1.5, 0.1, 2)
+    assert (measured.launch_us, measured.threads) == (1.5, 2)
     assert measured.storage is not None
     assert (measured.storage.node_write_gbps, measured.storage.node_read_gbps) == (0.5, 1.5)
     assert measured.odd == []
@@ -135,11 +124,12 @@ def test_the_device_has_its_peak_and_what_was_reached(world: World) -> None:
     assert device.kernel_us == 1.5
 
 
-def test_what_the_host_takes_to_launch_is_not_the_time_between_kernels_of_a_gpu(world: World) -> None:
+def test_of_a_gpu_nothing_is_measured_that_no_prediction_reads(world: World) -> None:
     gpu = Machine("host", "cuda", "NVIDIA H100 80GB HBM3", 1, 16, 16, 2**37, 80 * 2**30, CPU)
     cluster = calibrate_machine(gpu, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
-    assert (cluster.measured.launch_us, cluster.node.accelerator.kernel_us) == (1.5, None)
+    assert {each.kind for each in cluster.measured.operations} == {"reference", "add"}
+    assert (cluster.measured.launch_us, cluster.node.accelerator.kernel_us) == (None, None)
 
 
 def test_a_cpu_that_is_faster_than_on_paper_raises_its_peak(world: World) -> None:
@@ -168,7 +158,7 @@ def test_when_the_time_is_over_the_rest_gets_none(world: World) -> None:
 
 def test_processes_that_measure_together_share_the_cores(world: World) -> None:
     calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    (payload,) = (payload for name, payload in world.asked if name == "concurrent:measure_concurrently")
+    (payload,) = (payload for name, payload in world.asked if name == "collectives:measure_concurrently")
     assert (payload["processes"], payload["threads"]) == (2, 1)
 
 
@@ -189,7 +179,7 @@ def test_by_default_two_of_two_cores_and_all_gpus_measure() -> None:
     ("name", "text"),
     [
         ("gemm:measure_gemms", "matrix products: not measured: the trial process ended with SIGKILL"),
-        ("concurrent:measure_concurrently", "processes together: not measured: worker 1 was killed by SIGKILL"),
+        ("collectives:measure_concurrently", "processes together: not measured: worker 1 was killed by SIGKILL"),
     ],
 )
 def test_a_family_that_fails_costs_only_itself(world: World, name: str, text: str) -> None:
@@ -197,7 +187,7 @@ def test_a_family_that_fails_costs_only_itself(world: World, name: str, text: st
     cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert cluster.measured.odd == [text]
-    assert cluster.measured.checkpoint_gbps is not None
+    assert cluster.measured.storage is not None
 
 
 def test_a_disk_that_fails_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,27 +207,6 @@ def test_drift_is_that_of_the_slowest_reference_against_the_fastest(world: World
     assert cluster.measured.drift == pytest.approx(0.2)
     assert "up to 20% longer" in cluster.measured.odd[0]
     assert cluster.measured.operations[0].seconds == 0.010  # the fastest stands for the machine
-
-
-def test_others_can_ask_whether_the_machine_is_as_it_was(world: World) -> None:
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    assert cluster.measured is not None
-    world.references = [0.015]
-    assert reference_slowdown(MACHINE, cluster.measured, world.run_in_process) == pytest.approx(0.5)
-    unmeasured = cluster.measured.model_copy(update={"operations": []})
-    assert reference_slowdown(MACHINE, unmeasured, world.run_in_process) is None
-
-
-def test_a_slow_disk_gets_a_small_checkpoint(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = storage_module.StorageRates(0.01, None, 10**7, "cached")
-    monkeypatch.setattr(storage_module, "measure_storage", lambda folder, quick, seconds, clock: rates)
-    sizes: list[int] = []
-    means = world.means
-    object.__setattr__(means, "save_checkpoint", lambda folder, nbytes: sizes.append(nbytes) or 1.0)
-    cluster = calibrate_machine(MACHINE, means, root=world.scratch_dir, quick=False)
-    assert sizes[0] < 10**8
-    assert cluster.storage.node_read_gbps is None
-    assert cluster.notes["measured_how"]["read"].startswith("only from the page cache")
 
 
 def test_a_load_that_never_changes_is_told(world: World) -> None:

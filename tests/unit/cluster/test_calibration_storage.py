@@ -12,20 +12,18 @@ from phalanx.errors import UsageError
 
 
 def test_a_folder_is_written_and_read_and_left_empty(tmp_path: Path) -> None:
-    rates = storage.measure_storage(tmp_path, quick=True, seconds=0.2, clock=time.perf_counter)
-    assert rates.write_gbps > 0
-    assert (rates.read_gbps is None) == (rates.read_mode == "cached")
-    assert storage.BLOCK_BYTES <= rates.num_bytes <= storage.MAX_WRITTEN_BYTES[True]
+    write_gbps, read_gbps = storage.measure_storage(tmp_path, quick=True, seconds=0.2, clock=time.perf_counter)
+    assert write_gbps > 0
+    assert read_gbps is None or read_gbps > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slow_disk_is_written_less(tmp_path: Path) -> None:
     ticks = itertools.count()
-    rates = storage.measure_storage(
+    write_gbps, _ = storage.measure_storage(
         tmp_path, quick=True, seconds=1.0, clock=lambda: float(next(ticks))
     )  # 32 MiB in a second
-    assert rates.num_bytes == storage.BLOCK_BYTES
-    assert rates.write_gbps == pytest.approx(storage.BLOCK_BYTES / 1e9)
+    assert write_gbps == pytest.approx(storage.BLOCK_BYTES / 1e9)
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
@@ -53,7 +51,6 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     block.write(b"x" * storage.BLOCK_BYTES)
     storage.write_file(path, block, storage.BLOCK_BYTES + 4096, time.perf_counter)
     assert path.stat().st_size == storage.BLOCK_BYTES + 4096
-    rate, cache = storage.read_file(path, block, storage.BLOCK_BYTES + 4096, 10.0, time.perf_counter)
-    assert rate > 0
-    assert cache in ("direct", "dropped")
+    rate = storage.read_file(path, block, storage.BLOCK_BYTES + 4096, 10.0, time.perf_counter)
+    assert rate is None or rate > 0
     block.close()

@@ -3,46 +3,45 @@
 import re
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from phalanx.cluster import catalog
-from phalanx.cluster.catalog import CATALOG_KINDS, CatalogKind
-from phalanx.cluster.catalog_entries import CatalogEntry, find_entry, list_entries, name_words
-from phalanx.cluster.load_shorthand import expand_node
-from phalanx.cluster.plausibility import MAX_SHARE_OF_PEAK, MAX_VALUE_BY_FIELD, find_implausible_values
-from phalanx.cluster.spec import Cluster
+from phalanx.cluster.catalog import (
+    CATALOG_KINDS,
+    CatalogKind,
+    find_entry,
+    get_entry,
+    list_entries,
+    list_names,
+    name_words,
+)
 from phalanx.errors import RecipeError
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
-ALL = [(kind, entry) for kind in CATALOG_KINDS for entry in list_entries(kind)]
 NOT_FIGURES = {"vendor", "generation", "usual"}
 
 
-def named(pair: tuple[CatalogKind, CatalogEntry]) -> str:
-    return f"{pair[0]}: {pair[1].name}"
+@pytest.mark.parametrize("kind", CATALOG_KINDS)
+def test_every_figure_has_a_source(kind: CatalogKind) -> None:
+    file = YAML(typ="safe").load((files("phalanx.cluster") / "data" / f"{kind}.yaml").read_text("utf-8"))
+    for name, values in file[kind].items():
+        sources = {key for keys in values["sources"] for key in keys.split()}
+        figures = set(values) - {"sources", "aliases", "also"}
+        assert figures - NOT_FIGURES <= sources <= figures, name
+        assert all(text.strip() for text in values["sources"].values()), name
 
 
-@pytest.mark.parametrize(("kind", "entry"), ALL, ids=[named(pair) for pair in ALL])
-def test_every_figure_has_a_source(kind: CatalogKind, entry: CatalogEntry) -> None:
-    assert set(entry.values) - set(entry.sources) <= NOT_FIGURES
-    assert set(entry.sources) <= set(entry.values), "a source of a figure that is not there"
-    assert all(source.strip() for source in entry.sources.values())
-
-
-def test_sources_are_told_in_full() -> None:
-    told = catalog.figure_sources("accelerators", "H100")
-    assert told["curves"].startswith("fitted to products measured by microsoft/vidur")
-    assert "stas00/ml-engineering@744d01e" in told["memory_gbps"]
-
-
-@pytest.mark.parametrize(("kind", "entry"), ALL, ids=[named(pair) for pair in ALL])
-def test_every_name_finds_its_own_entry(kind: CatalogKind, entry: CatalogEntry) -> None:
-    for alias in (entry.name, *entry.aliases):
-        assert find_entry(kind, alias) is entry
-        assert find_entry(kind, alias.upper().replace(" ", "_")) is entry
-        assert name_words(alias), f"{alias}: nothing of it counts"
+@pytest.mark.parametrize("kind", CATALOG_KINDS)
+def test_every_name_finds_its_own_entry(kind: CatalogKind) -> None:
+    for entry in list_entries(kind):
+        for alias in (entry.name, *entry.aliases):
+            assert find_entry(kind, alias) is entry
+            assert find_entry(kind, alias.upper().replace(" ", "_")) is entry
+            assert name_words(alias), f"{alias}: nothing of it counts"
 
 
 def test_no_node_can_be_meant_by_the_name_of_an_accelerator() -> None:
@@ -117,7 +116,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"unknown node 'dgx-h1000'; the nearest are dgx-h100, dgx-h200"):
         catalog.find_node("dgx-h1000")
     with pytest.raises(RecipeError, match=r"unknown link 'NVLinq 4'; the nearest are NVLink 4"):
-        catalog.find_link("NVLinq 4")
+        get_entry("links", "NVLinq 4")
 
 
 def test_a_die_is_half_of_its_module() -> None:
@@ -132,27 +131,12 @@ def test_a_die_is_half_of_its_module() -> None:
 def test_fitted_curves_and_best_measured_rates_are_there() -> None:
     curve = catalog.find_accelerator("A100").curves["bf16"]
     assert (curve.efficiency, curve.bandwidth, curve.overhead_us, curve.sharpness) == (0.740, 0.832, 5.26, 1.41)
-    assert {name for name in catalog.list_names("accelerators") if catalog.find_accelerator(name).curves} == {
+    assert {name for name in list_names("accelerators") if catalog.find_accelerator(name).curves} == {
         "NVIDIA A100 SXM 80GB",
         "NVIDIA A40",
         "NVIDIA H100 SXM",
     }
     assert catalog.find_accelerator("B200").achieved_tflops == {"bf16": 1745, "fp8": 3432.5}
-
-
-@pytest.mark.parametrize("name", catalog.list_names("nodes"))
-def test_every_node_is_whole_and_possible(name: str) -> None:
-    node = catalog.find_node(name)
-    assert node.name == name
-    assert list(find_implausible_values(Cluster(name="one", nodes=1, node=node))) == []
-    topology = find_entry("nodes", name).values["topology"]  # type: ignore[union-attr]
-    assert catalog.find_topology(topology)
-
-
-@pytest.mark.parametrize("name", catalog.list_names("accelerators"))
-def test_every_accelerator_is_possible(name: str) -> None:
-    node = expand_node({"accelerator": name, "count": 1}, lambda _: "test")
-    assert list(find_implausible_values(Cluster.model_validate({"name": "one", "nodes": 1, "node": node}))) == []
 
 
 def test_a_node_is_filled_in_from_what_it_names() -> None:
@@ -192,42 +176,17 @@ def test_a_rack_joins_more_devices_than_a_node_has() -> None:
     ],
 )
 def test_a_link_has_many_names(name: str, gbps: float) -> None:
-    assert catalog.find_link(name).gbps == gbps
+    assert get_entry("links", name).values["gbps"] == gbps
 
 
 def test_storage_and_topologies_have_names() -> None:
-    assert catalog.find_storage("local NVMe").node_read_gbps == 6.5
-    assert catalog.find_topology("rail-optimised").kind == "rail"
-    assert catalog.find_topology("Llama 3").oversubscription == 7
-
-
-def test_limits_are_far_above_all_that_is_known() -> None:
-    most = {
-        "tflops": max(
-            max(catalog.find_accelerator(name).tflops.values()) for name in catalog.list_names("accelerators")
-        ),
-        "memory_gib": max(catalog.find_accelerator(name).memory_gib for name in catalog.list_names("accelerators")),
-        "memory_gbps": max(
-            catalog.find_accelerator(name).memory_gbps or 0 for name in catalog.list_names("accelerators")
-        ),
-        "gbps": max(catalog.find_link(name).gbps for name in catalog.list_names("links")),
-    }
-    for name, figure in most.items():
-        assert 20 * figure < MAX_VALUE_BY_FIELD[name][0] < 1000 * figure, name
-    assert 1 < MAX_SHARE_OF_PEAK < 1.2
-
-
-def test_the_whole_catalogue_is_read_in_a_moment() -> None:
-    script = (
-        "import time; from phalanx.cluster import catalog as catalogue; start = time.process_time();"
-        "[catalogue.list_names(kind) for kind in catalogue.CATALOG_KINDS]; print(time.process_time() - start)"
-    )
-    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert float(run.stdout) < 0.5  # 0.02 measured; without libyaml 0.13
+    assert get_entry("storage", "local NVMe").values["node_read_gbps"] == 6.5
+    assert get_entry("topologies", "rail-optimised").values["kind"] == "rail"
+    assert get_entry("topologies", "Llama 3").values["oversubscription"] == 7
 
 
 def test_importing_the_room_reads_no_data() -> None:
-    script = "import phalanx.cluster.catalog_entries as entries; print(entries._load_entries.cache_info().currsize)"
+    script = "import phalanx.cluster.catalog as entries; print(entries._load_entries.cache_info().currsize)"
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "0"
 
@@ -251,18 +210,18 @@ def row(kind: CatalogKind, name: str) -> str:
         near = f"{node.scale_up.link}, {node.scale_up.domain} devices" if node.scale_up else ""
         out = f"{node.scale_out.ports} x {node.scale_out.link}" if node.scale_out else ""
         return f"| `{name}` | {node.count} x {node.accelerator.name} | {near} | {out} |"
-    link = catalog.find_link(name)
-    return f"| {name} | {shown(link.gbps)} | {shown(link.latency_us)} |"
+    link = get_entry("links", name).values
+    return f"| {name} | {shown(link['gbps'])} | {shown(link.get('latency_us'))} |"
 
 
 @pytest.mark.parametrize("kind", ["accelerators", "nodes", "links"])
 def test_the_page_lists_what_there_is(kind: CatalogKind) -> None:
     page = PAGE.read_text()
-    missing = [row(kind, name) for name in catalog.list_names(kind) if row(kind, name) not in page]
+    missing = [row(kind, name) for name in list_names(kind) if row(kind, name) not in page]
     assert not missing, "docs/reference/cluster-file.md lacks:\n" + "\n".join(missing)
 
 
 @pytest.mark.parametrize("kind", ["topologies", "storage"])
 def test_the_page_names_topologies_and_storage(kind: CatalogKind) -> None:
     listed = re.findall(r"`([^`\n]+)`", PAGE.read_text().partition("\nTopologies: ")[2])
-    assert set(catalog.list_names(kind)) <= set(listed)
+    assert set(list_names(kind)) <= set(listed)

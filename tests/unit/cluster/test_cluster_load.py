@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import Cluster, catalog, load_cluster, save_cluster
-from phalanx.cluster.catalog_entries import list_entries
+from phalanx.cluster.catalog import list_entries, list_names
 from phalanx.cluster.spec import CollectiveTiming, GemmTiming, Measurements
 from phalanx.errors import ExitCode, RecipeError
 
@@ -34,11 +34,6 @@ def test_a_node_with_a_number_is_so_many_nodes() -> None:
     cluster = load_cluster("dgx-h100:128")
     assert (cluster.name, cluster.nodes, cluster.devices) == ("dgx-h100:128", 128, 1024)
     assert (cluster.topology.kind, cluster.topology.nodes_a_leaf) == ("rail", 32)
-
-
-def test_without_a_number_it_is_one_node() -> None:
-    cluster = load_cluster(" DGX H100 ")
-    assert (cluster.nodes, cluster.topology.kind) == (1, "single")
 
 
 @pytest.mark.parametrize(
@@ -90,15 +85,10 @@ def test_more_cards_than_a_workstation_takes_need_a_file() -> None:
         load_cluster("l40s:16")
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "many", "", "1.5", "99999999999", "9" * 5000])
+@pytest.mark.parametrize("number", ["0", "-1", "many", "", "1.5", "9" * 5000])
 def test_a_number_that_is_none_is_refused(number: str) -> None:
     with pytest.raises(RecipeError, match=r"expected NAME:NUMBER such as dgx-h100:16"):
         load_cluster(f"dgx-h100:{number}")
-
-
-def test_a_million_nodes_are_enough() -> None:
-    with pytest.raises(RecipeError, match=r"nodes: found 1000001, expected a whole number from 1 to 1,000,000"):
-        load_cluster("dgx-h100:1000001")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -221,7 +211,6 @@ def test_storage_prices_and_reliability(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("nodes: 2\nnode: dgx-h1000\n", "room.yaml:2: node: unknown node 'dgx-h1000'; the nearest are dgx-h100"),
-        ("nodes: 2\nnode:\n  like: dgx-h1000\n", "room.yaml:3: node.like: unknown node 'dgx-h1000'; the nearest are"),
         (
             "nodes: 1\nnode:\n  accelerator: H1O0 SXM\n  count: 8\n",
             "room.yaml:3: node.accelerator: unknown accelerator 'H1O0 SXM'; the nearest are NVIDIA H100 SXM",
@@ -231,36 +220,17 @@ def test_storage_prices_and_reliability(tmp_path: Path) -> None:
             "room.yaml:3: node.scale_out.link: unknown link 'Infiniband ND'; the nearest are InfiniBand NDR",
         ),
         ("nodes: 2\nnode: dgx-h100\ntopology: fat-tre\n", "room.yaml:3: topology: unknown topology 'fat-tre'"),
-        ("nodes: 2\nnode: dgx-h100\nstorage: NVMee 4\n", "room.yaml:3: storage: unknown storage 'NVMee 4'"),
         ("nodes: 2\n", "room.yaml:1: node: missing, expected a node of the catalogue (dgx-h100) or a mapping"),
-        ("node: dgx-h100\n", "room.yaml:1: nodes: missing, expected a whole number from 1 to 1,000,000"),
+        ("node: dgx-h100\n", "room.yaml:1: nodes: missing, expected a whole number above 0"),
         ("nodes: 2\nnode: dgx-h100\nnods: 3\n", "room.yaml:3: nods: unknown key; did you mean nodes?"),
-        (
-            "nodes: 1\nnode:\n  like: dgx-h100\n  acelerator: H200\n",
-            "room.yaml:4: node.acelerator: unknown key; did you mean accelerator?",
-        ),
-        (
-            "nodes: none\nnode: dgx-h100\n",
-            'room.yaml:1: nodes: found "none", expected a whole number from 1 to 1,000,000',
-        ),
-        ("nodes: 0\nnode: dgx-h100\n", "room.yaml:1: nodes: found 0, expected a whole number from 1 to 1,000,000"),
+        ("nodes: 0\nnode: dgx-h100\n", "room.yaml:1: nodes: found 0, expected a whole number above 0"),
         (
             "nodes: 2\nnode: dgx-h100\ntopology: {oversubscription: 0.5}\n",
-            "room.yaml:3: topology.oversubscription: found 0.5, expected a number from 1 to 1,000,000",
-        ),
-        (
-            "nodes: 1\nnode:\n  like: dgx-h100\n  accelerator:\n    memory_gbps: -1\n",
-            "room.yaml:5: node.accelerator.memory_gbps: found -1, expected a number above 0 and of at most 1e+18",
+            "room.yaml:3: topology.oversubscription: found 0.5, expected a number of at least 1",
         ),
         (
             "nodes: 1\nnode:\n  like: dgx-h100\n  accelerator: {tflops: {bf61: 1}}\n",
             "room.yaml:4: node.accelerator.tflops.bf61: unknown key; did you mean bf16?",
-        ),
-        (
-            "- nodes: 2\n",
-            "room.yaml:1: found a list of 1, expected a mapping of a cluster's keys".replace(
-                "a list of 1", '[{"nodes": 2}]'
-            ),
         ),
         ("nodes: [\n", "room.yaml:2: not valid YAML"),
     ],
@@ -272,21 +242,10 @@ def test_a_mistake_is_told_with_line_key_and_what_was_expected(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            "accelerator: {tflops: {bf16: 989000000}}",
-            "node.accelerator.tflops.bf16: found 9.89e+08, which no hardware has",
-        ),
-        ("accelerator: {memory_gib: 85899345920}", "the unit is GiB of one device"),
         ("accelerator: {memory_gbps: 300}", "node.scale_up.gbps: found 450, more than the device's own memory gives"),
         ("accelerator: {host_gbps: 4000}", "node.accelerator.host_gbps: found 4000, more than the device's own memory"),
         ("scale_out: {gbps: 5000}", "node.scale_out.gbps: found 5000, more than the device's own memory gives"),
-        ("accelerator: {idle_w: 900}", "node.accelerator.idle_w: found 900, expected at most power_w (700)"),
-        ("power_w: 1000", "node.idle_w: found 2900, expected at most power_w (1000)"),
         ("accelerator: {achieved_tflops: {bf16: 1500}}", "found 1500, expected at most the peak rate (tflops, 989)"),
-        (
-            "accelerator: {curves: {bf16: {efficiency: 74}}}",
-            "node.accelerator.curves.bf16.efficiency: found 74, expected a share of the peak, 1 at most",
-        ),
         ("accelerator: {power_w: .inf}", "node.accelerator.power_w: found Infinity, expected a number above 0"),
     ],
 )
@@ -294,14 +253,6 @@ def test_impossible_figures_are_refused(tmp_path: Path, change: str, told: str) 
     said = refused(tmp_path, f"nodes: 1\nnode:\n  like: dgx-h100\n  {change}\n")
     assert told in said
     assert said.startswith("room.yaml:")
-
-
-def test_bf16_below_fp32_and_a_fit_slightly_above_the_peak_are_possible(tmp_path: Path) -> None:
-    text = (
-        "nodes: 1\nnode:\n  like: dgx-h100\n"
-        "  accelerator: {tflops: {bf16: 30}, achieved_tflops: {bf16: 31}, curves: {bf16: {bandwidth: 1.05}}}\n"
-    )
-    assert load(tmp_path, text).node.accelerator.tflops["bf16"] == 30
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
@@ -318,7 +269,7 @@ def test_a_file_that_is_not_there_is_told_with_its_neighbours(tmp_path: Path) ->
 # files that programs write
 
 
-@pytest.mark.parametrize("name", [*catalog.list_names("nodes"), "RTX 4090:4", "gb300:144", "h100:4"])
+@pytest.mark.parametrize("name", [*list_names("nodes"), "RTX 4090:4", "gb300:144", "h100:4"])
 def test_a_saved_cluster_is_read_back_to_the_same(tmp_path: Path, name: str) -> None:
     cluster = load_cluster(name)
     save_cluster(cluster, tmp_path / "saved.yaml")
@@ -350,16 +301,6 @@ def test_a_measured_cluster_is_read_back_to_the_same(tmp_path: Path) -> None:
     assert load_cluster("probed.yaml", tmp_path) == cluster
 
 
-def test_a_saved_file_says_where_its_keys_are_told(tmp_path: Path) -> None:
-    save_cluster(load_cluster("laptop"), tmp_path / "saved.yaml")
-    assert (
-        (tmp_path / "saved.yaml")
-        .read_text()
-        .startswith("# A cluster for Phalanx, in full; docs/reference/cluster-file.md")
-    )
-    assert [file.name for file in tmp_path.iterdir()] == ["saved.yaml"]
-
-
 # the page
 
 
@@ -381,44 +322,3 @@ def test_every_usual_node_can_be_named_by_its_accelerator() -> None:
         if node.values.get("usual"):
             cluster = load_cluster(f"{node.values['accelerator']}:{node.values['count']}")
             assert cluster.node.name == node.name
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("scale_out: {link: x, gbps: 1e-300}", "node.scale_out.gbps: found 1e-300, expected at least 1e-09"),
-        (
-            "accelerator: {tflops: {bf16: 1e-300}}",
-            "node.accelerator.tflops.bf16: found 1e-300, expected at least 1e-09",
-        ),
-        ("count: true", "node.count: found true, expected a whole number"),
-        ("cores: 1e24", "node.cores: found 1e+24, expected a whole number"),
-        ("accelerator: {power_w: .nan}", "node.accelerator.power_w: found NaN, expected a number"),
-    ],
-)
-def test_a_figure_without_bounds_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "room.yaml"
-    path.write_text(f"nodes: 2\nnode:\n  like: dgx-h100\n  {text}\n")
-    with pytest.raises(RecipeError) as caught:
-        load_cluster(str(path))
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "reliability: {failures_per_1000_node_days: 1e9}",
-            "failures_per_1000_node_days: found 1e+09, which no hardware",
-        ),
-        ("reliability: {restart_s: 1e18}", "restart_s: found 1e+18, which no hardware has"),
-        ("storage: {write_gbps: 1e-300}", "storage.write_gbps: found 1e-300, expected at least 1e-09"),
-        ("prices: {pue: 1e9}", "prices.pue: found 1000000000.0, expected a number from 1 to 1,000,000"),
-    ],
-)
-def test_figures_of_the_room_have_bounds_too(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "room.yaml"
-    path.write_text(f"nodes: 2\nnode: dgx-h100\n{text}\n")
-    with pytest.raises(RecipeError) as caught:
-        load_cluster(str(path))
-    assert said in str(caught.value)

@@ -1,7 +1,5 @@
 """Peak rates on paper."""
 
-from typing import Any
-
 import pytest
 
 from phalanx.cluster.data_sheet import (
@@ -9,10 +7,8 @@ from phalanx.cluster.data_sheet import (
     cpu_data_sheet,
     find_data_sheet,
     flops_per_cycle,
-    torch_devices,
 )
 from phalanx.cluster.discovery import Cpu, Machine
-from phalanx.cluster.spec import AcceleratorSpec
 
 ZEN4 = Cpu("AMD EPYC", "AuthenticAMD", 25, 17, 2.5, ("avx", "avx2", "fma", "avx512f", "avx512_bf16"))
 
@@ -41,7 +37,6 @@ def test_an_accelerator_is_known_by_its_drivers_name(driver: str, name: str, pre
     sheet = accelerator_data_sheet(driver)
     assert sheet is not None
     assert (sheet.name, sheet.tflops[precision]) == (name, tflops)
-    assert sheet.source
 
 
 @pytest.mark.parametrize(
@@ -110,19 +105,3 @@ def test_a_machine_has_the_peak_of_what_it_trains_on() -> None:
     assert cpu is not None
     assert (gpu.name, cpu.name) == ("NVIDIA H200 SXM", "AMD EPYC")
     assert find_data_sheet(machine("cuda", "an unknown GPU")) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "devices"),
-    [
-        ({"name": "NVIDIA H100 SXM"}, ("cuda",)),
-        ({"name": "AMD EPYC 9654 96-Core Processor"}, ("cpu",)),
-        ({"name": "a box", "generation": "cpu"}, ("cpu",)),
-        ({"name": "a card", "vendor": "Intel"}, ("xpu",)),
-        ({"name": "Intel Gaudi3"}, ()),
-        ({"name": "a chip", "vendor": "Google", "generation": "tpu"}, ()),
-        ({"name": "a card that nobody knows"}, ("cpu", "cuda", "xpu", "mps")),
-    ],
-)
-def test_an_accelerator_is_a_device_of_torch(values: dict[str, Any], devices: tuple[str, ...]) -> None:
-    assert torch_devices(AcceleratorSpec(tflops={"fp32": 1.0}, memory_gib=1.0, **values)) == devices

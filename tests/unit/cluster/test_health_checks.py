@@ -1,4 +1,4 @@
-"""What the doctor says of cores, memory, disks, limits, names, clocks and versions, on machines made of text files."""
+"""What the doctor says of cores, memory, disks, limits, names and versions, on machines made of text files."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.calibration.background_load import OtherLoad
 from phalanx.cluster.health import CheckContext, HealthVerdict, worst_verdict
-from phalanx.cluster.health.checks import clock, cpu, disk_space, memory, network, ulimits, versions
-from phalanx.cluster.health.checks.clock import KernelClock
-from phalanx.cluster.health.finding import HealthFinding, parse_finding
-from phalanx.cluster.health.thresholds import THRESHOLD_BY_NAME, evaluate_threshold
+from phalanx.cluster.health.checks import host, network
+from phalanx.cluster.health.finding import THRESHOLD_BY_NAME, HealthFinding, evaluate_threshold, parse_finding
 from phalanx.cluster.nics import Nic
+from phalanx.cluster.system_files import OtherLoad
 
 GIB = 2**30
 
@@ -54,7 +52,7 @@ def test_a_finding_survives_json() -> None:
 
 
 def test_a_site_survives_json(tmp_path: Path) -> None:
-    before = site(tmp_path, uid=7, expected_devices=8, is_quick=True)
+    before = site(tmp_path, uid=7, expected_devices=8)
     assert CheckContext.from_json(before.as_json()) == before
 
 
@@ -87,8 +85,6 @@ def machine(root: Path, **files: str) -> None:
         "sys__devices__system__cpu__present": "0-3",
         "sys__devices__system__cpu__online": "0-3",
         "sys__devices__system__cpu__smt__control": "on",
-        "sys__devices__system__cpu__cpu0__cpufreq__scaling_max_freq": "3000000",
-        "sys__devices__system__cpu__cpu0__cpufreq__cpuinfo_max_freq": "3000000",
     }
     put(root, **{**whole, **files})
 
@@ -98,7 +94,7 @@ def looked(root: Path, affinity: list[int], busy: str | None = None) -> HealthFi
         if busy is not None:
             put(root, proc__stat=busy)
 
-    return only(cpu.evaluate_cpu(cpu.measure_cpu(site(root), affinity, sleep)))
+    return only(host.evaluate_cpu(host.measure_cpu(site(root), affinity, sleep)))
 
 
 def test_all_cores_are_fine(tmp_path: Path) -> None:
@@ -121,13 +117,6 @@ def test_one_core_of_many_is_told_as_sruns_forgetting(tmp_path: Path) -> None:
     assert "--cpus-per-task" in looked(tmp_path, [2]).reason
 
 
-def test_a_limited_clock_is_told(tmp_path: Path) -> None:
-    machine(tmp_path, sys__devices__system__cpu__cpu0__cpufreq__scaling_max_freq="1500000")
-    found = looked(tmp_path, [0, 1, 2, 3])
-    assert found.verdict is HealthVerdict.WARN
-    assert "50%" in found.reason
-
-
 def test_cores_that_others_keep_busy_are_told(tmp_path: Path) -> None:
     machine(tmp_path)
     busy = "cpu  60 0 10 1030 0 0 0 0 0 0\ncpu0 5 0 5 500\ncpu1 5 0 5 500"
@@ -146,14 +135,14 @@ def test_the_load_of_others_is_what_is_busy_without_this_process(tmp_path: Path)
     assert load.count_cores() == pytest.approx(2 * (50 - own_ticks) / 80)
 
 
-def meminfo(available: float, swap_free: int = 8 * 2**20) -> str:
-    total, swap = 100 * 2**20, 8 * 2**20
-    fields = {"MemTotal": total, "MemAvailable": int(available * total), "SwapTotal": swap, "SwapFree": swap_free}
+def meminfo(available: float) -> str:
+    total = 100 * 2**20
+    fields = {"MemTotal": total, "MemAvailable": int(available * total)}
     return "\n".join(f"{name}: {value} kB" for name, value in fields.items())
 
 
 def remembering(root: Path, shm: Any = None) -> list[HealthFinding]:
-    return memory.evaluate_memory(memory.measure_memory(site(root), shm or space(50 * GIB)))
+    return host.evaluate_memory(host.measure_memory(site(root), shm or space(50 * GIB)))
 
 
 @pytest.mark.parametrize(
@@ -162,13 +151,6 @@ def remembering(root: Path, shm: Any = None) -> list[HealthFinding]:
 def test_memory_is_judged_by_what_is_free(tmp_path: Path, share: float, verdict: HealthVerdict) -> None:
     put(tmp_path, proc__meminfo=meminfo(share))
     assert remembering(tmp_path)[0].verdict is verdict
-
-
-def test_swap_in_use_is_told(tmp_path: Path) -> None:
-    put(tmp_path, proc__meminfo=meminfo(0.9, swap_free=0))
-    found = remembering(tmp_path)[0]
-    assert found.verdict is HealthVerdict.WARN
-    assert "8.0 GiB lie in swap" in found.reason
 
 
 def test_the_control_groups_limit_counts_before_the_machines_memory(tmp_path: Path) -> None:
@@ -190,7 +172,7 @@ def test_files_in_the_page_cache_do_not_fill_a_control_group(tmp_path: Path) -> 
     folder.mkdir(parents=True)
     (folder / "memory.usage_in_bytes").write_text("1000\n")
     (folder / "memory.stat").write_text("cache 900\ninactive_file 700\n")
-    assert memory.read_cgroup_used(tmp_path) == 300
+    assert host.read_cgroup_used(tmp_path) == 300
 
 
 def test_a_machine_that_tells_nothing_of_its_memory_is_unknown(tmp_path: Path) -> None:
@@ -222,26 +204,26 @@ def folders(root: Path) -> CheckContext:
     ("free", "verdict"), [(20, HealthVerdict.PASS), (5, HealthVerdict.WARN), (0.5, HealthVerdict.FAIL)]
 )
 def test_a_runs_disk_is_judged_by_its_room(tmp_path: Path, free: float, verdict: HealthVerdict) -> None:
-    found = disk_space.check_disk_space(folders(tmp_path), space(free * GIB))
+    found = host.check_disk_space(folders(tmp_path), space(free * GIB))
     assert [each.check for each in found] == ["disk/run", "disk/cache", "disk/temp"]
     assert found[0].verdict is verdict
 
 
 def test_a_disk_without_room_for_more_files_is_bad(tmp_path: Path) -> None:
-    found = disk_space.check_disk_space(folders(tmp_path), space(50 * GIB, f_favail=100))
+    found = host.check_disk_space(folders(tmp_path), space(50 * GIB, f_favail=100))
     assert found[0].verdict is HealthVerdict.FAIL
     assert "only 100 free inodes" in found[0].reason
 
 
 def test_file_systems_that_count_no_inodes_are_fine(tmp_path: Path) -> None:
     assert (
-        disk_space.check_disk_space(folders(tmp_path), space(50 * GIB, f_files=0, f_favail=0))[0].verdict
+        host.check_disk_space(folders(tmp_path), space(50 * GIB, f_files=0, f_favail=0))[0].verdict
         is HealthVerdict.PASS
     )
 
 
 def test_a_read_only_file_system_is_bad(tmp_path: Path) -> None:
-    found = disk_space.check_disk_space(folders(tmp_path), space(50 * GIB, f_flag=os.ST_RDONLY))
+    found = host.check_disk_space(folders(tmp_path), space(50 * GIB, f_flag=os.ST_RDONLY))
     assert {each.verdict for each in found} == {HealthVerdict.FAIL}
     assert "read-only" in found[0].reason
 
@@ -250,20 +232,20 @@ def test_a_disk_that_fails_is_bad_and_named(tmp_path: Path) -> None:
     def failing(path: Path) -> Any:
         raise OSError(5, "Input/output error")
 
-    found = disk_space.check_disk_space(folders(tmp_path), failing)
+    found = host.check_disk_space(folders(tmp_path), failing)
     assert {each.verdict for each in found} == {HealthVerdict.FAIL}
     assert found[0].reason == f"{tmp_path / 'run'}: Input/output error"
 
 
 def test_a_run_that_does_not_exist_yet_is_checked_where_it_would_be_made(tmp_path: Path) -> None:
-    assert disk_space.nearest_existing(tmp_path / "a/b/c") == tmp_path
+    assert host.nearest_existing(tmp_path / "a/b/c") == tmp_path
 
 
 def limited(root: Path, files: int, locked: int) -> HealthFinding:
     import resource
 
     given = {resource.RLIMIT_NOFILE: (files, 2 * files), resource.RLIMIT_MEMLOCK: (locked, locked)}
-    return only(ulimits.evaluate_ulimits(ulimits.measure_ulimits(site(root), lambda which: given[which])))
+    return only(host.evaluate_ulimits(host.measure_ulimits(site(root), lambda which: given[which])))
 
 
 @pytest.mark.parametrize(
@@ -284,9 +266,8 @@ def test_little_lockable_memory_is_told_where_there_is_rdma(tmp_path: Path) -> N
     assert "ulimit -l" in found.reason
 
 
-def named(*found: str, seconds: float = 0.0) -> HealthFinding:
-    times = iter((0.0, seconds))
-    return network.evaluate_hostname("node7", lambda name: list(found), lambda: next(times))
+def named(*found: str) -> HealthFinding:
+    return network.evaluate_hostname("node7", lambda name: list(found))
 
 
 def test_a_name_with_an_address_is_fine() -> None:
@@ -299,15 +280,11 @@ def test_a_name_that_only_this_machine_can_reach_is_told() -> None:
     assert "GLOO_SOCKET_IFNAME" in found.reason
 
 
-def test_a_slow_answer_is_told() -> None:
-    assert named("10.0.0.7", seconds=5.0).verdict is HealthVerdict.WARN
-
-
 def test_a_name_without_an_address_is_told() -> None:
     def none(name: str) -> list[str]:
         raise OSError(-2, "Name or service not known")
 
-    found = network.evaluate_hostname("node7", none, lambda: 0.0)
+    found = network.evaluate_hostname("node7", none)
     assert found.verdict is HealthVerdict.WARN
     assert "Name or service not known" in found.reason
 
@@ -344,43 +321,6 @@ def test_an_rdma_port_that_is_down_among_others_is_told() -> None:
     assert "1 of 3 RDMA ports are down: mlx5_2:1" in found.reason
 
 
-@pytest.mark.parametrize(
-    ("kernel", "offset", "verdict"),
-    [
-        (KernelClock(True, 0.01), None, HealthVerdict.PASS),
-        (KernelClock(True, 3.0), None, HealthVerdict.WARN),
-        (KernelClock(False, 16.0), None, HealthVerdict.WARN),
-        (KernelClock(True, 0.01), -7.0, HealthVerdict.WARN),
-        (KernelClock(True, 0.01), 400.0, HealthVerdict.FAIL),
-        (None, None, HealthVerdict.UNKNOWN),
-    ],
-)
-def test_clocks_are_judged(kernel: KernelClock | None, offset: float | None, verdict: HealthVerdict) -> None:
-    assert only(clock.evaluate_clock(kernel, offset)).verdict is verdict
-
-
-def test_this_kernel_tells_of_its_clock_or_says_nothing() -> None:
-    found = clock.read_kernel_clock()
-    assert found is None or found.max_error_s >= 0
-
-
-def served(root: Path, kind: str) -> CheckContext:
-    put(root, proc__self__mountinfo=f"22 1 0:21 / {root} rw - {kind} server:/x rw")
-    return site(root)
-
-
-def test_a_file_server_tells_how_far_a_clock_is_off(tmp_path: Path) -> None:
-    import time
-
-    offset = clock.server_offset(tmp_path, served(tmp_path, "nfs4"), now=lambda: time.time() + 5)
-    assert offset == pytest.approx(5, abs=0.5)
-    assert not list(tmp_path.glob(".phalanx-doctor-*"))
-
-
-def test_a_disk_of_ones_own_tells_nothing_of_a_clock(tmp_path: Path) -> None:
-    assert clock.server_offset(tmp_path, served(tmp_path, "ext4")) is None
-
-
 FIGURES = {"python": "3.12.1", "torch": "2.13.0", "phalanx": "0.1.0", "numpy": "2", "kernel": "6.1", "driver": None}
 
 
@@ -396,4 +336,4 @@ FIGURES = {"python": "3.12.1", "torch": "2.13.0", "phalanx": "0.1.0", "numpy": "
     ],
 )
 def test_versions_are_judged(changed: dict[str, Any], verdict: HealthVerdict) -> None:
-    assert only(versions.evaluate_versions({**FIGURES, **changed})).verdict is verdict
+    assert only(host.evaluate_versions({**FIGURES, **changed})).verdict is verdict

@@ -14,8 +14,6 @@ SOFTWARE = {"torch": "2.13.0", "phalanx": "0.1.0", "python": "3.12.1", "numpy": 
 def node(name: str, seconds: float | None = 0.010, time: float = 1000.0, **given: Any) -> NodeHealthReport:
     findings = [
         HealthFinding("versions", HealthVerdict.PASS, "", {**SOFTWARE, **given.get("software", {})}),
-        HealthFinding("clock", HealthVerdict.PASS, "", {"server_offset": given.get("offset")}),
-        HealthFinding("disk-throughput", HealthVerdict.PASS, "", {"write_bytes_per_s": given.get("written", 1e9)}),
     ]
     if seconds is not None:
         figures = {"device": given.get("device", "H100"), "time_s": seconds}
@@ -76,20 +74,5 @@ def test_of_two_nodes_with_different_software_neither_is_right() -> None:
     assert verdicts("fleet/versions", node("n1"), node("n2", software={"torch": "2.12.0"})) == [BAD, BAD]
 
 
-def test_a_clock_that_is_off_by_the_file_server_is_told() -> None:
-    nodes = [node("n1", offset=0.01), node("n2", offset=0.02), node("n3", offset=400.0), node("n4", offset=-3.0)]
-    assert verdicts("fleet/clock", *nodes) == [OK, OK, BAD, WARN]
-
-
-def test_reports_of_different_times_are_no_more_than_a_warning() -> None:
-    nodes = [node("n1"), node("n2", time=1010.0), node("n3", time=9000.0)]
-    assert verdicts("fleet/clock", *nodes) == [OK, OK, WARN]
-
-
-def test_a_disk_far_slower_than_the_others_is_told() -> None:
-    assert verdicts("fleet/disk", node("n1"), node("n2"), node("n3", written=2e8)) == [OK, OK, WARN]
-
-
 def test_one_node_alone_has_nothing_to_be_compared_with() -> None:
     assert verdicts("fleet/matmul", node("n1")) == [UNKNOWN]
-    assert verdicts("fleet/clock", node("n1")) == [None]

@@ -7,17 +7,12 @@ import pytest
 from phalanx.cluster.nics import Nic, choose_scale_out, discover_nics
 
 
-def tree(root: Path, files: dict[str, str], drivers: dict[str, str] | None = None) -> Path:
-    """A file system with these files, and devices whose `driver` link ends in a name."""
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """A file system with these files."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    for device, driver in (drivers or {}).items():
-        target = root / "sys/bus/drivers" / driver
-        target.mkdir(parents=True, exist_ok=True)
-        (root / device).mkdir(parents=True, exist_ok=True)
-        (root / device / "driver").symlink_to(target)
     return root
 
 
@@ -30,13 +25,11 @@ INFINIBAND = {
     "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
     "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
     "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",
-    "sys/class/infiniband/mlx5_0/device/numa_node": "0",
 }
 
 
-def test_an_ethernet_card_tells_speed_driver_and_node(tmp_path: Path) -> None:
-    root = tree(tmp_path, ETHERNET, {"sys/class/net/eth0/device": "ice"})
-    assert discover_nics(root) == (Nic("eth0", "ethernet", True, 12.5, "ice", numa_node=1),)
+def test_an_ethernet_card_has_a_speed(tmp_path: Path) -> None:
+    assert discover_nics(tree(tmp_path, ETHERNET)) == (Nic("eth0", "ethernet", True, 12.5),)
 
 
 def test_loopback_is_no_card_and_a_bridge_no_physical_one(tmp_path: Path) -> None:
@@ -53,7 +46,7 @@ def test_a_speed_that_nobody_knows_is_none(tmp_path: Path, speed: str) -> None:
 def test_infiniband_comes_first_with_its_rate(tmp_path: Path) -> None:
     root = tree(tmp_path, {**ETHERNET, **INFINIBAND})
     assert [card.name for card in discover_nics(root)] == ["mlx5_0:1", "eth0"]
-    assert discover_nics(root)[0] == Nic("mlx5_0:1", "infiniband", True, 50.0, numa_node=0, rate_text="4X NDR")
+    assert discover_nics(root)[0] == Nic("mlx5_0:1", "infiniband", True, 50.0, rate_text="4X NDR")
 
 
 def test_a_port_that_is_down_is_told(tmp_path: Path) -> None:

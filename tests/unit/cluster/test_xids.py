@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.cluster.xids import XidAction, find_xid
+from phalanx.cluster.health.checks.kernel_log import XidAction, find_xid
 
 
 @pytest.mark.parametrize(

@@ -35,18 +35,6 @@ def test_prepare_verify_inspect(texts, capsys):
     assert printed.endswith("\n\ntext 0\ntext \n")
 
 
-def test_inspect_says_how_whole_documents_fill_samples(texts, capsys):
-    lines = ['{"text": "%s"}\n' % ("x" * length) for length in (*[31] * 3, *[15] * 3, 40)]
-    write_texts(texts / "texts", {"a.jsonl": "".join(lines)})
-    assert data("prepare", "a.jsonl", "--jsonl", "--out", texts / "out") == 0
-    capsys.readouterr()
-    assert data("inspect", texts / "out", "--seq-len", 32) == 0
-    assert (
-        "padding       3.6% of 6 windows of 32 tokens (data.packing: whole); 1 of 7 documents are longer and cut"
-        in capsys.readouterr().out
-    )
-
-
 def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     write_texts(texts / "texts", {"a.jsonl": '{"body": "some words and some more words"}\n' * 50})
     words = ["a.jsonl", "--jsonl", "--text-field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]
@@ -69,6 +57,26 @@ def test_wrong_usage_is_64(texts, capsys, words, told):
     assert data("prepare", "--out", texts / "out", *words) == 64
     assert told in capsys.readouterr().err
     assert not (texts / "out").exists()
+
+
+PICTURES = ["--images", "i", "--image-size", "4", "4"]
+IDX = ["--idx", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["*.txt", "--text-field", "body"], "--text-field is for jsonl, parquet, and the source is text"),
+        (["*.txt", "--image-size", "4", "4"], "--image-size is for images, and the source is text"),
+        ([*IDX, "--image-size", "4", "4"], "--image-size is for images, and the source is idx"),
+        ([*IDX, "--text-field", "body"], "--text-field is for jsonl, parquet, and the source is idx"),
+        ([*PICTURES, "--exclude", "x"], "--exclude is for text, jsonl, parquet, and the source is images"),
+        ([*PICTURES, "--tokenizer", "bpe:300"], "--tokenizer is for text, and the source has images"),
+    ],
+)
+def test_options_that_a_source_does_not_use_are_refused(capsys, words, option):
+    assert data("prepare", "--out", "o", *words) == 64
+    assert option in capsys.readouterr().err
 
 
 def test_a_glob_without_files_is_78(texts, capsys):

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import phalanx.data.prepare_workers
+import phalanx.data.prepare
 from phalanx.data import prepare_plan, verify_dataset
-from phalanx.data.prepare_progress import PrepareProgress
+from phalanx.data.prepare_plan import PrepareProgress
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
@@ -145,7 +145,7 @@ def test_a_killed_preparation_leaves_no_process_and_can_be_finished(texts, tmp_p
 
 
 def test_workers_do_not_import_torch(texts, tmp_path):
-    code = "import sys, phalanx.data.prepare_workers, phalanx.data, phalanx.cli.data; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.data.prepare, phalanx.data, phalanx.cli.data; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
 
 
@@ -311,27 +311,11 @@ def stop_workers(done):
     return progress
 
 
-def test_workers_that_are_stopped_are_continued_with_a_word(texts, tmp_path, small_pieces, monkeypatch):
-    monkeypatch.setattr(phalanx.data.prepare_workers, "POLL_INTERVAL_S", 0.05)
-    notes, strike = [], stop_workers(1)
-
-    def progress(now: PrepareProgress):
-        notes.append(now.note)
-        strike(now)
-
-    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2, report_progress=progress)
-    assert manifest_of(out)["shards"]
-    assert next(note for note in notes if note).endswith("which prepares data, was stopped (SIGSTOP): continued it")
-
-
 def test_workers_that_say_nothing_are_not_waited_for_without_end_and_what_is_finished_is_kept(
     texts, tmp_path, small_pieces, monkeypatch
 ):
-    monkeypatch.setattr(phalanx.data.prepare_workers, "POLL_INTERVAL_S", 0.05)
-    monkeypatch.setattr(phalanx.data.prepare_workers, "SILENCE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(
-        phalanx.data.prepare_workers, "RESUME_AFTER_CHECKS", 10**9
-    )  # as if they hung, which cannot be seen from outside
+    monkeypatch.setattr(phalanx.data.prepare, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(phalanx.data.prepare, "SILENCE_TIMEOUT_S", 0.3)
     others = set(psutil.Process().children())
     with pytest.raises(PhalanxError, match="have reported nothing for 0 s: they hang") as caught:
         prepare(texts, tmp_path / "out", {"text": "*.txt"}, num_workers=2, report_progress=stop_workers(1))

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from phalanx.data import load_tokenizer, prepare_all_sources, sources
 from phalanx.data.inspection import inspect_dataset
-from phalanx.data.prepare_plan import make_prepare_plan
 from phalanx.data.tokenizers import TOKENIZER_FILE, find_stop_tokens, load_run_tokenizer, train_bpe_tokenizer
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.data_schema import DataConfig, EvaluationConfig
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 TEXT = "The quick brown fox jumps over the lazy dog. Ünïcödé, 漢字, 🦊!\n\tif x == 1:  return x\n" * 50
@@ -318,13 +317,6 @@ def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):
         load_tokenizer(out)
 
 
-def test_a_directory_stands_for_the_tokenizer_in_it(texts, bpe, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / TOKENIZER_FILE).write_bytes(bpe.read_bytes())
-    out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, str(tmp_path / "model"))
-    assert (out / TOKENIZER_FILE).read_bytes() == bpe.read_bytes()
-
-
 @pytest.mark.parametrize(("beside", "cure"), [("vocab.txt", "transformers makes one of vocab.txt"), ("x", "name the")])
 def test_a_directory_without_one_is_named_with_a_cure(texts, tmp_path, beside, cure):
     (tmp_path / "model").mkdir()
@@ -514,42 +506,6 @@ def test_documents_and_prompts_begin_as_their_tokenizer_begins_a_text(tmp_path, 
     if template:
         transformers = pytest.importorskip("transformers")
         assert transformers.AutoTokenizer.from_pretrained(folder)("The fox")["input_ids"] == prompt
-
-
-def test_a_run_of_before_gets_prompts_without_a_beginning(tmp_path):
-    folder = gemma_like(tmp_path / "model")
-    assert load_run_tokenizer(folder / TOKENIZER_FILE, None).encode_prompt("The")[0] != 2
-
-
-def test_data_of_before_are_taken_with_a_warning_that_they_have_no_beginning(tmp_path):
-    folder = gemma_like(tmp_path / "model")
-    write_texts(tmp_path, {"1.txt": "The fox " * 9})
-    out = prepare(tmp_path, tmp_path / "out", {"text": "1.txt"}, str(folder))
-    fields = json.loads((out / "manifest.json").read_text())
-    manifest = manifest_of(out)
-    del manifest["tokenizer"]["begin"]
-    from phalanx.data.manifest import DatasetManifest, ShardEntry
-
-    shards = tuple(ShardEntry(**entry) for entry in fields["shards"])
-    values = {key: manifest[key] for key in ("kind", "dtype", "vocab", "tokenizer")}
-    DatasetManifest(shards=shards, **values).write(out)
-    data, notes = DataConfig.model_validate({"source": {"prepared": str(out)}, "tokenizer": str(folder)}), []
-    prepare_all_sources(data, EvaluationConfig(), tmp_path, report_progress=lambda now: notes.append(now.note))
-    assert len(notes) == 1
-    assert "its documents do not begin with <bos>" in notes[0]
-
-
-def test_a_run_that_resumes_takes_what_an_earlier_version_prepared(tmp_path, bpe):
-    write_texts(tmp_path, {"1.txt": TEXT, "tok.json": bpe.read_bytes()})
-    source, data = DataSource(text="1.txt"), DataConfig(source=DataSource(text="1.txt"), tokenizer="tok.json")
-    plan = make_prepare_plan(source, data, tmp_path)
-    earlier = tmp_path / "cache" / "data" / plan.earlier_cache_key
-    prepare(tmp_path, earlier, {"text": "1.txt"}, "tok.json")
-    cache = {"cache_dir": tmp_path / "cache"}
-    kept = prepare_all_sources(data, EvaluationConfig(), tmp_path, **cache, kept=[earlier])[0]
-    assert kept.source[0].prepared == str(earlier)
-    new = prepare_all_sources(data, EvaluationConfig(), tmp_path, **cache)[0]
-    assert new.source[0].prepared == str(earlier.parent / plan.cache_key)
 
 
 def test_generation_ends_at_every_end_of_a_generation_config(tmp_path):

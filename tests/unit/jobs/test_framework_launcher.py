@@ -18,7 +18,7 @@ from phalanx.jobs.frameworks.node_joining import RendezvousError, join_nodes
 from phalanx.run.control_channel import TCP_KEEPALIVE_OPTIONS, ControlServer, connect_to_leader
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.node_messages import Leave, Ping, Rejected
+from phalanx.run.process_messages import Leave, Ping
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -122,7 +122,7 @@ def test_an_agent_that_launches_nothing_is_sent_away_in_a_sentence(
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (Rejected(message="it starts 1 processes"), "it starts 1 processes"),
+        (Leave(exit_code=64, message="it starts 1 processes"), "it starts 1 processes"),
         (Leave(exit_code=77, message="it starts a program"), "it starts a program"),
         (Ping(), "node 0 runs something else than this node"),
     ],

@@ -8,7 +8,6 @@ from phalanx.errors import UsageError
 from phalanx.jobs.frameworks.process_env import (
     ProcessTopology,
     check_framework,
-    make_helper_variables,
     make_mpirun_command,
     make_process_variables,
     render_hostfile,
@@ -35,15 +34,6 @@ def test_tensorflow_gets_every_worker_and_its_own_index() -> None:
     config = json.loads(make_process_variables("tensorflow", WORLD, 2)["TF_CONFIG"])
     assert config["cluster"]["worker"] == ["10.0.0.1:5001", "10.0.0.1:5002", "10.0.0.2:6001", "10.0.0.2:6002"]
     assert config["task"] == {"type": "worker", "index": 2}
-
-
-def test_mxnet_gets_one_scheduler_a_server_on_each_node_and_its_workers() -> None:
-    roles = [told["DMLC_ROLE"] for node in (0, 1) for told in make_helper_variables("mxnet", WORLD, node)]
-    assert roles == ["server", "scheduler", "server"]
-    worker = make_process_variables("mxnet", WORLD, 3)
-    assert (worker["DMLC_ROLE"], worker["DMLC_NUM_WORKER"], worker["DMLC_NUM_SERVER"]) == ("worker", "4", "2")
-    assert (worker["DMLC_PS_ROOT_URI"], worker["DMLC_PS_ROOT_PORT"]) == ("10.0.0.1", "5003")
-    assert make_helper_variables("torch", WORLD, 0) == []
 
 
 def test_mpi_gets_a_file_of_hosts() -> None:
@@ -78,5 +68,5 @@ def test_processes_of_a_node_share_its_devices(visible: str | None, local: int, 
 
 
 def test_a_framework_that_is_not_in_the_table_is_told_with_those_that_are() -> None:
-    with pytest.raises(UsageError, match="torch, jax, tensorflow, mpi, mxnet, plain"):
+    with pytest.raises(UsageError, match="torch, jax, tensorflow, mpi, plain"):
         check_framework("pytroch")

@@ -1,6 +1,5 @@
 """The lines of workers and the events of a run in one stream: what time, node and rank each gets."""
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -9,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from made_events import made
-from phalanx.jobs.log_stream import LogLine, LogStream, decode_terminal_line, printed_lines
+from phalanx.jobs.log_stream import LogLine, LogStream, decode_terminal_line
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import AttemptStarted, RunEnded, WorkerFailure, WorkerStarted
-from phalanx.run.fields import to_fields
-from phalanx.run.lines import LineTail
+from phalanx.run.events import LineTail
 
 
 class Clock:
@@ -133,22 +131,6 @@ def test_attempts_go_on_in_the_same_stream_on_the_nodes_that_they_have(
     assert [line.source for line in stream.read_new()] == ["n3 rank 0 attempt 1"]
 
 
-def test_a_torn_event_is_read_when_it_is_whole_and_one_of_a_crash_is_left_out(run: Run, clock: Clock) -> None:
-    stream = LogStream(run, 0.0, say, clock)
-    first, last = (json.dumps(to_fields(event)) for event in (made(AttemptStarted), made(RunEnded)))
-    run.events.write_text(f"{first}\n{last[:20]}")
-    assert [line.text for line in stream.read_new()] == ["attempt_started"]
-    with open(run.events, "a") as file:
-        file.write(f"\n{last}\n[1]\n")
-    assert [line.text for line in stream.read_new()] == ["run_ended"]
-
-
-@pytest.mark.parametrize("line", ['{"kind": "run_ended", "time": "soon"}', '{"kind": "worker_started", "time": 1.0}'])
-def test_an_event_with_a_field_that_is_wrong_or_missing_is_left_out(run: Run, clock: Clock, line: str) -> None:
-    run.events.write_text(f"{line}\n{json.dumps(to_fields(made(AttemptStarted)))}\n")
-    assert [found.text for found in LogStream(run, 0.0, say, clock).read_new()] == ["attempt_started"]
-
-
 def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: Clock) -> None:
     run = Run(tmp_path / "later")
     stream = LogStream(run, 0.0, say, clock)
@@ -184,12 +166,3 @@ def test_a_clock_that_is_set_back_hides_nothing_of_a_job(run: Run, events: Event
     events.write(made(RunEnded, time=3.0))
     prints(run, 0, "newer\n", 4.0, attempt=2)
     assert {line.text for line in stream.read_new()} == {"run_ended", "newer"}
-
-
-def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
-    read = printed_lines(tmp_path / "log")
-    assert read(False) == []
-    (tmp_path / "log").write_text("one\ntwo\n")
-    assert read(False) == ["one", "two"]
-    (tmp_path / "log").write_text("new\n")
-    assert read(False) == ["new"]

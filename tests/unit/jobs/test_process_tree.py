@@ -7,7 +7,7 @@ PROGRAM = """
 import os, signal, subprocess, sys, time
 import psutil
 from phalanx.process_lifetime import become_subreaper
-from phalanx.jobs.process_tree import kill_descendants
+from phalanx.jobs.signal_queue import kill_descendants
 
 become_subreaper()
 read, write = os.pipe()
@@ -37,7 +37,7 @@ STUBBORN = """
 import subprocess
 from unittest.mock import patch
 import psutil
-from phalanx.jobs.process_tree import kill_descendants
+from phalanx.jobs.signal_queue import kill_descendants
 
 with subprocess.Popen(["sleep", "60"]) as process, patch.object(psutil.Process, "kill"):
     print(kill_descendants(0.1) == [process.pid])

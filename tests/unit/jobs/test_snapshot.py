@@ -1,4 +1,4 @@
-"""What of a folder or a commit travels with a job, and what is refused."""
+"""What of a folder travels with a job, and what is refused."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ import pytest
 from phalanx.cluster.environment import read_git_state
 from phalanx.errors import UsageError
 from phalanx.jobs import snapshot
-from phalanx.jobs.snapshot import Snapshot, snapshot_commit, snapshot_folder, unpack_snapshot
+from phalanx.jobs.snapshot import Snapshot, snapshot_folder, unpack_snapshot
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -155,86 +155,8 @@ def test_a_folder_that_is_too_large_says_how_large_and_what_is_biggest(
     write(tmp_path, model_dot_py="x" * 100, data__a="x" * 800, data__b="x" * 700, notes="x" * 200)
     with pytest.raises(UsageError) as refused:
         snapshot_folder(tmp_path)
-    assert "1.80 kB in 4 files would travel with the job, and 1.00 kB in 20000 files is the most" in str(refused.value)
+    assert "1.80 kB in 4 files would travel with the job, and 1.00 kB is the most" in str(refused.value)
     assert "most of it: data/ 1.50 kB, notes 200 B, model.py 100 B" in str(refused.value)
-
-
-def test_a_commit_that_repeats_itself_is_refused_before_it_comes_into_memory(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (repository / "zeros").write_bytes(bytes(3 << 20))  # git packs it to 3 kB
-    git(repository, "add", ".")
-    git(repository, "commit", "--quiet", "-m", "zeros")
-    monkeypatch.setattr(snapshot, "MAX_SNAPSHOT_BYTES", 1 << 20)
-    monkeypatch.setattr(snapshot, "MAX_COMMIT_BYTES", 2 << 20)
-    asked = monkeypatched_git(monkeypatch)
-    with pytest.raises(UsageError, match=r"most of it: zeros 3\.15 MB"):
-        snapshot_commit(repository, "HEAD")
-    assert "archive" not in asked
-
-
-def monkeypatched_git(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What git is asked from now on."""
-    asked: list[str] = []
-    real = snapshot._call_git
-
-    def noted(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
-        asked.append(arguments[0])
-        return real(folder, *arguments)
-
-    monkeypatch.setattr(snapshot, "_call_git", noted)
-    return asked
-
-
-def test_too_many_files_are_refused_with_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_SNAPSHOT_FILES", 2)
-    write(tmp_path, model_dot_py="x", data__a="", data__b="")
-    with pytest.raises(UsageError, match=r"most of it: data/ 2 files, model\.py 1 file;"):
-        snapshot_folder(tmp_path)
-
-
-def test_a_commit_travels_whole_and_the_job_starts_where_the_recipe_is(repository: Path, tmp_path: Path) -> None:
-    first = git(repository, "rev-parse", "HEAD")
-    write(repository, exp__model_dot_py="new")
-    git(repository, "commit", "--quiet", "-am", "second")
-    write(repository, exp__model_dot_py="newer")
-    code = snapshot_commit(repository / "exp", first[:10], "recipe.yaml")
-    unpack_snapshot(code.tar, tmp_path / "copy")
-    assert names(code) == ["exp/model.py", "exp/recipe.yaml", "lib.py"]
-    assert (tmp_path / "copy" / code.start_dir / "model.py").read_text() == "old"
-    assert (code.start_dir, code.commit, code.source_dir) == ("exp", first, repository.resolve())
-
-
-def test_the_commit_that_is_checked_out_is_refused_when_something_changed_since(repository: Path) -> None:
-    write(repository, unknown_dot_py="new files do not matter")
-    assert snapshot_commit(repository, "HEAD").num_files == 3
-    write(repository, exp__model_dot_py="changed", lib_dot_py="changed")
-    with pytest.raises(
-        UsageError, match=r"exp/model\.py and 1 more changed since that commit.*or use --snapshot workdir"
-    ):
-        snapshot_commit(repository, "HEAD")
-
-
-@pytest.mark.parametrize("commit", ["v9", "", "HEAD:exp", "0" * 40, "folders"])
-def test_a_commit_that_nobody_knows_is_refused(repository: Path, commit: str) -> None:
-    with pytest.raises(UsageError, match="has no such commit"):
-        snapshot_commit(repository, commit)
-
-
-def test_a_word_that_git_would_take_for_an_option_is_no_commit(repository: Path) -> None:
-    with pytest.raises(UsageError, match="expected `workdir`, or a revision"):
-        snapshot_commit(repository, "--all")
-
-
-def test_a_commit_outside_of_any_repository_is_refused_in_gits_words(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not a git repository"):
-        snapshot_commit(tmp_path, "HEAD")
-
-
-def test_a_recipe_that_the_commit_does_not_have_is_refused(repository: Path) -> None:
-    write(repository, exp__other_dot_yaml="")
-    with pytest.raises(UsageError, match=r"other\.yaml: commit HEAD has no such file"):
-        snapshot_commit(repository / "exp", "HEAD", "other.yaml")
 
 
 def test_a_dry_run_tells_count_bytes_hash_and_what_is_left_out(tmp_path: Path) -> None:
@@ -245,41 +167,6 @@ def test_a_dry_run_tells_count_bytes_hash_and_what_is_left_out(tmp_path: Path) -
         f"# from {tmp_path}",
         "# left out: .env: its name says that it holds secrets",
     ]
-
-
-def commit_of(folder: Path) -> str:
-    git(folder, "add", "-A")
-    git(folder, "commit", "-qm", "links")
-    return git(folder, "rev-parse", "HEAD").strip()
-
-
-@pytest.mark.parametrize(
-    "links",
-    [
-        {"esc": "p/q/../../small.yaml", "p/q": "../a"},
-        {"esc": "p/out/passwd", "p/out": "../../../etc"},
-        {"esc": "loop", "loop": "esc"},
-        {"esc": "/etc/passwd"},
-        {"esc": "../outside"},
-    ],
-    ids=["lexically within", "over another link", "loop", "absolute", "above"],
-)
-def test_a_link_of_a_commit_that_leads_outside_is_left_out(repository: Path, links: dict[str, str]) -> None:
-    write(repository, **{"a/b.txt": "b"})
-    for name, target in links.items():
-        (repository / name).parent.mkdir(exist_ok=True)
-        (repository / name).symlink_to(target)
-    code = snapshot_commit(repository, commit_of(repository))
-    assert "esc" in told(code)
-    assert "esc" not in names(code)
-
-
-def test_a_link_of_a_commit_over_another_link_within_it_travels(repository: Path, tmp_path: Path) -> None:
-    write(repository, **{"a/b.txt": "b"})
-    (repository / "folder").symlink_to("a")
-    (repository / "file").symlink_to("folder/b.txt")
-    unpack_snapshot(snapshot_commit(repository, commit_of(repository)).tar, tmp_path / "copy")
-    assert (tmp_path / "copy" / "file").read_text() == "b"
 
 
 def packed(*members: tuple[str, str | None]) -> bytes:
@@ -314,15 +201,13 @@ def test_a_hostile_snapshot_writes_nothing_outside_of_its_folder(
     assert list((tmp_path / "outside").iterdir()) == []
 
 
-@pytest.mark.parametrize("commit", [False, True])
-def test_a_received_repository_runs_nothing_of_its_configuration(
-    repository: Path, tmp_path: Path, commit: bool
-) -> None:
+def test_a_received_repository_runs_nothing_of_its_configuration(repository: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     hooks = write(tmp_path / "hooks", **{"post-index-change": f"#!/bin/sh\ntouch {ran}\n"})
     (hooks / "post-index-change").chmod(0o755)
     write(repository, **{".gitattributes": "* filter=evil\n"})
-    head = commit_of(repository)
+    git(repository, "add", "-A")
+    git(repository, "commit", "-qm", "links")
     for key, value in (
         ("core.fsmonitor", f"touch {ran}; echo"),
         ("core.hooksPath", str(hooks)),
@@ -338,5 +223,5 @@ def test_a_received_repository_runs_nothing_of_its_configuration(
     read_git_state(repository)
     assert not ran.exists()
     with contextlib.suppress(UsageError):
-        snapshot_commit(repository, head) if commit else snapshot_folder(repository)
+        snapshot_folder(repository)
     assert not ran.exists()

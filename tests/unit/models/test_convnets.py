@@ -109,11 +109,7 @@ def test_a_width_that_nin_cannot_have_is_refused(width: int) -> None:
     ("arguments", "text"),
     [
         ({"base_channels": 20}, "multiple of 8"),
-        ({"base_channels": 8 * 10**9}, "base_channels=8000000000 must be at most"),
         ({"blocks": (2, 0)}, "at least one"),
-        ({"blocks": (10**9,)}, "blocks=1000000000 must be at most 4096"),
-        ({"blocks": (1,) * 40}, "the width of the last stage=.* must be at most"),
-        ({"num_classes": 10**12}, "num_classes=1000000000000 must be at most"),
     ],
 )
 def test_a_resnet_that_cannot_be_is_refused(arguments: dict[str, object], text: str) -> None:

@@ -221,11 +221,6 @@ def test_it_learns_to_repeat_a_sequence() -> None:
         ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"activation": "gelu"}, "'swiglu' or 'relu2'"),
         ({"layers": 0}, "layers=0 must be at least 1"),
-        ({"layers": 10**9}, "layers=1000000000 must be at most 4096"),
-        ({"hidden_size": 10**9}, "hidden_size=1000000000 must be at most"),
-        ({"num_heads": 10**9, "head_dim": 2}, "num_heads=1000000000 must be at most"),
-        ({"head_dim": 10**9}, "head_dim=1000000000 must be at most"),
-        ({"ffn_hidden_size": 10**12}, "ffn_hidden_size=1000000000000 must be at most"),
         ({"dropout": 1.0}, "dropout=1.0"),
     ],
 )
@@ -237,8 +232,3 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], text: str
 def test_an_input_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="seq_len=24"):
         build()(tokens(1, 25))
-
-
-def test_true_is_no_size_of_a_model() -> None:
-    with pytest.raises(ValueError, match="layers=True must be a whole number"):
-        transformer(vocab_size=16, seq_len=8, layers=True)

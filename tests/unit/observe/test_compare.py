@@ -7,7 +7,7 @@ import pytest
 
 from make_run import Maker, healthy
 from phalanx.errors import UsageError
-from phalanx.observe.compare import compare_runs, render_comparison_html, render_comparison_text, shorten_paths
+from phalanx.observe.compare import compare_runs, render_comparison_html, render_comparison_text
 from phalanx.run import Run
 
 
@@ -26,6 +26,28 @@ def test_only_the_recipe_keys_that_differ_are_shown(tmp_path: Path) -> None:
     assert "final loss" in text
     assert "MFU (measured peak)" in text
     assert "data wait" in text
+
+
+def test_keys_within_lists_are_flat(tmp_path: Path) -> None:
+    groups = [{"match": "norm", "weight_decay": 0.0}, {"match": "head", "lr_ratio": 0.5}]
+    changed = [groups[0], {"match": "head", "lr_ratio": 0.1}]
+    one = healthy(tmp_path / "one", total=5, optimizer={"groups": groups})
+    two = healthy(tmp_path / "two", total=5, optimizer={"groups": changed})
+    assert compared(one, two).differing_keys == {"optimizer.groups.1.lr_ratio": [0.5, 0.1]}
+
+
+def test_what_is_empty_missing_or_the_same_data_elsewhere_is_no_difference(tmp_path: Path) -> None:
+    def make(name: str, hash: str, **changes: object) -> Path:
+        data = {"source": [{"prepared": f"/{name}/cache/{hash}"}]}
+        return healthy(tmp_path / name, total=5, data=data, **changes)
+
+    one, two = (
+        make("one", "5c", local_sgd=None, model={"build": "a:b", "args": {}}),
+        make("two", "5c", model={"build": "a:b"}),
+    )
+    assert compared(one, two).differing_keys == {}
+    other = make("other", "e1", model={"build": "a:b"})
+    assert list(compared(two, other).differing_keys) == ["data.source.0.prepared"]
 
 
 def test_equal_recipes_and_digests_are_said_to_be_equal(tmp_path: Path) -> None:
@@ -74,9 +96,3 @@ def test_one_run_or_none_there_is_a_usage_error(tmp_path: Path) -> None:
         compared(healthy(tmp_path / "one", total=5))
     with pytest.raises(UsageError, match="no run here"):
         compared(tmp_path / "one", tmp_path / "none")
-
-
-def test_names_are_the_shortest_tails_that_differ() -> None:
-    assert shorten_paths(["runs/a", "runs/b/"]) == ["a", "b"]
-    assert shorten_paths(["x/run", "y/run"]) == ["x/run", "y/run"]
-    assert shorten_paths(["runs/a", "runs/a"]) == ["a", "a"]

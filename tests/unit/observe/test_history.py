@@ -1,12 +1,11 @@
 """Folding events: every step once, what was done in vain counted, nothing broken by a torn file."""
 
-import math
 from pathlib import Path
 
 import pytest
 
 from made_events import made
-from make_run import Maker, troubled
+from make_run import troubled
 from phalanx.observe.history import RunHistory, build_history, read_history
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -44,12 +43,6 @@ def test_steps_done_again_after_a_restart_count_once_with_the_newer_values() -> 
     assert history.wasted_ranges == ((3, 3),)
 
 
-def test_steps_beyond_where_a_new_attempt_started_no_longer_count() -> None:
-    history = build_history([start(0, 0), step(1), step(2), step(3), start(1, 1)])
-    assert numbers(history) == [1]
-    assert history.last_step == 1
-
-
 def test_a_rollback_within_an_attempt_rewinds() -> None:
     history = build_history([start(0, 0), *(step(n) for n in (1, 2, 3, 4, 2, 3))])
     assert numbers(history) == [1, 2, 3]
@@ -61,22 +54,6 @@ def test_evaluations_that_were_rolled_back_are_dropped() -> None:
     history = build_history([start(0, 0), step(1), step(2), scored, start(1, 1), step(2)])
     assert history.evaluations == ()
     assert history.attempts[1].wasted_s == 0.75
-
-
-def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=5)
-    maker.start()
-    maker.steps(1, 3)
-    whole = read_history(tmp_path / "run" / "events.jsonl")
-    with open(tmp_path / "run" / "events.jsonl", "a") as file:
-        file.write('{"t": 17900000')
-    assert numbers(read_history(tmp_path / "run" / "events.jsonl")) == numbers(whole)
-
-
-def test_a_loss_that_is_not_finite_becomes_nan() -> None:
-    history = build_history([start(0, 0), step(1, loss=None)])
-    assert len(history.steps) == 1
-    assert math.isnan(history.steps.loss[0])
 
 
 def test_events_of_another_format_are_no_empty_history(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from made_events import made
-from make_run import Maker, healthy, troubled
+from make_run import Maker, troubled
 from phalanx.observe.history import read_history
 from phalanx.observe.html_report.chart import (
     MAX_POINTS_PER_SERIES,
@@ -73,12 +73,6 @@ def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
     assert "99 steps wasted" in text
     assert "recipe: checkpoint.every" in text
     assert "git 0123456789ab, changed" in " ".join(text.split())
-
-
-def test_a_healthy_run_is_told_that_nothing_stands_out(tmp_path: Path) -> None:
-    text, html = pages(healthy(tmp_path / "run"))
-    assert "No issues found." in text
-    assert "No issues found." in html
 
 
 def test_the_html_page_refers_to_nothing_outside(tmp_path: Path) -> None:
@@ -186,9 +180,3 @@ def test_bounds_are_an_interval_for_any_series(values: list[float]) -> None:
     low, high = linear_range([np.array(values)], from_zero=False, robust=True)
     assert math.isfinite(low)
     assert low < high < math.inf
-
-
-def test_one_slow_step_does_not_squeeze_the_others() -> None:
-    values = np.ones(500)
-    values[0] = 100.0
-    assert linear_range([values], from_zero=True, robust=True)[1] < 1.5

@@ -12,20 +12,18 @@ from made_events import made
 from make_run import Maker, healthy, troubled
 from phalanx.observe.event_messages import describe_hang, describe_straggler
 from phalanx.observe.progress import (
-    EventFormatter,
     LogProgressDisplay,
+    RunFacts,
+    RunProgress,
     TerminalProgressDisplay,
     make_console,
     make_display,
+    read_run_facts,
 )
-from phalanx.observe.run_progress import RunFacts, RunProgress, read_run_facts
 from phalanx.run import Event, Run, read_events
 from phalanx.run.event_types import (
     AttemptStarted,
-    Compiled,
-    EvaluationDone,
     EvaluationProgress,
-    GradSyncSelected,
     HangDetected,
     RunEnded,
     RunWarning,
@@ -72,19 +70,6 @@ def test_the_log_has_a_line_every_few_seconds_and_the_last_step() -> None:
     assert "ETA" not in steps[-1]
 
 
-def test_the_lines_of_a_log_come_as_values_with_the_events_own_time() -> None:
-    lines = EventFormatter(100, FACTS)
-    events = [
-        start(),
-        *(step(number, 1.0 * number) for number in range(1, 8)),
-        made(RunEnded, time=8.0, status="failed", step=7),
-    ]
-    said = [lines.format_event(event) for event in events]
-    assert [len(each) for each in said] == [1, 1, 0, 0, 0, 0, 1, 0, 2]
-    assert said[6][0].startswith("step   6/100  loss ")
-    assert said[8][1] == "failed: 7 of 100 steps"
-
-
 def test_a_step_line_has_loss_speed_share_and_eta() -> None:
     line = logged([start(), *(step(n, n * 0.5) for n in range(1, 30))], every=0.0)[-1]
     assert "loss 2.500" in line
@@ -94,7 +79,10 @@ def test_a_step_line_has_loss_speed_share_and_eta() -> None:
 
 
 def test_a_hang_tells_who_where_and_in_which_line_of_the_users_own_code() -> None:
-    stack = """Thread 0x7f (most recent call first):
+    stack = """Thread 0x7e (most recent call first):
+  File "/src/phalanx/data/feed.py", line 90 in _work
+
+Current thread 0x7f (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 10 in linear
   File "/home/me/model.py", line 42 in forward
   File "/home/me/train.py", line 7 in main"""
@@ -124,20 +112,6 @@ def test_each_event_that_is_not_a_step_has_its_line(tmp_path: Path) -> None:
         assert words in text
 
 
-@pytest.mark.parametrize(
-    ("breaks", "text"), [(0, "compiled 12 blocks in 34 s"), (2, "compiled 12 blocks in 34 s, with 2 graph breaks")]
-)
-def test_compiling_is_told(breaks: int, text: str) -> None:
-    event = made(Compiled, duration_s=34.0, num_blocks=12, num_graph_breaks=breaks)
-    assert logged([start(), event])[-1].endswith(text)
-
-
-def test_a_choice_of_exchange_is_told_with_its_reason() -> None:
-    why = "with allreduce 41.0% of a step is exposed (efficiency: allreduce 0.59); bf16 is predicted 0.75"
-    event = made(GradSyncSelected, step=10, reason=why)
-    assert logged([start(), event])[-1].endswith(f"gradient synchronization at step 10: bf16: {why}")
-
-
 def test_the_last_step_is_logged_before_an_early_end() -> None:
     lines = logged([start(), step(1, 0.5), step(2, 1.0), made(RunEnded, time=1.1, status="interrupted", step=2)])
     assert "step   2/100" in lines[-2]
@@ -153,26 +127,6 @@ def test_speed_is_over_a_sliding_window() -> None:
         tally.add_event(step(n, 20 + (n - 20) * 0.5, seconds=0.5))
     assert tally.units_per_s == pytest.approx(5120.0)
     assert tally.step_seconds == pytest.approx(0.5)
-
-
-def test_one_step_longer_than_the_window_still_has_a_speed() -> None:
-    tally = RunProgress(100, FACTS)
-    tally.add_event(step(1, 100.0, seconds=100.0))
-    tally.add_event(step(2, 200.0, seconds=100.0))
-    assert tally.units_per_s == pytest.approx(25.6)
-    assert tally.eta_s == pytest.approx(9800.0)
-
-
-def test_eta_counts_the_evaluations_to_come() -> None:
-    """Steps of 1 s and evaluations of 30 s every 40 of 100 steps: two are to come after the first, at 80 and 100."""
-    tally = RunProgress(100, replace(FACTS, evaluation_interval_steps=40))
-    for n in range(1, 41):
-        tally.add_event(step(n, n * 1.0, seconds=1.0))
-    assert tally.eta_s == pytest.approx(60.0)
-    tally.add_event(made(EvaluationDone, time=70.0, step=40, duration_s=30.0))
-    assert tally.eta_s == pytest.approx(60.0 + 2 * 30.0)
-    tally.add_event(step(41, 71.0, seconds=1.0))
-    assert tally.eta_s == pytest.approx(59.0 + 2 * 30.0)
 
 
 def test_a_new_attempt_starts_its_pace_afresh() -> None:
@@ -196,13 +150,6 @@ def test_nothing_is_shown_of_what_was_not_measured() -> None:
 def test_a_long_evaluation_shows_how_far_it_is() -> None:
     slow = made(EvaluationProgress, time=2.0, step=50, num_samples_done=250, num_samples=1000)
     assert "evaluating after step 50: 250 of 1,000 samples" in logged([start(), slow])[-1]
-    display, _, _ = terminal(every=0.0)
-    out = io.StringIO()
-    for event in (start(), step(50, 1.0), slow):
-        display.show_event(event)
-    Console(file=out, width=100).print(display.render_lines())
-    assert "evaluating: 25%" in out.getvalue()
-    display.close()
 
 
 def terminal(every: float = 0.25) -> tuple[TerminalProgressDisplay, Clock, io.StringIO]:
@@ -212,48 +159,25 @@ def terminal(every: float = 0.25) -> tuple[TerminalProgressDisplay, Clock, io.St
 
 
 def test_the_terminal_is_drawn_at_most_four_times_a_second() -> None:
-    display, clock, _ = terminal()
-    drawn = 0
-    picture = display.render_lines
-
-    def counted(ended: bool = False):  # type: ignore[no-untyped-def]
-        nonlocal drawn
-        drawn += 1
-        return picture(ended)
-
-    display.render_lines = counted  # type: ignore[method-assign]
+    display, clock, stream = terminal()
     display.show_event(start(total_steps=5000))
+    before = stream.getvalue()
     for n in range(1, 3001):
         clock.now = n * 0.001
         display.show_event(step(n, n * 0.001, seconds=0.001))
-    assert 10 <= drawn <= 14
+    assert 10 <= stream.getvalue().count("loss 2.500") - before.count("loss 2.500") <= 14
     display.close()
 
 
-def test_the_terminal_shows_everything_and_never_changes_its_height(tmp_path: Path) -> None:
-    display, clock, _ = terminal(every=0.0)
-    heights = set()
+def test_the_terminal_shows_every_event_above_its_bar(tmp_path: Path) -> None:
+    display, clock, stream = terminal(every=0.0)
     for event in read_events(troubled(tmp_path / "run") / "events.jsonl"):
-        if isinstance(event, RunEnded):
-            break
         clock.now = event.time
         display.show_event(event)
-        out = io.StringIO()
-        Console(file=out, width=100).print(display.render_lines())
-        heights.add(len(out.getvalue().splitlines()))
     display.close()
-    shown = out.getvalue()
-    assert heights == {4}
-    for words in (
-        "step 300/300",
-        "loss 1.3",
-        "tokens/s",
-        "(measured peak)",
-        "validation 1.47",
-        "checkpoint at step 300",
-    ):
+    shown = stream.getvalue()
+    for words in ("step 300/300  loss 1.3", "tokens/s", "evaluation at step 50", "saved checkpoint at step 50"):
         assert words in shown
-    assert "non-finite steps: 2 skipped, 1 rollback" in shown
 
 
 def test_warnings_stay_above_the_lines_and_the_cursor_comes_back() -> None:
@@ -265,12 +189,6 @@ def test_warnings_stay_above_the_lines_and_the_cursor_comes_back() -> None:
     display.show_event(step(1, 3.0))
     assert "warning: [bold]disk is slow" in stream.getvalue()
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
-
-
-def test_closing_a_display_that_showed_nothing_is_fine() -> None:
-    display, _, _ = terminal()
-    display.close()
-    display.close()
 
 
 class Terminal(io.StringIO):
@@ -321,13 +239,3 @@ def test_a_straggler_is_told_with_what_it_costs() -> None:
     assert describe_straggler(event) == (
         "straggler: rank 3 on n7 takes 1.50x as long as its peers, which wait 120 ms/step for it (30% of the time)"
     )
-
-
-def test_a_hang_is_told_with_the_line_of_the_thread_that_trains() -> None:
-    stack = (
-        'Thread 0x00007f1 (most recent call first):\n  File "/src/phalanx/data/feed.py", line 90 in _work\n\n'
-        'Current thread 0x00007f2 (most recent call first):\n  File "/usr/lib/python3.11/queue.py", line 5 in get\n'
-        '  File "/home/me/model.py", line 12 in forward\n'
-    )
-    event = made(HangDetected, host="n1", step=3, stack=stack)
-    assert describe_hang(event).endswith('; File "/home/me/model.py", line 12 in forward')

@@ -10,7 +10,7 @@ from phalanx.observe.history import read_history
 from phalanx.observe.recommendations import Recommendation, find_recommendations
 from phalanx.observe.summary import build_summary
 from phalanx.run import Run
-from phalanx.run.event_types import EvaluationDone, NonFiniteStep
+from phalanx.run.event_types import NonFiniteStep
 
 
 def advices(path: Path) -> dict[str, Recommendation]:
@@ -34,7 +34,6 @@ def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
             r"gradient synchronization is 2\d% of the step",
             {"split": {"grad_sync": 0.3}, "world": 2},
         ),
-        ("optimizer-share", "batch.global_size", r"optimizer is 3\d%", {"split": {"optimizer": 0.45}}),
         (
             "low-mfu",
             "batch.micro_size",
@@ -42,22 +41,13 @@ def test_no_rule_fires_on_a_healthy_run(tmp_path: Path, seed: int) -> None:
             {"mfu": 0.1, "batch": {"global_size": 16, "micro_size": 2}},
         ),
         ("slow-precision", "precision", r"bf16 would be 3\.4x in matmul on this machine", {"precision": "fp32"}),
-        ("idle-cores", "num_threads", "of 1 thread", {"num_threads": 1, "world": 1, "cores": 8}),
-        ("train-longer", "steps", "still falling at the end", {"falling": True}),
-        ("overfitting", "steps", r"since step 150 .*: overfitting", {"overfit_from": 150}),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else None,
 )
 def test_a_rule_fires_with_its_number_and_key(
     tmp_path: Path, rule: str, key: str, words: str, shape: dict[str, object]
 ) -> None:
-    shape = dict(shape)
-    cores = shape.pop("cores", None)
-    path = healthy(tmp_path / "run", **shape)
-    if cores:
-        cluster = path / "cluster.json"
-        cluster.write_text(cluster.read_text().replace('"physical_cores": 2', f'"physical_cores": {cores}'))
-    found = advices(path)
+    found = advices(healthy(tmp_path / "run", **shape))
     assert list(found) == [rule]
     assert key in (found[rule].recipe_key or "")
     assert re.search(words, found[rule].full_text)
@@ -81,7 +71,7 @@ def test_guards_come_first_and_gains_are_sorted(tmp_path: Path) -> None:
     run = Run(troubled(tmp_path / "run"))
     history = read_history(run.events)
     found = find_recommendations(build_summary(run, history), history)
-    assert [advice.rule_name for advice in found[:2]] == ["nonfinite-steps", "failed-checkpoints"]
+    assert [advice.rule_name for advice in found if advice.is_urgent] == ["nonfinite-steps"]
     gains = [advice.max_gain for advice in found if not advice.is_urgent]
     assert gains == sorted(gains, reverse=True)
     assert {"data-wait", "grad-sync", "restart-cost"} <= {advice.rule_name for advice in found}
@@ -104,41 +94,14 @@ def test_a_precision_that_auto_has_chosen_is_not_doubted(tmp_path: Path) -> None
     assert advices(path) == {}
 
 
-def test_a_slower_run_than_predicted_says_by_how_much(tmp_path: Path) -> None:
-    path = healthy(tmp_path / "run", total=100)
-    plan = path / "plan.json"
-    plan.write_text(plan.read_text().replace('"predicted_step_s": 0.384', '"predicted_step_s": 0.2'))
-    assert "2.0x the predicted 200 ms" in advices(path)["slower-than-predicted"].finding
-
-
-def test_uneven_steps_are_found(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=200)
-    maker.start()
-    for step in range(1, 201):
-        maker.step(step, **({"duration_s": 4.0} if step % 10 == 0 else {}))
-    assert "uneven-steps" in advices(maker.path)
-
-
-def test_much_evaluation_is_found(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=60)
-    maker.start()
-    for step in range(1, 61):
-        maker.step(step)
-        if step % 5 == 0:
-            maker.eval(step)
-    assert advices(maker.path)["evaluation-share"].recipe_key == "evaluation.every"
-
-
-def test_one_evaluation_and_one_save_at_the_end_cannot_be_made_more_rarely(tmp_path: Path) -> None:
+def test_one_save_at_the_end_cannot_be_made_more_rarely(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run", total=20)
     maker.start()
     for step in range(1, 21):
         maker.step(step)
-    maker.t += 10
-    maker.event(EvaluationDone, step=20, loss=1.0, metrics={}, num_samples=512, duration_s=10.0)
     maker.checkpoint(20, stall=5.0)
     maker.end()
-    assert not {"evaluation-share", "checkpoint-stalls"} & advices(maker.path).keys()
+    assert "checkpoint-stalls" not in advices(maker.path)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.cluster.checkpoint_interval import daly_interval, young_interval
 from phalanx.cluster.spec import Reliability
-from phalanx.planner.goodput import job_mtbf_seconds, predict_goodput, productive_share
+from phalanx.planner.storage_costs import daly_interval, job_mtbf_seconds, productive_share, young_interval
 
 HOUR, MINUTE = 3600.0, 60.0
 SAVE, RESTART = 5 * MINUTE, 10 * MINUTE  # of Daly's figures 3 to 5
@@ -42,39 +41,22 @@ def test_a_save_longer_than_twice_the_mean_time_between_failures_takes_that_time
     assert daly_interval(2.5 * HOUR, HOUR) == HOUR
 
 
-@pytest.mark.parametrize("mean", [0.2 * HOUR, 3 * HOUR, 1000 * HOUR])
-def test_the_four_shares_of_wall_time_add_up_to_one(mean: float) -> None:
-    shares = predict_goodput(SAVE, RESTART, mean)
-    assert shares.productive + shares.blocked + shares.wasted + shares.unavailable == pytest.approx(1.0)
-    assert min(shares.productive, shares.blocked, shares.wasted, shares.unavailable) >= 0
-
-
 def test_a_save_that_blocks_a_minute_costs_large_jobs_an_eighth_of_their_time() -> None:
     # sqrt(2d/M) = 12 % at 2.3 h between failures; restarts come on top
-    assert predict_goodput(MINUTE, 0.0, 2.3 * HOUR).productive == pytest.approx(0.88, abs=0.01)
+    assert productive_share(daly_interval(MINUTE, 2.3 * HOUR), MINUTE, 0.0, 2.3 * HOUR) == pytest.approx(0.88, abs=0.01)
 
 
 def test_five_minute_saves_and_restarts_leave_little_at_a_hundred_thousand_devices() -> None:
-    assert predict_goodput(5 * MINUTE, 5 * MINUTE, 0.3 * HOUR).productive < 0.5
+    assert productive_share(daly_interval(SAVE, 0.3 * HOUR), SAVE, 5 * MINUTE, 0.3 * HOUR) < 0.5
 
 
 def test_without_a_stall_more_frequent_saves_are_always_better() -> None:
-    shares = [predict_goodput(0.0, MINUTE, HOUR, interval_s=tau).productive for tau in (60.0, 600.0, 6000.0)]
+    shares = [productive_share(tau, 0.0, MINUTE, HOUR) for tau in (60.0, 600.0, 6000.0)]
     assert shares == sorted(shares, reverse=True)
 
 
 def test_nothing_is_productive_when_no_interval_ever_ends() -> None:
-    assert predict_goodput(1.0, 1.0, 1.0, interval_s=1e6).productive == 0.0
-
-
-def test_without_a_stall_an_interval_must_be_given() -> None:
-    with pytest.raises(ValueError, match="without a stall"):
-        predict_goodput(0.0, MINUTE, HOUR)
-
-
-def test_times_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="between_failures=0"):
-        predict_goodput(1.0, 1.0, 0.0)
+    assert productive_share(1e6, 1.0, 1.0, 1.0) == 0.0
 
 
 def test_meta_projects_1_8_hours_for_16384_devices_and_measured_far_less_than_the_law_for_1024() -> None:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.planner.trace import build_on_meta, image_classification_forward, profile_model
-from phalanx.planner.trace.liveness import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
+from phalanx.planner.trace.to_segments import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
+from phalanx.planner.trace.trace_model import build_on_meta, image_classification_forward, profile_model
 
 # Forward: operation 0 makes 10 of what enters, 1 makes 11 of 10, 2 makes 12 of 11. Backward: 3 reads 11, makes 13; 4
 # reads 13 and 10, makes 14, which leaves.

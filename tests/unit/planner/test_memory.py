@@ -17,6 +17,7 @@ from phalanx.cluster import load_cluster
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.models import moe, transformer
 from phalanx.models.convnets import resnet
+from phalanx.planner.device_costs import stack_by_name
 from phalanx.planner.memory import (
     MemoryEstimate,
     TrainingOptions,
@@ -27,8 +28,12 @@ from phalanx.planner.memory import (
 from phalanx.planner.memory_advice import suggest_memory_changes
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario, SoftwareStack
-from phalanx.planner.stacks import stack_by_name
-from phalanx.planner.trace import build_on_meta, image_classification_forward, language_modeling_forward, profile_model
+from phalanx.planner.trace.trace_model import (
+    build_on_meta,
+    image_classification_forward,
+    language_modeling_forward,
+    profile_model,
+)
 from phalanx.recipe.schema import Parallelism
 from phalanx.train.distributed.activation_checkpoint import apply_activation_checkpointing
 
@@ -407,7 +412,6 @@ def test_nineteen_of_twenty_measured_runs_are_where_they_are_said_to_be() -> Non
 
 def test_a_run_that_fits_needs_no_change() -> None:
     fit = suggest_memory_changes(setup())
-    assert fit.verdict == "yes"
     assert fit.missing_bytes < 0
     assert not fit.sufficient_changes
     assert "are left" in fit.description
@@ -440,7 +444,6 @@ def test_what_no_single_change_can_do_is_offered_together() -> None:
     assert fit.combined_change is not None
     assert fit.combined_change.memory.total <= 1.9 * BYTES_PER_GIB
     assert f"together would fit: {fit.combined_change.overrides}" in fit.description
-    assert fit.verdict == "no"
 
 
 def test_more_devices_are_offered_where_they_would_do() -> None:

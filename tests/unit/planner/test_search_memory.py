@@ -8,6 +8,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from phalanx.cluster import Cluster, load_cluster
+from phalanx.planner.device_costs import device_costs_for_stack, stack_by_name
 from phalanx.planner.layouts import to_scenarios
 from phalanx.planner.memory import TrainingOptions, estimate_memory
 from phalanx.planner.model_profile import (
@@ -27,7 +28,6 @@ from phalanx.planner.search import (
     estimate_candidates,
     search_parallelism,
 )
-from phalanx.planner.stacks import device_costs_for_stack, stack_by_name
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import predict_step_time
 from phalanx.recipe.schema import Parallelism

@@ -5,17 +5,17 @@ from dataclasses import fields, replace
 import pytest
 
 from phalanx.cluster import load_cluster
-from phalanx.planner.device_costs import device_costs
-from phalanx.planner.scenario import SoftwareStack
-from phalanx.planner.stacks import (
+from phalanx.planner.device_costs import (
     PHALANX_STACK,
     UNKNOWN_GENERATION,
+    device_costs,
     device_costs_for_stack,
     generation_of,
     load_stack_data,
     phalanx_stack,
     stack_by_name,
 )
+from phalanx.planner.scenario import SoftwareStack
 
 H100 = load_cluster("h100:8").node.accelerator
 
@@ -77,7 +77,7 @@ def test_a_step_on_a_cpu_is_its_operations() -> None:
 def test_training_keeps_up_less_than_single_products_reach() -> None:
     plain, used = device_costs(H100, "bf16"), device_costs_for_stack(H100, "bf16", stack_by_name(PHALANX_STACK))
     assert used.matmul_curve.efficiency == pytest.approx(
-        plain.matmul_curve.efficiency * generation_of(H100).gemm_efficiency
+        plain.matmul_curve.efficiency * generation_of(H100)["products"]
     )
     assert used.peak_flops == plain.peak_flops
 

@@ -57,4 +57,4 @@ def test_slower_storage_saves_less_often_and_costs_more() -> None:
     assert fast is not None
     assert slower is not None
     assert fast.interval_s < slower.interval_s
-    assert fast.goodput.productive > slower.goodput.productive
+    assert fast.productive > slower.productive

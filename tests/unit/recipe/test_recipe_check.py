@@ -14,13 +14,12 @@ from phalanx.recipe import (
     diff_recipes,
     import_object,
     incompatible_changes,
-    is_free_on_resume,
     json_schema,
     load_recipe,
     num_workers_for,
-    render_recipe_reference,
 )
-from phalanx.recipe.device_checks import FP8_VARIABLE
+from phalanx.recipe.devices import FP8_VARIABLE
+from phalanx.recipe.yaml_loader import parse_yaml
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -37,241 +36,36 @@ def test_a_layout_says_how_many_workers_a_run_has() -> None:
     assert num_workers_for(recipe("parallelism=auto"), default=8) == 8
 
 
-@pytest.mark.parametrize(
-    ("overrides", "workers", "expected"),
-    [
-        (
-            ["batch.micro_size=5"],
-            1,
-            "batch.micro_size: 5 x 1 worker = 5 does not divide batch.global_size = 16; .* is 4$",
-        ),
-        (
-            ["batch.micro_size=8"],
-            4,
-            "batch.micro_size: 8 x 4 workers = 32 does not divide batch.global_size = 16; .* is 4$",
-        ),
-        ([], 3, "batch.global_size: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
-        ([], 32, "batch.global_size: 16 samples cannot be divided among 32 workers; 32 can$"),
-        (
-            ["parallelism.replicate=4"],
-            2,
-            r"parallelism: takes 4 workers \(replicate 4\), but the run has 2: use --nproc-per-node 4 or ",
-        ),
-        (
-            ["parallelism.shard=2", "parallelism.async_tp=true"],
-            2,
-            "parallelism.async_tp: affects communication between tensor ranks only",
-        ),
-        (
-            ["parallelism.expert=1"],
-            2,
-            r"parallelism: takes 1 workers \(one of each\), but the run has 2: use --nproc-per-node 1",
-        ),
-        (
-            ["parallelism.shard=2", "parallelism.tensor=3", "data.seq_len=240"],
-            4,
-            r"parallelism: takes 6 workers \(shard 2 x tensor 3\), but the run has 4: use --nproc-per-node 6 or "
-            r"parallelism=auto",
-        ),
-        (
-            ["parallelism.shard=2", "parallelism.context=2", "parallelism.expert=3"],
-            4,
-            "parallelism.expert: found 3, which must divide shard x context = 4$",
-        ),
-        (
-            ["parallelism.tensor=2", "determinism=elastic"],
-            2,
-            "parallelism: determinism: elastic goes with replicate and shard only: give these, or "
-            "determinism: fixed-world",
-        ),
-        (
-            ["parallelism.shard=2", "parallelism.expert=2", "determinism=elastic"],
-            2,
-            "parallelism: determinism: elastic goes with replicate and shard only",
-        ),
-        (
-            ["parallelism.tensor=2", "optimizer.name=muon"],
-            2,
-            "parallelism.tensor: muon works on whole matrices, .*; use parallelism.shard",
-        ),
-        (["parallelism.tensor=2", "task=classification"], 2, "parallelism.tensor: is for models of sequences; "),
-        (["parallelism.context=2", "task=classification"], 2, "parallelism.context: is for models of sequences; "),
-        (
-            ["parallelism.tensor=2", "optimizer.state_dtype=int8"],
-            2,
-            "parallelism.tensor: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use "
-            "bf16$",
-        ),
-        (
-            ["parallelism.shard=2", "parallelism.expert=2", "optimizer.state_dtype=int8"],
-            2,
-            "parallelism.expert: optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use "
-            "bf16$",
-        ),
-        (
-            ["parallelism.shard=2", "compile=cuda-graphs"],
-            2,
-            "compile: cuda-graphs cannot hold the communication of a divided model: give "
-            "parallelism.replicate only, or true$",
-        ),
-        (
-            ["parallelism.pipeline=2", "parallelism.pipeline_schedule=zero-bubble", "compile=true"],
-            2,
-            "compile: blocks of a zero-bubble pipeline cannot be compiled; use false, or "
-            "parallelism.pipeline_schedule=1f1b$",
-        ),
-        (
-            [
-                "parallelism.pipeline=2",
-                "parallelism.pipeline_schedule=zero-bubble",
-                "memory.activation_checkpointing=selective",
-            ],
-            2,
-            "memory.activation_checkpointing: a zero-bubble pipeline's backward comes in two parts, of which "
-            "selective repeats one; use full or none, or parallelism.pipeline_schedule=1f1b$",
-        ),
-        (
-            ["grad_sync.compression=int8"],
-            2,
-            "grad_sync.compression: int8 rounds what it sends, which determinism: fixed-world forbids: use",
-        ),
-        (
-            ["grad_sync.compression=bf16", "determinism=elastic"],
-            2,
-            "grad_sync.compression: found bf16, but determinism: elastic has an order of addition of its own: use "
-            "none, or determinism: off",
-        ),
-        (
-            ["grad_sync.compression=bf16", "determinism=off", "parallelism.shard=2"],
-            2,
-            "grad_sync.compression: bf16 is for replicas, and there are none: give parallelism.replicate, or use none",
-        ),
-        (
-            ["grad_sync.compression=bf16", "determinism=off", "parallelism.replicate=2", "parallelism.context=2"],
-            4,
-            "grad_sync.compression: bf16 goes with replicate and shard, or replicate and tensor: give these, or use "
-            "none",
-        ),
-        (
-            ["grad_sync.compression=int8", "determinism=off", "precision=fp16"],
-            2,
-            "grad_sync.compression: int8 keeps what it could not send, but the loss scale of fp16 changes: use bf16",
-        ),
-        (
-            ["grad_sync.compression=powersgd", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"],
-            4,
-            "grad_sync.compression: powersgd projects whole gradients: give parallelism.replicate only, or use int8",
-        ),
-        (
-            ["grad_sync.compression=powersgd"],
-            2,
-            "grad_sync.compression: powersgd rounds what it sends, which determinism: fixed-world forbids: use",
-        ),
-        (
-            ["local_sgd.method=average"],
-            2,
-            "local_sgd: workers take local steps, which determinism: fixed-world forbids: use local_sgd: null, "
-            "or determinism: off",
-        ),
-        (
-            ["local_sgd.method=diloco", "determinism=elastic"],
-            2,
-            "local_sgd: workers take local steps, which determinism: elastic forbids: use local_sgd: null",
-        ),
-        (
-            ["local_sgd.method=diloco", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"],
-            4,
-            "local_sgd: is for workers that hold the whole model: give parallelism.replicate only, or",
-        ),
-        (
-            ["local_sgd.method=average", "determinism=off", "local_sgd.outer_optimizer.lr=0.5"],
-            2,
-            "local_sgd.outer_optimizer: is for method: diloco, and average takes the plain mean: leave it out, or use "
-            "diloco",
-        ),
-        (
-            ["local_sgd.method=average", "determinism=off", "optimizer.state_dtype=int8"],
-            2,
-            "optimizer.state_dtype: int8 state has no mean over workers, which local_sgd may have to take: use bf16",
-        ),
-        (
-            ["local_sgd.sync_every=50"],
-            2,
-            "local_sgd: workers take local steps, which determinism: fixed-world forbids",
-        ),
-        (
-            ["grad_sync.compression=int8", "determinism=off", "local_sgd.sync_dtype=bf16"],
-            2,
-            "grad_sync.compression: int8 is for gradients, and local_sgd sends weights: use none, or local_sgd: null",
-        ),
-        (
-            ["grad_sync.algorithm=ring", "determinism=off", "local_sgd.method=average"],
-            2,
-            "grad_sync.algorithm: ring is for gradients, and local_sgd sends weights: use all-reduce, or local_sgd: "
-            "null",
-        ),
-        (
-            ["grad_sync.algorithm=ring", "determinism=off", "grad_sync.compression=int8"],
-            2,
-            "grad_sync.compression: int8 goes with algorithm: auto or all-reduce, and the algorithm is ring: use one "
-            "of these, or compression: none",
-        ),
-        (
-            ["grad_sync.warmup_steps=7"],
-            2,
-            "grad_sync.warmup_steps: is for compression: powersgd, and the compression is none: leave it out",
-        ),
-        (
-            ["grad_sync.algorithm=ring", "determinism=elastic"],
-            2,
-            "grad_sync.algorithm: found ring, but determinism: elastic has an order of addition of its own: use "
-            "all-reduce, or determinism: fixed-world",
-        ),
-        (
-            ["local_sgd.method=diloco", "determinism=off", "local_sgd.sync_every=3", "local_sgd.num_fragments=4"],
-            2,
-            "local_sgd.num_fragments: found 4, but at most one leaves after a step: at most sync_every = 3",
-        ),
-        (
-            ["local_sgd.method=diloco", "determinism=off", "local_sgd.num_fragments=4", "local_sgd.sync_delay=6"],
-            2,
-            "local_sgd.sync_delay: found 6, but the next fragment leaves after 6: at most 5",
-        ),
-        (["parallelism.context=3"], 3, "parallelism.context: found 3, which must divide data.seq_len = 256$"),
-        (["parallelism.shard=3"], 3, "batch.global_size: 16 samples cannot be divided among 3 workers; 15 or 18 can$"),
-        (["task=clasification"], 1, "task: found 'clasification', .*; did you mean classification\\?"),
-        (["init_from=nowhere"], 1, "init_from: there is no checkpoint or run at .*nowhere"),
-    ],
-)
-def test_what_cannot_run_is_told_with_its_numbers(
-    overrides: list[str], workers: int, expected: str, tmp_path: Path
+REFUSED = parse_yaml((Path(__file__).parent / "refused_recipes.yaml").read_text(), "refused_recipes.yaml")[0]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case["overrides"]) or "the example")
+def test_a_recipe_that_cannot_run_is_refused_by_key(
+    case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RecipeError, match=f"(?m)^{expected}"):
-        check_recipe(recipe(*overrides), tmp_path, workers)
+    monkeypatch.delenv(FP8_VARIABLE, raising=False)
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(recipe(*case["overrides"]), tmp_path, case["workers"])
+    assert str(caught.value).replace(str(tmp_path), "DIR").splitlines() == case["error"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "workers"),
     [
-        (["parallelism.shard=4"], 4),
         (["parallelism.replicate=2", "parallelism.shard=2"], 4),
         (["parallelism.tensor=2", "batch.micro_size=16"], 2),  # tensor ranks have the same samples
         (["parallelism.context=4", "batch.micro_size=16"], 4),
         (["parallelism.shard=2", "parallelism.context=2", "parallelism.expert=4"], 4),
         (["parallelism.shard=2", "optimizer.name=muon"], 2),
-        (["parallelism.replicate=4", "determinism=elastic"], 4),
         (["parallelism.replicate=2", "parallelism.shard=2", "determinism=elastic"], 4),
-        (["parallelism.shard=2", "task=classification"], 2),
         (["parallelism.tensor=3"], 3),  # hidden states stay whole where the sequence does not divide
         (["parallelism.shard=2", "optimizer.state_dtype=int8"], 2),
         (["parallelism.replicate=2", "compile=cuda-graphs"], 2),
-        (["grad_sync.compression=int8", "determinism=off"], 2),
         (["grad_sync.compression=powersgd", "determinism=off", "grad_sync.powersgd_rank=8"], 2),
         (["grad_sync.compression=int8", "determinism=off", "parallelism.replicate=2", "parallelism.shard=2"], 4),
         (["grad_sync.compression=bf16", "determinism=off", "parallelism.replicate=2", "parallelism.tensor=2"], 4),
         (["local_sgd.method=average", "determinism=off", "precision=fp16"], 2),
         (["local_sgd.method=diloco", "determinism=off", "parallelism.replicate=2", "local_sgd.sync_dtype=int8"], 2),
-        (["local_sgd.method=diloco", "determinism=off", "local_sgd.sync_every=500"], 1),
     ],
 )
 def test_layouts_that_fit_pass(overrides: list[str], workers: int, tmp_path: Path) -> None:
@@ -292,7 +86,7 @@ def test_each_problem_of_a_layout_has_a_line(tmp_path: Path) -> None:
 def test_a_list_of_numbers_is_told_as_one() -> None:
     with pytest.raises(
         RecipeError,
-        match=r"parallelism.layers_per_stage: .* expected a list of whole numbers from 1 to 1,000,000 or null",
+        match=r"parallelism.layers_per_stage: .* expected a list of whole numbers above 0 or null",
     ):
         recipe("parallelism.layers_per_stage=3")
 
@@ -331,39 +125,6 @@ def test_differences_go_into_lists_of_the_same_length() -> None:
     old = recipe("data.source=[{text: a}, {text: b}]")
     new = recipe("data.source=[{text: a}, {text: b, weight: 2}]")
     assert [difference.key for difference in diff_recipes(old, new)] == ["data.source.1.weight"]
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "name",
-        "steps",
-        "checkpoint.every",
-        "fault_tolerance.max_restarts",
-        "callbacks",
-        "callbacks.0",
-        "evaluation.every",
-    ],
-)
-def test_what_does_not_touch_the_mathematics_is_free(key: str) -> None:
-    assert is_free_on_resume(key)
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "seed",
-        "optimizer.lr",
-        "batch.global_size",
-        "batch.micro_size",
-        "evaluation.holdout_fraction",
-        "precision",
-        "num_threads",
-        "names",
-    ],
-)
-def test_what_touches_the_mathematics_is_not_free(key: str) -> None:
-    assert not is_free_on_resume(key)
 
 
 @pytest.mark.parametrize(
@@ -487,11 +248,6 @@ def test_the_examples_of_the_schema_are_recipes() -> None:
         Recipe.model_validate(example)
 
 
-def test_the_reference_page_is_up_to_date() -> None:
-    page = Path(__file__).parents[3] / "docs" / "reference" / "recipe.md"
-    assert page.read_text() == render_recipe_reference(), "run `make docs`"
-
-
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
 @pytest.mark.parametrize(
     "key", ["optimizer.lr", "optimizer.weight_decay", "fault_tolerance.hang_timeout_s", "data.source.weight"]
@@ -512,133 +268,11 @@ def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: in
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["device=cpu", "precision=fp8"],
-            "precision: fp8 needs tensor cores .*, and a CPU has none; bf16, fp16",
-        ),
-        (["device=xpu", "precision=fp8"], "precision: fp8 needs tensor cores .*, and an Intel GPU has none"),
-        (
-            ["device=mps", "compile=cuda-graphs"],
-            "compile: cuda-graphs need a GPU that has them, and an Apple GPU has none",
-        ),
-        (
-            ["device=cpu", "compile=cuda-graphs"],
-            "compile: cuda-graphs need a GPU that has them, and a CPU is no GPU; true or false",
-        ),
-        (
-            ["device=xpu", "determinism=fixed-world"],
-            "determinism: found fixed-world, but torch does not say which kernels",
-        ),
-        (
-            ["device=mps", "parallelism.replicate=2"],
-            "device: found mps, on which torch has no way to exchange gradients",
-        ),
-        (
-            ["optimizer.name=sgd", "optimizer.state_dtype=int8"],
-            "optimizer.state_dtype: int8 is for adamw; sgd keeps its state in fp32",
-        ),
-        (
-            ["optimizer.name=muon", "optimizer.offload=true"],
-            "optimizer.offload: true goes with adamw and sgd; a step",
-        ),
-        (
-            ["task=classification", "memory.chunked_loss=true"],
-            "memory.chunked_loss: true is for language models, and the task",
-        ),
-        (
-            ["data.source={images: .}"],
-            r"data.source: images need a common size, for instance `image_size: \[224, 224\]`",
-        ),
-        (["evaluation.source={images: .}"], "evaluation.source: images need a common size"),
-        (["data.source=[{text: a},{images: .}]"], r"data.source.1: images need a common size"),
-        (
-            ["parallelism.pipeline=2", "parallelism.layers_per_stage=[1,1,1]"],
-            "parallelism.layers_per_stage: 1f1b on 2 ranks takes one stage a rank",
-        ),
-        (
-            ["parallelism={pipeline: 2, pipeline_schedule: interleaved, layers_per_stage: [1, 1]}"],
-            "parallelism.layers_per_stage: interleaved on 2 ranks",
-        ),
-        (
-            ["parallelism.layers_per_stage=[1,1]"],
-            "parallelism.layers_per_stage: is for pipelines: give parallelism.pipeline, or leave it out",
-        ),
-        (
-            ["parallelism.pipeline_schedule=gpipe"],
-            "parallelism.pipeline_schedule: gpipe is for pipelines: give parallelism.pipeline, or leave it out",
-        ),
-        (
-            ["parallelism.pipeline=4", "batch.micro_size=8"],
-            "batch.micro_size: 1f1b with 4 stages on 4 ranks cannot run 2",
-        ),
-        (
-            ["parallelism.pipeline=8", "batch.global_size=4"],
-            "batch.global_size: 1f1b with 8 stages on 8 ranks has no micro-batch",
-        ),
-        (
-            ["grad_sync.algorithm=ring", "grad_sync.powersgd_rank=8"],
-            "grad_sync.powersgd_rank: is for compression: powersgd",
-        ),
-        (
-            ["grad_sync.powersgd_rank=8"],
-            "grad_sync.powersgd_rank: is for compression: powersgd, and the compression is none",
-        ),
-        (
-            ["optimizer.name=sgd", "optimizer.betas=[0.9, 0.99]"],
-            "optimizer.betas: is for adamw, lamb, muon, and the optimizer is sgd",
-        ),
-        (["optimizer.momentum=0.5"], "optimizer.momentum: is for sgd, muon, lars, and the optimizer is adamw"),
-        (["optimizer.schedule.power=2"], "optimizer.schedule.power: is for decay: poly, and it is cosine"),
-        (["optimizer.schedule.gamma=0.5"], "optimizer.schedule.gamma: is for decay: step, and it is cosine"),
-        (
-            ["data.source={text: x, image_size: [8, 8]}"],
-            "data.source.image_size: is for images, and the source is text",
-        ),
-        (
-            ["data.source={prepared: x, exclude: y}"],
-            "data.source.exclude: is for text, jsonl, parquet, and the source is",
-        ),
-        (
-            ["data.source=[{text: x}, {text: x, text_field: t}]"],
-            "data.source.1.text_field: is for jsonl, parquet, and the source is",
-        ),
-        (
-            ["data={source: {images: ., image_size: [8, 8]}, seq_len: 64}"],
-            "data.seq_len: is for text, and the source has",
-        ),
-        (
-            ["evaluation={holdout_fraction: 0.2, source: {text: x}}"],
-            "evaluation.holdout_fraction: is a share of the training data, and",
-        ),
-        (
-            ["optimizer.schedule={decay: constant, min_lr_ratio: 0}"],
-            "optimizer.schedule.min_lr_ratio: is for decay: cosine, linear, poly, and it is constant",
-        ),
-        (
-            ["batch.scale_with_workers=true", "batch.global_size=90000000", "parallelism.replicate=2"],
-            "batch.global_size: 180,000,000 samples of 2 workers, expected at most 100,000,000 in all",
-        ),
-    ],
-)
-def test_what_depends_on_the_recipe_alone_is_refused_by_its_check(
-    overrides: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(FP8_VARIABLE, raising=False)
-    found = recipe(*overrides)
-    with pytest.raises(RecipeError, match=expected) as caught:
-        check_recipe(found, tmp_path, num_workers_for(found, 1))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         ["device=cuda", "precision=fp8", "compile=cuda-graphs"],
         ["device=auto", "precision=fp8"],
         ["device=cpu", "precision=tf32"],
-        ["device=mps"],
         ["parallelism={pipeline: 2, pipeline_schedule: zero-bubble, layers_per_stage: [1, 1, 1, 1]}"],
         ["parallelism={pipeline: 2, pipeline_schedule: interleaved}", "batch.micro_size=8"],
         ["grad_sync.compression=powersgd", "determinism=off", "grad_sync.powersgd_rank=8"],

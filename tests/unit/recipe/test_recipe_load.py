@@ -4,6 +4,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe, expand_recipe, load_recipe
@@ -82,24 +83,17 @@ def test_an_error_that_begins_with_a_key_gets_file_and_line(folder: Path, error:
         ("010", 10),
         ("0x10", 16),
         ("0o17", 15),
-        ("no", "no"),
-        ("on", "on"),
         ("true", True),
         ("~", None),
         ("", None),
-        ("2024-01-01", "2024-01-01"),
-        ("1:30", "1:30"),
         ("'1e-3'", "1e-3"),
         ("[1, {a: 2}]", [1, {"a": 2}]),
         ("!!str 5", "5"),
         ("0123", 123),
-        ("0b11", "0b11"),
-        ("1_000", "1_000"),
-        ("<<", "<<"),
-        ("8bit", "8bit"),
-        ("1%", "1%"),
-        ("yes", "yes"),
-        ("off", "off"),
+        *(
+            (text, text)
+            for text in ["no", "on", "yes", "off", "2024-01-01", "1:30", "0b11", "1_000", "<<", "8bit", "1%"]
+        ),
     ],
 )
 def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value: object) -> None:
@@ -107,15 +101,6 @@ def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value
     assert found == value
     assert type(found) is type(value)
     assert load_recipe(None, [f"model.args.x={text}"]).recipe.model.args["x"] == value
-
-
-def test_infinity_is_read_by_the_rules_of_yaml_1_2() -> None:
-    assert parse_yaml("-.inf", "x")[0] == float("-inf")
-
-
-@pytest.mark.parametrize("escape", ["\\U00110000", "\\UFFFFFFFF"])
-def test_an_escape_of_no_character_is_told(folder: Path, escape: str) -> None:
-    assert refusal(f'name: "{escape}"\n').startswith("r.yaml: not valid YAML: ")
 
 
 def test_a_directive_does_not_change_the_rules(folder: Path) -> None:
@@ -158,10 +143,6 @@ def test_numbers_are_written_as_older_yaml_reads_them() -> None:
     assert to_yaml({"a": [1e-5, 1e22, 0.5, 3, float("inf")]}) == "a: [1.0e-05, 1.0e+22, 0.5, 3, .inf]\n"
 
 
-def test_the_word_no_is_not_false(folder: Path) -> None:
-    assert recipe("determinism: off\n").determinism == "off"
-
-
 def test_steps_may_be_written_with_their_unit(folder: Path) -> None:
     assert recipe("evaluation: {every: 7 steps}\nsteps: 1 step\n").evaluation.every == 7
 
@@ -189,16 +170,11 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("steps: soon", '1: steps: found "soon", expected a whole number from 1 to 10,000,000,000 or `N steps`'),
+        ("steps: soon", '1: steps: found "soon", expected a whole number above 0 or `N steps`'),
         ("optimizer: [1]", "1: optimizer: found [1], expected a mapping (name, lr, "),
-        (
-            "batch:\n  micro_size: 0",
-            "2: batch.micro_size: found 0, expected a whole number from 1 to 100,000,000 or auto",
-        ),
-        ("parallelism: 3", "1: parallelism: found 3, expected a mapping (replicate, "),
+        ("batch:\n  micro_size: 0", "2: batch.micro_size: found 0, expected a whole number above 0 or auto"),
         ("parallelism:\n  shrad: 3", "2: parallelism.shrad: unknown key; did you mean shard?"),
         ("compile: maybe", '1: compile: found "maybe", expected true or false or auto'),
-        ("callbacks: a:b", '1: callbacks: found "a:b", expected a list of texts'),
         (
             "trackers: [wandb, mlflw]",
             '1: trackers.1: found "mlflw", expected tensorboard, wandb, mlflow or trackio; did you mean mlflow?',
@@ -211,15 +187,12 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
             "data: {tokenizer: {bpe: 3}}",
             "1: data.tokenizer.bpe: found 3, expected a whole number from 257 to 10,000,000",
         ),
-        ("optimizer: {betas: [1, 2, 3]}", "1: optimizer.betas: found [1, 2, 3], expected a list of 2"),
         (
             "evaluation: {holdout_fraction: 1.5}",
             "1: evaluation.holdout_fraction: found 1.5, expected a number of at least 0 and below 1",
         ),
-        ("- 1", "1: found [1], expected a mapping"),
         ("name: 5", "1: name: found 5, expected text"),
         ("a: [", "2: not valid YAML: "),
-        ("a: 1\n\tb: 2", "2: not valid YAML: "),
         ("a: 1\nb: \x01", "2: not valid YAML: control character"),
         ("seed: 1\nseed: 2", "2: seed: appears twice, first at r.yaml:1"),
         ("x: !!python/object:os.system 3", "1: the tag !!python/object:os.system cannot be used"),
@@ -227,10 +200,7 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
         ("? [a]\n: 1", "1: found a sequence as a key"),
         ("steps: 1\n---\nsteps: 2", "2: not valid YAML: "),
         ("model: {args: {a: {b: 1, b: 2}}}", "1: model.args.a.b: appears twice, first at r.yaml:1"),
-        ("x: !!timestamp 2024-01-01", "1: the tag !!timestamp cannot be used"),
-        ("x: !!set {a}", "1: the tag !!set cannot be used"),
         ("x: !mine {a: 1}", "1: the tag !mine cannot be used"),
-        ("x: !!float ''", "1: the tag !!float cannot be used"),
     ],
 )
 def test_bad_input_is_told_with_file_line_and_what_was_expected(folder: Path, text: str, expected: str) -> None:
@@ -303,7 +273,7 @@ def test_an_override_that_is_not_key_and_value_is_wrong_usage() -> None:
         ("", "optimizer.lrr=3", "optimizer.lrr: unknown key; did you mean lr?"),
         ("", "steps=soon", 'steps: found "soon", expected '),
         ("", "steps=", "steps: found nothing, expected "),
-        ("", "budget=", "budget: found nothing, expected a mapping (device_hours, kwh, cost) or null"),
+        ("", "lora=", "lora: found nothing, expected a mapping (rank, alpha, target_modules, dropout) or null"),
         ("", "steps={", "not valid YAML: "),
         ("steps: 3", "steps.x=2", "steps is 3, not a mapping"),
         ("data: {source: [{text: a}]}", "data.source.1.weight=2", "data.source is a list of 1: found '1'"),
@@ -314,19 +284,20 @@ def test_errors_of_an_override_name_it(folder: Path, text: str, argument: str, e
     assert refusal(text, argument).startswith(f"override {argument}: {expected}")
 
 
-@pytest.mark.parametrize("text", ["budget:", "lora: # {rank: 8}", "init_from:", "checkpoint:", "optimizer: {lr}"])
+@pytest.mark.parametrize("text", ["lora: # {rank: 8}", "init_from:", "checkpoint:", "optimizer: {lr}"])
 def test_a_key_without_a_value_is_no_null(folder: Path, text: str) -> None:
     key = "optimizer.lr" if "lr}" in text else text.partition(":")[0]
     assert refusal(f"seed: 1\n{text}\n").startswith(f"r.yaml:2: {key}: found nothing, expected ")
 
 
-@pytest.mark.parametrize("limits", ["{}", "{kwh: null}"])
-def test_a_budget_without_a_limit_is_refused(folder: Path, limits: str) -> None:
-    assert refusal(f"budget: {limits}\n") == (
-        "r.yaml:1: budget: limits nothing; expected device_hours, kwh or cost, or budget: null"
-    )
-    assert recipe("budget: null\n").budget is None
-    assert recipe("budget:\n", "budget.kwh=3").budget is not None
+def test_recipes_in_checkpoints_of_earlier_versions_can_be_read() -> None:
+    old = {**Recipe().model_dump(), "budget": None}
+    old["data"]["order"] = 2
+    assert Recipe.model_validate(old) == Recipe()
+    with pytest.raises(ValidationError, match="budget"):
+        Recipe.model_validate({**old, "budget": {"kwh": 1.0}})
+    with pytest.raises(ValidationError, match="order"):
+        Recipe.model_validate({"data": {"order": 7}})
 
 
 # -- variables ---------------------------------------------------------------------------------------------------------

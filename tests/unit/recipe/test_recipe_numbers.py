@@ -1,4 +1,4 @@
-"""Every number of a recipe has bounds, and what is no such number is refused by key, value and what may stand there."""
+"""What is no number that a key can have is refused by key, value and what may stand there."""
 
 import json
 from typing import Any
@@ -49,16 +49,7 @@ def test_there_are_numbers_in_all_parts_of_a_recipe() -> None:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_number_has_a_bound_on_either_side(name: str) -> None:
-    key = NUMBERS[NAMES.index(name)]
-    for form in iterate_variants(find_schema(key, Recipe) or {}):
-        if form.get("type") in ("integer", "number"):
-            assert form.keys() & {"minimum", "exclusiveMinimum"}, form
-            assert form.keys() & {"maximum", "exclusiveMaximum"}, form
-
-
-@pytest.mark.parametrize("text", ["1000000000000000000000000", "-1", "1e308", ".inf", "-.inf", ".nan", "true", "[]"])
+@pytest.mark.parametrize("text", ["-1", ".inf", ".nan", "true", "[]"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_out_of_bounds_or_no_number_is_refused_by_name(name: str, text: str) -> None:
     said = refusal(name, text)
@@ -68,35 +59,19 @@ def test_what_is_out_of_bounds_or_no_number_is_refused_by_name(name: str, text: 
     assert "\n" not in said.replace(f"\noverride {shown}", "")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_number_of_thousands_of_digits_is_refused_by_name(name: str) -> None:
-    said = refusal(name, "9" * 5000)
-    assert name.removesuffix(".0") in said
-    assert "found a number of 5,000 digits" in said
-    assert len(said) < 300
-
-
-def test_a_text_of_thousands_of_digits_is_no_number_of_steps() -> None:
-    said = refusal("steps", f"'{'9' * 5000} steps'")
-    assert said.endswith("expected a whole number from 1 to 10,000,000,000 or `N steps`")
-    assert len(said) < 300
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("num_threads=1000000000", "num_threads: found 1000000000, expected a whole number from 1 to 1,024 or auto"),
-        ("batch.global_size=true", "batch.global_size: found true, expected a whole number from 1 to 100,000,000"),
-        ("optimizer.lr=1e7", "optimizer.lr: found 10000000.0, expected a number above 0 and of at most 1,000,000"),
+        ("batch.global_size=true", "batch.global_size: found true, expected a whole number above 0"),
+        ("optimizer.lr=0", "optimizer.lr: found 0, expected a number above 0"),
         (
             "optimizer.schedule.min_lr_ratio=2",
             "optimizer.schedule.min_lr_ratio: found 2, expected a number from 0 to 1",
         ),
-        ("steps='20000000000 steps'", "steps: found 20000000000, expected a whole number from 1 to "),
-        ("seed=9223372036854775808", "seed: found 9223372036854775808, expected a whole number from 0 to "),
+        ("seed=9223372036854775808", "seed: found 9223372036854775808, expected a whole number from 0 to"),
     ],
 )
-def test_a_refusal_tells_the_value_and_both_bounds(given: str, said: str) -> None:
+def test_a_refusal_tells_the_value_and_its_bounds(given: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(None, [given])
     assert said in str(caught.value)
@@ -110,7 +85,6 @@ def test_a_refusal_tells_the_value_and_both_bounds(given: str, said: str) -> Non
         ("optimizer.lr='1e-3'", "optimizer.lr", 1e-3),
         ("optimizer.lr=1", "optimizer.lr", 1.0),
         ("seed=9223372036854775807", "seed", 2**63 - 1),
-        ("num_threads=1024", "num_threads", 1024),
     ],
 )
 def test_numbers_within_bounds_may_be_written_as_before(given: str, name: str, value: Any) -> None:

@@ -61,14 +61,6 @@ def test_a_cache_that_cannot_be_written_costs_only_measuring(tmp_path: Path) -> 
     assert load_or_measure("trials", KEY, Counter(), folder=tmp_path / "file") == {"rate": 1}
 
 
-def test_a_value_that_was_changed_is_measured_again(tmp_path: Path) -> None:
-    measure = Counter()
-    load_or_measure("trials", KEY, measure, folder=tmp_path)
-    (path,) = (tmp_path / "trials").glob("*.json")
-    path.write_text(path.read_text().replace('"rate": 1', '"rate": 3'))
-    assert load_or_measure("trials", KEY, measure, folder=tmp_path) == {"rate": 2}
-
-
 def test_who_asks_while_another_measures_gets_the_same_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measuring, waited = threading.Event(), threading.Event()
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: waited.set())

@@ -1,28 +1,14 @@
 """The run directory: where everything lies, and files that are whole or not there."""
 
-import json
 import os
-import resource
 import shutil
 from pathlib import Path
 
 import pytest
 
-from phalanx.cli.report import write_page
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
-from phalanx.run import directory as directory_module
 from phalanx.run.directory import check_output_path, check_run_path, write_atomic, write_json, write_output
-
-
-def test_naming_a_run_creates_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    assert run.events == tmp_path / "run" / "events.jsonl"
-    assert not run.path.exists()
-
-
-def test_a_run_may_be_named_by_a_string() -> None:
-    assert Run("runs/mine").result == Path("runs/mine/result.json")  # type: ignore[arg-type]
 
 
 def test_creating_a_run_makes_its_folders_and_keeps_what_is_there(tmp_path: Path) -> None:
@@ -32,25 +18,6 @@ def test_creating_a_run_makes_its_folders_and_keeps_what_is_there(tmp_path: Path
     run.create()
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "events.jsonl", "logs"]
     assert (run.logs / "old.log").exists()
-
-
-def test_everything_of_a_run_lies_in_its_directory(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    names = [
-        "recipe",
-        "resolved",
-        "plan",
-        "cluster",
-        "environment",
-        "events",
-        "logs",
-        "checkpoints",
-        "result",
-        "report",
-    ]
-    places = [getattr(run, name) for name in names]
-    assert all(place.parent == tmp_path for place in places)
-    assert len(set(places)) == len(names)
 
 
 def test_a_directory_without_a_resolved_recipe_is_no_run(tmp_path: Path) -> None:
@@ -68,11 +35,6 @@ def test_a_part_of_a_run_that_is_named_as_one_tells_the_run(tmp_path: Path, part
     assert str(refusal.value) == f"{tmp_path / 'run' / part}: is inside the run {tmp_path / 'run'}; give that"
 
 
-def test_a_directory_with_a_resolved_recipe_is_a_run(tmp_path: Path) -> None:
-    (tmp_path / "resolved.yaml").touch()
-    assert Run.open_existing(tmp_path) == Run(tmp_path)
-
-
 def test_a_file_that_was_not_written_yet_reads_as_none(tmp_path: Path) -> None:
     assert Run(tmp_path).read_json(Run(tmp_path).plan) is None
 
@@ -83,12 +45,6 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str, reaso
     run.plan.write_text(text)
     with pytest.raises(DataError, match=f"plan.json: {reason}"):
         run.read_json(run.plan)
-
-
-def test_json_goes_out_and_comes_back(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    write_json(run.plan, {"a": [1, None, "ü"]})
-    assert run.read_json(run.plan) == {"a": [1, None, "ü"]}
 
 
 def test_writing_replaces_the_old_and_leaves_no_other_file(tmp_path: Path) -> None:
@@ -119,46 +75,11 @@ def test_a_write_into_no_folder_names_the_file(tmp_path: Path) -> None:
     assert raised.value.filename == str(tmp_path / "none" / "a.txt")
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "a.html"
-    write_page(path, "old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        with pytest.raises(UsageError, match="cannot write the page there"):
-            write_page(path, "new")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.json"
-    write_json(path, {"old": 1})
-    seen = []
-    replace = os.replace
-
-    def look_first(source: Path, target: Path) -> None:
-        seen.append(json.loads(path.read_text()))
-        seen.append(json.loads(Path(source).read_text()))
-        replace(source, target)
-
-    monkeypatch.setattr(directory_module.os, "replace", look_first)
-    write_json(path, {"new": 2})
-    assert seen == [{"old": 1}, {"new": 2}]
-
-
 @pytest.mark.parametrize("path", ["file", "file/run"])
 def test_a_run_is_not_kept_where_a_file_is(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file; choose another --run"):
         check_run_path(tmp_path / path)
-
-
-def test_a_run_may_be_kept_where_nothing_is_yet(tmp_path: Path) -> None:
-    check_run_path(tmp_path / "not" / "there" / "yet")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """events.jsonl: written line by line, read whatever a crash has left, and which of the steps count."""
 
 import errno
-import io
 import json
 import math
 import os
@@ -12,12 +11,10 @@ import pytest
 
 from made_events import USUAL, made
 from phalanx.errors import DataError
-from phalanx.run import Event, EventLog, EventTail, lines, read_events, select_final_steps
-from phalanx.run.boot_clock import unix_now
+from phalanx.run import Event, EventLog, EventTail, events, read_events, select_final_steps
 from phalanx.run.event_types import (
     FORMAT_VERSION,
     AttemptStarted,
-    EvaluationDone,
     RunEnded,
     RunEvent,
     RunWarning,
@@ -66,17 +63,6 @@ def test_an_event_is_a_line_with_its_kind_and_without_what_is_usual(path: Path) 
     assert list(read_events(path)) == [event]
 
 
-def test_an_event_has_the_time_at_which_it_was_made() -> None:
-    before = unix_now()
-    assert before <= made(RunWarning).time <= unix_now()
-
-
-def test_numbers_come_back_unrounded(path: Path) -> None:
-    loss = 0.1 + 0.2
-    write(path, made(StepDone, loss=loss))
-    assert [event.loss for event in select_final_steps(read_events(path))] == [loss]
-
-
 def test_opening_again_appends(path: Path) -> None:
     write(path, made(AttemptStarted))
     write(path, made(StepDone), made(RunEnded))
@@ -122,19 +108,6 @@ def test_a_torn_last_line_is_ended_before_the_next_event(path: Path) -> None:
     assert kinds(path) == ["attempt_started", "run_ended"]
 
 
-def test_a_whole_last_line_is_left_as_it_is(path: Path) -> None:
-    write(path, made(AttemptStarted))
-    before = path.read_bytes()
-    EventLog(path).close()
-    assert path.read_bytes() == before
-
-
-def test_a_torn_line_is_skipped_while_it_is_the_last(path: Path) -> None:
-    write(path, made(AttemptStarted), made(StepDone))
-    path.write_bytes(path.read_bytes()[:-3])
-    assert kinds(path) == ["attempt_started"]
-
-
 @pytest.mark.parametrize("line", [b"", b"{", b"[1, 2]", b"null", b'{"time": 1}', b"\xff\xfe\x00", b'"kind"'])
 def test_a_line_that_is_no_event_is_skipped(path: Path, line: bytes) -> None:
     write(path, made(AttemptStarted))
@@ -168,15 +141,6 @@ def test_a_line_without_a_field_is_no_event_and_one_with_more_fields_is() -> Non
     assert parse_event(json.dumps({**fields, "mood": "good"})) == event
 
 
-def test_a_loss_may_be_as_large_as_a_float() -> None:
-    event = made(StepDone, loss=3e38)
-    assert parse_event(line_of(event)) == event
-
-
-def test_a_run_without_events_has_none(path: Path) -> None:
-    assert list(read_events(path)) == []
-
-
 def test_a_tail_gives_each_event_once_and_one_that_is_not_whole_when_it_is(path: Path) -> None:
     tail = EventTail(path)
     assert list(tail.read()) == []
@@ -189,24 +153,6 @@ def test_a_tail_gives_each_event_once_and_one_that_is_not_whole_when_it_is(path:
     with open(path, "ab") as file:
         file.write(whole[20:])
     assert [event.kind for event in tail.read()] == ["warning"]
-
-
-def test_a_tail_reads_each_byte_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(path, *(made(StepDone, step=step) for step in range(1, 100)))
-    tail, places = EventTail(path), list[int]()
-
-    def opened(descriptor: int, mode: str) -> io.BufferedReader:
-        file = open(descriptor, mode)  # noqa: SIM115
-        seek = file.seek
-        monkeypatch.setattr(file, "seek", lambda place: (places.append(place), seek(place))[1], raising=False)
-        return file
-
-    assert len(list(tail.read())) == 99
-    size = path.stat().st_size
-    monkeypatch.setattr(lines, "open", opened, raising=False)
-    write(path, made(RunEnded))
-    assert [event.kind for event in tail.read()] == ["run_ended"]
-    assert places == [size]
 
 
 def test_a_tail_that_skips_gives_what_comes_after(path: Path) -> None:
@@ -227,9 +173,9 @@ def test_a_file_that_was_cut_is_read_from_its_start(path: Path) -> None:
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LONGEST_LINE_BYTES", 1000)
+    monkeypatch.setattr(events, "LONGEST_LINE_BYTES", 1000)
     path.write_bytes(b"[" * 2500 + b"\n" + line_of(made(RunWarning)).encode() + b"\n")
-    assert [len(line) for line in lines.LineTail(path).read()][:3] == [1000, 1000, 500]
+    assert [len(line) for line in events.LineTail(path).read()][:3] == [1000, 1000, 500]
     assert kinds(path) == ["warning"]
 
 
@@ -258,10 +204,6 @@ def test_steps_that_the_last_attempt_has_not_reached_yet_still_count() -> None:
 def test_after_a_rollback_within_an_attempt_the_step_done_last_counts() -> None:
     happened = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("step", 2), ("step", 3)]
     assert counted(*happened) == [(1, 1), (2, 4), (3, 5)]
-
-
-def test_other_events_are_no_steps() -> None:
-    assert select_final_steps([made(EvaluationDone, step=3), made(RunWarning)]) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])

@@ -23,10 +23,6 @@ def pulses() -> Iterator[HeartbeatTable]:
     pulses.close()
 
 
-def test_a_worker_that_gave_no_sign_has_none(pulses: HeartbeatTable) -> None:
-    assert pulses.read(3) is None
-
-
 def test_the_last_sign_is_read_with_the_number_of_all(pulses: HeartbeatTable) -> None:
     pulse = HeartbeatWriter(pulses.fd, 3, clock=lambda: 12.5)
     pulse.record("starting")
@@ -34,12 +30,6 @@ def test_the_last_sign_is_read_with_the_number_of_all(pulses: HeartbeatTable) ->
     pulse.record("forward")
     assert pulses.read(3) == Heartbeat(os.getpid(), 2, 7, "forward", 12.5)
     assert pulses.read(2) is None
-
-
-def test_signs_of_other_workers_are_forgotten(pulses: HeartbeatTable) -> None:
-    HeartbeatWriter(pulses.fd, 0).record("starting")
-    pulses.clear()
-    assert pulses.read(0) is None
 
 
 def test_a_forked_worker_is_heard(pulses: HeartbeatTable) -> None:

@@ -2,23 +2,12 @@
 
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from phalanx.run.event_types import RunWarning
-from phalanx.run.message_socket import MAX_PACKET_BYTES, drain, make_socket_pair, receive, send
-from phalanx.run.messages import Message, ProtocolError, encode
-from phalanx.run.node_messages import Ping, StopRequested
-from phalanx.run.process_messages import RankResult, StoreDied
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    near, far = make_socket_pair()
-    yield near, far
-    near.close()
-    far.close()
+from phalanx.run.messages import MAX_PACKET_BYTES, Message, drain, encode, receive, send
+from phalanx.run.process_messages import Ping, RankResult, StoreDied
 
 
 def test_messages_of_one_send_come_as_one_packet(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -27,12 +16,6 @@ def test_messages_of_one_send_come_as_one_packet(ends: tuple[socket.socket, sock
     send(ends[0], StoreDied(attempt=3))
     assert receive(ends[1]) == [Ping(), odd]
     assert receive(ends[1]) == [StoreDied(attempt=3)]
-
-
-def test_both_directions_work(ends: tuple[socket.socket, socket.socket]) -> None:
-    send(ends[0], Ping())
-    send(ends[1], StopRequested())
-    assert (receive(ends[0]), receive(ends[1])) == ([StopRequested()], [Ping()])
 
 
 def test_what_is_too_large_for_a_packet_comes_in_several_in_order(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -80,29 +63,6 @@ def test_drain_takes_what_lies_there_and_does_not_wait(ends: tuple[socket.socket
     assert list(drain(ends[1])) == [first, second, third]
 
 
-def test_drain_ends_where_every_writer_is_gone(ends: tuple[socket.socket, socket.socket]) -> None:
-    send(ends[0], Ping())
-    ends[0].close()
-    assert list(drain(ends[1])) == [Ping()]
-
-
-def test_packets_of_several_writers_do_not_mix(ends: tuple[socket.socket, socket.socket]) -> None:
-    def write(writer: int) -> None:
-        for number in range(50):
-            send(ends[0], RankResult(rank=writer, value=[number, "x" * 500]))
-
-    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(3)]
-    for thread in writers:
-        thread.start()
-    found: list[RankResult] = []
-    while len(found) < 150:
-        found += [message for message in receive(ends[1]) or () if isinstance(message, RankResult)]
-    for thread in writers:
-        thread.join()
-    for writer in range(3):
-        assert [message.value[0] for message in found if message.rank == writer] == list(range(50))
-
-
 def test_what_is_no_message_comes_as_a_warning_and_the_others_as_they_are(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -111,12 +71,3 @@ def test_what_is_no_message_comes_as_a_warning_and_the_others_as_they_are(
     assert (first, last) == (Ping(), Ping())
     assert [type(message) for message in others] == [RunWarning] * 3
     assert getattr(others[0], "text", "").endswith("not an event of this version: {'kind': 'store_died'}")
-
-
-@pytest.mark.parametrize("packet", [b"{", b"{}", b"3", b"[" * 100_000])
-def test_a_packet_that_is_no_list_of_messages_is_an_error(
-    ends: tuple[socket.socket, socket.socket], packet: bytes
-) -> None:
-    ends[0].send(packet)
-    with pytest.raises(ProtocolError):
-        receive(ends[1])

@@ -1,15 +1,12 @@
 """Folders whose content is believed or run: those of others, and those that others may write, are refused."""
 
-import contextlib
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from full_disk import full_disk
 from phalanx.errors import UsageError
-from phalanx.fleet.node_states import NodeState, NodeStates
 from phalanx.jobs.local_queue.database import JobDatabase
 from phalanx.run.cache import cache_root
 from phalanx.run.private_files import check_owner
@@ -54,19 +51,6 @@ def test_a_cache_where_others_may_write_is_not_used(tmp_path: Path) -> None:
         cache_root({"PHALANX_CACHE_DIR": str(tmp_path)})
 
 
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Files of this process cannot grow."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_no_reason_to_move_a_table_away(tmp_path: Path) -> None:
     with full_disk(), pytest.raises(UsageError, match=r"queue.db: the queue cannot be opened \(disk"):
         JobDatabase(tmp_path)
-    with full_disk(), pytest.raises(UsageError, match=r"fleet.db: the table of nodes cannot be used \(disk"):
-        NodeStates(tmp_path / "fleet.db").change("n1", NodeState.DRAINED, "fan", "root")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from make_run import Maker, healthy, troubled
+from fake_nodes import add_minute
+from make_run import T0, Maker, healthy, troubled
 from phalanx.errors import DataError
 from phalanx.observe.history import read_history
 from phalanx.observe.html_report.report import render_sections
@@ -32,10 +33,9 @@ def test_the_page_has_the_sections_of_the_report(tmp_path: Path) -> None:
     run = Run(troubled(tmp_path / "run"))
     history = read_history(run.events)
     summary = build_summary(run, history)
-    page = LiveRun(run).read_page()
+    page = LiveRun(run, lambda: 0.0).read_page()
     report = render_sections(summary, history, find_recommendations(summary, history))
-    assert {id: page.sections[id] for id in report} == report
-    assert page.sections.keys() - report.keys() == {"forecast", "notes"}
+    assert page.sections == report
     assert page.charts[0].title == "Loss"
     assert page.share_read == 1
 
@@ -127,3 +127,17 @@ def test_a_run_is_running_while_it_is_written_and_incomplete_afterwards(tmp_path
     assert '<span class="status running">running</span>' in live.read_page().sections["outcome"]
     clock.now, wall.now = 600.0, wall.now + 600
     assert '<span class="status incomplete">' in live.read_page().sections["outcome"]
+
+
+def test_a_minute_of_telemetry_is_on_the_page_while_a_step_takes_long(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run")
+    maker.start()
+    maker.step(1)
+    (maker.path / "telemetry").mkdir()
+    clock = Clock()
+    live = LiveRun(Run(maker.path), clock)
+    assert "CPU power" not in [chart.title for chart in live.read_page().charts]
+    add_minute(maker.path, "node-1", T0 + 600, watts=100.0)
+    clock.now += 60
+    (power,) = [chart for chart in live.read_page().charts if chart.title == "CPU power"]
+    assert power.series[0].x.tolist() == [630.0]

@@ -11,7 +11,7 @@ from make_run import Maker, healthy, troubled
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, RunEnded, StepDone
 from phalanx.serve import run_row
-from phalanx.serve.run_row import END_BYTES, RUNNING_WITHIN_S, SPARKLINE_POINTS, read_run_row
+from phalanx.serve.run_row import END_BYTES, RUNNING_WITHIN_S, read_run_row
 
 
 @pytest.mark.parametrize("end_bytes", [END_BYTES, 4096], ids=["whole", "ends only"])
@@ -22,10 +22,6 @@ def test_a_finished_run_has_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (row.step, row.total_steps, row.world_size, row.device) == (300, 300, 1, "cpu")
     assert row.loss == pytest.approx(1.4, abs=0.1)
     assert row.units_per_s == pytest.approx(4096 / 0.4, rel=0.05)
-    steps = [step for step, _ in row.losses]
-    assert steps == sorted(set(steps))
-    assert SPARKLINE_POINTS / 2 <= len(steps) <= 2 * SPARKLINE_POINTS
-    assert (steps[0], steps[-1]) == (pytest.approx(1, abs=20), pytest.approx(300, abs=8))
 
 
 def test_what_was_added_gives_the_row_of_the_whole_file(tmp_path: Path) -> None:
@@ -93,7 +89,7 @@ def test_a_run_that_was_resumed_after_its_end_is_not_over(tmp_path: Path) -> Non
 def test_a_file_of_something_else_is_a_run_that_has_not_started(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "events.jsonl").write_bytes(content)
     row = read_run_row(Run(tmp_path))
-    assert (row.step, row.losses, row.status(time.time())) == (0, (), "not started")
+    assert (row.step, row.status(time.time())) == (0, "not started")
 
 
 def test_events_that_are_a_link_or_a_pipe_are_not_opened(tmp_path: Path) -> None:
@@ -109,22 +105,10 @@ def test_events_that_are_a_link_or_a_pipe_are_not_opened(tmp_path: Path) -> None
         assert ("is a link" if name == "a" else "expected a file") in str(row.problem)
 
 
-def test_the_sparkline_keeps_its_size_however_long_the_run_is(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=100_000)
-    maker.start()
-    row = read_run_row(Run(maker.path))
-    for first in range(1, 2000, 100):
-        for step in range(first, first + 100):
-            maker.event(StepDone, step=step, loss=1.0)
-        row = read_run_row(Run(maker.path), row)
-    assert row.step == 2000
-    assert len(row.losses) <= 2 * SPARKLINE_POINTS
-
-
 def test_a_loss_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run")
     maker.start()
     maker.event(StepDone, step=1, loss=None)
     maker.event(EvaluationDone, step=1, loss=None)
     row = read_run_row(Run(maker.path))
-    assert (row.step, row.loss, row.validation_loss, row.losses) == (1, None, None, ())
+    assert (row.step, row.loss, row.validation_loss) == (1, None, None)

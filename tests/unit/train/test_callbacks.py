@@ -4,13 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from made_events import USUAL, made
 from phalanx.errors import RecipeError
 from phalanx.run import Event
 from phalanx.run.event_types import RunEnded, StepDone
-from phalanx.train.callbacks import Callbacks, RunContext, load_callbacks
+from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
+from phalanx.train.train_state import TrainState
+from phalanx.train.trainer import Trainer
+from small_train import GLOBAL, make_parts
 
 
 def view() -> RunContext:
@@ -21,59 +24,88 @@ class Full:
     def __init__(self, name: str, seen: list[Any]):
         self.name, self.seen = name, seen
 
-    def start(self, run: RunContext) -> None:
-        self.seen.append((self.name, "start", run))
+    def on_train_start(self, run: RunContext) -> None:
+        self.seen.append((self.name, "on_train_start", run))
 
-    def step(self, run: RunContext, event: Event) -> None:
-        self.seen.append((self.name, "step", event))
+    def post_step(self, run: RunContext, event: Event) -> None:
+        self.seen.append((self.name, "post_step", event))
 
-    def end(self, run: RunContext, event: Event) -> None:
-        self.seen.append((self.name, "end", event))
+    def on_train_end(self, run: RunContext, event: Event) -> None:
+        self.seen.append((self.name, "on_train_end", event))
 
 
 def test_callbacks_are_called_in_the_order_of_the_recipe() -> None:
     seen: list[Any] = []
     run = view()
-    callbacks = Callbacks([Full("a", seen), Full("b", seen)], run)
+    callbacks = UserCallbacks([Full("a", seen), Full("b", seen)], run)
     event = made(StepDone)
     callbacks.on_train_start()
-    callbacks.run_hook(event)
-    assert seen == [("a", "start", run), ("b", "start", run), ("a", "step", event), ("b", "step", event)]
+    callbacks.call_for_event(event)
+    assert seen == [
+        ("a", "on_train_start", run),
+        ("b", "on_train_start", run),
+        ("a", "post_step", event),
+        ("b", "post_step", event),
+    ]
 
 
 def test_only_methods_that_exist_are_called() -> None:
     seen: list[Any] = []
-    callbacks = Callbacks([Full("a", seen)], view())
+    callbacks = UserCallbacks([Full("a", seen)], view())
     for kind in USUAL:
-        callbacks.run_hook(made(kind))  # type: ignore[arg-type]
-    assert [what for _, what, _ in seen] == ["step", "end"]
+        callbacks.call_for_event(made(kind))  # type: ignore[arg-type]
+    assert [what for _, what, _ in seen] == ["post_step", "on_train_end"]
 
 
 def test_an_attribute_that_only_has_the_name_of_a_moment_is_not_called() -> None:
     class Counting:
-        step = 0
+        post_step = 0
 
-        def end(self, run: RunContext, event: Event) -> None:
-            self.step += 1
+        def on_train_end(self, run: RunContext, event: Event) -> None:
+            self.post_step += 1
 
     counting = Counting()
-    callbacks = Callbacks([counting], view())
-    callbacks.run_hook(made(StepDone))
-    callbacks.run_hook(made(RunEnded))
-    assert counting.step == 1
+    callbacks = UserCallbacks([counting], view())
+    callbacks.call_for_event(made(StepDone))
+    callbacks.call_for_event(made(RunEnded))
+    assert counting.post_step == 1
 
 
-def test_an_error_in_a_callback_is_not_overlooked() -> None:
-    class Failing:
-        def step(self, run: RunContext, event: Event) -> None:
-            raise RuntimeError("the user's own")
+class Inside:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
 
-    with pytest.raises(RuntimeError, match="the user's own"):
-        Callbacks([Failing()], view()).run_hook(made(StepDone))
+    def on_restart(self, run: RunContext) -> None:
+        self.seen.append(("restart", run.step))
+
+    def pre_step(self, run: RunContext) -> None:
+        self.seen.append("pre_step")
+
+    def pre_forward(self, run: RunContext, batch: Any) -> None:
+        self.seen.append(("pre_forward", sorted(batch)))
+
+    def pre_backward(self, run: RunContext, loss_sum: Tensor) -> None:
+        self.seen.append(("pre_backward", loss_sum.dim()))
+
+    def pre_optimizer_step(self, run: RunContext) -> None:
+        self.seen.append("pre_optimizer_step")
+
+    def post_step(self, run: RunContext, event: StepDone) -> None:
+        self.seen.append("post_step")
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_the_moments_of_a_step_are_called_in_order(step: int, tmp_path: Path) -> None:
+    inside = Inside()
+    parts = make_parts(tmp_path, callbacks=(inside,), steps=step + 1)
+    Trainer(parts, TrainState(step, GLOBAL * step), {}).fit()
+    micro_batch = [("pre_forward", ["targets", "tokens"]), ("pre_backward", 0)]
+    restart = [("restart", step)] if step else []
+    assert inside.seen == [*restart, "pre_step", *micro_batch, *micro_batch, "pre_optimizer_step", "post_step"]
 
 
 def test_callbacks_are_loaded_by_import_path_in_order(tmp_path: Path) -> None:
-    source = "class One:\n    def step(self, run, event): ...\nclass Two:\n    def end(self, run, event): ...\n"
+    source = "class One:\n    def pre_step(self, run): ...\nclass Two:\n    def on_train_end(self, run, event): ...\n"
     (tmp_path / "own_callbacks.py").write_text(source)
     loaded = load_callbacks(["own_callbacks:Two", "own_callbacks:One"], tmp_path)
     assert [type(callback).__name__ for callback in loaded] == ["Two", "One"]
@@ -81,12 +113,14 @@ def test_callbacks_are_loaded_by_import_path_in_order(tmp_path: Path) -> None:
 
 def test_a_callback_that_would_never_be_called_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own_idle.py").write_text("class Idle:\n    def on_step(self): ...\n")
-    with pytest.raises(RecipeError, match=r"callbacks.0: own_idle:Idle has none of the methods start, step, evaluat"):
+    with pytest.raises(
+        RecipeError, match=r"callbacks.0: own_idle:Idle has none of the methods on_train_start, on_restart, pre_step"
+    ):
         load_callbacks(["own_idle:Idle"], tmp_path)
 
 
 def test_a_callback_that_does_not_exist_is_named_by_its_key(tmp_path: Path) -> None:
-    (tmp_path / "own_first.py").write_text("class First:\n    def start(self, run): ...\n")
+    (tmp_path / "own_first.py").write_text("class First:\n    def on_train_start(self, run): ...\n")
     with pytest.raises(RecipeError, match=r"callbacks.1: .*there is no module 'no_such_callbacks'"):
         load_callbacks(["own_first:First", "no_such_callbacks:Mine"], tmp_path)
 

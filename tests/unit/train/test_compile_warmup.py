@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from phalanx.models import moe, transformer
 from phalanx.run.event_types import Compiled, StepDone
-from phalanx.train.compile_warmup import warm_up_compile
-from phalanx.train.distributed.compile import compile_blocks
+from phalanx.train.distributed.parallelize import compile_blocks
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
+from phalanx.train.worker import warm_up_compile
 from small_train import Clock, Remembering, SmallParts, make_parts, steps_of
 
 pytestmark = [
@@ -107,12 +107,6 @@ def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
         assert isinstance(parts.reporter, Remembering)
         losses.append([event.loss for event in parts.reporter.of(StepDone)])
     assert losses[0] == losses[1]
-
-
-def test_it_runs_the_samples_that_come_next(tmp_path: Path) -> None:
-    parts = small(tmp_path)
-    warm_up_compile(parts, TrainState(step=2, samples_consumed=8))
-    assert parts.data.asked == [(8, 2), (10, 2)]  # type: ignore[attr-defined]
 
 
 def learns(model: nn.Module) -> None:

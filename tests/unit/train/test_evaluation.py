@@ -10,7 +10,7 @@ from phalanx.data.reader import ValidationPart
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.tasks import LanguageModeling, TensorBatch
-from small_train import VOCAB, Clock, Samples, TinyLM, mesh_of, objective_of, tiny_lm, token_batch
+from small_train import Clock, Samples, TinyLM, mesh_of, objective_of, tiny_lm, token_batch
 
 
 class Scored(LanguageModeling):
@@ -158,7 +158,3 @@ def test_the_precision_is_the_runs() -> None:
     assert rounded is not None
     assert rounded.loss != plain
     assert rounded.loss == pytest.approx(plain, rel=0.05)
-
-
-def test_an_untrained_model_scores_about_a_guess() -> None:
-    assert score(tiny_lm()).loss == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=0.3)

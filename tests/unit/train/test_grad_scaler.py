@@ -25,13 +25,6 @@ def test_the_scale_doubles_after_an_interval_of_good_steps() -> None:
     assert seen == [8, 8, 16, 16, 16, 32, 32]
 
 
-def test_good_steps_before_an_overflow_do_not_count() -> None:
-    scale = GradScaler(scale=8.0, dynamic=True, growth_interval=3)
-    for overflow in (False, False, True, False, False):
-        scale.update(overflow)
-    assert scale.scale == 4.0
-
-
 def test_the_scale_has_a_bottom_where_lowering_helps_no_more() -> None:
     scale = GradScaler(scale=2.0**-13, dynamic=True)
     assert not scale.at_min_scale

@@ -4,7 +4,6 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
-from phalanx.train.checkpoint.retention import best_checkpoint_file
+from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import check_data, given_device, load_trained_model
 from phalanx.train.model_builder import build_model
@@ -47,14 +46,13 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def save(run: Run, step: int, recipe: Recipe | None = RECIPE) -> None:
-    """A checkpoint whose weights are all its step, with the recipe that it was trained with or, as of before, none."""
+def save(run: Run, step: int, recipe: Recipe = RECIPE) -> None:
+    """A checkpoint whose weights are all its step, with the recipe that it was trained with."""
     model = build_model(RECIPE.model, FACTS, run.path, 0, CPU)
     tensors = {name: torch.full_like(tensor, step) for name, tensor in get_model_tensors(model).items()}
     tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
-    meta: dict[str, Any] = {"step": step, "samples_consumed": step}
-    if recipe is not None:
-        meta |= {"recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
+    meta = {"recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
+    meta |= {"step": step, "samples_consumed": step}
     saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
     saver.start(step, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
     saver.poll_when_idle()
@@ -79,11 +77,6 @@ def test_a_step_may_be_named(run: Run) -> None:
 def test_the_best_is_the_one_that_is_recorded(run: Run) -> None:
     write_json(best_checkpoint_file(run), {"step": 2, "loss": 0.5})
     assert weight(run, best=True) == 2.0
-
-
-def test_a_damaged_newest_gives_way_to_the_one_before(run: Run) -> None:
-    (run.checkpoints / "step-000000004" / "MANIFEST.json").write_text("{}")
-    assert weight(run) == 2.0
 
 
 def test_the_model_is_ready_to_be_used(run: Run) -> None:
@@ -126,75 +119,29 @@ def test_when_every_checkpoint_is_damaged_each_is_named(run: Run) -> None:
     assert all(f"step-00000000{step}" in str(caught.value) for step in (2, 4))
 
 
-@pytest.mark.parametrize("content", [None, "", "model: [", "layers: 3\n", "\0"])
-def test_where_the_resolved_recipe_is_lost_it_is_that_of_the_checkpoint(run: Run, content: str | None) -> None:
-    run.resolved.unlink() if content is None else run.resolved.write_text(content)
-    trained = load_trained_model(run, None, False, CPU)
-    assert trained.recipe == RECIPE
-    assert trained.notes
-    assert "step-000000004" in trained.notes[0]
-    assert weight(run) == 4.0
-
-
-def test_a_resolved_recipe_that_was_changed_is_not_what_was_trained(run: Run) -> None:
+def test_the_recipe_is_that_of_the_checkpoint(run: Run) -> None:
     run.resolved.write_text(dump_recipe(RECIPE).replace("heads: 2", "heads: 4"))
-    trained = load_trained_model(run, None, False, CPU)
-    assert trained.recipe == RECIPE
-    assert trained.notes == (
-        f"{run.resolved}: is not what step-000000004 was trained with, which is taken: model.args.num_heads: 2 -> 4",
-    )
-
-
-def test_where_data_lie_may_be_said_again(run: Run) -> None:
-    run.resolved.write_text(dump_recipe(RECIPE.model_copy(update={"device": "cpu", "steps": 5})))
-    trained = load_trained_model(run, None, False, CPU)
-    assert (trained.recipe.device, trained.recipe.steps, trained.notes) == ("cpu", 5, ())
-
-
-def test_a_recipe_that_is_not_resolved_is_not_taken_for_a_resolved_one(run: Run) -> None:
-    given = RECIPE.model_copy(update={"data": DataConfig(source=DataSource(text="*.txt"))})
-    run.resolved.write_text(dump_recipe(given))
-    trained = load_trained_model(run, None, False, CPU)
-    assert trained.recipe == RECIPE
-    assert trained.notes == (f"{run.resolved}: is not resolved; the recipe is taken from step-000000004",)
-
-
-def test_a_checkpoint_of_before_needs_the_resolved_recipe(run: Run) -> None:
-    save(run, 6, recipe=None)
-    assert weight(run) == 6.0
+    assert load_trained_model(run, None, False, CPU).recipe == RECIPE
     run.resolved.unlink()
-    with pytest.raises(RecipeError, match="there is no such file"):
-        load_trained_model(run, None, False, CPU)
+    assert load_trained_model(run, None, False, CPU).recipe == RECIPE
 
 
 def test_a_damaged_newest_is_named_beside_what_is_taken(run: Run) -> None:
     (run.checkpoints / "step-000000004" / "MANIFEST.json").write_text("{}")
+    assert weight(run) == 2.0
     (note,) = load_trained_model(run, None, False, CPU).notes
     assert "step-000000004" in note
     assert note.endswith("; step-000000002 is taken")
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "[1]", "\0"])
-def test_where_the_plan_is_lost_the_data_tell_what_the_model_was_built_for(
-    run: Run, content: str | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("content", [None, "", "{}"])
+def test_a_lost_plan_is_named(run: Run, content: str | None) -> None:
     run.plan.unlink() if content is None else run.plan.write_text(content)
-    with pytest.raises(DataError, match=r"plan\.json: is .*, and the data do not say what the model was built for"):
+    with pytest.raises(DataError, match=r"plan\.json: is .*; it says what the model was built for"):
         load_trained_model(run, None, False, CPU)
-    (tmp_path / "a.txt").write_text("some words " * 300)
-    source = DataSource(text="*.txt")
-    prepare_source(source, DataConfig(source=source), tmp_path, tmp_path / "data", num_workers=1)
-    data = DataConfig(source=DataSource(prepared=str(tmp_path / "data")), seq_len=SEQUENCE)
-    args = {**RECIPE.model.args, "vocab_size": VOCAB}
-    recipe = RECIPE.model_copy(update={"data": data, "model": RECIPE.model.model_copy(update={"args": args})})
-    save(run, 6, recipe)
-    run.resolved.unlink()
-    trained = load_trained_model(run, None, False, CPU)
-    assert trained.facts.seq_len == SEQUENCE
-    assert trained.notes[-1].endswith("what the model was built for is taken from the data")
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "[1]"])
+@pytest.mark.parametrize("content", [None, "{}"])
 def test_without_code_of_ones_own_the_environment_may_be_lost(run: Run, content: str | None) -> None:
     run.environment.unlink() if content is None else run.environment.write_text(content)
     assert weight(run) == 4.0
@@ -230,31 +177,21 @@ def test_modules_beside_a_received_run_are_not_imported(run: Run, tmp_path: Path
     assert sys.path == before
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        *([], None, "a", {"x": 1}, {**asdict(FACTS), "kind": 1}, {**asdict(FACTS), "vocab_size": -1}),
-        *(
-            {**asdict(FACTS), "vocab_size": 10**30},
-            {**asdict(FACTS), "seq_len": 1.5},
-            {**asdict(FACTS), "image_shape": [1]},
-        ),
-    ],
-)
+@pytest.mark.parametrize("facts", [[], {"x": 1}, {**asdict(FACTS), "kind": 1}, {**asdict(FACTS), "vocab_size": -1}])
 def test_facts_that_no_data_have_are_refused(run: Run, facts: object) -> None:
     write_json(run.plan, {"data_info": facts})
     with pytest.raises(DataError, match=r"plan.json: facts is not what data have"):
         load_trained_model(run, None, False, CPU)
 
 
-@pytest.mark.parametrize("step", ["x", None, [1], 1.5, True])
+@pytest.mark.parametrize("step", ["x", 1.5])
 def test_a_best_step_that_is_no_number_is_refused(run: Run, step: object) -> None:
     write_json(best_checkpoint_file(run), {"step": step})
     with pytest.raises(DataError, match=r"best.json: step is .*, expected a number"):
         load_trained_model(run, None, True, CPU)
 
 
-@pytest.mark.parametrize("folder", [None, 1, [], "", "logs"])
+@pytest.mark.parametrize("folder", [None, "logs"])
 def test_a_folder_that_is_no_absolute_path_is_refused(run: Run, folder: object) -> None:
     write_json(run.environment, {"folder": folder})
     save(run, 6, OWN)
@@ -270,9 +207,9 @@ def test_text_is_not_made_without_the_tokenizer_that_the_model_was_trained_with(
 
 
 def test_scores_are_not_computed_elsewhere_than_the_recipe_says(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run.recipe.write_text("device: xpu\n")
+    run.recipe.write_text("device: cuda\n")
     assert main.main(["evaluate", str(run.path)]) == 78
-    assert "device: found xpu, but torch" in capsys.readouterr().err
+    assert "device: found cuda, but torch" in capsys.readouterr().err
     assert main.main(["evaluate", str(run.path), "--device", "cpu"]) == 65  # its data are nowhere
     assert "device" not in capsys.readouterr().err
 

@@ -35,10 +35,6 @@ def test_a_constant_rate_stays_at_one() -> None:
     assert {lr_factor(schedule("constant"), step, 100) for step in range(10, 101)} == {1.0}
 
 
-def test_halfway_a_cosine_is_halfway_down() -> None:
-    assert lr_factor(schedule("cosine", final=0.0), 55, 100) == pytest.approx(0.5)
-
-
 def test_a_quarter_down_the_cosine_follows_its_formula() -> None:
     assert lr_factor(schedule("cosine", warmup=0), 25, 100) == pytest.approx(
         0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
@@ -47,11 +43,6 @@ def test_a_quarter_down_the_cosine_follows_its_formula() -> None:
 
 def test_without_warm_up_the_first_step_is_part_of_the_decay() -> None:
     assert lr_factor(schedule("linear", warmup=0, final=0.0), 1, 10) == pytest.approx(0.9)
-
-
-def test_a_longer_run_moves_the_horizon_of_the_decay() -> None:
-    assert lr_factor(schedule("linear"), 100, 200) > lr_factor(schedule("linear"), 100, 100)
-    assert lr_factor(schedule("linear"), 200, 200) == pytest.approx(0.1)
 
 
 def test_steps_beyond_the_horizon_keep_the_final_rate() -> None:

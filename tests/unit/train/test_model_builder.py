@@ -11,13 +11,12 @@ from torch import nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
-from phalanx.recipe.builder_arguments import fill_arguments
+from phalanx.recipe.imports import fill_arguments
 from phalanx.recipe.schema import ModelConfig
 from phalanx.train.model_builder import build_model, has_batch_norm, model_facts
-from phalanx.train.ops.random_draws import derive_seed, seed_everything
+from phalanx.train.ops.random_draws import derive_seed
 
 TEXT = DataInfo("tokens", 256, None, 64, None)
-IMAGES = DataInfo("images", None, 10, None, (28, 28, 1))
 CPU = torch.device("cpu")
 
 
@@ -25,12 +24,6 @@ def test_what_the_data_know_is_filled_in_where_the_builder_takes_it() -> None:
     def builder(vocab_size: int, seq_len: int, layers: int = 2) -> None: ...
 
     assert fill_arguments(builder, {"layers": 3}, model_facts(TEXT)) == {"layers": 3, "vocab_size": 256, "seq_len": 64}
-
-
-def test_classes_come_from_images() -> None:
-    def builder(num_classes: int) -> None: ...
-
-    assert fill_arguments(builder, {}, model_facts(IMAGES)) == {"num_classes": 10}
 
 
 def test_what_is_given_wins_over_the_data() -> None:
@@ -49,11 +42,6 @@ def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
     def builder(**options: Any) -> None: ...
 
     assert fill_arguments(builder, {"depth": 3}, model_facts(TEXT)) == {"depth": 3}
-
-
-def test_a_builder_without_arguments_takes_none() -> None:
-    with pytest.raises(RecipeError, match=r"^model.args.width: the builder takes no such argument; it takes none$"):
-        fill_arguments(lambda: None, {"width": 3}, {})
 
 
 def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
@@ -145,18 +133,6 @@ def test_seeds_of_different_places_differ() -> None:
     seeds = {derive_seed(seed, step, leaf) for seed in range(3) for step in range(30) for leaf in range(30)}
     assert len(seeds) == 3 * 30 * 30
     assert derive_seed(1, 23) != derive_seed(12, 3)
-
-
-def test_seeds_fit_a_generator() -> None:
-    assert all(0 <= derive_seed(i) < 2**63 for i in range(1000))
-    seed_everything(max(derive_seed(i) for i in range(1000)), CPU)
-
-
-def test_seeding_everything_decides_what_is_drawn() -> None:
-    seed_everything(5, CPU)
-    first = torch.rand(4)
-    seed_everything(5, CPU)
-    assert torch.rand(4).equal(first)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What becomes of a step whose loss or gradient is not finite."""
 
-from phalanx.train.nonfinite import MAX_NONFINITE_IN_A_ROW, choose_nonfinite_action
+from phalanx.train.step_callbacks import MAX_NONFINITE_IN_A_ROW, choose_nonfinite_action
 
 
 def test_three_skipped_steps_in_a_row_lead_to_a_rollback() -> None:

@@ -33,7 +33,7 @@ def test_operations_are_sorted_into_kinds_by_name(name: str, kind: str) -> None:
 
 def test_a_trace_tells_means_of_a_step_by_part_and_kind(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
-    found = profile_steps(parts, parts.objective, steps=2, warm_up=1, trace_path=tmp_path / "trace.json")
+    found = profile_steps(parts, steps=2, warm_up=1, trace_path=tmp_path / "trace.json")
     assert found.steps == 2
     assert set(found.breakdown_s) == set(STEP_PHASES)
     assert found.step_s == pytest.approx(sum(found.breakdown_s.values()))
@@ -47,5 +47,5 @@ def test_a_trace_tells_means_of_a_step_by_part_and_kind(tmp_path: Path) -> None:
 def test_a_trace_is_written_to_a_device_and_a_full_disk_is_said(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     with pytest.raises(UsageError, match=r"the trace cannot be written: /dev/full: No space left on device"):
-        profile_steps(parts, parts.objective, steps=1, warm_up=0, trace_path=Path("/dev/full"))
+        profile_steps(parts, steps=1, warm_up=0, trace_path=Path("/dev/full"))
     assert Path("/dev/full").is_char_device()

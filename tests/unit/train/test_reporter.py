@@ -10,28 +10,16 @@ import pytest
 from made_events import made
 from phalanx.run import Event, Run, read_events
 from phalanx.run.event_types import (
-    AttemptStarted,
     CheckpointSaved,
-    EvaluationDone,
-    NonFiniteStep,
-    RunEnded,
     RunEvent,
     RunWarning,
     StepDone,
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.message_socket import drain, make_socket_pair, receive
+from phalanx.run.messages import drain, receive
 from phalanx.run.process_messages import RunResult, WorkerError
 from phalanx.train.reporter import AgentReporter, RunReporter, make_reporter
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    near, far = make_socket_pair()
-    yield near, far
-    near.close()
-    far.close()
 
 
 @pytest.fixture
@@ -71,7 +59,7 @@ def test_patience_begins_anew_with_each_bunch(ends: tuple[socket.socket, socket.
     assert packets(ends[1]) == [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize("kind", [EvaluationDone, CheckpointSaved, NonFiniteStep, RunWarning, AttemptStarted, RunEnded])
+@pytest.mark.parametrize("kind", [CheckpointSaved, RunWarning])
 def test_any_other_event_goes_out_at_once_behind_the_steps_before_it(
     ends: tuple[socket.socket, socket.socket], agent: AgentReporter, kind: type[RunEvent]
 ) -> None:
@@ -95,14 +83,6 @@ def test_close_sends_what_is_held_back_once(ends: tuple[socket.socket, socket.so
     assert packets(ends[1]) == [[1]]
 
 
-def test_an_event_arrives_as_it_was_reported(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
-    events = [made(StepDone, step=1, time=50.0), made(StepDone, step=2, time=50.05)]
-    for event in events:
-        agent.report_event(event)
-    agent.close()
-    assert list(drain(ends[1])) == events
-
-
 def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
     agent.report_error("out of memory", 78)
     agent.report_result({"status": "done"})
@@ -115,10 +95,10 @@ def test_errors_and_results_go_out_at_once(ends: tuple[socket.socket, socket.soc
 def test_a_bunch_that_is_too_large_for_a_packet_goes_in_several(
     ends: tuple[socket.socket, socket.socket], agent: AgentReporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.run.message_socket.MAX_PACKET_BYTES", 1000)
+    monkeypatch.setattr("phalanx.run.messages.MAX_PACKET_BYTES", 1000)
     for step in range(8):
-        agent.remember_event(made(NonFiniteStep, step=step + 1))
-    agent.resend_events(0)
+        agent.report_event(made(StepDone, step=step + 1))
+    agent.flush()
     found = packets(ends[1])
     assert len(found) > 1
     assert [step for packet in found for step in packet] == list(range(1, 9))

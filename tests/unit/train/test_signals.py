@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.train.signals import StopRequest
+from phalanx.train.train_context import StopRequest
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

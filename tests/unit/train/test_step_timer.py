@@ -55,13 +55,6 @@ def test_each_step_starts_from_zero() -> None:
         assert watch.stop() == (expected, {**dict.fromkeys(STEP_PHASES, 0.0), "forward": expected})
 
 
-def test_a_part_that_nobody_knows_is_a_mistake() -> None:
-    watch = HostStepTimer(Clock())
-    watch.start()
-    with pytest.raises(KeyError, match="forwards"):
-        watch.lap("forwards")
-
-
 def test_the_host_measures_for_a_cpu_and_events_for_a_gpu() -> None:
     assert isinstance(make_step_timer(torch.device("cpu")), HostStepTimer)
     assert isinstance(make_step_timer(torch.device("cuda")), GpuStepTimer)

@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.compat import scale_in_place
 from phalanx.data import Prefetcher, RankBatch
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.grad_sync.compression.int8 import QUANT_BLOCK_ELEMENTS, reset_bad_residuals
 from phalanx.train.grad_sync.compression.powersgd import _LowRankGrad
+from phalanx.train.grad_sync.compression.reduced_precision import QUANT_BLOCK_ELEMENTS, reset_bad_residuals
 from phalanx.train.optim import OptimizerContainer
+from phalanx.train.step_callbacks import BufferUpdates
 from phalanx.train.step_timer import GpuStepTimer
 from phalanx.train.train_state import TrainState
+from phalanx.train.train_step import TrainStep
 from phalanx.train.trainer import Trainer
 from small_train import GLOBAL, MICRO, SmallParts, make_parts, steps_of
 
@@ -72,18 +73,6 @@ def waits_of(parts: SmallParts, steps: int = STEPS) -> list[list[str]]:
     return found
 
 
-def test_reading_values_is_counted() -> None:
-    waits: list[str] = []
-    x = torch.arange(4.0)
-    with Inside(waits), Outside(waits):
-        x.sum().item()
-        bool(x.any())
-        float(x[0])
-        x.tolist()
-        x[x > 1]
-    assert waits == [INSIDE[0]] * 3 + ["tolist", "aten::index"]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_waits_once(precision: str, tmp_path: Path) -> None:
     assert waits_of(make_parts(tmp_path, precision=precision)) == [["tolist"]] * STEPS
@@ -127,24 +116,20 @@ def test_on_a_gpu_nothing_waits_but_the_agreement(tmp_path: Path) -> None:
     parts.optimizer = stepper.optimizer = OptimizerContainer(parts.model, OptimizerConfig())
     stepper._parameters = list(parts.optimizer.parameter_names)
     watch = GpuStepTimer()
+    buffers = BufferUpdates(parts, watch, parts.reporter.report_event)
+    train_step = TrainStep(stepper, parts.optimizer, parts.objective, lambda batch: batch, 1.0, watch, [buffers])
     with Prefetcher(parts.data, RankBatch(GLOBAL, MICRO), samples_consumed=0) as feed:
         for step in range(1, 4):
             watch.start()
-            stepper.zero_grad(step)
             batches = [{k: torch.from_numpy(v).to(device) for k, v in arrays.items()} for arrays in next(feed)]
             try:
                 forbid_waits()
-                for batch in batches:
-                    logits = parts.model(batch["tokens"])
-                    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-                    stepper.backward(loss, 1, lambda: (), watch)  # type: ignore[arg-type]
-                stepper.reduce_gradients(watch)
+                train_step.accumulate(step, batches)
+                totals = train_step.reduce()
                 torch.cuda.set_sync_debug_mode("default")
-                outcome, factor = stepper.divided()
+                result = train_step.apply(totals, 0.001)
                 forbid_waits()
-                scale_in_place(stepper.reducer.grad_tensors(), factor)
-                stepper.optimizer.step(0.001)
-                stepper.sync_buffers(outcome.flags)
+                train_step.finish(result)
                 watch.stop()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -10,20 +10,22 @@ from torch import Tensor, nn
 
 from phalanx.compat import scale_in_place
 from phalanx.recipe.schema import OptimizerConfig
+from phalanx.train.callbacks import TrainerCallback
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import (
-    BUFFERS_CHANGED_FLAG,
-    STEP_FLAGS,
+    NUM_FLAG_SLOTS,
+    NUM_FLAGS,
+    StepFlags,
     StepMetrics,
+    StepResult,
     merge_fp64,
     split_fp64,
     unpack_step_metrics,
 )
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.train_state import TrainState
-from phalanx.train.train_step import StepResult
 from phalanx.train.trainer import Trainer
-from small_train import Clock, SmallStepper, cut, make_parts, make_stepper, mean_gradients, tiny_lm, token_batch
+from small_train import Clock, cut, make_parts, make_stepper, mean_gradients, tiny_lm, token_batch
 
 
 def settled(
@@ -33,16 +35,18 @@ def settled(
     *,
     clip: float | None = None,
     scale: GradScaler | None = None,
-    flags: tuple[int, ...] = (0,) * len(STEP_FLAGS),
+    flags: tuple[int, ...] = (0,) * NUM_FLAG_SLOTS,
 ) -> tuple[StepResult, float]:
     """The result of a step whose micro-batches had these losses and terms, and whose summed gradient is this; and the
     factor of its gradients (0 where it is skipped)."""
-    with tempfile.TemporaryDirectory() as folder:
+    factors = [0.0]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.train.train_step.scale_in_place", lambda _, factor: factors.append(factor))
         parts = make_parts(Path(folder), optimizer={"max_grad_norm": clip})
         parts.scaler = parts.accumulator.scaler = scale or GradScaler()
         trainer, accumulator = Trainer(parts, TrainState(), {}), parts.accumulator
         accumulator.num_micro_batches = len(losses)
-        trainer.zero_grad()
+        trainer.train_step.zero_grad(1)
         for parameter in parts.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         first = next(parts.model.parameters()).grad
@@ -50,14 +54,12 @@ def settled(
         first.view(-1)[: len(gradient)] = torch.tensor(gradient)
         accumulator.metrics.values = torch.tensor([*losses, *terms, *flags, 0.0], dtype=torch.float64)
         trainer.timer.start()
-        result = trainer.train_step(None)
-        update = trainer._last_step.applied_update if trainer._last_step is not None else None
-        return result, 0.0 if update is None else update[0]
+        return trainer.train_step.apply(trainer.train_step.reduce(), 0.1), factors[-1]
 
 
 def test_the_loss_is_the_sum_over_all_micro_batches_divided_once() -> None:
     outcome, factor = settled([3.0, 5.0], [1.0, 3.0], [3.0, 4.0])
-    assert outcome.loss == 2.0
+    assert outcome.totals.loss == 2.0
     assert outcome.grad_norm == pytest.approx(5.0 / 4)
     assert factor == 0.25
     assert outcome.skip_reason is None
@@ -92,48 +94,51 @@ def test_losses_that_cancel_each_others_infinity_are_not_finite() -> None:
 
 def test_a_batch_without_terms_teaches_nothing() -> None:
     outcome, factor = settled([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], clip=1.0)
-    assert (outcome.loss, outcome.grad_norm, outcome.skip_reason, factor) == (0.0, 0.0, None, 1.0)
+    assert (outcome.totals.loss, outcome.grad_norm, outcome.skip_reason, factor) == (0.0, 0.0, None, 1.0)
 
 
 def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> None:
     outcome, factor = settled([8.0], [2.0], [3.0 * 1024, 4.0 * 1024], scale=GradScaler(1024.0, dynamic=True))
-    assert (outcome.loss, outcome.grad_norm, factor) == (4.0, 2.5, 1 / 2048)
+    assert (outcome.totals.loss, outcome.grad_norm, factor) == (4.0, 2.5, 1 / 2048)
 
 
 def test_flags_count_the_workers_that_raised_them() -> None:
-    raised = (2, 0, 1, 3, *[0] * (len(STEP_FLAGS) - 4))
-    values = merge_fp64(split_fp64(torch.tensor([1.0, 1.0, *raised], dtype=torch.float64))).tolist()
-    assert unpack_step_metrics(values, 1)[2] == dict(zip(STEP_FLAGS, raised, strict=True))
+    raised = (2, 0, 1, 3, 0)
+    slots = [1.0, 1.0, *raised, *[0.0] * (NUM_FLAG_SLOTS - NUM_FLAGS)]
+    values = merge_fp64(split_fp64(torch.tensor(slots, dtype=torch.float64))).tolist()
+    assert unpack_step_metrics(values, 1)[2] == StepFlags(*raised)
 
 
 def test_the_number_of_flags_stays_since_others_would_shift_gradients_in_their_buckets() -> None:
-    assert len(STEP_FLAGS) == 7
+    assert NUM_FLAG_SLOTS == 7 >= NUM_FLAGS
 
 
-OWN_FLAGS = STEP_FLAGS.index(BUFFERS_CHANGED_FLAG)
-"""How many flags the loop raises."""
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_the_flag_of_changed_buffers_follows_those_of_the_loop(changed: bool) -> None:
+@pytest.mark.parametrize("name", vars(StepFlags()))
+def test_each_flag_keeps_its_name_through_the_metrics(name: str) -> None:
     metrics = StepMetrics(1, torch.device("cpu"))
-    metrics.raise_flags((False,) * OWN_FLAGS, changed)
-    flags = metrics.totals(metrics.values.tolist(), 0.0).flags
-    assert flags == {name: int(changed and name == BUFFERS_CHANGED_FLAG) for name in STEP_FLAGS}
+    metrics.raise_flags(StepFlags(**{name: 1}))
+    assert metrics.totals(metrics.values.tolist(), 0.0).flags == StepFlags(**{name: 1})
 
 
-def agreement_of(stepper: SmallStepper, micro: int = 2, raised: tuple[bool, ...] = (False,) * OWN_FLAGS) -> Tensor:
-    watch = HostStepTimer()
-    watch.start()
-    return stepper.gradients(1, cut(token_batch(6), micro), lambda: raised, watch)
+class Raising(TrainerCallback):
+    """Raises the first flag and the last; `moments` tells when it was asked."""
+
+    def __init__(self, moments: list[str] | None = None):
+        self.moments = [] if moments is None else moments
+
+    def raise_flags(self, flags: StepFlags) -> None:
+        self.moments.append("flags")
+        flags.stop = flags.buffers_changed = True
 
 
 def test_every_micro_batch_has_a_slot_of_its_own_in_the_agreement() -> None:
-    agreement = agreement_of(make_stepper(tiny_lm(), 3), raised=(True, *[False] * (OWN_FLAGS - 2), True)).tolist()
-    assert len(agreement) == 2 * 3 + len(STEP_FLAGS) + 1
+    watch = HostStepTimer()
+    watch.start()
+    agreement = make_stepper(tiny_lm(), 3).gradients(1, cut(token_batch(6), 2), watch, Raising()).tolist()
+    assert len(agreement) == 2 * 3 + NUM_FLAG_SLOTS + 1
     assert all(loss > 0 for loss in agreement[:3])
     assert agreement[3:6] == [12.0] * 3
-    assert agreement[6:] == [1.0, *[0.0] * (OWN_FLAGS - 2), 1.0, 0.0, 0.0, 0.0]
+    assert agreement[6:] == [1.0, *[0.0] * (NUM_FLAGS - 2), 1.0, *[0.0] * (NUM_FLAG_SLOTS - NUM_FLAGS + 1)]
 
 
 def test_numbers_that_are_split_for_their_journey_come_back_bit_for_bit() -> None:
@@ -154,12 +159,7 @@ def test_flags_are_asked_after_the_last_forward_and_before_its_backward() -> Non
     model.hidden.weight.register_post_accumulate_grad_hook(lambda _: moments.append("backward"))
     watch = HostStepTimer()
     watch.start()
-
-    def flags() -> tuple[bool, ...]:
-        moments.append("flags")
-        return ()
-
-    make_stepper(model, 2).gradients(1, cut(token_batch(4), 2), flags, watch)
+    make_stepper(model, 2).gradients(1, cut(token_batch(4), 2), watch, Raising(moments))
     assert moments == ["forward", "backward", "forward", "flags", "backward"]
 
 
@@ -170,7 +170,7 @@ def test_forward_backward_and_exchange_are_timed_apart() -> None:
     model.register_forward_hook(lambda *_: clock.tick(1.0))
     model.hidden.weight.register_post_accumulate_grad_hook(lambda _: clock.tick(10.0))
     watch.start()
-    make_stepper(model, 3).gradients(1, cut(token_batch(6), 2), lambda: (), watch)
+    make_stepper(model, 3).gradients(1, cut(token_batch(6), 2), watch)
     seconds, parts = watch.stop()
     assert (parts["forward"], parts["backward"], seconds) == (3.0, 30.0, 33.0)
 
@@ -201,7 +201,7 @@ def test_micro_batches_of_a_step_draw_different_random_numbers() -> None:
     losses = make_stepper(model, 2)
     watch = HostStepTimer()
     watch.start()
-    one, other = losses.gradients(1, [same, same], lambda: (), watch)[:2].tolist()
+    one, other = losses.gradients(1, [same, same], watch)[:2].tolist()
     assert one != other
 
 

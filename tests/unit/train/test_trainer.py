@@ -1,9 +1,6 @@
 """A session driven by a loop of the user's own: what it hands out, and what it says when the loop leaves something
 out."""
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +8,10 @@ import pytest
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, RunEnded
-from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
+from phalanx.run.event_types import RunEnded
+from phalanx.train.checkpoint import list_checkpoints, parse_step
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
-from phalanx.train.train_state import SurvivorState, TrainState
+from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import GLOBAL, MICRO, SEQUENCE, Remembering, SmallParts, make_parts, steps_of
 
@@ -160,117 +157,3 @@ def test_a_second_step_in_one_is_told_and_changes_nothing(tmp_path: Path) -> Non
     assert trainer.train_state.step == 1
     assert all(a.equal(b) for a, b in zip(before, parts.model.parameters(), strict=True))
     batches.close()  # type: ignore[attr-defined]
-
-
-def test_who_leaves_a_step_says_whether_its_gradients_are_summed(tmp_path: Path) -> None:
-    trainer, parts = ready(tmp_path, steps=2)
-    for batch in trainer.micro_batches():
-        learn(trainer, parts, batch)
-        if parts.accumulator.is_complete:
-            break
-    assert not trainer.detach().grads_reduced
-    parts.accumulator.reduce_gradients(trainer.timer)
-    assert trainer.detach().grads_reduced
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_who_leaves_a_step_leaves_every_buffer_as_it_was_before_it(tmp_path: Path, replaced: bool) -> None:
-    """Also one that is in no checkpoint: a router counts in it, within a step."""
-    parts = replace(make_parts(tmp_path, steps=2), membership_changed=lambda: False)
-    model = parts.parallel_model.modules[0]
-    model.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
-
-    def count(module: Any, arguments: Any) -> None:
-        if replaced:
-            module.count = module.count + 1
-        else:
-            module.count.add_(1)
-
-    model.register_forward_pre_hook(count)
-    trainer = Trainer(parts, TrainState(), {})
-    steps = steps_of(trainer)
-    next(steps)
-    assert model.count == GLOBAL // MICRO
-    batches = trainer.micro_batches()
-    learn(trainer, parts, next(batches))
-    assert model.count > GLOBAL // MICRO
-    trainer.detach()
-    assert model.count == GLOBAL // MICRO
-
-
-def test_who_leaves_between_steps_knows_what_the_last_one_did(tmp_path: Path) -> None:
-    trainer, _ = ready(tmp_path, steps=2)
-    assert trainer.detach().last_step is None
-    for _ in steps_of(trainer):
-        break
-    standing = trainer.detach()
-    assert not standing.grads_reduced
-    assert standing.last_step is not None
-    assert standing.last_step.applied_update is not None
-    assert [(event.kind, event.step) for event in standing.last_step.events] == [("step", 1)]
-    there = SurvivorState.from_json(json.loads(json.dumps(standing.to_json())))
-    assert there.last_step == standing.last_step
-
-
-def turn_by_turn(trainer: Trainer) -> Iterator[int]:
-    """The steps of a trainer; what is done in the background is done before the next."""
-    for _ in steps_of(trainer):
-        if (save := trainer.checkpointer.durable_in_flight) is not None:
-            save.saver.poll_when_idle()
-        yield trainer.train_state.step
-
-
-def lost_while_saving(path: Path) -> tuple[Trainer, SmallParts]:
-    """A session that goes on after another worker, which had not written its part of step 8, was lost."""
-    parts = make_parts(path, checkpoint={"every": 4, "keep": 1}, steps=12)
-    before = Trainer(parts, TrainState(), {})
-    assert 8 in turn_by_turn(before)
-    before.checkpointer._durable_saver._destination._world_size = 2  # type: ignore[attr-defined]
-    standing = before.detach()
-    assert standing.pending_save is not None
-    return Trainer(parts, standing, {}), parts
-
-
-def on_disk(parts: SmallParts) -> list[int]:
-    return [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)]
-
-
-def test_a_checkpoint_that_was_lost_is_made_up_for_and_is_missed_until_the_next_regular_one(tmp_path: Path) -> None:
-    trainer, parts = lost_while_saving(tmp_path)
-    assert [(step, trainer.train_state.lost_checkpoint_step) for step in turn_by_turn(trainer)] == [
-        (9, 0),
-        (10, 8),
-        (11, 8),
-        (12, 8),
-    ]
-    assert on_disk(parts) == [10, 4]  # though one is to be kept
-    assert trainer.finish() == "done"
-    assert on_disk(parts) == [12]
-    assert isinstance(parts.reporter, Remembering)
-    kinds = CheckpointSaved | CheckpointFailed
-    told = [(event.kind, event.step) for event in parts.reporter.events if isinstance(event, kinds)]
-    assert told == [
-        ("checkpoint_saved", 4),
-        ("checkpoint_failed", 8),
-        ("checkpoint_saved", 10),
-        ("checkpoint_saved", 12),
-    ]
-    missed = [read_manifest(path).meta["lost_checkpoint_step"] for path in list_checkpoints(parts.run.checkpoints)]
-    assert missed == [0]
-
-
-def test_who_starts_from_what_was_saved_instead_misses_it_still(tmp_path: Path) -> None:
-    trainer, parts = lost_while_saving(tmp_path)
-    assert 12 in turn_by_turn(trainer)
-    assert (
-        TrainState.from_meta(read_manifest(list_checkpoints(parts.run.checkpoints)[0]).meta).lost_checkpoint_step == 8
-    )
-
-
-def test_a_guard_that_misses_its_checkpoint_starts_again_from_one_before_it(tmp_path: Path) -> None:
-    trainer, parts = lost_while_saving(tmp_path)
-    assert 12 in turn_by_turn(trainer)
-    with pytest.raises(RuntimeError, match="the checkpoint to go back to, of step 8, was lost together with a worker"):
-        trainer._roll_back("non-finite loss")
-    assert not trainer.state_is_consistent
-    assert on_disk(parts) == [4]

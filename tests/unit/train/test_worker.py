@@ -14,27 +14,30 @@ from phalanx.data import DataInfo, RunData
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, RunWarning
-from phalanx.train import builder
+from phalanx.train import evaluation
 from phalanx.train.builder import (
     _has_built_in_head_loss,
     count_units_per_sample,
     make_accumulator,
-    make_evaluator,
     make_lm_head,
 )
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
+from phalanx.train.evaluation import EvaluationPolicy
 from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.noise_scale import GradientNoiseScale
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.resume import report_start, resume_training
+from phalanx.train.step_callbacks import NOISE_SCALE_EVERY_STEPS, NoiseScaleMeter
+from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.tasks import LanguageModeling, TensorBatch
-from phalanx.train.train_context import TrainContext, WorkerProcess
+from phalanx.train.train_context import TrainContext
 from phalanx.train.train_state import TrainState
-from phalanx.train.train_step import NOISE_SCALE_EVERY_STEPS, GradientAccumulator
+from phalanx.train.train_step import GradientAccumulator
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import configure_torch
 from resolved_recipes import resolved_recipe
@@ -248,11 +251,13 @@ def test_only_our_own_loss_is_computed_over_parts_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize(("world", "estimates"), [(1, True), (3, True), (4, False)])
 def test_the_gradient_noise_is_estimated_where_all_workers_have_as_many_micro_batches(
-    world: int, estimates: bool
+    world: int, estimates: bool, tmp_path: Path
 ) -> None:
-    made = stepper(world=world, batch=BATCH, determinism="elastic")
-    made.zero_grad(NOISE_SCALE_EVERY_STEPS)
-    assert made._measures_noise == estimates
+    parts = make_parts(tmp_path)
+    parts.accumulator = stepper(world=world, batch=BATCH, determinism="elastic")  # type: ignore[assignment]
+    meter = NoiseScaleMeter(parts, GradientNoiseScale())
+    meter.pre_step(NOISE_SCALE_EVERY_STEPS)
+    assert meter._measures == estimates
 
 
 @pytest.mark.parametrize(
@@ -267,19 +272,14 @@ def test_the_first_evaluation_of_a_compiled_model_may_be_silent(
     def evaluate(*_: Any, stop_requested: Any, **__: Any) -> None:
         assert [stop_requested(), stop_requested()] == [False, False]  # after each of two batches
 
-    monkeypatch.setattr(builder, "evaluate", evaluate)
-    recipe = resolved_recipe(compile=compiled, batch=BATCH)
-    signs: list[str] = []
-    pulse, stop = SimpleNamespace(record=signs.append), SimpleNamespace(requested=False)
-    data = SimpleNamespace(num_validation_samples=4)
-    process = WorkerProcess(
-        cast(Any, None), tmp_path, DistEnv(), cast(Any, None), stop_request=cast(Any, stop), heartbeat=cast(Any, pulse)
-    )
-    score = make_evaluator(process, recipe, cast(Any, data), cast(Any, None), DistEnv(), mesh_of())
-    assert score is not None
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    parts, signs, timer = make_parts(tmp_path, compile=compiled, evaluation={"every": 1}), [], HostStepTimer()
+    parts.heartbeat = cast(Any, SimpleNamespace(record=signs.append))
+    timer.start()
+    policy = EvaluationPolicy(parts, TrainState(1), timer, parts.reporter.report_event)
     found = []
     for _ in range(2):
-        score()
+        policy.between_steps([1], is_done=False)
         found.append(list(signs))
         signs.clear()
     assert found == said

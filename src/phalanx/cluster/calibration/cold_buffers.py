@@ -1,13 +1,9 @@
 """Memory in the state that training finds it in: operands outside the caches, and a warm allocator.
 
-A training step reads most of its operands long after they were written, and writes results to memory that was freed
-long before. An operation that is repeated on one set of tensors would find its operands in the cache, and would appear
-up to 6 times too fast on a CPU. So operands are successive slices of one large buffer, and results stay alive while
-the next ones are computed.
-
-On a CPU the allocator matters as well. A page fault costs about 1 us per 4 KiB in a virtual machine, 3 times what it
-takes to fill the page. glibc keeps freed memory only while it lies below a block in use, and returns tensors above
-32 MiB to the kernel at once, in training as here.
+An operation that is repeated on one set of tensors would find its operands in the cache, and would appear up to 6 times
+too fast on a CPU. So operands are successive slices of one large buffer, and results stay alive while the next ones are
+computed. On a CPU a page fault costs 3 times what it takes to fill the page, so the allocator is warmed; glibc returns
+tensors above 32 MiB to the kernel at once, in training as here.
 """
 
 from __future__ import annotations
@@ -88,3 +84,11 @@ def warm_allocator(device: str, nbytes: int) -> Tensor | None:
     guard = torch.ones(1024)  # lies above them and keeps the heap from shrinking
     blocks.clear()
     return guard
+
+
+def torch_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of operands in a precision."""
+    import torch
+
+    kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return kinds.get(precision, torch.float8_e4m3fn)

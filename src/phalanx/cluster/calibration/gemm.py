@@ -1,18 +1,18 @@
 """Matrix products by shape, layout and precision: what most of a training step is made of.
 
-Half of the shapes are those of linear layers (tokens x width x 1 or 4 widths, in the three layouts that forward and
-backward have), half are spread evenly over the logarithms of m, n and k, thin and tall ones included. Operands come
-from a pool that no cache holds (cold_buffers.py). Runs in a process of its own, returns plain values for `Product`.
+Half of the shapes are those of linear layers in the layouts of forward and backward, half are spread evenly over the
+logarithms of m, n and k. Operands come from a pool that no cache holds (cold_buffers.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool
+from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, torch_dtype
 from phalanx.cluster.calibration.op_benchmark import num_argument_sets, prepare_buffers
 from phalanx.cluster.calibration.timing import (
     NUM_ROUNDS,
@@ -25,11 +25,11 @@ from phalanx.cluster.calibration.timing import (
     round_seconds,
     split_budget,
 )
-from phalanx.recipe.device_checks import has_fp8
-from phalanx.recipe.devices import size_table_of
+from phalanx.recipe.devices import has_fp8, size_table_of
 
 if TYPE_CHECKING:
     import torch
+
 
 OperandLayout = Literal["nn", "nt", "tn"]
 OPERAND_LAYOUTS: tuple[OperandLayout, ...] = ("nt", "nn", "tn")
@@ -46,6 +46,7 @@ MAX_MATRIX_MEMORY_SHARE = 1 / 32
 NUM_SPREAD_SHAPES = 20
 PLASTIC_CONSTANT = 1.2207440846057596
 """Root of x^4 = x + 1: powers of its inverse spread points evenly in three dimensions (Roberts 2018)."""
+MATRIX_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 
 
 @dataclass(frozen=True)
@@ -167,25 +168,33 @@ def make_gemm_runner(
     all results until the end."""
     import torch
 
-    dtype = _torch_dtype(precision)
+    dtype = torch_dtype(precision)
     nbytes = dtype.itemsize * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n)
     pairs = [make_operands(shape, pool, dtype, precision) for _ in range(num_argument_sets(nbytes, bytes_per_run))]
-    product = _fp8_matmul(pool.device) if precision == "fp8" else torch.mm
+    product = fp8_matmul(pool.device) if precision == "fp8" else torch.mm
 
     def all_pairs() -> None:
         kept = [product(a, b) for a, b in pairs]
         del kept
 
     def run() -> tuple[float]:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        try:
-            with torch.no_grad():
-                return (timer.time_call(all_pairs) / len(pairs),)
-        finally:
-            torch.set_float32_matmul_precision(before)
+        with torch.no_grad(), use_tf32(precision == "tf32"):
+            return (timer.time_call(all_pairs) / len(pairs),)
 
     return run
+
+
+@contextmanager
+def use_tf32(is_allowed: bool) -> Iterator[None]:
+    """Let a GPU round fp32 to TF32 in matrix products, or not."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def make_operands(
@@ -199,7 +208,8 @@ def make_operands(
     return (a.t() if operand_layout == "tn" else a), (b.t() if operand_layout == "nt" else b)
 
 
-def _fp8_matmul(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def fp8_matmul(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the product of two matrices in fp8, the second one in the layout "nt"."""
     import torch
 
     from phalanx.compat import scaled_mm
@@ -208,8 +218,56 @@ def _fp8_matmul(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
     return lambda a, b: scaled_mm(a, b, one, one, torch.bfloat16, fast=True)
 
 
-def _torch_dtype(precision: str) -> torch.dtype:
+def measure_matmul(
+    device: str,
+    threads: int,
+    seconds: float = 0.5,
+    timer: BenchTimer | None = None,
+    sizes: Sequence[int] | None = None,
+) -> dict[str, float]:
+    """TFLOP/s of square matrix products on a device of torch by precision (`gemm_precisions`).
+
+    Each precision gets about `seconds`: for each of a few sizes the median of repeated runs after one that warms up;
+    the best size counts. On a CPU `threads` threads compute, and torch's own setting is put back afterwards.
+    """
     import torch
 
-    kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return kinds.get(precision, torch.float8_e4m3fn)
+    timer = timer or make_timer(device)
+    sizes = sizes or MATRIX_SIZES[size_table_of(device)]
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    rates = {}
+    try:
+        for precision in gemm_precisions(device):
+            best = 0.0
+            for size in sizes:
+                a, b = (torch.randn(size, size, device=device).to(torch_dtype(precision)) for _ in range(2))
+                time_s = median_seconds(_make_product(a, b, precision), seconds / len(sizes), timer)
+                best = max(best, 2 * size**3 / time_s / 1e12)
+                if time_s > seconds / len(sizes):  # bf16 without hardware for it: a larger size would only cost time
+                    break
+            rates[precision] = best
+    finally:
+        torch.set_num_threads(previous_threads)
+    return rates
+
+
+def _make_product(a: torch.Tensor, b: torch.Tensor, precision: str) -> Callable[[], object]:
+    import torch
+
+    if precision == "fp8":
+        fp8_product = fp8_matmul(str(a.device))
+        return lambda: fp8_product(a, b.t())
+    out = torch.empty_like(a)
+
+    def product() -> None:
+        with use_tf32(precision == "tf32"):
+            torch.mm(a, b, out=out)
+
+    return product
+
+
+def median_seconds(run: Callable[[], object], budget_s: float, timer: BenchTimer) -> float:
+    """Return the median duration of `run` over as many runs as fit into `budget_s`, after one that warms up."""
+    (seconds,) = median_seconds_of(lambda: (timer.time_call(run),), budget_s, timer)
+    return seconds

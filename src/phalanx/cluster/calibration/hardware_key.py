@@ -15,8 +15,8 @@ from phalanx.cluster.discovery import Machine, discover_machine
 from phalanx.cluster.environment import package_version
 from phalanx.run.cache import cache_root
 
-KEY_FORMAT = "1"
-"""Incremented when the meaning of a measurement changes."""
+KEY_FORMAT = "3"
+"""Incremented when the meaning of a measurement, or what is measured, changes."""
 
 
 def hardware_key(
@@ -32,7 +32,7 @@ def hardware_key(
         "flags": " ".join(machine.cpu.flags),
         "cores": f"{machine.physical_cores} of {machine.logical_cores} threads",
         "memory_gib": f"{machine.device_memory_bytes / 2**30:.0f}",
-        "driver": _read_driver_version(root),
+        "driver": read_driver_version(root),
         "kernel": platform.release(),
         "torch": version_of("torch"),
         "nccl": _nccl_version(version_of) if machine.device == "cuda" else None,
@@ -51,7 +51,7 @@ def default_calibration_path(machine: Machine | None = None, directory: Path | N
     return (directory or cache_root() / "clusters") / f"{name}-{digest[:12]}.yaml"
 
 
-def _read_driver_version(root: Path) -> str | None:
+def read_driver_version(root: Path) -> str | None:
     """Return the version of the NVIDIA or AMD driver, from the files that the driver exposes."""
     try:
         line = (root / "proc/driver/nvidia/version").read_text().splitlines()[0]

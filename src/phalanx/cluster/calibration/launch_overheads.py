@@ -1,11 +1,7 @@
-"""Benchmark overheads of operations: launches from Python, autograd, page faults. Runs in a separate process.
+"""Benchmark overheads of operations on a CPU: launches from Python, autograd. Runs in a separate process.
 
-- `autograd_op`, shape (elements): forward plus backward of one tiny operation in a chain of functions
-- `eager_op`, shape (operations): forward plus backward of tiny blocks of modules, divided by the number of operations
-  that compute; the time beyond that of a tiny operation is spent in Python, modules, views and autograd
-- `fresh_memory`, shape (bytes), on a CPU: allocate, write once and free this much memory; training pays it for every
-  tensor above 32 MiB, and for memory that the allocator returned to the kernel
-- `to_device` and `from_device`, shape (bytes), on a GPU: copies between the GPU and pinned host memory
+`eager_op`, shape (operations): forward plus backward of tiny blocks of modules, divided by the number of operations
+that compute; the time beyond that of a tiny operation is spent in Python, modules, views and autograd.
 """
 
 from __future__ import annotations
@@ -13,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.cluster.calibration.cold_buffers import MMAP_THRESHOLD_BYTES
-from phalanx.cluster.calibration.timing import BenchTimer, make_timer, median_seconds_of, round_seconds
+from phalanx.cluster.calibration.timing import BenchTimer, median_seconds_of, round_seconds
 
 CHAIN_LENGTH = 200
 """Operations in a row, about as many as 1 or 2 layers have."""
@@ -22,42 +17,34 @@ TINY_TENSOR_ELEMENTS = 16
 """Elements; too few for a second thread."""
 NUM_TINY_BLOCKS = 4
 """Blocks of the tiny transformer."""
-PINNED_BUFFER_BYTES = 256 * 2**20
-"""Bytes copied to and from a GPU."""
 
 
 def measure_overheads(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
-    """Measure `launch_us` (forward only) and `operations`. `payload`: `device`, `threads` (CPU), `seconds`."""
+    """Measure `launch_us` (forward only) and `operations`. `payload`: `threads`, `seconds`."""
     import torch
 
-    device = payload["device"]
-    timer = timer or make_timer(device)
-    if device == "cpu":
-        torch.set_num_threads(payload["threads"])
-    budget_s = payload["seconds"] / 3
-    forward, backward = time_op_chain(device, budget_s, timer)
-    seconds, count = time_tiny_blocks(device, budget_s, timer)
-    operations = [
-        _timing_row("autograd_op", 3 * 4.0 * TINY_TENSOR_ELEMENTS, forward + backward, TINY_TENSOR_ELEMENTS),
-        _timing_row("eager_op", 3 * 4.0 * TINY_TENSOR_ELEMENTS, seconds, count),
-    ]
-    if device == "cpu":
-        count = 2 * MMAP_THRESHOLD_BYTES // 4
-        (fill_s,) = median_seconds_of(
-            lambda: (timer.time_call(lambda: torch.empty(count).fill_(1.0)),), budget_s, timer
-        )
-        operations.append(_timing_row("fresh_memory", 4.0 * count, fill_s, 4 * count))
-    else:
-        operations += time_transfers(device, budget_s, timer)
-    return {"launch_us": round_seconds(forward * 1e6), "operations": operations}
+    timer = timer or BenchTimer()
+    torch.set_num_threads(payload["threads"])
+    budget_s = payload["seconds"] / 2
+    launch_s = time_op_chain(budget_s, timer)
+    seconds, count = time_tiny_blocks(budget_s, timer)
+    eager_op = {
+        "kind": "eager_op",
+        "precision": "fp32",
+        "bytes": 3 * 4.0 * TINY_TENSOR_ELEMENTS,
+        "seconds": round_seconds(seconds),
+        "shape": [count],
+    }
+    return {"launch_us": round_seconds(launch_s * 1e6), "operations": [eager_op]}
 
 
-def time_op_chain(device: str, budget_s: float, timer: BenchTimer) -> tuple[float, float]:
-    """Return seconds of one tiny operation in a chain, for forward and for backward."""
+def time_op_chain(budget_s: float, timer: BenchTimer) -> float:
+    """Return seconds of the forward of one tiny operation in a chain."""
     import torch
 
-    x = torch.randn(TINY_TENSOR_ELEMENTS, device=device, requires_grad=True)
-    other = torch.ones(TINY_TENSOR_ELEMENTS, device=device)
+    x = torch.randn(TINY_TENSOR_ELEMENTS, requires_grad=True)
+    other = torch.ones(TINY_TENSOR_ELEMENTS)
+
     results: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -66,16 +53,16 @@ def time_op_chain(device: str, budget_s: float, timer: BenchTimer) -> tuple[floa
             y = y * other
         results.append(y)
 
-    def run() -> tuple[float, float]:
-        ahead = timer.time_call(forward)
-        result = results.pop()
-        return ahead / CHAIN_LENGTH, timer.time_call(lambda: torch.autograd.grad(result, x, other)) / CHAIN_LENGTH
+    def run() -> tuple[float]:
+        seconds = timer.time_call(forward)
+        results.clear()  # freeing the graph does not count
+        return (seconds / CHAIN_LENGTH,)
 
-    forward_s, backward_s = median_seconds_of(run, budget_s, timer)
-    return forward_s, backward_s
+    (seconds,) = median_seconds_of(run, budget_s, timer)
+    return seconds
 
 
-def time_tiny_blocks(device: str, budget_s: float, timer: BenchTimer) -> tuple[float, int]:
+def time_tiny_blocks(budget_s: float, timer: BenchTimer) -> tuple[float, int]:
     """Return seconds per operation in a block of a tiny transformer, and the operations of forward plus backward."""
     import torch
     from torch import nn
@@ -96,8 +83,8 @@ def time_tiny_blocks(device: str, budget_s: float, timer: BenchTimer) -> tuple[f
             out: torch.Tensor = x + self.down(F.gelu(self.up(self.second(x))))
             return out
 
-    model = nn.Sequential(*(Block() for _ in range(NUM_TINY_BLOCKS))).to(device)
-    x = torch.randn(1, 4, TINY_TENSOR_ELEMENTS, device=device)
+    model = nn.Sequential(*(Block() for _ in range(NUM_TINY_BLOCKS)))
+    x = torch.randn(1, 4, TINY_TENSOR_ELEMENTS)
 
     def both() -> None:
         model.zero_grad(set_to_none=True)
@@ -129,26 +116,3 @@ def count_computing_ops(function: Callable[[], None]) -> int:
     with intercept_operations(handle):
         function()
     return found
-
-
-def time_transfers(device: str, budget_s: float, timer: BenchTimer) -> list[dict[str, Any]]:
-    """Measure copies between a GPU and pinned host memory."""
-    import torch
-
-    host_buffer = torch.empty(PINNED_BUFFER_BYTES // 4, pin_memory=True).normal_()
-    device_buffer = host_buffer.to(device)
-    (to_device,) = median_seconds_of(
-        lambda: (timer.time_call(lambda: device_buffer.copy_(host_buffer, non_blocking=True)),), budget_s / 2, timer
-    )
-    (from_device,) = median_seconds_of(
-        lambda: (timer.time_call(lambda: host_buffer.copy_(device_buffer, non_blocking=True)),), budget_s / 2, timer
-    )
-    found = {"to_device": to_device, "from_device": from_device}
-    return [
-        _timing_row(kind, float(PINNED_BUFFER_BYTES), seconds, PINNED_BUFFER_BYTES) for kind, seconds in found.items()
-    ]
-
-
-def _timing_row(kind: str, nbytes: float, seconds: float, shape: int) -> dict[str, Any]:
-    found = {"kind": kind, "precision": "fp32", "bytes": nbytes, "flops": 0.0, "seconds": round_seconds(seconds)}
-    return {**found, "shape": [shape]}

@@ -1,28 +1,13 @@
 """Memory-bound operations of a training step that calibration measures, with their shapes and bytes.
 
 A kind is the name of the operation in torch's dispatcher ("native_layer_norm_backward"), as in a trace of a training
-step. `moved_bytes` is the size of all inputs and outputs, unless the table says otherwise.
-
-| kind | shape | bytes, where they are not those of all inputs and outputs |
-|---|---|---|
-| `clone`, `zeros`, `add`, `mul`, `pow`, `gelu`, `silu`, `relu` and their `_backward` | rows, columns | |
-| `add_`: into a gradient; `mul_`: a gradient by a number; `fill_` | rows, columns | read and written counted |
-| `_to_copy`: a cast between fp32 and `precision`, counted as that of the result | rows, columns | |
-| `sum`: over columns; `sum_first`: over rows | rows, columns | |
-| `_softmax`, `_log_softmax` and their `_backward_data` | rows, columns | |
-| `native_layer_norm`, `native_layer_norm_backward` | rows, columns | |
-| `native_group_norm`, `native_group_norm_backward` | n, channels, h, w | |
-| `transposed`: heads out of a row; `matrix_transposed` | b, s, h, d; rows, columns | |
-| `mul_complex`: rotary positions | b, s, h, d | |
-| `embedding`, `embedding_dense_backward` | tokens, vocabulary, width | forward: rows read and written only |
-| `_fused_adamw_` | parameters | 28 a parameter: 16 read, 12 written |
-| `clip_norm`: norm of all gradients | parameters | |
+step. `moved_bytes` is the size of all inputs and outputs; what is read and written in place counts twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.calibration.cold_buffers import ColdBufferPool
@@ -50,8 +35,6 @@ class OpCase:
     moved_bytes: float | None = None
     """None: the size of all inputs and outputs."""
     flops: float = 0.0
-    keep_alive: list[Any] = field(default_factory=list)
-    """Objects that must not be freed during the measurement."""
 
 
 MakeOpCase = Callable[[ColdBufferPool, int, int, "torch.dtype"], OpCase]
@@ -76,28 +59,15 @@ def memory_op_cases(dtype: torch.dtype) -> dict[str, MakeOpCase]:
         "relu": (1, torch.relu),
         "threshold_backward": (2, lambda g, x: aten.threshold_backward(g, x, 0)),
         "sum": (1, lambda x: x.sum(-1)),
-        "sum_first": (1, lambda x: x.sum(0)),
-        "_softmax": (1, lambda x: aten._softmax(x, -1, False)),
-        "_softmax_backward_data": (2, lambda g, y: aten._softmax_backward_data(g, y, -1, y.dtype)),
-        "_log_softmax": (1, lambda x: aten._log_softmax(x, -1, False)),
-        "_log_softmax_backward_data": (2, lambda g, y: aten._log_softmax_backward_data(g, y, -1, y.dtype)),
-        "matrix_transposed": (1, lambda x: x.t().contiguous()),
     }
     found: dict[str, MakeOpCase] = {name: _make_row_op(count, do) for name, (count, do) in rows_of.items()}
     found |= {
-        "zeros": _make_zeros,
-        "fill_": lambda pool, size, sets, dtype: _make_in_place(
-            pool, size, sets, dtype, lambda x: x.fill_(0.5), reads=0
-        ),
-        "mul_": lambda pool, size, sets, dtype: _make_in_place(pool, size, sets, dtype, lambda x: x.mul_(1.0), reads=1),
+        "mul_": _make_scale,
         "add_": _make_accumulate,
         "_to_copy": _make_cast,
         "native_layer_norm": _make_layer_norm,
         "native_layer_norm_backward": _make_layer_norm_backward,
-        "native_group_norm": _make_group_norm,
         "native_group_norm_backward": _make_group_norm_backward,
-        "transposed": _make_transpose_heads,
-        "embedding": _make_embedding,
         "embedding_dense_backward": _make_embedding_backward,
     }
     if dtype == torch.float32:
@@ -130,25 +100,15 @@ def _make_row_op(count: int, do: Callable[..., Any]) -> MakeOpCase:
     return make
 
 
-def _make_zeros(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    import torch
-
-    shape = (_num_rows(size, dtype), NUM_COLUMNS)
-    return OpCase(lambda: torch.zeros(shape, dtype=dtype, device=pool.device), [()] * sets, shape)
-
-
-def _make_in_place(
-    pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype, do: Callable[[Tensor], object], reads: int
-) -> OpCase:
+def _make_scale(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     """`run_op` changes a copy: the data of the pool must stay unchanged."""
     shape = (_num_rows(size, dtype), NUM_COLUMNS)
     owned = [(pool.take_tensor(*shape, dtype=dtype).clone(),) for _ in range(sets)]
-    nbytes = float(shape[0] * shape[1] * dtype.itemsize)
 
     def work(x: Tensor) -> None:
-        do(x)
+        x.mul_(1.0)
 
-    return OpCase(work, owned, shape, moved_bytes=nbytes * (1 + reads))
+    return OpCase(work, owned, shape, moved_bytes=2.0 * shape[0] * shape[1] * dtype.itemsize)
 
 
 def _make_accumulate(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
@@ -204,28 +164,12 @@ def _make_layer_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype:
     return OpCase(work, pairs, (rows, NUM_COLUMNS))
 
 
-def _image_shape(size: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    return (_num_rows(size, dtype, NUM_CHANNELS * IMAGE_SIDE * IMAGE_SIDE), NUM_CHANNELS, IMAGE_SIDE, IMAGE_SIDE)
-
-
-def _make_group_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    import torch
-
-    shape = _image_shape(size, dtype)
-    weight, bias = pool.take_tensor(NUM_CHANNELS, dtype=dtype), pool.take_tensor(NUM_CHANNELS, dtype=dtype)
-
-    def work(x: Tensor) -> Any:
-        return torch.ops.aten.native_group_norm(
-            x, weight, bias, shape[0], NUM_CHANNELS, IMAGE_SIDE * IMAGE_SIDE, NUM_NORM_GROUPS, 1e-5
-        )
-
-    return OpCase(work, [(pool.take_tensor(*shape, dtype=dtype),) for _ in range(sets)], shape)
-
-
 def _make_group_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    shape, aten = _image_shape(size, dtype), torch.ops.aten
+    aten = torch.ops.aten
+    images = _num_rows(size, dtype, NUM_CHANNELS * IMAGE_SIDE * IMAGE_SIDE)
+    shape = (images, NUM_CHANNELS, IMAGE_SIDE, IMAGE_SIDE)
     weight, bias = pool.take_tensor(NUM_CHANNELS, dtype=dtype), pool.take_tensor(NUM_CHANNELS, dtype=dtype)
     numbers = (shape[0], NUM_CHANNELS, IMAGE_SIDE * IMAGE_SIDE, NUM_NORM_GROUPS)
     _, mean, deviation = aten.native_group_norm(pool.take_tensor(*shape, dtype=dtype), weight, bias, *numbers, 1e-5)
@@ -234,16 +178,6 @@ def _make_group_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype:
         return aten.native_group_norm_backward(gradient, x, mean, deviation, weight, *numbers, [True, True, True])
 
     return OpCase(work, [tuple(pool.take_tensor(*shape, dtype=dtype) for _ in range(2)) for _ in range(sets)], shape)
-
-
-def _make_transpose_heads(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    """Copy [b, s, h, d] to contiguous [b, h, s, d]."""
-    tokens = _num_rows(size, dtype, NUM_HEADS * HEAD_DIM)
-    batch = max(1, tokens // 256)
-    shape = (batch, tokens // batch, NUM_HEADS, HEAD_DIM)
-    return OpCase(
-        lambda x: x.transpose(1, 2).contiguous(), [(pool.take_tensor(*shape, dtype=dtype),) for _ in range(sets)], shape
-    )
 
 
 def _make_rotary(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
@@ -259,31 +193,17 @@ def _make_rotary(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype)
     return OpCase(torch.mul, pairs, shape)
 
 
-def _random_token_ids(tokens: int, device: str) -> Tensor:
+def _random_token_ids(tokens: int) -> Tensor:
     import torch
 
-    return torch.randint(0, VOCAB_SIZE, (tokens,), device=device)
-
-
-def _make_embedding(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    import torch
-
-    tokens, table = _num_rows(size, dtype, HIDDEN_SIZE), pool.take_tensor(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
-    nbytes = 2.0 * tokens * HIDDEN_SIZE * dtype.itemsize + 8 * tokens
-    found = [(_random_token_ids(tokens, pool.device),) for _ in range(sets)]
-    return OpCase(
-        lambda at: torch.ops.aten.embedding(table, at), found, (tokens, VOCAB_SIZE, HIDDEN_SIZE), moved_bytes=nbytes
-    )
+    return torch.randint(0, VOCAB_SIZE, (tokens,))
 
 
 def _make_embedding_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
     tokens = _num_rows(size, dtype, HIDDEN_SIZE)
-    pairs = [
-        (pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), _random_token_ids(tokens, pool.device))
-        for _ in range(sets)
-    ]
+    pairs = [(pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), _random_token_ids(tokens)) for _ in range(sets)]
 
     def work(gradient: Tensor, at: Tensor) -> Any:
         return torch.ops.aten.embedding_dense_backward(gradient, at, VOCAB_SIZE, -1, False)
@@ -312,14 +232,13 @@ def _make_adamw(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) 
 
 
 def _make_grad_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    """Squares are added up as training does it: on a CPU in rows (train/ops/grad_norm.py)."""
+    """Squares are added up as training does it on a CPU, in rows (train/ops/grad_norm.py)."""
     import torch
 
     count = max(GRAD_NORM_ROW, size // dtype.itemsize // GRAD_NORM_ROW * GRAD_NORM_ROW)
-    shape = (-1, GRAD_NORM_ROW) if pool.device == "cpu" else (-1,)
 
     def work(x: Tensor) -> Any:
-        return torch.linalg.vector_norm(x.view(shape), dim=-1)
+        return torch.linalg.vector_norm(x.view(-1, GRAD_NORM_ROW), dim=-1)
 
     return OpCase(
         work, [(pool.take_tensor(count),) for _ in range(sets)], (count,), moved_bytes=float(count * dtype.itemsize)

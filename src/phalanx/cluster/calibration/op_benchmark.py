@@ -1,23 +1,16 @@
 """Benchmark the operations of training other than matrix products: those of `memory_ops.py` by size and precision, and
-those of `autograd_ops.py` forward and backward. Runs in a separate process and returns plain values for `OpTiming`.
+attention forward and backward. Runs in a separate process and returns plain values for `OpTiming`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.calibration.autograd_ops import (
-    EXTRA_CASES,
-    QUICK_CASES,
-    AutogradCase,
-    AutogradCaseSpec,
-    largest_tensor_elements,
-    prepare_case,
-)
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes, warm_allocator
+from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes, torch_dtype, warm_allocator
 from phalanx.cluster.calibration.memory_ops import MakeOpCase, OpCase, count_moved_bytes, memory_op_cases
 from phalanx.cluster.calibration.timing import (
     NUM_ROUNDS,
@@ -35,14 +28,29 @@ from phalanx.recipe.devices import size_table_of
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
+AttentionShape = tuple[int, int, int, int]
+QUICK_SHAPES: list[AttentionShape] = [(4, 4, 256, 64), (2, 8, 512, 64)]
+"""Shapes of a quick calibration; a full one adds `EXTRA_SHAPES`."""
+EXTRA_SHAPES: list[AttentionShape] = [
+    (1, 2, 64, 32),
+    (16, 4, 256, 64),
+    (8, 8, 128, 32),
+    (1, 8, 1024, 128),
+    (1, 12, 2048, 64),
+]
+BACKWARD_FLOPS_FACTOR = 2.5
+"""FLOPs of backward over those of forward (Dao 2023, section 4.1)."""
 TENSOR_SIZES_BYTES = {
     ("cpu", True): (256 * BYTES_PER_KIB, 8 * BYTES_PER_MIB),
     ("cpu", False): tuple(64 * BYTES_PER_KIB * 4**power for power in range(7)),
-    ("cuda", True): (BYTES_PER_MIB, 256 * BYTES_PER_MIB),
-    ("cuda", False): tuple(256 * BYTES_PER_KIB * 4**power for power in range(7)),
+    ("cuda", True): (256 * BYTES_PER_MIB,),
+    ("cuda", False): (256 * BYTES_PER_MIB, BYTES_PER_GIB),
 }
 """Bytes of the largest tensor, by device and `quick`: from within the cache to far beyond it."""
+GPU_OP_KINDS = ("add",)
+"""Kinds that are measured on a GPU, for the bandwidth of its memory: predictions of GPUs read no other."""
 MIN_BYTES_PER_RUN = {
     ("cpu", True): 160 * BYTES_PER_MIB,
     ("cpu", False): 256 * BYTES_PER_MIB,
@@ -56,6 +64,43 @@ MAX_ARGUMENT_SETS = 24
 """Maximum argument sets: about as many as a layer of a small model has, which stay in the cache in training as well."""
 MEMORY_SHARE = 1 / 64
 """Share of the device's memory that the largest tensor may take."""
+
+
+@dataclass
+class AttentionCase:
+    """Attention with several sets of queries, keys and values, each in its own memory."""
+
+    shape: AttentionShape
+    input_sets: Sequence[tuple[Tensor, Tensor, Tensor]]
+    gradient: Tensor
+    """Of the result."""
+    bytes: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of forward."""
+        batch, heads, sequence, head_dim = self.shape
+        return 2.0 * batch * heads * sequence * sequence * head_dim
+
+
+def run_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Run forward on tensors as a projection leaves them, [b, s, h, d]."""
+    from torch.nn import functional as F
+
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def prepare_attention(shape: AttentionShape, pool: ColdBufferPool, sets: int, dtype: torch.dtype) -> AttentionCase:
+    """Return the case with tensors from the pool."""
+    batch, heads, sequence, head_dim = shape
+
+    def take_input() -> Tensor:
+        return pool.take_tensor(batch, sequence, heads, head_dim, dtype=dtype).detach().requires_grad_()
+
+    input_sets = [(take_input(), take_input(), take_input()) for _ in range(sets)]
+    gradient = pool.take_tensor(batch, sequence, heads, head_dim, dtype=dtype).transpose(1, 2)
+    return AttentionCase(shape, input_sets, gradient, 4.0 * math.prod(shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -83,12 +128,12 @@ def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None)
     sizes = [
         size for size in payload.get("sizes") or TENSOR_SIZES_BYTES[size_table_of(device), quick] if size <= max_bytes
     ]
-    wanted_kinds = payload.get("kinds")
+    wanted_kinds = payload.get("kinds") or (None if device == "cpu" else GPU_OP_KINDS)
     cases = [
         SizedCase(kind, precision, size, make)
         for size in sizes
         for precision in training_precisions(device)
-        for kind, make in memory_op_cases(_torch_dtype(precision)).items()
+        for kind, make in memory_op_cases(torch_dtype(precision)).items()
         if wanted_kinds is None or kind in wanted_kinds
     ]
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -108,7 +153,7 @@ def measure_memory_op(
     case: SizedCase, budget_s: float, pool: ColdBufferPool, bytes_per_run: float, timer: BenchTimer, processes: int
 ) -> dict[str, Any]:
     """Measure one case for about `budget_s` seconds, with enough argument sets to move `bytes_per_run` bytes."""
-    dtype = _torch_dtype(case.precision)
+    dtype = torch_dtype(case.precision)
     work = case.make_case(pool, case.size_bytes, 1, dtype)
     nbytes = (
         work.moved_bytes
@@ -124,40 +169,36 @@ def measure_memory_op(
     return _timing_row(case.op_kind, case.precision, nbytes, work.flops, seconds, work.shape, processes)
 
 
-def measure_autograd_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """The operations of `autograd_ops.py`; `payload` as for `measure_memory_ops`, optionally with `cases` as (kind,
-    shape)."""
-    device, quick = payload["device"], payload["quick"]
-    timer = timer or make_timer(device)
-    started, bytes_per_run = timer.clock(), bytes_per_run_of(device, quick)
-    given = [AutogradCaseSpec(kind, tuple(shape)) for kind, shape in payload.get("cases") or ()]
-    wanted = given or (
-        QUICK_CASES[size_table_of(device)]
-        if quick
-        else QUICK_CASES[size_table_of(device)] + EXTRA_CASES[size_table_of(device)]
-    )
+def measure_attention(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
+    """Measure attention, forward and backward; `payload` as for `measure_memory_ops`, optionally with
+    `attention_shapes`."""
+    quick, timer = payload["quick"], timer or BenchTimer()
+    started, bytes_per_run = timer.clock(), bytes_per_run_of("cpu", quick)
+    shapes = payload.get("attention_shapes") or QUICK_SHAPES + ([] if quick else EXTRA_SHAPES)
     max_bytes = payload["memory_bytes"] * MEMORY_SHARE * 4
-    cases = [
-        (case, p)
-        for case in wanted
-        for p in training_precisions(device)
-        if 4 * largest_tensor_elements(case) <= max_bytes
-    ]
-    elements = max((largest_tensor_elements(case) for case, _ in cases), default=0)
+    shapes = [shape for shape in shapes if 4 * math.prod(shape) <= max_bytes]
+    cases = [(shape, precision) for shape in shapes for precision in training_precisions("cpu")]
+    elements = max((math.prod(shape) for shape in shapes), default=0)
     pool, allocator_guard = prepare_buffers(
-        device, payload.get("threads"), max(16 * elements, 2 * bytes_per_run), bytes_per_run
+        "cpu", payload.get("threads"), max(16 * elements, 2 * bytes_per_run), bytes_per_run
     )
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     processes, remaining_s = payload.get("processes", 1), remaining_seconds(payload["seconds"], started, timer)
-    for (case, precision), share in split_budget(cases * NUM_ROUNDS[quick], remaining_s, timer):
-        dtype = _torch_dtype(precision)
-        sets = num_argument_sets(4 * prepare_case(case, pool, 1, dtype).bytes, bytes_per_run)
-        work = prepare_case(case, pool, sets, dtype)
+    for (shape, precision), share in split_budget(cases * NUM_ROUNDS[quick], remaining_s, timer):
+        dtype = torch_dtype(precision)
+        sets = num_argument_sets(4 * prepare_attention(shape, pool, 1, dtype).bytes, bytes_per_run)
+        work = prepare_attention(shape, pool, sets, dtype)
         forward, backward = median_seconds_of(lambda work=work: _time_forward_backward(work, timer), share, timer)  # type: ignore[misc]
-        forward_row = (case.op_kind, precision, work.bytes, work.flops, forward)
-        backward_row = (f"{case.op_kind}_backward", precision, 2 * work.bytes, work.backward_flops, backward)
+        forward_row = ("attention", precision, work.bytes, work.flops, forward)
+        backward_row = (
+            "attention_backward",
+            precision,
+            2 * work.bytes,
+            BACKWARD_FLOPS_FACTOR * work.flops,
+            backward,
+        )
         for row in (forward_row, backward_row):
-            keep_fastest(found, _timing_row(*row, case.shape, processes))
+            keep_fastest(found, _timing_row(*row, shape, processes))
     del allocator_guard
     return list(found.values())
 
@@ -202,26 +243,20 @@ def _time_case(case: OpCase, timer: BenchTimer) -> float:
     return timer.time_call(all_sets)
 
 
-def _time_forward_backward(case: AutogradCase, timer: BenchTimer) -> tuple[float, float]:
+def _time_forward_backward(case: AttentionCase, timer: BenchTimer) -> tuple[float, float]:
     """Seconds of one forward, and of one backward, among several."""
     import torch
 
     results: list[torch.Tensor] = []
-    forward = timer.time_call(lambda: results.extend(case.run_forward(*leaves) for leaves in case.input_sets))
+    forward = timer.time_call(lambda: results.extend(run_attention(*leaves) for leaves in case.input_sets))
 
     def backward() -> None:
         for leaves in reversed(case.input_sets):
             result = results.pop()
-            torch.autograd.grad(result, leaves, None if case.gradient is None else case.gradient)
+            torch.autograd.grad(result, leaves, case.gradient)
 
     taken = timer.time_call(backward)
     return forward / len(case.input_sets), taken / len(case.input_sets)
-
-
-def _torch_dtype(precision: str) -> torch.dtype:
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def _timing_row(

@@ -1,4 +1,5 @@
-"""Run a calibration: measure families of operations, each with a share of the time budget, and build the cluster file.
+"""Run a calibration: measure families of operations, each with a share of the time budget, and build the cluster file,
+with data-sheet values from the catalogue where it has the device.
 
 Starts no process: the caller passes an `Executor` that runs functions in other processes. When a family fails, the
 others are still measured, and the failure is listed in `Measurements.odd`.
@@ -12,28 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.calibration import storage
-from phalanx.cluster.calibration.anomalies import find_anomalies, find_background_load
-from phalanx.cluster.calibration.background_load import count_busy_cores
+from phalanx.cluster.calibration.anomalies import best_gemm_tflops, find_anomalies, measured_memory_bandwidth
 from phalanx.cluster.calibration.hardware_key import hardware_key
-from phalanx.cluster.calibration.reference_gemm import time_reference_gemm
-from phalanx.cluster.calibration.to_cluster import (
-    DiscoveredHardware,
-    data_sheet_of,
-    describe_accelerator,
-    describe_cluster,
-    discover_hardware,
-)
+from phalanx.cluster.calibration.timing import time_reference_gemm
+from phalanx.cluster.catalog import find_accelerator, find_entry
+from phalanx.cluster.data_sheet import find_data_sheet
 from phalanx.cluster.discovery import Machine
-from phalanx.cluster.gpu_topology import choose_scale_up
+from phalanx.cluster.gpu_topology import choose_scale_up, discover_gpu_links
+from phalanx.cluster.nics import choose_scale_out, discover_nics
 from phalanx.cluster.spec import (
+    AcceleratorSpec,
     Cluster,
     CollectiveTiming,
     GemmTiming,
     Measurements,
+    NodeSpec,
     OpTiming,
-    OverlapSlowdown,
+    ScaleUpNetwork,
     StorageSpec,
 )
+from phalanx.cluster.system_files import count_busy_cores
 
 REFERENCE_DURATION_S = 0.15
 """Seconds for the reference product after each family."""
@@ -43,18 +42,14 @@ calibration below 3 minutes. With a GPU, each process also loads libraries and k
 TIME_WEIGHTS = {
     "matrix products": 8.0,
     "operations": 9.0,
-    "attention and others": 4.0,
+    "attention": 4.0,
     "overheads": 1.0,
     "processes together": 11.0,
     "storage": 2.0,
-    "checkpoint": 1.0,
 }
 """Weights by which the families share the time, in the order in which they run."""
-MAX_DURATION_S = {"overheads": 2.0, "storage": 10.0, "checkpoint": 5.0}
+MAX_DURATION_S = {"overheads": 2.0, "storage": 10.0}
 """Maximum seconds of a family; more would not improve its result."""
-CHECKPOINT_BYTES = {True: 64 * 10**6, False: 512 * 10**6}
-"""Bytes of the checkpoint, by `quick`."""
-MIN_CHECKPOINT_BYTES = 8 * 10**6
 CALIBRATION_PACKAGE = "phalanx.cluster.calibration"
 
 
@@ -66,16 +61,12 @@ class MeasurementFailed(Exception):
 class Executor:
     """Functions with side effects that a calibration calls.
 
-    `run_in_process` runs `module:function(payload)` in a separate process; `run_in_world` runs it on every rank of a
-    new world of the given size and returns the value of rank 0. Both raise MeasurementFailed on failure.
-    `save_checkpoint` writes a checkpoint of the given bytes below a directory and returns seconds. `scratch_dir` is a
-    private directory on the disk to measure; the caller removes it. `report_progress` gets the next step and the share
-    of time that has passed.
+    `run_in_process` runs `module:function(payload)` in a separate process, `run_in_world` on every rank of a new
+    world of the given size, of which rank 0 returns. `scratch_dir` is a private directory on the disk to measure.
     """
 
     run_in_process: Callable[[str, Any], Any]
     run_in_world: Callable[[str, Any, int], Any]
-    save_checkpoint: Callable[[Path, int], float]
     scratch_dir: Path
     report_progress: Callable[[str, float], None] = lambda family, share: None
     clock: Callable[[], float] = time.perf_counter
@@ -90,15 +81,17 @@ class Results:
     gemms: list[GemmTiming] = field(default_factory=list)
     ops: list[OpTiming] = field(default_factory=list)
     collectives: list[CollectiveTiming] = field(default_factory=list)
-    overlap: OverlapSlowdown | None = None
     launch_us: float | None = None
     storage: StorageSpec | None = None
-    read_mode: str | None = None
-    checkpoint_gbps: float | None = None
     reference_times_s: list[float] = field(default_factory=list)
     """Seconds of the reference product, before the first family and after each."""
-    clock_share: float | None = None
     failures: list[str] = field(default_factory=list)
+
+    def add_gemms(self, rows: list[dict[str, Any]]) -> None:
+        self.gemms += [GemmTiming.model_validate(row) for row in rows]
+
+    def add_ops(self, rows: list[dict[str, Any]]) -> None:
+        self.ops += [OpTiming.model_validate(row) for row in rows]
 
     @property
     def drift(self) -> float:
@@ -126,7 +119,8 @@ def calibrate_machine(
     """
     processes = default_num_processes(machine) if processes is None else processes
     storage.check_free_space(executor.scratch_dir, quick)
-    hardware, results = discover_hardware(machine, executor.scratch_dir, root), Results()
+    scale_up = choose_scale_up(discover_gpu_links()) if machine.num_gpus else None
+    results = Results()
     started, budget_s = executor.clock(), TOTAL_DURATION_S[quick] if seconds is None else seconds
     busy_cores_before = count_busy_cores(root, executor.sleep)
     _time_reference(machine, executor, results)
@@ -141,52 +135,67 @@ def calibrate_machine(
         operations=results.ops,
         launch_us=results.launch_us,
         collectives=results.collectives,
-        overlap=results.overlap,
         storage=results.storage,
-        checkpoint_gbps=results.checkpoint_gbps,
     )
-    anomalies = (
-        results.failures
-        + find_background_load(busy_cores_before)
-        + _find_anomalies(machine, hardware, measurements, results.clock_share)
-    )
-    cluster = describe_cluster(machine, hardware, measurements.model_copy(update={"odd": anomalies}))
-    return cluster.model_copy(update={"notes": {**cluster.notes, **_describe_measurement(results, quick, processes)}})
-
-
-def _find_anomalies(
-    machine: Machine, hardware: DiscoveredHardware, measurements: Measurements, clock_share: float | None
-) -> list[str]:
-    return find_anomalies(
-        data_sheet_of(machine) or describe_accelerator(machine, measurements),
-        measurements,
-        clock_share,
-        choose_scale_up(hardware.gpu_links),
-        [each.narrow_link_warning for each in hardware.gpu_links if each.narrow_link_warning],
-    )
+    data_sheet = data_sheet_of(machine) or describe_accelerator(machine, measurements)
+    anomalies = results.failures + find_anomalies(data_sheet, measurements, scale_up)
+    return describe_cluster(machine, scale_up, measurements.model_copy(update={"odd": anomalies}), root)
 
 
 def _run_families(
     machine: Machine, executor: Executor, quick: bool, processes: int, results: Results, started: float, seconds: float
 ) -> None:
-    """Every family in turn, with its share of the time that is left."""
+    """Run every family in turn, with its share of the time that is left."""
+
+    def payload(budget_s: float) -> dict[str, Any]:
+        return {
+            "device": machine.device,
+            "threads": machine.physical_cores,
+            "memory_bytes": machine.device_memory_bytes,
+            "quick": quick,
+            "seconds": budget_s,
+        }
+
+    def measure(function: str, budget_s: float) -> Any:
+        return executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", payload(budget_s))
+
+    def measure_gemms(budget_s: float) -> None:
+        results.add_gemms(measure("gemm:measure_gemms", budget_s))
+
+    def measure_ops(budget_s: float) -> None:
+        results.add_ops(measure("op_benchmark:measure_memory_ops", budget_s))
+
+    def measure_attention(budget_s: float) -> None:
+        results.add_ops(measure("op_benchmark:measure_attention", budget_s))
+
+    def measure_overheads(budget_s: float) -> None:
+        value = measure("launch_overheads:measure_overheads", budget_s)
+        results.launch_us = value["launch_us"]
+        results.add_ops(value["operations"])
+
+    def measure_concurrently(budget_s: float) -> None:
+        threads = max(1, machine.physical_cores // processes) if machine.device == "cpu" else machine.physical_cores
+        value = executor.run_in_world(
+            f"{CALIBRATION_PACKAGE}.collectives:measure_concurrently",
+            {**payload(budget_s), "processes": processes, "threads": threads},
+            processes,
+        )
+        results.collectives = [CollectiveTiming.model_validate(row) for row in value["collectives"]]
+        results.add_gemms(value["products"])
+        results.add_ops(value["operations"])
+
     steps: dict[str, Callable[[float], None]] = {
-        "matrix products": lambda budget_s: _measure_gemms(machine, executor, quick, results, budget_s),
-        "operations": lambda budget_s: _measure_ops(
-            machine, executor, "op_benchmark:measure_memory_ops", quick, results, budget_s
-        ),
-        "attention and others": lambda budget_s: _measure_ops(
-            machine, executor, "op_benchmark:measure_autograd_ops", quick, results, budget_s
-        ),
-        "overheads": lambda budget_s: _measure_overheads(machine, executor, results, budget_s),
-        "processes together": lambda budget_s: _measure_concurrent(
-            machine, executor, quick, processes, results, budget_s
-        ),
+        "matrix products": measure_gemms,
+        "operations": measure_ops,
+        "attention": measure_attention,
+        "overheads": measure_overheads,
+        "processes together": measure_concurrently,
         "storage": lambda budget_s: _measure_storage(executor, quick, results, budget_s),
-        "checkpoint": lambda budget_s: _measure_checkpoint(executor, quick, results, budget_s),
     }
     if processes < 2:
         del steps["processes together"]
+    if machine.num_gpus:  # predictions of GPUs read neither
+        del steps["attention"], steps["overheads"]
     weight_left = sum(TIME_WEIGHTS[name] for name in steps)
     for name, step in steps.items():
         elapsed = executor.clock() - started
@@ -206,80 +215,78 @@ def _run_families(
 
 def _time_reference(machine: Machine, executor: Executor, results: Results) -> None:
     """Time the reference product; the fastest that there was is the one to compare with later."""
-    value = time_reference_gemm(machine, executor.run_in_process, REFERENCE_DURATION_S)
-    timed = OpTiming.model_validate(value["timed"])
+    timed = OpTiming.model_validate(time_reference_gemm(machine, executor.run_in_process, REFERENCE_DURATION_S))
     results.reference_times_s.append(timed.seconds)
     if timed.seconds <= min(results.reference_times_s):
         results.ops = [timed, *(each for each in results.ops if each.kind != timed.kind)]
-    if value["clock_share"] is not None:
-        results.clock_share = max(value["clock_share"], results.clock_share or 0.0)
-
-
-def _measurement_payload(machine: Machine, quick: bool, budget_s: float) -> dict[str, Any]:
-    """Return the part of the payload that is the same for every measurement."""
-    return {
-        "device": machine.device,
-        "threads": machine.physical_cores,
-        "memory_bytes": machine.device_memory_bytes,
-        "quick": quick,
-        "seconds": budget_s,
-    }
-
-
-def _measure_gemms(machine: Machine, executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
-    rows = executor.run_in_process(
-        f"{CALIBRATION_PACKAGE}.gemm:measure_gemms", _measurement_payload(machine, quick, budget_s)
-    )
-    results.gemms += [GemmTiming.model_validate(row) for row in rows]
-
-
-def _measure_ops(
-    machine: Machine, executor: Executor, function: str, quick: bool, results: Results, budget_s: float
-) -> None:
-    rows = executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", _measurement_payload(machine, quick, budget_s))
-    results.ops += [OpTiming.model_validate(row) for row in rows]
-
-
-def _measure_overheads(machine: Machine, executor: Executor, results: Results, budget_s: float) -> None:
-    value = executor.run_in_process(
-        f"{CALIBRATION_PACKAGE}.launch_overheads:measure_overheads", _measurement_payload(machine, False, budget_s)
-    )
-    results.launch_us = value["launch_us"]
-    results.ops += [OpTiming.model_validate(row) for row in value["operations"]]
-
-
-def _measure_concurrent(
-    machine: Machine, executor: Executor, quick: bool, processes: int, results: Results, budget_s: float
-) -> None:
-    payload = {**_measurement_payload(machine, quick, budget_s), "processes": processes}
-    if machine.device == "cpu":
-        payload["threads"] = max(1, machine.physical_cores // processes)
-    value = executor.run_in_world(f"{CALIBRATION_PACKAGE}.concurrent:measure_concurrently", payload, processes)
-    results.collectives = [CollectiveTiming.model_validate(row) for row in value["collectives"]]
-    results.overlap = OverlapSlowdown.model_validate(value["overlap"])
-    results.gemms += [GemmTiming.model_validate(row) for row in value["products"]]
-    results.ops += [OpTiming.model_validate(row) for row in value["operations"]]
 
 
 def _measure_storage(executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
-    rates = storage.measure_storage(executor.scratch_dir, quick, budget_s, executor.clock)
-    read = None if rates.read_gbps is None else round(rates.read_gbps, 4)
-    write = round(rates.write_gbps, 4)
+    write_gbps, read_gbps = storage.measure_storage(executor.scratch_dir, quick, budget_s, executor.clock)
+    write, read = round(write_gbps, 4), None if read_gbps is None else round(read_gbps, 4)
     results.storage = StorageSpec(
         name="measured", read_gbps=read, write_gbps=write, node_read_gbps=read, node_write_gbps=write
     )
-    results.read_mode = rates.read_mode
 
 
-def _measure_checkpoint(executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
-    nbytes = CHECKPOINT_BYTES[quick]
-    if results.storage is not None and results.storage.node_write_gbps is not None:
-        nbytes = max(MIN_CHECKPOINT_BYTES, min(nbytes, int(results.storage.node_write_gbps * 1e9 * budget_s)))
-    results.checkpoint_gbps = round(nbytes / max(executor.save_checkpoint(executor.scratch_dir, nbytes), 1e-9) / 1e9, 4)
+def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
+    """Return the data sheet of the device: from the catalogue, or for a CPU from cores, clock and instruction set. None
+    if unknown."""
+    if machine.num_gpus:
+        return find_accelerator(machine.device_name) if find_entry("accelerators", machine.device_name) else None
+    sheet = find_data_sheet(machine)
+    if sheet is None:
+        return None
+    rates: Any = sheet.tflops
+    return AcceleratorSpec(
+        name=machine.device_name, vendor=machine.cpu.vendor, tflops=rates, memory_gib=_memory_gib(machine)
+    )
 
 
-def _describe_measurement(results: Results, quick: bool, processes: int) -> dict[str, Any]:
-    """Return notes for readers on how the figures were measured."""
-    read_modes = {"direct": "O_DIRECT", "dropped": "page cache dropped", "cached": "only from the page cache: left out"}
-    notes = {"quick": quick, "processes": processes, "read": read_modes.get(results.read_mode or "")}
-    return {"measured_how": {name: value for name, value in notes.items() if value is not None}}
+def describe_accelerator(machine: Machine, measurements: Measurements) -> AcceleratorSpec:
+    """Add measured rates to the data sheet. The peak of a CPU is raised to its measured rate: boost clocks exceed the
+    nominal clock."""
+    best: Any = {name: round(rate, 4) for name, rate in best_gemm_tflops(measurements.products).items() if rate >= 1e-4}
+    accelerator = data_sheet_of(machine)
+    if accelerator is None:
+        accelerator = AcceleratorSpec(name=machine.device_name, tflops=best, memory_gib=_memory_gib(machine))
+    rates = dict(accelerator.tflops)
+    if machine.device == "cpu":
+        accelerator = accelerator.model_copy(update={"generation": "cpu"})
+        rates = {name: max(rate, best.get(name, 0.0)) for name, rate in {**best, **rates}.items()}
+    update: dict[str, Any] = {"tflops": rates, "memory_gib": _memory_gib(machine), "achieved_tflops": best}
+    if machine.device == "cpu" and measurements.launch_us is not None:  # a GPU's kernels do not wait for each launch
+        update["kernel_us"] = measurements.launch_us
+    if (
+        accelerator.memory_gbps is None
+        and (rate := measured_memory_bandwidth(measurements.operations, machine.device)) is not None
+    ):
+        update["memory_gbps"] = round(rate, 2)
+    return AcceleratorSpec.model_validate({**accelerator.model_dump(), **update})
+
+
+def describe_cluster(
+    machine: Machine, scale_up: ScaleUpNetwork | None, measurements: Measurements, root: Path = Path("/")
+) -> Cluster:
+    """Return a cluster of one node."""
+    node = NodeSpec(
+        name=_squeeze(machine.device_name),
+        accelerator=describe_accelerator(machine, measurements),
+        count=machine.device_count,
+        scale_up=scale_up,
+        scale_out=choose_scale_out(discover_nics(root)),
+        host_memory_gib=round(machine.memory_bytes / 2**30, 2),
+        cores=machine.physical_cores,
+    )
+    storage = measurements.storage or StorageSpec()
+    count_text = f"{machine.device_count} x " if machine.device_count > 1 else ""
+    name = f"{count_text}{_squeeze(machine.device_name)}"
+    return Cluster(name=name, nodes=1, node=node, storage=storage, measured=measurements)
+
+
+def _memory_gib(machine: Machine) -> float:
+    return round(machine.device_memory_bytes / 2**30, 2)
+
+
+def _squeeze(name: str) -> str:
+    return " ".join(name.split())

@@ -1,8 +1,6 @@
-"""How fast a folder writes and reads: one file, large blocks, synced to the disk, then read past the page cache.
-
-Of a read that comes from memory one learns nothing, so what was written is dropped from the page cache, and read with
-O_DIRECT where the file system can; `read_mode` says which it was. A short pilot decides how much is written, so that a
-slow disk costs no more time than a fast one. The caller gives a folder of its own and removes it.
+"""Measure how fast a directory writes and reads: one file, large blocks, synced to the disk, then read with O_DIRECT,
+since a read from the page cache says nothing. A short pilot decides how much is written, so that a slow disk costs no
+more time than a fast one. The caller gives an own directory and removes it.
 """
 
 import errno
@@ -10,7 +8,6 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import UsageError
@@ -21,44 +18,33 @@ BLOCK_BYTES = 16 * 2**20
 """Bytes of one write or read."""
 PILOT_BYTES = 2 * BLOCK_BYTES
 MAX_WRITTEN_BYTES = {True: 128 * 10**6, False: 10**9}
-"""Bytes that are written at most, by quickness."""
+"""Maximum bytes written, by `quick`."""
 FREE_SPACE_FACTOR = 1.1
-"""Free space that is asked for, over what is written."""
+"""Free space that is required, over what is written."""
 
 
-@dataclass(frozen=True)
-class StorageRates:
-    """GB/s of one writer and one reader; `read_mode`: how the read kept clear of the page cache, "direct", "dropped",
-    or "cached" where it could not, which makes `read_gbps` None."""
-
-    write_gbps: float
-    read_gbps: float | None
-    num_bytes: int
-    read_mode: str
-
-
-def check_free_space(folder: Path, quick: bool) -> None:
-    """Raise UsageError unless the file system of `folder` has enough free space for the measurement."""
-    needed_bytes, free_bytes = MAX_WRITTEN_BYTES[quick] * FREE_SPACE_FACTOR, shutil.disk_usage(folder).free
+def check_free_space(directory: Path, quick: bool) -> None:
+    """Raise UsageError unless the file system of `directory` has enough free space for the measurement."""
+    needed_bytes, free_bytes = MAX_WRITTEN_BYTES[quick] * FREE_SPACE_FACTOR, shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:
         raise UsageError(
-            f"{folder}: too little free space to measure the disk: needs {format_bytes(needed_bytes)}, "
+            f"{directory}: too little free space to measure the disk: needs {format_bytes(needed_bytes)}, "
             f"{format_bytes(free_bytes)} are free; choose another --dir"
         )
 
 
-def measure_storage(directory: Path, quick: bool, seconds: float, clock: ClockFn) -> StorageRates:
-    """Write and read a file in `folder` within about `seconds`. Raises OSError when the disk fails."""
+def measure_storage(directory: Path, quick: bool, seconds: float, clock: ClockFn) -> tuple[float, float | None]:
+    """Return GB/s of writing and of reading a file in `directory`, within about `seconds`. The latter is None where the
+    file system does not support O_DIRECT. Raises OSError when the disk fails."""
     path = directory / "probe.bin"
     block = mmap.mmap(-1, BLOCK_BYTES)  # aligned to pages, as O_DIRECT wants its buffers
     block.write(os.urandom(BLOCK_BYTES))  # a disk that compresses must not look faster
     try:
-        pilot = write_file(path, block, PILOT_BYTES, clock)
-        rate = PILOT_BYTES / max(pilot, 1e-9)
+        rate = PILOT_BYTES / max(write_file(path, block, PILOT_BYTES, clock), 1e-9)
         nbytes = max(BLOCK_BYTES, int(min(MAX_WRITTEN_BYTES[quick], rate * seconds / 2) // BLOCK_BYTES * BLOCK_BYTES))
-        writing = write_file(path, block, nbytes, clock)
-        reading, cache = read_file(path, block, nbytes, seconds / 2, clock)
-        return StorageRates(nbytes / writing / 1e9, None if cache == "cached" else reading / 1e9, nbytes, cache)
+        write_s = write_file(path, block, nbytes, clock)
+        read_rate = read_file(path, block, nbytes, seconds / 2, clock)
+        return nbytes / write_s / 1e9, None if read_rate is None else read_rate / 1e9
     finally:
         path.unlink(missing_ok=True)
         block.close()
@@ -77,50 +63,19 @@ def write_file(path: Path, block: mmap.mmap, nbytes: int, clock: ClockFn) -> flo
         os.close(fd)
 
 
-def read_file(path: Path, block: mmap.mmap, nbytes: int, seconds: float, clock: ClockFn) -> tuple[float, str]:
-    """Read the file for at most `seconds`. Returns bytes per second, and how the page cache was avoided."""
-    dropped = drop_page_cache(path)
-    fd, direct = open_for_direct_read(path)
+def read_file(path: Path, block: mmap.mmap, nbytes: int, seconds: float, clock: ClockFn) -> float | None:
+    """Read the file for at most `seconds` with O_DIRECT. Returns bytes per second, None where it is not supported."""
+    fd = None
     try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         started, done = clock(), 0
         while done < nbytes and (done == 0 or clock() - started < seconds):
-            try:
-                got = os.preadv(fd, [block], done)
-            except OSError as error:
-                if not direct or error.errno != errno.EINVAL:
-                    raise
-                os.close(fd)  # it opens files for direct reads, and then refuses them
-                fd, direct = os.open(path, os.O_RDONLY), False
-                continue
-            if got == 0:
-                break
-            done += got
-        rate = done / max(clock() - started, 1e-9)
+            done += os.preadv(fd, [block], done)
+        return done / max(clock() - started, 1e-9)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
     finally:
-        os.close(fd)
-    return rate, "direct" if direct else "dropped" if dropped else "cached"
-
-
-def drop_page_cache(path: Path) -> bool:
-    """Drop the page cache of a synced file; False where the system does not support it."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError:  # a file system in user space may not know it
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def open_for_direct_read(path: Path) -> tuple[int, bool]:
-    """Open the file with O_DIRECT where the file system supports it."""
-    if hasattr(os, "O_DIRECT"):
-        try:
-            return os.open(path, os.O_RDONLY | os.O_DIRECT), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-    return os.open(path, os.O_RDONLY), False
+        if fd is not None:
+            os.close(fd)

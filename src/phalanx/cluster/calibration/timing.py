@@ -2,6 +2,10 @@
 
 Processes that measure together must run the same number of repetitions, or one would wait without end. They therefore
 agree on every figure that determines this number (`BenchTimer.max_over_ranks`).
+
+The reference product is one fixed matrix product, timed before and after each family of measurements, and later to
+check whether the machine still has the speed that it was calibrated at. It becomes slower when other processes run,
+when the device is too hot, or when it saves power.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from phalanx.cluster.discovery import Machine
+from phalanx.recipe.devices import size_table_of
 
 ClockFn = Callable[[], float]
 CaseT = TypeVar("CaseT")
@@ -23,6 +30,13 @@ MAX_WARMUP_FACTOR = 3.0
 NUM_ROUNDS = {True: 1, False: 2}
 """Passes over all cases, by `quick`. The lower of two medians counts (`keep_fastest`): other load comes in bursts,
 which rarely affect both."""
+RunInProcess = Callable[[str, Any], Any]
+"""Runs `module:function(payload)` in a separate process."""
+REFERENCE_OP = "reference"
+REFERENCE_SIDE = {"cpu": 1024, "cuda": 8192}
+REFERENCE_PRECISION = {"cpu": "fp32", "cuda": "fp16"}
+"""Precision that every CPU, and every GPU since 2017, multiplies fast."""
+REFERENCE_DURATION_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -112,3 +126,34 @@ def keep_fastest(found: dict[tuple[Any, ...], dict[str, Any]], row: dict[str, An
 def round_seconds(seconds: float) -> float:
     """Round to 5 significant digits; more would be noise in a file that people read."""
     return float(f"{seconds:.5g}")
+
+
+def time_reference_gemm(
+    machine: Machine, run_in_process: RunInProcess, seconds: float = REFERENCE_DURATION_S
+) -> dict[str, Any]:
+    """Measure the reference product. Returns the fields of an `OpTiming` of kind "reference"."""
+    payload = {"device": machine.device, "threads": machine.physical_cores, "seconds": seconds}
+    found: dict[str, Any] = run_in_process("phalanx.cluster.calibration.timing:measure_reference", payload)
+    return found
+
+
+def measure_reference(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
+    """`payload`: `device`, `threads` (CPU), `seconds`."""
+    import torch
+
+    device = payload["device"]
+    timer = timer or make_timer(device)
+    if device == "cpu":
+        torch.set_num_threads(payload["threads"])
+    side, precision = REFERENCE_SIDE[size_table_of(device)], REFERENCE_PRECISION[size_table_of(device)]
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    (taken,) = median_seconds_of(lambda: (timer.time_call(lambda: a @ b),), payload["seconds"], timer)
+    return {
+        "kind": REFERENCE_OP,
+        "precision": precision,
+        "bytes": 3.0 * side**2 * dtype.itemsize,
+        "flops": 2.0 * side**3,
+        "seconds": round_seconds(taken),
+        "shape": [side] * 3,
+    }

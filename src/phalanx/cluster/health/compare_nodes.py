@@ -1,17 +1,15 @@
-"""Compare the health reports of nodes: speed, software versions, clocks. Pure: reports in, findings by node out.
+"""Compare the health reports of nodes: speed, software versions. Pure: reports in, findings by node out.
 
 A median identifies an outlier only among 3 or more nodes; of 2 nodes, the slower is compared with the faster.
 """
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx.cluster.health.checks.matmul import MIN_PEERS, format_relative_speed, slowdown_share
-from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
+from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, evaluate_threshold, worst_verdict
 from phalanx.cluster.health.runner import NodeHealthReport
-from phalanx.cluster.health.thresholds import evaluate_threshold
-from phalanx.formatting import format_bytes
 
 REQUIRED_EQUAL = ("torch", "phalanx", "python")
 """Versions that must be equal on all nodes: different releases compute different bits or cannot communicate."""
@@ -22,12 +20,7 @@ EXPECTED_EQUAL = ("numpy", "kernel", "driver")
 def compare_nodes(reports: Sequence[NodeHealthReport]) -> dict[str, list[HealthFinding]]:
     """Return findings by node: one for each comparison, for every node."""
     found: dict[str, list[HealthFinding]] = {each.node: [] for each in reports}
-    for findings in (
-        compare_matmul(reports),
-        compare_disks(reports),
-        compare_versions(reports),
-        compare_clocks(reports),
-    ):
+    for findings in (compare_matmul(reports), compare_versions(reports)):
         for node, one in findings.items():
             found[node].append(one)
     return found
@@ -48,7 +41,8 @@ def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
             times_by_device.setdefault(str(device_values[0].get("device")), {})[report.node] = slowest
     found = {}
     for nodes in times_by_device.values():
-        baseline = _choose_baseline(nodes.values(), min)
+        times_s = list(nodes.values())
+        baseline = statistics.median(times_s) if len(times_s) >= MIN_PEERS else min(times_s)
         for node, seconds in nodes.items():
             found[node] = _matmul_finding(seconds, baseline, len(nodes))
     for report in reports:
@@ -61,7 +55,7 @@ def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
 
 def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFinding:
     slowdown = slowdown_share(seconds, baseline)
-    reference = _describe_reference(nodes)
+    reference = f"the median of {nodes} nodes" if nodes >= MIN_PEERS else "the other node"
     figures: dict[str, FindingValue] = {"time_s": seconds, "baseline_s": baseline, "nodes": nodes}
     if nodes == 1:
         text = "no other node has this device: nothing to compare with"
@@ -72,27 +66,6 @@ def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFindin
         f"{format_relative_speed(slowdown)} {reference}",
         figures,
     )
-
-
-def compare_disks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
-    """Compare the rates at which nodes write a file."""
-    rates = {}
-    for report in reports:
-        for each in values_of_check(report, "disk-throughput"):
-            if isinstance(rate := each.get("write_bytes_per_s"), float):
-                rates[report.node] = rate
-    if len(rates) < 2:
-        return {}
-    baseline = _choose_baseline(rates.values(), max)
-    return {
-        node: HealthFinding(
-            "fleet/disk",
-            evaluate_threshold("disk slowdown", 1 - rate / baseline),
-            f"writes {format_bytes(rate)}/s, {rate / baseline:.0%} of {_describe_reference(len(rates))}",
-            {"write_bytes_per_s": rate, "baseline_bytes_per_s": baseline},
-        )
-        for node, rate in rates.items()
-    }
 
 
 def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
@@ -116,47 +89,3 @@ def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFin
             "fleet/versions", worst_verdict(verdicts), "; ".join(differences) or "as on the other nodes"
         )
     return found
-
-
-def compare_clocks(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
-    """Compare clocks by their offset to the file server when all nodes have one, else by the times of the reports.
-
-    Report times also differ by when the nodes started, so they lead to at most a warning.
-    """
-    offsets = {}
-    for report in reports:
-        for each in values_of_check(report, "clock"):
-            if isinstance(offset := each.get("server_offset"), float):
-                offsets[report.node] = offset
-    by_server = len(offsets) == len(reports)
-    values = offsets if by_server else {report.node: report.written_at for report in reports}
-    if len(values) < 2:
-        return {}
-    middle, found = statistics.median(values.values()), {}
-    for node, value in values.items():
-        skew = value - middle
-        direction = "ahead of" if skew > 0 else "behind"
-        figures: dict[str, FindingValue] = {"skew": skew, "by": "file server" if by_server else "reports"}
-        if by_server:
-            text = f"{abs(skew):.2f} s {direction} the others, by the file server's clock"
-            found[node] = HealthFinding("fleet/clock", evaluate_threshold("clock skew", abs(skew)), text, figures)
-        elif evaluate_threshold("clock skew (report times)", abs(skew)) is HealthVerdict.PASS:
-            text = f"less than {abs(skew) + 1:.0f} s {direction} the others, by the times of the reports"
-            found[node] = HealthFinding("fleet/clock", HealthVerdict.PASS, text, figures)
-        else:
-            text = (
-                f"its report is {abs(skew):.0f} s {direction} the others': its clock is wrong, or it was made at "
-                "another time"
-            )
-            found[node] = HealthFinding("fleet/clock", HealthVerdict.WARN, text, figures)
-    return found
-
-
-def _choose_baseline(values: Iterable[float], best: Callable[[list[float]], float]) -> float:
-    """Return the median, or the best of fewer than 3 values."""
-    known = list(values)
-    return statistics.median(known) if len(known) >= MIN_PEERS else best(known)
-
-
-def _describe_reference(nodes: int) -> str:
-    return f"the median of {nodes} nodes" if nodes >= MIN_PEERS else "the other node"

@@ -1,9 +1,17 @@
-"""Result of a check: a verdict, a reason, and the figures behind it. Values only."""
+"""Values of the health checks: their input, which can be sent to other processes; thresholds, of which
+docs/how-to/health-checks.md has the reasons; and findings with a verdict, a reason, and the figures behind it.
+"""
 
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
+
+from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
+from phalanx.run.cache import cache_root
 
 FindingValue = float | int | str | bool | None
 
@@ -48,3 +56,66 @@ def worst_verdict(verdicts: Iterable[HealthVerdict]) -> HealthVerdict:
     """Return the worst verdict; PASS for none."""
     order = list(HealthVerdict)
     return max(verdicts, key=order.index, default=HealthVerdict.PASS)
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """Input of the checks. `root`: the directory that contains /proc and /sys."""
+
+    run_dir: Path
+    """The directory that a run writes to; it need not exist yet."""
+    cache_dir: Path = field(default_factory=cache_root)
+    temp_dir: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    root: Path = Path("/")
+    uid: int = field(default_factory=os.getuid)
+    expected_devices: int | None = None
+    """Expected number of GPUs."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """Return the context of plain values."""
+        parts: dict[str, Any] = {name: Path(part) if isinstance(part, str) else part for name, part in value.items()}
+        return cls(**parts)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Limits `warn` and `fail` in `unit`, None if there is no such verdict: upper limits if `is_upper`, else lower
+    ones."""
+
+    unit: str
+    warn: float | None
+    fail: float | None
+    is_upper: bool = True
+
+    def verdict_of(self, value: float) -> HealthVerdict:
+        """Return the verdict for a value."""
+        for verdict, bound in ((HealthVerdict.FAIL, self.fail), (HealthVerdict.WARN, self.warn)):
+            if bound is not None and (value > bound if self.is_upper else value < bound):
+                return verdict
+        return HealthVerdict.PASS
+
+
+THRESHOLD_BY_NAME = {
+    "matmul slowdown": Threshold("share", 0.05, 0.20),
+    "busy cores": Threshold("cores", 0.3, None),
+    "run disk free": Threshold("bytes", 10 * BYTES_PER_GIB, BYTES_PER_GIB, is_upper=False),
+    "cache disk free": Threshold("bytes", BYTES_PER_GIB, 100 * BYTES_PER_MIB, is_upper=False),
+    "inodes free": Threshold("files", 10_000, 1_000, is_upper=False),
+    "memory free": Threshold("share", 0.25, 0.05, is_upper=False),
+    "/dev/shm free": Threshold("bytes", BYTES_PER_GIB, 32 * BYTES_PER_MIB, is_upper=False),
+    "GPU memory in use": Threshold("share", 0.05, 0.5),
+    "GPU temperature margin": Threshold("degrees below slow-down", 5, 0, is_upper=False),
+    "corrected ECC errors": Threshold("errors", None, 20e6),
+    "open files": Threshold("files", 1024, 256, is_upper=False),
+    "XID age": Threshold("s", None, 3600, is_upper=False),
+}
+
+
+def evaluate_threshold(name: str, value: float) -> HealthVerdict:
+    """Return the verdict of the named threshold for a value."""
+    return THRESHOLD_BY_NAME[name].verdict_of(value)

@@ -1,36 +1,30 @@
 """Preflight: checks that an agent runs on its node before each attempt, in its own process and within milliseconds,
 without a library that could hang. It covers what changes between attempts; `phalanx doctor` covers the rest.
-
-Asking for the free space of a network disk blocks when its server is down. That is acceptable here, because the agent
-reads and writes the run directory at that moment anyway.
 """
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.cluster.health.checks import clock, disk_space, gpus, memory
-from phalanx.cluster.health.context import CheckContext
-from phalanx.cluster.health.finding import HealthFinding, HealthVerdict
+from phalanx.cluster.health.checks import gpus, host
+from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict
 
 
 def run_preflight(
     run_dir: Path,
     expect_devices: int | None = None,
     root: Path = Path("/"),
-    read_clock: Callable[[], clock.KernelClock | None] = clock.read_kernel_clock,
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs,
 ) -> list[HealthFinding]:
-    """Check free disk space, memory, /dev/shm, the number of GPUs and the clock.
+    """Check free disk space, memory, /dev/shm and the number of GPUs.
 
     The node is unfit if the verdict of any finding is (`HealthVerdict.is_unfit`).
     """
-    context = CheckContext(run_dir, root=root, expected_devices=expect_devices, is_quick=True)
+    context = CheckContext(run_dir, root=root, expected_devices=expect_devices)
     return [
-        *disk_space.check_disk_space(context, statvfs)[:1],
-        *memory.evaluate_memory(memory.measure_memory(context, statvfs)),
+        *host.check_disk_space(context, statvfs)[:1],
+        *host.evaluate_memory(host.measure_memory(context, statvfs)),
         *check_gpus_present(context, expect_devices),
-        *clock.evaluate_clock(read_clock(), None),
     ]
 
 
@@ -42,7 +36,7 @@ def check_gpus_present(context: CheckContext, expected: int | None) -> list[Heal
         reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
         return [HealthFinding("gpus/count", HealthVerdict.UNKNOWN, reason)]
     return [
-        gpus.evaluate_gpu_count(count, expected, "as planned"),
+        gpus.evaluate_gpu_count(count, expected),
         *(_lost_gpu_finding(bus) for bus in find_lost_gpus(context.root)),
     ]
 

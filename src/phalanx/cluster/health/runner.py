@@ -1,27 +1,146 @@
-"""Run the chosen checks on this machine, each with its timeout. Benchmarks run in a separate process each, the other
-checks share one. A check that hangs, dies or raises yields a finding with the verdict ERROR.
+"""Run the chosen checks on this machine, in this order, each with its timeout. docs/how-to/health-checks.md says what
+each is for.
+
+Benchmarks run in a separate process each, the other checks share one. A check that hangs, dies or raises yields a
+finding with the verdict ERROR.
 """
 
+import difflib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Self
 
-from phalanx.cluster.health.check_process import CheckAborted, CheckProcess
-from phalanx.cluster.health.context import CheckContext
-from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, parse_finding, worst_verdict
-from phalanx.cluster.health.registry import HealthCheck
+from phalanx.cluster.gpu_topology import import_nvml
+from phalanx.cluster.health.checks import gpus, host, kernel_log, leaked_resources, matmul, network
+from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict, parse_finding, worst_verdict
+from phalanx.errors import PhalanxError, SubprocessError, UsageError
+from phalanx.formatting import format_exit_status
+from phalanx.run.call_process import CallProcess, value_of
+from phalanx.run.messages import Message
+from phalanx.run.process_messages import CallRaised, CallReturned
 
 REPORT_FORMAT = 1
 HEALTH_PACKAGE = "phalanx.cluster.health"
-CLEANUP_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 60.0
+"""Seconds for the process to start; a loaded machine may start Python slowly, and is not unfit because of that."""
+MAX_ERROR_CHARS = 300
+"""Length limit of an error text."""
 
 
-class CheckRunner(Protocol):
-    """Runs `module:function(payload)` within `timeout_s` seconds, or raises CheckAborted."""
+@dataclass(frozen=True)
+class HealthCheck:
+    """One check.
 
-    def call(self, function: str, payload: Any, timeout_s: float) -> Any: ...
+    `timeout_s`: the check is aborted after this time. `is_benchmark`: it takes seconds, runs in a separate process, and
+    is skipped by `--quick`.
+    """
+
+    name: str
+    run_check: Callable[[CheckContext], list[HealthFinding]]
+    timeout_s: float = 10.0
+    is_benchmark: bool = False
+
+
+HEALTH_CHECKS = (
+    HealthCheck("versions", host.check_versions),
+    HealthCheck("gpus", lambda context: gpus.check_gpus(context, import_nvml()), timeout_s=20.0),
+    HealthCheck("kernel-log", kernel_log.check_kernel_log),
+    HealthCheck("cpu", host.check_cpu),
+    HealthCheck("memory", host.check_memory),
+    HealthCheck("ulimits", host.check_ulimits),
+    HealthCheck("network", network.check_network),
+    HealthCheck("disk", host.check_disk_space),
+    HealthCheck("leaked-resources", leaked_resources.check_leaked_resources),
+    HealthCheck("matmul", matmul.check_matmul, timeout_s=120.0, is_benchmark=True),
+    HealthCheck(
+        "all-reduce",
+        network.check_all_reduce,
+        timeout_s=network.ALL_REDUCE_TIMEOUT_S + 30.0,
+        is_benchmark=True,
+    ),
+)
+
+
+def choose_checks(only: Sequence[str], skip: Sequence[str], quick: bool) -> list[HealthCheck]:
+    """Choose the checks to run. Raises UsageError for an unknown name, and when no check is left."""
+    names = [check.name for check in HEALTH_CHECKS]
+    for name in (*only, *skip):
+        if name not in names:
+            suggestion = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {suggestion[0]!r}?" if suggestion else "."
+            raise UsageError(f"there is no check {name!r}{hint} There are: {', '.join(names)}")
+    found = [check for check in HEALTH_CHECKS if (not only or check.name in only) and check.name not in skip]
+    found = [check for check in found if not (quick and check.is_benchmark)]
+    if not found:
+        raise UsageError("no check is left to do" + (": --quick leaves out those that measure" if quick else ""))
+    return found
+
+
+def run_check_in_process(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run one check in a subprocess. `payload`: the name of the check and the context."""
+    check = next(each for each in HEALTH_CHECKS if each.name == payload["check"])
+    return [found.as_json() for found in check.run_check(CheckContext.from_json(payload["site"]))]
+
+
+class CheckProcess:
+    """A process that runs checks, one at a time, so that one that hangs can be killed with its children. The next call
+    starts a new process. A context manager that ends it on exit."""
+
+    def __init__(self) -> None:
+        self._process: CallProcess | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+
+    def call(self, function: str, payload: Any, timeout_s: float) -> Any:
+        """Run `module:function(payload)` in the process. Raises CheckAborted when it takes longer than `timeout_s`,
+        raises an exception, or dies."""
+        try:
+            process = self._ensure_started()
+            process.send_call(function, payload)
+            reply = self._receive(process, timeout_s, f"it did not finish within {timeout_s:g} s")
+        except KeyboardInterrupt:
+            self._kill()  # otherwise its answer would be taken for that of the next request
+            raise
+        assert isinstance(reply, CallReturned | CallRaised)
+        try:
+            return value_of(reply)
+        except (PhalanxError, SubprocessError) as error:
+            raise CheckAborted(str(error)[:MAX_ERROR_CHARS]) from None
+
+    def _ensure_started(self) -> CallProcess:
+        if self._process is None:
+            self._process = CallProcess()
+            self._receive(self._process, START_TIMEOUT_S, f"its process did not start within {START_TIMEOUT_S:g} s")
+        return self._process
+
+    def _receive(self, process: CallProcess, timeout_s: float, timeout_text: str) -> Message:
+        try:
+            messages = process.receive(timeout_s)
+        except TimeoutError:
+            raise CheckAborted(self._kill_and_explain(timeout_text)) from None
+        if messages is None:
+            raise CheckAborted(self._kill_and_explain("its process died"))
+        return messages[0]
+
+    def _kill_and_explain(self, reason: str) -> str:
+        """Kill the process. Returns `reason`, with its exit status or the fact that it could not be killed."""
+        assert self._process is not None
+        process = self._process.process
+        killed = process.poll() is None and not reason.endswith("died")
+        if not self._kill():
+            return f"{reason}, and its process {process.pid} cannot be killed: it waits within the kernel"
+        return reason if killed else f"{reason} ({format_exit_status(process.returncode)})"
+
+    def _kill(self) -> bool:
+        """Kill the process and its process group. Returns whether it has ended."""
+        process, self._process = self._process, None
+        return process is None or process.kill()
 
 
 @dataclass(frozen=True)
@@ -84,27 +203,17 @@ def run_checks(
     return NodeHealthReport(platform.node(), now(), clock() - started, tuple(found))
 
 
-def run_check(check: HealthCheck, context: CheckContext, runner: CheckRunner) -> list[HealthFinding]:
+def run_check(check: HealthCheck, context: CheckContext, runner: CheckProcess) -> list[HealthFinding]:
     """Return the findings of one check, or one that says why it did not finish."""
     payload = {"check": check.name, "site": context.as_json()}
     try:
         return [
             parse_finding(each)
-            for each in runner.call(f"{HEALTH_PACKAGE}.registry:run_check_in_process", payload, check.timeout_s)
+            for each in runner.call(f"{HEALTH_PACKAGE}.runner:run_check_in_process", payload, check.timeout_s)
         ]
     except CheckAborted as error:
-        cleanup_note = _clean_up(context, runner) if check.name == "disk-throughput" else ""
-        return [HealthFinding(check.name, HealthVerdict.ERROR, f"{error}{cleanup_note}", {"limit": check.timeout_s})]
-    except KeyboardInterrupt:
-        if check.name == "disk-throughput":
-            _clean_up(context, runner)
-        raise
+        return [HealthFinding(check.name, HealthVerdict.ERROR, str(error), {"limit": check.timeout_s})]
 
 
-def _clean_up(context: CheckContext, runner: CheckRunner) -> str:
-    """Remove the file of a killed measurement. Returns a note if that fails, else an empty text."""
-    try:
-        runner.call(f"{HEALTH_PACKAGE}.checks.disk_throughput:remove_scratch", context.as_json(), CLEANUP_TIMEOUT_S)
-    except CheckAborted:
-        return f"; its file may be left in {context.run_dir}"
-    return ""
+class CheckAborted(Exception):
+    """A request did not finish; the text says why."""

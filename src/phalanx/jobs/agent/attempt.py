@@ -1,5 +1,6 @@
 """One attempt at a run: the state of its workers, and the meaning of their exits for the run."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from typing import Any
 from phalanx.errors import ExitCode
 from phalanx.formatting import format_signal
 from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, LOST_PEER_STATUS, STORAGE_FAILED_STATUS
-from phalanx.jobs.agent.hang_report import HangReport
 from phalanx.jobs.agent.node_group import NodeHandle
 from phalanx.run.event_types import FailureCause, WorkerFailure
 from phalanx.run.heartbeat import Heartbeat
@@ -31,8 +31,28 @@ NEVER_JOINED_MESSAGE = "ended without training: it never reached `with phalanx.s
 EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )
+MAX_STACK_BYTES = 16_000
+"""Maximum bytes of a reported stack."""
 EXIT_REPORT_TIMEOUT_S = 120.0
 """Seconds for killed workers to end, including the time to free their memory, and for their exits to be reported."""
+
+
+@dataclass
+class HangReport:
+    """A worker that may hang, and the offset in its log at which its stacks will begin."""
+
+    rank: int
+    log: Path
+    log_offset: int
+    reported: bool = False
+
+    def read_stack(self) -> str | None:
+        """Return the stacks of its threads from its log; None if they cannot be read, or were not printed yet, as
+        by a stopped worker."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            file.seek(self.log_offset)
+            return file.read(MAX_STACK_BYTES).decode(errors="replace").strip() or None
+        return None
 
 
 @dataclass
@@ -43,9 +63,6 @@ class AttemptState:
     ranks_by_node: dict[NodeHandle, range] = field(default_factory=dict)
     """Ranks of the workers of each node."""
     number: int = 0
-    """Number of the current attempt; each new rendezvous increments it."""
-    log_attempt_by_rank: dict[int, int] = field(default_factory=dict)
-    """By rank, the attempt number with which its worker was started."""
     exit_statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
     """Workers that lived until the agent killed them."""
@@ -56,17 +73,14 @@ class AttemptState:
     """Workers that have reported their start."""
     planned_exits: dict[int, int] = field(default_factory=dict)
     """By rank, the exit code that a worker announced before its end."""
-    lost_ranks: dict[int, int] = field(default_factory=dict)
-    """Lost workers by their exit status. The surviving replicas continue without them."""
-    rejoining_ranks: set[int] = field(default_factory=set)
-    """Lost workers that were restarted and are not ready yet."""
-    leaving_ranks: set[int] = field(default_factory=set)
-    """Lost workers that are being killed because another worker of their replica was lost."""
-    start_step: int | None = None  # first step of the attempt, once it is known
+    start_step: int | None = None  # the step after which it trains, once it is known
     saved_step: int = 0  # highest step of a checkpoint of the attempt
     num_steps: int = 0  # steps of the attempt
     fork_server_error: str = ""  # how the fork server of its workers was lost
     killed: bool = False  # all of its workers were killed
+    is_regrouping: bool = False  # its workers were asked to save and end, so that other nodes take part
+    leaving_nodes: set[NodeHandle] = field(default_factory=set)
+    """Nodes of which the machines go away."""
     exit_deadline: float | None = None  # when the end of its workers must have been reported
     lost_nodes: dict[NodeHandle, str] = field(default_factory=dict)  # lost nodes, and why
     step_seconds: float | None = None  # of the last step
@@ -78,21 +92,15 @@ class AttemptState:
     reported_stragglers: set[int] = field(default_factory=set)  # stragglers in events so far
     store_lost: bool = False  # the rendezvous store died before the rendezvous was complete
     abort_reason: str | None = None  # why its workers were killed
-    is_rendezvous_pending: bool = False  # the surviving workers had not found each other again when it ended
     error: WorkerError | None = None
     crashes: dict[int, str] = field(default_factory=dict)
     """By rank, the exception that ended a worker: type, message and line of the user's code."""
     result: dict[str, Any] | None = None
 
     @property
-    def active_ranks(self) -> set[int]:
-        """Ranks that train together."""
-        return set(range(self.world_size)) - self.lost_ranks.keys()
-
-    @property
     def unreported_ranks(self) -> set[int]:
         """Workers without a reported exit."""
-        return self.active_ranks - self.exit_statuses.keys()
+        return set(range(self.world_size)) - self.exit_statuses.keys()
 
     def are_exits_overdue(self, now: float, exits_expected: bool) -> bool:
         """Whether the exits of killed or ending workers should have been reported by `now`."""
@@ -124,13 +132,13 @@ class AttemptState:
     @property
     def is_over(self) -> bool:
         """Whether no worker is left."""
-        return self.exit_statuses.keys() >= self.active_ranks and not self.rejoining_ranks and not self.leaving_ranks
+        return not self.unreported_ranks
 
     def heartbeats(self) -> tuple[dict[int, Heartbeat | None], Callable[[], set[int]]]:
         """Return the last heartbeats of the live workers, and a function that finds those stopped by a signal."""
         by_node = {}
         for node, ranks in self.ranks_by_node.items():
-            present_ranks = self.active_ranks & set(ranks) - self.exit_statuses.keys()
+            present_ranks = set(ranks) - self.exit_statuses.keys()
             node_heartbeats = {
                 rank: heartbeat for rank, heartbeat in node.heartbeats(ranks).items() if rank in present_ranks
             }
@@ -151,12 +159,17 @@ class AttemptState:
                 return heartbeat.step
         return None
 
+    def node_of(self, rank: int) -> NodeHandle | None:
+        """The node of a worker."""
+        return next((node for node, ranks in self.ranks_by_node.items() if rank in ranks), None)
+
     def host_of(self, rank: int) -> str | None:
         """The host of a worker."""
-        return next((node.name for node, ranks in self.ranks_by_node.items() if rank in ranks), None)
+        node = self.node_of(rank)
+        return None if node is None else node.name
 
 
-def decide_outcome(attempt: AttemptState, logs: Path, attempt_number: int) -> tuple[ExitCode | None, str | None]:
+def decide_outcome(attempt: AttemptState, logs: Path) -> tuple[ExitCode | None, str | None]:
     """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
     again, and why."""
     codes = attempt.exit_statuses
@@ -182,7 +195,7 @@ def decide_outcome(attempt: AttemptState, logs: Path, attempt_number: int) -> tu
         step_text = "" if step is None else f" in step {step}"
         cause = "something in it ended the process (os._exit, say)"
         return None, f"worker {rank} left{step_text} with exit code {code}, before the run was done: {cause}"
-    log = worker_log_path(logs, attempt.log_attempt_by_rank.get(rank, attempt_number), rank)
+    log = worker_log_path(logs, attempt.number, rank)
     if code == STORAGE_FAILED_STATUS and attempt.error is not None:
         return None, f"worker {rank} {describe_exit(code)}: {attempt.error.message}"
     crash = attempt.crashes.get(rank) if code > 0 else None
@@ -237,21 +250,17 @@ def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
         return WorkerFailure(rank=0, cause="store_died", message=message)
     for node in attempt.lost_nodes:
         return WorkerFailure(rank=attempt.ranks_by_node[node].start, cause="node_lost", host=node.name, message=message)
-    return failure_of(*attempt.first_failure, message)
-
-
-def unfit_node_event(rank: int, host: str | None, message: str) -> WorkerFailure:
-    """Return the event that a run left a node, and why: evidence for the operators of nodes."""
-    return WorkerFailure(rank=rank, cause="exit_code", exit_code=int(ExitCode.UNFIT_NODE), host=host, message=message)
-
-
-def failure_of(rank: int, status: int, message: str) -> WorkerFailure:
-    """Return the event of a worker that failed with `status`."""
+    rank, status = attempt.first_failure
     if status < 0:
         return WorkerFailure(rank=rank, cause="signal", signal=format_signal(-status), message=message)
     if (cause := CAUSE_BY_STATUS.get(status)) is not None:
         return WorkerFailure(rank=rank, cause=cause, message=message)
     return WorkerFailure(rank=rank, cause="exit_code", exit_code=status, message=message)
+
+
+def unfit_node_event(rank: int, host: str | None, message: str) -> WorkerFailure:
+    """Return the event that a run left a node, and why: evidence for the operators of nodes."""
+    return WorkerFailure(rank=rank, cause="exit_code", exit_code=int(ExitCode.UNFIT_NODE), host=host, message=message)
 
 
 def worker_log_path(logs: Path, attempt: int, rank: int) -> Path:

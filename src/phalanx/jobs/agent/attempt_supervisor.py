@@ -4,7 +4,6 @@ import logging
 import math
 import secrets
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,16 +14,9 @@ from phalanx.jobs.agent.attempt import (
     EXITS_NOT_REPORTED_MESSAGE,
     PLANNED_EXIT_CODES,
     AttemptState,
-    describe_exit,
-    failure_of,
-    last_log_line,
-    worker_log_path,
 )
-from phalanx.jobs.agent.elastic import ElasticReplicas
-from phalanx.jobs.agent.energy_recorder import EnergyRecorder
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, RESTART_HINT, ForkServerLostError
 from phalanx.jobs.agent.forked_child import LOST_PEER_STATUS
-from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.heartbeat_checks import (
     check_deadlock,
     check_hangs,
@@ -33,7 +25,7 @@ from phalanx.jobs.agent.heartbeat_checks import (
     note_meeting,
 )
 from phalanx.jobs.agent.leader_state import LeaderState
-from phalanx.jobs.agent.node_group import NODE_TIMEOUT_S, NodeHandle, RemoteNode
+from phalanx.jobs.agent.node_group import NODE_TIMEOUT_S, NodeHandle, RemoteNode, find_ended_ranks
 from phalanx.run import Event
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.event_types import (
@@ -42,21 +34,16 @@ from phalanx.run.event_types import (
     InMemoryCheckpointSaved,
     RunEvent,
     StepDone,
-    WorkerFailure,
     WorkerStarted,
 )
 from phalanx.run.fields import to_fields
-from phalanx.run.message_socket import drain
-from phalanx.run.messages import Message, warning_of
-from phalanx.run.node_messages import StopRequested
+from phalanx.run.messages import Message, drain, warning_of
 from phalanx.run.process_messages import (
     CallReply,
     Command,
-    JoinedGroup,
-    LeftGroup,
     RunResult,
-    StandbyReady,
     StartWorkers,
+    StopRequested,
     StoreDied,
     WaitingInCollective,
     WorkerCrashed,
@@ -71,8 +58,7 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 1.0
 """Seconds between checks of heartbeats, independent of the message traffic."""
 STILL_WAITING_INTERVAL_S = 120.0
-"""Seconds between reports that workers still start (importing, reading weights, compiling, the first step) or still
-end."""
+"""Seconds between reports that workers still start: importing, reading weights, compiling, the first step."""
 START_TIMEOUT_MESSAGE = (
     f"the process that forks workers started none for {EXIT_REPORT_TIMEOUT_S:.0f} s: it hangs; {RESTART_HINT}"
 )
@@ -83,17 +69,13 @@ class AttemptSupervisor:
 
     def __init__(self, leader: LeaderState, attempt: AttemptState):
         self.leader, self.attempt = leader, attempt
-        self.replicas: ElasticReplicas | None = None
         self._loop = EventLoop(leader.clock)
         self._dropped_nodes: set[NodeHandle] = set()
-        num_local_workers = len(attempt.ranks_by_node.get(leader.node_group.local_node, ()))
-        self._energy = EnergyRecorder(leader.hardware.meter, leader.emit, num_local_workers)
+        self._rejoin_deadline: float | None = None  # when nodes that have joined since take part at the latest
+        self._total_steps = 0
         deadline = partial(Deadline, report=leader.warn, clock=leader.clock)
         self._start_deadline = deadline("workers to be started", EXIT_REPORT_TIMEOUT_S)
         self._first_step_deadline = deadline("the first step", math.inf, report_interval_s=STILL_WAITING_INTERVAL_S)
-        self._exit_deadline = deadline(
-            "workers to save and to end", math.inf, report_interval_s=STILL_WAITING_INTERVAL_S
-        )
 
     def run(self, command: Command) -> None:
         """Start all workers and supervise them until the last one, or the fork server, has ended."""
@@ -104,18 +86,12 @@ class AttemptSupervisor:
                 self._run_event_loop()
         except ForkServerLostError as error:
             attempt.fork_server_error = str(error)
-        finally:
-            self._energy.stop()
         for message in drain(self.leader.fork_server.events):
             self.handle_message(message)
-        if attempt.lost_ranks and attempt.result is None and not any(attempt.exit_statuses.values()):
-            # rank 0 was lost at the end of the run, and no other worker reported the result
-            attempt.exit_statuses |= attempt.lost_ranks
         note_meeting(attempt)
-        attempt.is_rendezvous_pending = self.replicas is not None and self.replicas.is_rendezvous_pending
 
     def _start_workers(self, command: Command) -> None:
-        leader, attempt, replica_size = self.leader, self.attempt, self.leader.recovery.replica_size
+        leader, attempt = self.leader, self.attempt
         logger.info(
             "attempt %d: starting %d workers on %d nodes",
             attempt.number,
@@ -129,9 +105,8 @@ class AttemptSupervisor:
             environment={},
             logs_dir=str(leader.run.logs),
             local_world_size=attempt.world_size,
-            is_elastic=replica_size is not None,
         )
-        if leader.node_group.num_nodes > 1:
+        if min(leader.node_group.num_nodes, len(attempt.ranks_by_node)) > 1:
             address = leader.node_group.address
             start = replace(
                 start,
@@ -140,11 +115,10 @@ class AttemptSupervisor:
                 nonce=secrets.token_hex(16),
                 environment={**start.environment, **leader.node_group.network_variables},
             )
-        if replica_size is not None:
-            self.replicas = ElasticReplicas(attempt, start, leader.clock, leader.emit, replica_size=replica_size)
-        for node, ranks in attempt.ranks_by_node.items():
+        for node in leader.node_group.nodes:
             node.reset()
             self._add_readers(node)
+        for node, ranks in attempt.ranks_by_node.items():
             try:
                 node.send(replace(start, first_rank=ranks.start, local_world_size=len(ranks)))
             except ConnectionError:
@@ -156,10 +130,16 @@ class AttemptSupervisor:
 
     def _drop_node(self, node: NodeHandle, reason: str) -> None:
         if node not in self._dropped_nodes:
-            self._dropped_nodes.add(node)
-            for sock in node.sockets():
-                self._loop.remove_reader(sock)
-            self._on_node_lost(node, reason)
+            self._stop_reading(node)
+            if isinstance(node, RemoteNode) and node not in self.attempt.ranks_by_node:
+                self.leader.node_group.remove_node(node)  # it joined since, or was idle
+            else:
+                self._on_node_lost(node, reason)
+
+    def _stop_reading(self, node: NodeHandle) -> None:
+        self._dropped_nodes.add(node)
+        for sock in node.sockets():
+            self._loop.remove_reader(sock)
 
     def _read_node(self, node: NodeHandle, sock: Any) -> None:
         messages = node.receive(sock)
@@ -168,7 +148,23 @@ class AttemptSupervisor:
         for message in messages or ():
             if isinstance(message, WorkersStarted):
                 self.attempt.started_nodes.add(node)
-            self.handle_message(message)
+            if isinstance(message, StopRequested) and message.only_this_node:
+                self._on_node_leaving(node)
+            else:
+                self.handle_message(message)
+
+    def _on_node_leaving(self, node: NodeHandle) -> None:
+        """Save, and train on without a node, if enough nodes are left. Else the run stops."""
+        group, leaving = self.leader.node_group, self.attempt.leaving_nodes
+        leaving.add(node)
+        if len(group.nodes) - len(leaving) < group.min_nodes:
+            self.handle_message(StopRequested())
+        elif isinstance(node, RemoteNode) and node not in self.attempt.ranks_by_node:
+            leaving.remove(node)
+            self._stop_reading(node)
+            group.release_node(node)
+        else:
+            self._regroup(f"node {node.name} leaves: saving a checkpoint, then restarting without it")
 
     def _run_event_loop(self) -> None:
         """Handle messages of workers and fork servers until the last worker has ended. Raises ForkServerLostError when
@@ -183,12 +179,9 @@ class AttemptSupervisor:
             self._loop.run_once(max(0.0, last_check + CHECK_INTERVAL_S - leader.clock()))
             leader.report_departures()
             for new, old in leader.accept_joins():
-                if old is not None and old in self.attempt.ranks_by_node:
+                if old is not None:
                     self._drop_node(old, "its agent restarted")
-                if self._readmit_node(new):
-                    self._add_readers(new)
-            if self.replicas is not None and self.replicas.has_timed_out() and self.attempt.abort_reason is None:
-                self.abort("the rendezvous of the surviving workers timed out")
+                self._add_readers(new)
             if leader.clock() - last_check >= CHECK_INTERVAL_S:
                 last_check = leader.clock()
                 self._check(last_check)
@@ -198,17 +191,11 @@ class AttemptSupervisor:
         leader, attempt = self.leader, self.attempt
         if leader.fork_server.has_exited():
             raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
-        if (reason := leader.fork_server.resume_if_stopped()) is not None:
-            raise ForkServerLostError(reason)
         unstarted_nodes = [node for node in attempt.ranks_by_node if node not in attempt.started_nodes]
         for node in unstarted_nodes if unstarted_nodes and self._start_deadline.check_expired() else ():
             self._drop_overdue_node(node, "it does not start its workers", START_TIMEOUT_MESSAGE)
         if attempt.num_steps == 0 and attempt.result is None:
             self._first_step_deadline.check_expired()  # no time limit, but reports that it takes long
-        elif any(
-            heartbeat is not None and heartbeat.phase == "ending" for heartbeat in attempt.heartbeats()[0].values()
-        ):
-            self._exit_deadline.check_expired()  # likewise
         note_meeting(attempt)
         check_deadlock(leader, attempt, self.abort)
         check_hangs(leader, attempt, self.abort)
@@ -216,13 +203,34 @@ class AttemptSupervisor:
         check_stragglers(leader, attempt)
         for node in self._find_overdue_nodes():
             self._drop_overdue_node(node, "it does not report the end of its workers", EXITS_NOT_REPORTED_MESSAGE)
-        self._energy.emit_readings()
-        if not leader.stopping and (stop_reason := leader.find_stop_reason()) is not None:
-            leader.warn(stop_reason)
-            leader.signals.received.append(signal.SIGUSR1)
+        self._check_rejoin(now)
         for silent_node in leader.node_group.find_timed_out(now):
-            if silent_node in attempt.ranks_by_node:
-                self._drop_node(silent_node, f"it has given no sign for {NODE_TIMEOUT_S:.0f} s")
+            self._drop_node(silent_node, f"it has given no sign for {NODE_TIMEOUT_S:.0f} s")
+
+    def _check_rejoin(self, now: float) -> None:
+        """Look whether more nodes can take part than do. They are taken in after the next checkpoint, or after
+        `rejoin_after_s`."""
+        if self.attempt.killed or self.leader.find_num_nodes() <= len(self.attempt.ranks_by_node):
+            self._rejoin_deadline = None
+        elif self._rejoin_deadline is None:
+            self._rejoin_deadline = now + self.leader.recovery.rejoin_after_s
+            self.leader.warn(
+                f"{self.leader.find_num_nodes()} nodes have joined, and {len(self.attempt.ranks_by_node)} train: the "
+                "others take part after the next checkpoint"
+            )
+        elif now >= self._rejoin_deadline:
+            self._take_in_nodes()
+
+    def _take_in_nodes(self) -> None:
+        self._regroup(f"saving a checkpoint, then restarting on {self.leader.find_num_nodes()} nodes")
+
+    def _regroup(self, reason: str) -> None:
+        """Have all workers save and end, so that the next attempt uses the nodes that are there then."""
+        if self.attempt.is_regrouping or self.attempt.killed or self.leader.stopping:
+            return
+        self.attempt.is_regrouping = True
+        self.leader.warn(reason)
+        self.leader.signal_workers(signal.SIGTERM)
 
     def _drop_overdue_node(self, node: NodeHandle, reason: str, local_reason: str) -> None:
         if node is self.leader.node_group.local_node:
@@ -249,54 +257,16 @@ class AttemptSupervisor:
         ]
 
     def _on_node_lost(self, node: NodeHandle, reason: str) -> None:
-        """Continue without a node if the other replicas can; otherwise count its workers as ended and kill the others.
-
-        Raises ForkServerLostError for this node.
-        """
+        """Count the workers of a lost node as ended, and kill the others. Raises ForkServerLostError for this node."""
         if not isinstance(node, RemoteNode):
             raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
         logger.info("node %d (%s) is lost: %s", node.node_rank, node.name, reason)
         self.leader.node_group.remove_node(node)
-        ranks = set(self.attempt.ranks_by_node[node])
-        if self.replicas is not None:
-            self.replicas.on_node_lost(ranks)
-            lost_ranks = sorted(ranks & self.attempt.active_ranks)
-            if lost_ranks and self._can_continue_without(lost_ranks):
-                detail = f"node {node.name} was lost: {reason}; {self._describe_continuation(lost_ranks)}"
-                self.leader.emit(WorkerFailure(rank=lost_ranks[0], cause="node_lost", host=node.name, message=detail))
-                self.replicas.continue_without(lost_ranks, LOST_PEER_STATUS)
-                return
-            if not lost_ranks:
-                return
         self.attempt.lost_nodes[node] = reason
-        for rank in ranks & self.attempt.active_ranks:
+        for rank in self.attempt.ranks_by_node[node]:
             self.attempt.exit_statuses.setdefault(rank, LOST_PEER_STATUS)
         if not self.attempt.is_over:
             self._kill_workers()
-
-    def _readmit_node(self, node: RemoteNode) -> bool:
-        """Start replacements on a node that rejoined, if the other replicas continued. Returns whether it did."""
-        previous = [
-            old for old in self.attempt.ranks_by_node if isinstance(old, RemoteNode) and old.node_rank == node.node_rank
-        ]
-        if self.replicas is None or self.leader.stopping or not previous or self.attempt.exit_statuses:
-            return False
-        ranks = self.attempt.ranks_by_node.pop(previous[0])
-        self.attempt.ranks_by_node[node] = ranks
-        self.attempt.started_nodes.add(node)  # `replicas` notices if it does not start its workers
-        node.reset()
-        self.replicas.start_replacements(node, ranks)
-        return True
-
-    def _can_continue_without(self, ranks: Sequence[int]) -> bool:
-        """Whether the run can continue from memory without these workers."""
-        return self.replicas is not None and not self.leader.stopping and self.replicas.can_continue_without(ranks)
-
-    def _describe_continuation(self, lost_ranks: Sequence[int]) -> str:
-        """Return a text for users on how the run continues."""
-        assert self.replicas is not None
-        num_surviving = len(self.replicas.surviving_ranks(lost_ranks))
-        return f"continuing from memory with {num_surviving} {'worker' if num_surviving == 1 else 'workers'}"
 
     def abort(self, reason: str) -> None:
         """Kill all workers, to restart from a checkpoint."""
@@ -313,10 +283,6 @@ class AttemptSupervisor:
         match message:
             case RunEvent():
                 self._handle_event(message)
-            case StandbyReady() | LeftGroup() | JoinedGroup():
-                self.attempt.waits.clear()  # of a world that is left
-                if self.replicas is not None:
-                    self.replicas.on_message(message)
             case CallReply() | WorkersStarted():
                 return  # an answer that came too late; `_read_node` has recorded the start
             case StopRequested():
@@ -342,15 +308,15 @@ class AttemptSupervisor:
 
     def _handle_event(self, event: Event) -> None:
         """Handle an event of a worker."""
-        if self.replicas is not None:
-            self.replicas.see(event)
         if isinstance(event, WorkerStarted):
             self.attempt.announced_ranks.add(event.rank)
         elif isinstance(event, CheckpointSaved | InMemoryCheckpointSaved):
             self.attempt.saved_step = max(self.attempt.saved_step, event.step)
-        elif isinstance(event, AttemptStarted) and self.attempt.start_step is None:
-            # later ones may continue from memory
-            self.attempt.start_step = event.start_step
+            is_last = event.step >= self._total_steps
+            if isinstance(event, CheckpointSaved) and self._rejoin_deadline is not None and not is_last:
+                self._take_in_nodes()
+        elif isinstance(event, AttemptStarted):
+            self.attempt.start_step, self._total_steps = event.start_step, event.total_steps
         elif isinstance(event, StepDone):
             self.attempt.num_steps += 1
             self.attempt.step_seconds = event.duration_s
@@ -362,7 +328,7 @@ class AttemptSupervisor:
         what = "the rendezvous store died"
         if (
             self.attempt.world_size == 1
-            or number not in self.attempt.log_attempt_by_rank.values()
+            or number != self.attempt.number
             or self.attempt.abort_reason is not None
             or self.attempt.is_over
         ):
@@ -375,20 +341,7 @@ class AttemptSupervisor:
 
     def _on_worker_exited(self, rank: int, status: int) -> None:
         """Handle the exit of a worker."""
-        if self.replicas is not None and rank in self.attempt.rejoining_ranks | self.attempt.leaving_ranks:
-            self.replicas.on_exit(rank)
-            return
-        if self.replicas is not None and status < 0 and self._can_continue_without([rank]):
-            log = worker_log_path(self.leader.run.logs, self.attempt.log_attempt_by_rank[rank], rank)
-            detail = f"worker {rank} {describe_exit(status)}{last_log_line(log)}; {self._describe_continuation([rank])}"
-            self.leader.emit(failure_of(rank, status, detail))
-            self.replicas.continue_without([rank], status)
-            self.replicas.respawn(rank)
-            return
         self.attempt.exit_statuses[rank] = status
         bad = status not in PLANNED_EXIT_CODES or rank in self.attempt.early_exits
-        if self.replicas is not None and not bad:
-            self.replicas.on_finish()
-        if not self.attempt.is_over and (bad or self.attempt.exit_statuses.keys() >= self.attempt.active_ranks):
-            # the others wait in a collective that cannot complete, or for a rendezvous after the end
-            self._kill_workers()
+        if bad and not self.attempt.is_over:
+            self._kill_workers()  # they wait in a collective that cannot complete

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -24,9 +24,8 @@ from typing import NoReturn
 from phalanx.compat import import_torch
 from phalanx.errors import UnfitNodeError
 from phalanx.formatting import format_exit_status
-from phalanx.jobs.agent.forked_child import call_and_exit, find_user_code_dir, is_gpu_error, run_child
-from phalanx.jobs.process_tree import kill_descendants
-from phalanx.jobs.signal_queue import SignalQueue
+from phalanx.jobs.agent.forked_child import call_and_exit, find_user_code_dir, run_child
+from phalanx.jobs.signal_queue import SignalQueue, kill_descendants
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.recipe import describe_exception
@@ -34,8 +33,7 @@ from phalanx.run import heartbeat
 from phalanx.run.call_process import answer_call, import_function
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.listener import open_listener
-from phalanx.run.message_socket import make_socket_pair, receive, send
-from phalanx.run.messages import Message, ProtocolError
+from phalanx.run.messages import Message, ProtocolError, receive, send
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.run.process_messages import (
     CallRaised,
@@ -47,7 +45,6 @@ from phalanx.run.process_messages import (
     StartWorkers,
     StoreDied,
     StoreStarted,
-    UpdateMembership,
     WorkerCrashed,
     WorkerExited,
     WorkersStarted,
@@ -76,7 +73,6 @@ class ForkServer:
         self.events_socket = events_socket
         self.heartbeat_fd = heartbeat_fd
         self.children: dict[int, int] = {}
-        self.control_sockets: dict[int, socket.socket] = {}
         self.store_port = 0
         self.store_pid = 0  # of the process that hosts the store
         self.hosts_store = False  # for workers of several nodes
@@ -100,7 +96,7 @@ class ForkServer:
                 send(self.agent_socket, ProcessReady())
                 while not self.is_agent_gone:
                     loop.run_once()
-            self.shut_down()
+            kill_descendants()  # adopted grandchildren, too
 
     def receive_messages(self) -> None:
         """Handle the messages that the agent has sent."""
@@ -117,13 +113,9 @@ class ForkServer:
             case StartStore():
                 self.reap_children()  # one that has just died is none
                 self.hosts_store, self.store_port = True, self.store_port or self.start_store(message.address)
-                send(self.agent_socket, StoreStarted(port=self.store_port, pid=self.store_pid))
+                send(self.agent_socket, StoreStarted(port=self.store_port))
             case SendSignal():
-                self.send_signal(message.signal, message.ranks)
-            case UpdateMembership():
-                for rank in self.control_sockets.keys() & set(message.recipients):
-                    with contextlib.suppress(OSError):  # it has just ended, which its agent hears next
-                        send(self.control_sockets[rank], message.update)
+                self.send_signal(message.signal)
             case RunCall():
                 self.fork_child(FIRST_CALL_RANK - message.call_id, partial(self.run_call, message), {}, None)
             case Preload():
@@ -136,21 +128,15 @@ class ForkServer:
         """Fork this node's workers of one attempt, and where they meet unless that is elsewhere."""
         self.reap_children()  # a store that has just died is none
         self.attempt, first_rank, local_world_size = message.attempt, message.first_rank, message.local_world_size
-        is_rejoin = message.rejoining_ranks is not None
-        self.num_starts += not is_rejoin
+        self.num_starts += 1
         if self.hosts_store and not self.store_port and message.store_address is not None:
             send(self.agent_socket, StoreDied(attempt=self.attempt))
         address, port = message.store_address or ("127.0.0.1", 0)
-        if not is_rejoin and message.store_address is None:
-            self.create_rendezvous_file()
-        ranks = (
-            range(first_rank, first_rank + local_world_size)
-            if message.rejoining_ranks is None
-            else message.rejoining_ranks
-        )
-        for rank in ranks:
-            near, far = make_socket_pair()
-            control_fd = str(far.fileno()) if message.is_elastic else ""
+        if message.store_address is None:
+            if self.rendezvous_fd >= 0:
+                os.close(self.rendezvous_fd)
+            self.rendezvous_fd = os.memfd_create("phalanx-rendezvous")  # only processes of this user can open it
+        for rank in range(first_rank, first_rank + local_world_size):
             environment = {
                 **message.environment,
                 "RANK": str(rank),
@@ -167,23 +153,13 @@ class ForkServer:
                 ),
                 "PHALANX_EVENTS_FD": str(self.events_socket.fileno()),
                 heartbeat.HEARTBEAT_FD_VARIABLE: str(self.heartbeat_fd),
-                "PHALANX_CONTROL_FD": control_fd,
-                "PHALANX_STANDBY": "1" if is_rejoin else "",
             }
             log = Path(message.logs_dir) / f"attempt-{message.attempt}-rank-{rank}.log"
             function, arguments = message.command.function, message.command.payload
             self.fork_child(
                 rank, partial(call_and_exit, function, arguments), environment, log, find_user_code_dir(arguments)
             )
-            far.close()
-            self.control_sockets[rank] = near
         send(self.agent_socket, WorkersStarted(attempt=self.attempt))
-
-    def create_rendezvous_file(self) -> None:
-        """Create an anonymous file for the rendezvous of local workers, which only processes of this user can open."""
-        if self.rendezvous_fd >= 0:
-            os.close(self.rendezvous_fd)
-        self.rendezvous_fd = os.memfd_create("phalanx-meeting")
 
     def start_store(self, address: str) -> int:
         """Fork the process that hosts the rendezvous store of several nodes; return its port.
@@ -256,8 +232,6 @@ class ForkServer:
             if pid == 0:
                 return
             rank, exit_status = self.children.pop(pid, None), os.waitstatus_to_exitcode(status)
-            if rank is not None and (control_socket := self.control_sockets.pop(rank, None)) is not None:
-                control_socket.close()
             if rank == STORE_RANK:
                 if pid == self.store_pid and self.store_port:
                     self.store_port = 0  # the next attempt gets another; workers that have met need it no more
@@ -277,21 +251,13 @@ class ForkServer:
             self.killed_pids.discard(pid)
             send(self.agent_socket, WorkerExited(rank=rank, exit_status=exit_status, killed_by_agent=by_agent))
 
-    def send_signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
-        """Send a signal to the workers of these ranks; without, to all (to trials only one that ends them for good)."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all workers, and to trials if it ends them for good."""
         for pid, rank in self.children.items():
-            if (
-                rank in ranks
-                if ranks is not None
-                else rank >= 0 or (number == signal.SIGKILL and rank <= FIRST_CALL_RANK)
-            ):
+            if rank >= 0 or (number == signal.SIGKILL and rank <= FIRST_CALL_RANK):
                 if number == signal.SIGKILL and not is_exiting(pid):
                     self.killed_pids.add(pid)
                 os.kill(pid, number)
-
-    def shut_down(self) -> None:
-        """Kill and reap everything below this process, adopted grandchildren too."""
-        kill_descendants()
 
 
 def is_exiting(pid: int) -> bool:
@@ -311,7 +277,9 @@ def freeze_gc() -> None:
 
 
 def _find_gpu_failure(error: Exception) -> UnfitNodeError | None:
-    if not is_gpu_error(error):
+    from phalanx.train.distributed.failures import is_gpu_failure
+
+    if not is_gpu_failure(error):
         return None
     return UnfitNodeError(f"a GPU of this machine failed: {describe_exception(error)}")
 

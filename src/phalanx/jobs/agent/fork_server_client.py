@@ -14,21 +14,13 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from phalanx.autoconfig.trial_names import describe_trial
-from phalanx.deadline import (
-    POLL_INTERVAL_S,
-    RESUME_AFTER_CHECKS,
-    Deadline,
-    find_stopped,
-    print_status,
-    resume_processes,
-)
+from phalanx.deadline import POLL_INTERVAL_S, Deadline, print_status
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.formatting import format_signal
 from phalanx.run.call_process import value_of
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.heartbeat import HeartbeatTable
-from phalanx.run.message_socket import SendTimeoutError, make_socket_pair, receive, send, set_send_timeout
-from phalanx.run.messages import Message
+from phalanx.run.messages import Message, SendTimeoutError, make_socket_pair, receive, send, set_send_timeout
 from phalanx.run.process_messages import (
     CallReply,
     Preload,
@@ -98,29 +90,19 @@ def call_timeout(hang_timeout_s: float) -> float:
 class ForkServerClient:
     """The agent's handle on the fork server. A context manager that leaves no process behind.
 
-    Every wait has a limit: `ready_timeout_s` seconds for the start, `call_timeout_s` for a trial, and twice
-    `max_stopped_checks` checks while it is stopped (SIGSTOP). Status messages go to `report`. The owner of the signals
-    sets `is_stop_requested`; a requested stop also ends a wait for an answer.
+    Every wait has a limit: `ready_timeout_s` seconds for the start, `call_timeout_s` for a trial. Status messages go to
+    `report`. The owner of the signals sets `is_stop_requested`; a requested stop also ends a wait for an answer.
     """
-
-    store_pid = 0
-    """Pid of the process that hosts the store, if there is one."""
 
     def __init__(
         self,
         ready_timeout_s: float = READY_TIMEOUT_S,
         call_timeout_s: float = CALL_TIMEOUT_S,
-        max_stopped_checks: int = RESUME_AFTER_CHECKS,
         report: Callable[[str], None] = print_status,
     ) -> None:
         folder = os.getcwd()  # FileNotFoundError where it is gone: torch cannot be loaded there
-        self._timeouts_s, self._max_stopped_checks, self.report = (
-            (ready_timeout_s, call_timeout_s),
-            max_stopped_checks,
-            report,
-        )
+        self._ready_timeout_s, self._call_timeout_s, self.report = ready_timeout_s, call_timeout_s, report
         self.is_stop_requested: Callable[[], bool] = lambda: False
-        self._num_stopped_checks = 0  # looks in a row
         self.heartbeat_table = HeartbeatTable()
         self.control, control_far = make_socket_pair()
         set_send_timeout(self.control, SEND_TIMEOUT_S)
@@ -156,7 +138,7 @@ class ForkServerClient:
             try:
                 self.process.wait(POLL_INTERVAL_S)
             except subprocess.TimeoutExpired:
-                if deadline.check_expired() or self._find_stopped(include_descendants=False):
+                if deadline.check_expired():
                     self.kill()
                     break
         self.events.close()
@@ -167,7 +149,7 @@ class ForkServerClient:
         return self.process.poll() is not None
 
     def kill(self) -> None:
-        """Kill the fork server, stopped or not, and all its descendants."""
+        """Kill the fork server and all its descendants."""
         descendants: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             descendants = psutil.Process(self.process.pid).children(recursive=True)
@@ -178,42 +160,12 @@ class ForkServerClient:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: no signal ends it
             self.process.wait(EXIT_TIMEOUT_S)
 
-    def resume_if_stopped(self, include_descendants: bool = False) -> str | None:
-        """Continue the fork server or the store if it is stopped (SIGSTOP), and report it. Call about once per second
-        during a wait.
-
-        `include_descendants`: also handle all descendants. Returns a sentence when a process stays stopped, else None.
-        """
-        found = self._find_stopped(include_descendants)
-        self._num_stopped_checks = self._num_stopped_checks + 1 if found else 0
-        if not found or self._num_stopped_checks < self._max_stopped_checks:
-            return None
-        names = f"{PROCESS_DESCRIPTION} (process {self.process.pid})"
-        if found[0].pid != self.process.pid:
-            names = f"process {found[0].pid}, which {PROCESS_DESCRIPTION} has started,"
-        if self._num_stopped_checks >= 2 * self._max_stopped_checks:
-            return f"{names} is stopped (SIGSTOP), and stays so when it is continued; {RESTART_HINT}"
-        if self._num_stopped_checks == self._max_stopped_checks:
-            resume_processes(found)
-            self.report(f"{names} was stopped (SIGSTOP): continued it")
-        return None
-
-    def _find_stopped(self, include_descendants: bool) -> list[psutil.Process]:
-        """Return the processes that are stopped."""
-        pids = [self.process.pid]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if include_descendants:
-                pids += [each.pid for each in psutil.Process(self.process.pid).children(recursive=True)]
-            elif self.store_pid and psutil.Process(self.store_pid).ppid() == self.process.pid:
-                pids.append(self.store_pid)
-        return find_stopped(pids)
-
     def wait_until_ready(self) -> None:
         """Block until torch is imported in the fork server. Raises ForkServerLostError when that takes too long."""
         if not self._is_ready:
             self._wait_for_reply(
                 ProcessReady,
-                deadline=Deadline(f"{PROCESS_DESCRIPTION} to be ready", self._timeouts_s[0], self.report),
+                deadline=Deadline(f"{PROCESS_DESCRIPTION} to be ready", self._ready_timeout_s, self.report),
             )
             self._is_ready = True
             logger.debug("the fork server is ready")
@@ -223,9 +175,7 @@ class ForkServerClient:
         self.wait_until_ready()
         self.send(StartStore(address=address))
         what = "the rendezvous store to listen"
-        answer = self._wait_for_reply(StoreStarted, deadline=Deadline(what, STORE_TIMEOUT_S, self.report))
-        self.store_pid = answer.pid
-        return answer.port
+        return self._wait_for_reply(StoreStarted, deadline=Deadline(what, STORE_TIMEOUT_S, self.report)).port
 
     def preload(self, function: str, payload: Any) -> None:
         """Run `module:function(payload)` in the fork server itself, to import modules once for all workers.
@@ -245,7 +195,7 @@ class ForkServerClient:
         logger.debug("trial %d: %s", self._num_calls, function)
         self.send(RunCall(function=function, payload=payload, call_id=self._num_calls))
         description = f"a trial before the run ({describe_trial(function, payload)}) to end"
-        deadline = Deadline(description, self._timeouts_s[1], self.report)
+        deadline = Deadline(description, self._call_timeout_s, self.report)
         hint = "; if it is only slow, raise fault_tolerance.hang_timeout_s"
         while (reply := self._wait_for_reply(CallReply, deadline=deadline, hint=hint)).call_id != self._num_calls:
             pass  # to a call that was interrupted, or an end behind an answer
@@ -282,12 +232,6 @@ class ForkServerClient:
             loop.run_once(timeout_s)
         return messages
 
-    def check_stopped(self, include_descendants: bool = False) -> None:
-        """Do what `resume_if_stopped` does; kill it and raise ForkServerLostError when it stays stopped."""
-        if (reason := self.resume_if_stopped(include_descendants)) is not None:
-            self.kill()
-            raise ForkServerLostError(reason)
-
     def _wait_for_reply(self, wanted: type[Answer], deadline: Deadline, hint: str = "") -> Answer:
         """Return the next message of this class. Other messages belong to earlier workers and are dropped.
 
@@ -299,16 +243,14 @@ class ForkServerClient:
                 messages = self.receive(POLL_INTERVAL_S, include_events=False)
             except ForkServerLostError:
                 raise self._exit_error() from None
+            for message in messages:
+                if isinstance(message, wanted):
+                    return message
             if messages:
-                self._num_stopped_checks = 0
-                for message in messages:
-                    if isinstance(message, wanted):
-                        return message
                 continue
             if self.is_stop_requested():
                 self.kill()
                 raise StopRequestedError(f"asked to stop while it waited for {deadline.what}")
-            self.check_stopped(include_descendants=True)
             if deadline.check_expired():
                 reason = f"waited {deadline.limit_s:.0f} s for {deadline.what}: it hangs; {RESTART_HINT}{hint}"
                 self.kill()

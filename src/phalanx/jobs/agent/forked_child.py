@@ -88,14 +88,8 @@ def _redirect_output(log: Path) -> None:
 
 def _exit_status(error: BaseException) -> int:
     """Return the exit status of a worker for the exception that ends it."""
-    from phalanx.train.distributed.failures import is_peer_failure
+    from phalanx.train.distributed.failures import is_gpu_failure, is_peer_failure
 
-    if is_gpu_error(error):  # NCCL reports it like a lost peer
+    if is_gpu_failure(error):  # NCCL reports it like a lost peer
         return GPU_FAILED_STATUS
     return LOST_PEER_STATUS if is_peer_failure(error) else STORAGE_FAILED_STATUS if is_storage_error(error) else 1
-
-
-def is_gpu_error(error: BaseException) -> bool:
-    from phalanx.train.distributed.failures import is_gpu_failure
-
-    return is_gpu_failure(error)

@@ -1,19 +1,33 @@
-"""Checks of an attempt's workers by their heartbeats: hangs and stragglers."""
+"""Checks of an attempt's workers by their heartbeats: hangs and stragglers.
+
+A straggler is a worker that needs longer for its part of each step than its peers, which wait for it. It is found when
+waiting is a separate phase, as for replicas in gradient synchronization. Workers that share one model (shards, pipeline
+stages) wait while they compute, and cannot be distinguished.
+"""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
-from phalanx.jobs.agent.attempt import AttemptState, worker_log_path
+from phalanx.jobs.agent.attempt import AttemptState, HangReport, worker_log_path
 from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S, find_deadlock, find_hang
-from phalanx.jobs.agent.hang_report import HangReport, measure_log_size, measure_silence
 from phalanx.jobs.agent.leader_state import LeaderState
-from phalanx.jobs.agent.stragglers import WINDOW_S, find_straggler, has_too_few_steps
 from phalanx.run.event_types import HangDetected, StragglerDetected
+from phalanx.run.heartbeat import Heartbeat
 
 STOP_TIMEOUT_S = 15.0
 """Seconds after a stop request in which workers must reach the end of a step. Slurm and Kubernetes kill after 30."""
 MAX_WAIT_AGE_S = 5.0
 """Age in seconds of a report that a worker waits in a collective: a worker that waits on reports once a second."""
+
+WINDOW_S = 15.0
+"""Seconds over which workers are compared."""
+MIN_STEPS = 5
+"""Minimum steps of every worker in this window: a single slow step is no straggler."""
+MIN_SLOWDOWN = 1.25
+"""Busy time of a straggler, over the median of its peers."""
 
 
 def check_hangs(leader: LeaderState, attempt: AttemptState, abort: Callable[[str], None]) -> None:
@@ -27,12 +41,11 @@ def check_hangs(leader: LeaderState, attempt: AttemptState, abort: Callable[[str
         attempt.hang = None
         return
     suspect = None if attempt.hang is None else attempt.hang.rank
-    others_ended = bool(attempt.exit_statuses.keys() & attempt.active_ranks)
-    found = find_hang(heartbeats, now, attempt.step_seconds, find_stopped(), suspect, others_ended)
+    found = find_hang(heartbeats, now, attempt.step_seconds, find_stopped(), suspect, bool(attempt.exit_statuses))
     if found is None:
         attempt.hang = None
     elif attempt.hang is None or attempt.hang.rank != found.rank:
-        log = worker_log_path(leader.run.logs, attempt.log_attempt_by_rank[found.rank], found.rank)
+        log = worker_log_path(leader.run.logs, attempt.number, found.rank)
         attempt.hang = HangReport(found.rank, log, measure_log_size(log))
         leader.signal_workers(signal.SIGUSR2)
     elif not attempt.hang.reported:
@@ -86,7 +99,7 @@ def check_deadlock(leader: LeaderState, attempt: AttemptState, abort: Callable[[
         return
     rank, peer = deadlock.collectives
     heartbeats, step = attempt.heartbeats()[0], attempt.last_step(rank) or 0
-    log = worker_log_path(leader.run.logs, attempt.log_attempt_by_rank[rank], rank)
+    log = worker_log_path(leader.run.logs, attempt.number, rank)
     attempt.hang = HangReport(rank, log, 0, reported=True)
     leader.emit(
         HangDetected(
@@ -123,3 +136,52 @@ def check_stragglers(leader: LeaderState, attempt: AttemptState) -> None:
                 wait_fraction=round(found.wait_fraction, 4),
             )
         )
+
+
+def measure_log_size(log: Path) -> int:
+    """Return the size of a log in bytes; 0 if unknown."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def measure_silence(heartbeats: Iterable[Heartbeat | None], now: float) -> float:
+    """Return the seconds since the last heartbeat of any worker; 0 before the first."""
+    return min((now - heartbeat.t for heartbeat in heartbeats if heartbeat is not None), default=0.0)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A worker that is slower than its peers."""
+
+    rank: int
+    slowdown: float
+    """Its busy time over that of its peers."""
+    wait_s_per_step: float
+    """Seconds per step that the others wait for it."""
+    wait_fraction: float
+    """Share of the elapsed time that the others wait."""
+
+
+def has_too_few_steps(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]) -> bool:
+    """Whether workers ran too few steps between the samples to be compared."""
+    return any(after[rank].step - before[rank].step < MIN_STEPS for rank in set(before) & set(after))
+
+
+def find_straggler(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]) -> Straggler | None:
+    """Return the worker that the others waited for between two samples, or None."""
+    ranks = sorted(set(before) & set(after))
+    if len(ranks) < 2 or any(before[rank].pid != after[rank].pid for rank in ranks):
+        return None
+    steps = min(after[rank].step - before[rank].step for rank in ranks)
+    wall_s = median(after[rank].t - before[rank].t for rank in ranks)
+    if steps <= 0 or wall_s <= 0:
+        return None
+    busy_s = {rank: after[rank].busy_s - before[rank].busy_s for rank in ranks}
+    slowest = max(ranks, key=busy_s.__getitem__)
+    peer_busy_s = median(busy_s[rank] for rank in ranks if rank != slowest)
+    if peer_busy_s <= 0 or busy_s[slowest] <= MIN_SLOWDOWN * peer_busy_s:
+        return None
+    wait_s = busy_s[slowest] - peer_busy_s
+    return Straggler(slowest, busy_s[slowest] / peer_busy_s, wait_s / steps, min(1.0, wait_s / wall_s))

@@ -3,22 +3,46 @@
 import itertools
 import signal
 import time
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
+from phalanx.cluster.health.finding import HealthFinding
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, ForkServerClient, ForkServerLostError
-from phalanx.jobs.agent.hardware_monitor import HardwareMonitor
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup, RemoteNode, words_of
-from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, remove_node_dir
-from phalanx.run.node_messages import NodeDeparture
-from phalanx.run.process_messages import SendSignal
+from phalanx.run.process_messages import NodeDeparture, SendSignal
 
 REPEATED_SIGTERM_WINDOW_S = 5.0
 """Seconds within which a second SIGTERM is a repetition: Slurm's step and its daemon send one each."""
+
+
+@dataclass(frozen=True)
+class RecoveryPolicy:
+    """Limits on restarts, as in a recipe's `fault_tolerance`."""
+
+    max_restarts: int = 3
+    """Failed attempts in a row without progress before the run is given up."""
+    hang_timeout_s: float = 600.0
+    """Seconds without a heartbeat after which workers that seem to hang are restarted."""
+    rejoin_after_s: float = 600.0
+    """Seconds after which a node that has joined takes part, if no checkpoint comes before."""
+
+
+class WorldDivider(Protocol):
+    """Divides a run among fewer nodes than it was prepared for."""
+
+    def find_num_nodes(self, num_present: int) -> int:
+        """Return with how many of the nodes that are there the run can train; 0 if with none."""
+
+    def divide(self, num_present: int) -> tuple[int, Sequence[str]]:
+        """Write the recipe of workers on the nodes that are there, before they start.
+
+        Returns how many take part, and notes about what changes.
+        """
 
 
 class LeaderState:
@@ -33,10 +57,11 @@ class LeaderState:
         recovery: RecoveryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         node_group: NodeGroup | None = None,
-        hardware: HardwareMonitor | None = None,
+        preflight: Callable[[], Sequence[HealthFinding]] = lambda: (),
     ):
         self.recovery = recovery or RecoveryPolicy()
-        self.hardware = hardware or HardwareMonitor()
+        self.preflight = preflight
+        """Returns the findings of this node's health checks; called before each attempt."""
         self.run = run
         self.node_group = node_group or NodeGroup(
             LocalNode(fork_server.control, fork_server.events, fork_server.heartbeat_table)
@@ -46,8 +71,8 @@ class LeaderState:
         self.show = show
         self.log = EventLog(run.events)
         self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
-        self.find_stop_reason: Callable[[], str | None] = lambda: None
-        """Called once a second; a text makes the workers save and the run end."""
+        self.world_divider: WorldDivider | None = None
+        """For a run that may train on fewer nodes than it has; None: all of them take part."""
         self.preload: str | None = None
         """`module:function` for `ForkServerClient.preload`, called with None before there are workers."""
         self.stopping = False
@@ -66,7 +91,8 @@ class LeaderState:
 
     def __exit__(self, *exception: object) -> None:
         try:
-            if exception[0] is None:  # in-memory checkpoints of an agent that dies are for its successor
+            # In-memory checkpoints of an agent that dies are for its successor.
+            if exception[0] is None and not self.node_group.hands_over:
                 remove_node_dir(self.run)
                 delete_history(self.run)
         finally:
@@ -128,6 +154,16 @@ class LeaderState:
             self.warn(words_of(departure))
             if departure.node_rank in self.node_group.missing_nodes:
                 self.departures[departure.node_rank] = departure
+
+    def find_num_nodes(self) -> int:
+        """Return with how many of the nodes that have joined the run can train."""
+        num_present = len(self.node_group.nodes)
+        return num_present if self.world_divider is None else self.world_divider.find_num_nodes(num_present)
+
+    def hand_over(self) -> None:
+        """Have another node lead when this one leaves, unless the run was asked to stop."""
+        if not self.stopping:
+            self.node_group.hand_over()
 
     def list_departure_reasons(self) -> list[str]:
         """Return the reasons that missing nodes reported."""

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -19,26 +19,26 @@ from phalanx.deadline import POLL_INTERVAL_S, Deadline
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.agent.attempt import EXIT_REPORT_TIMEOUT_S
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, StopRequestedError
-from phalanx.jobs.agent.hang_report import find_ended_ranks
 from phalanx.jobs.agent.node_group import (
     HEARTBEAT_INTERVAL_S,
     LocalNode,
     departure,
+    find_ended_ranks,
     interface_variables,
     make_heartbeat_message,
     make_hello,
 )
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run import Run
+from phalanx.run.authentication import HANDSHAKE_TIMEOUT_S
 from phalanx.run.control_channel import AuthConnection, connect_to_leader
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import remove_node_dir
-from phalanx.run.message_socket import drain, receive, send
-from phalanx.run.messages import Message
+from phalanx.run.leader_address import LeaderAddress, claim_leadership, read_leader_address
+from phalanx.run.messages import Message, drain, receive, send
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.node_messages import Leave, Ping, Rejected, StopRequested
-from phalanx.run.process_messages import SendSignal, StartWorkers, UpdateMembership, WorkerExited
+from phalanx.run.process_messages import Leave, Ping, SendSignal, StartWorkers, StopRequested, WorkerExited
 from phalanx.std_streams import escape_control_chars
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,13 @@ LEADER_JOIN_TIMEOUT_S = 600.0
 """Seconds to wait for the leader at the start: it may start later than other nodes."""
 LEADER_REJOIN_TIMEOUT_S = 120.0
 """Seconds to wait for a lost leader to come back."""
+LEADER_START_TIMEOUT_S = 30.0
+"""Seconds for a node that takes over from a lost leader to listen."""
 LEADER_TIMEOUT_S = 15.0
 """Seconds without a message of the leader after which it counts as lost; longer than the leader's own timeout."""
+TAKEOVER_LAST_CALL_S = LEADER_TIMEOUT_S + HANDSHAKE_TIMEOUT_S
+"""Seconds for which a node that has taken over waits for more nodes when as many have joined as the run needs. The
+others may notice the lost leader that much later, or wait for the answer of one that is ending."""
 CONNECT_RETRY_INTERVAL_S = 0.2
 """Seconds between attempts to connect to the leader."""
 DEPARTURE_TIMEOUT_S = 5.0
@@ -74,6 +79,14 @@ def report_departure(
         time.sleep(CONNECT_RETRY_INTERVAL_S)  # there is no notification when the leader begins to listen
 
 
+@dataclass(frozen=True)
+class Takeover:
+    """This node leads the run from now on. `fork_server` is open; the leader closes it."""
+
+    node_env: NodeEnv
+    fork_server: ForkServerClient
+
+
 class NodeAgent:
     """The agent of one node. Owns the signals while entered as a context."""
 
@@ -85,9 +98,18 @@ class NodeAgent:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
         nproc_per_node: int | None = None,
+        run: Run | None = None,
     ):
+        """`run`: where the node agent looks for another leader, in a run that may train on fewer nodes."""
         assert node_env.leader_address is not None
         self.nproc_per_node = nproc_per_node
+        self._elastic_run = run if node_env.min_nodes is not None else None
+        self._own_address: tuple[str, int] | None = None  # at which other nodes reach this one, once it is known
+        self._leader: LeaderAddress | None = None  # as the run's directory says
+        self._leader_seen_at = 0.0  # since when it says so
+        self._last_leader: LeaderAddress | None = None  # that started workers here
+        self._num_attempt_nodes = node_env.num_nodes  # of the last attempt
+        self.takes_over = False  # this node leads the run from now on
         self.node_env, self.leader_address, self.token = node_env, node_env.leader_address, token
         self.out, self.environment, self.clock = out, environment, clock
         self.signals = SignalQueue()
@@ -102,55 +124,65 @@ class NodeAgent:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._run is not None:
+        if self._run is not None and not self.takes_over:
             remove_node_dir(self._run, self.environment)
         self.signals.__exit__(*exception)
 
-    def serve(self) -> ExitCode:
-        """Serve the leader until it reports the end of the run. Returns the exit code.
+    def serve(self) -> "ExitCode | Takeover":
+        """Serve the leader until it reports the end of the run. Returns the exit code, or that this node leads now.
 
         UNFINISHED when the leader does not start or come back, or when this node is asked to stop meanwhile.
         """
-        deadline = self.clock() + LEADER_JOIN_TIMEOUT_S
+        timeout_s = LEADER_JOIN_TIMEOUT_S
         while True:
-            with ForkServerClient(report=self._report) as fork_server:
-                fork_server.is_stop_requested = lambda: bool(self.signals.received)
-                try:
-                    fork_server.wait_until_ready()
-                except StopRequestedError as error:
-                    self._report(str(error))
-                    return error.code
-                local_node = LocalNode(fork_server.control, fork_server.events, fork_server.heartbeat_table, self.token)
-                while fork_server.process.poll() is None:
-                    connection = self._connect_to_leader(deadline)
-                    if connection is None:
-                        return ExitCode.UNFINISHED
-                    self._connection = connection
-                    try:
-                        code = self._serve_connection(
-                            connection, local_node, lambda: self._is_fork_server_lost(fork_server)
-                        )
-                    except _ForkServerGone:
-                        self._report("the process that forks workers is lost, and its workers; starting another")
-                        deadline = self.clock() + LEADER_REJOIN_TIMEOUT_S
-                        break
-                    finally:
-                        self._connection = None
-                        connection.close()
-                    if code is not None:
-                        return code
-                    print("lost the leading node; looking for it", file=self.out, flush=True)
-                    deadline = self.clock() + LEADER_REJOIN_TIMEOUT_S
-                    if not self._kill_workers(local_node, lambda: self._is_fork_server_lost(fork_server)):
-                        break
+            fork_server = ForkServerClient(report=self._report)
+            try:
+                ended = self._serve_with(fork_server, timeout_s)
+            finally:
+                if not self.takes_over:
+                    fork_server.__exit__()
+            if ended is not None:
+                return ended
+            timeout_s = LEADER_REJOIN_TIMEOUT_S
 
-    def _is_fork_server_lost(self, fork_server: ForkServerClient) -> bool:
-        """Whether it is gone, or stopped for good."""
-        if (problem := fork_server.resume_if_stopped()) is None:
-            return fork_server.has_exited()
-        self._report(problem)
-        fork_server.kill()
-        return True
+    def _serve_with(self, fork_server: ForkServerClient, timeout_s: float) -> "ExitCode | Takeover | None":
+        """Serve the leader while the fork server lives. Returns as `serve`; None when the fork server is lost."""
+        deadline = self.clock() + timeout_s
+        fork_server.is_stop_requested = lambda: bool(self.signals.received)
+        try:
+            fork_server.wait_until_ready()
+        except StopRequestedError as error:
+            self._report(str(error))
+            return error.code
+        local_node = LocalNode(fork_server.control, fork_server.events, fork_server.heartbeat_table, self.token)
+        is_lost = fork_server.has_exited
+        while not is_lost():
+            connection = self._connect_to_leader(deadline)
+            if self.takes_over:
+                num_expected = max(1, self._num_attempt_nodes - 1)
+                leads = replace(
+                    self.node_env, leader_address=self._own_address, num_expected=num_expected, took_over=True
+                )
+                return Takeover(leads, fork_server)
+            if connection is None:
+                return ExitCode.UNFINISHED
+            self._own_address = (connection.sock.getsockname()[0], self.leader_address[1])
+            self._connection = connection
+            try:
+                code = self._serve_connection(connection, local_node, is_lost)
+            except _ForkServerGone:
+                self._report("the process that forks workers is lost, and its workers; starting another")
+                return None
+            finally:
+                self._connection = None
+                connection.close()
+            if code is not None:
+                return code
+            print("lost the leading node; looking for it", file=self.out, flush=True)
+            deadline = self.clock() + LEADER_REJOIN_TIMEOUT_S
+            if not self._kill_workers(local_node, is_lost):
+                return None
+        return None
 
     def _report(self, text: str) -> None:
         """Print a text, and send it to the leader as an event if connected."""
@@ -160,25 +192,50 @@ class NodeAgent:
                 self._connection.send(RunWarning(text=f"node {self.node_env.node_rank}: {text}"))
 
     def _connect_to_leader(self, deadline: float) -> AuthConnection | None:
-        """Connect and introduce this node to the leader. None on timeout or a stop request."""
-        (host, port), last_error = self.leader_address, None
-        join_deadline = Deadline(
-            f"node 0 at {host}:{port}", max(0.0, deadline - self.clock()), self._report, self.clock
-        )
+        """Connect and introduce this node to the leader. None on timeout, on a stop request, or when this node leads
+        from now on (`takes_over`)."""
+        last_error = None
+        join_deadline = Deadline("the leader", max(0.0, deadline - self.clock()), self._report, self.clock)
         while not join_deadline.check_expired():
-            if self.signals.received:
+            addresses = self._list_leader_addresses()
+            join_deadline.what = f"the leader at {' or '.join(f'{host}:{port}' for host, port in addresses)}"
+            for address in addresses:
+                if self.signals.received:
+                    return None
+                try:
+                    connection = connect_to_leader(address, self.token)
+                    connection.send(make_hello(self.node_env.node_rank, self.node_env.num_nodes))
+                    logger.info("node %d: connected to the leader at %s:%d", self.node_env.node_rank, *address)
+                    return connection
+                except OSError as error:
+                    last_error = error
+                    logger.debug("the leader at %s:%d does not answer: %s", *address, error)
+            if self._take_over():
                 return None
-            try:
-                connection = connect_to_leader(self.leader_address, self.token)
-                connection.send(make_hello(self.node_env.node_rank, self.node_env.num_nodes))
-                logger.info("node %d: connected to node 0 at %s:%d", self.node_env.node_rank, host, port)
-                return connection
-            except OSError as error:
-                last_error = error
-                logger.debug("node 0 at %s:%d does not answer: %s", host, port, error)
             self.signals.wait(CONNECT_RETRY_INTERVAL_S)
-        print(f"error: node 0 cannot be reached at {host}:{port}: {last_error}", file=self.out, flush=True)
+        print(f"error: {join_deadline.what} cannot be reached: {last_error}", file=self.out, flush=True)
         return None
+
+    def _list_leader_addresses(self) -> list[tuple[str, int]]:
+        """List where the leader may listen: where the run's directory says, and where this node was started to look."""
+        if self._elastic_run is not None and (leader := read_leader_address(self._elastic_run)) != self._leader:
+            self._leader, self._leader_seen_at = leader, self.clock()
+        own = [] if self._leader is None else [self._leader.address]
+        return list(dict.fromkeys([*own, self.leader_address]))
+
+    def _take_over(self) -> bool:
+        """Lead the run if its leader is lost. Returns whether this node leads. One that has just taken over has
+        LEADER_START_TIMEOUT_S to listen."""
+        if self._elastic_run is None or self._own_address is None or self._leader is None:
+            return False
+        is_new = self._leader != self._last_leader
+        if not is_new or self.clock() - self._leader_seen_at > LEADER_START_TIMEOUT_S:
+            self.takes_over = claim_leadership(
+                self._elastic_run, self._leader, self._own_address, self.node_env.node_rank
+            )
+        if self.takes_over:
+            print("the leading node is lost; this node leads the run now", file=self.out, flush=True)
+        return self.takes_over
 
     def _serve_connection(
         self, connection: AuthConnection, local_node: LocalNode, is_lost: Callable[[], bool]
@@ -196,14 +253,10 @@ class NodeAgent:
                 raise ConnectionError("the leader closed the connection")
             last_received = self.clock()
             for message in messages:
-                if isinstance(message, Rejected):  # the leader launches a program of another framework
-                    leave = Leave(exit_code=int(ExitCode.USAGE), message=message.message)
-                elif isinstance(message, Leave):
+                if isinstance(message, Leave):
                     leave = message
-                else:
-                    self._handle_message(message, local_node, network_variables)
-                if leave is not None:
                     return
+                self._handle_message(message, local_node, network_variables)
 
         def send_heartbeats() -> None:
             now = self.clock()
@@ -228,7 +281,10 @@ class NodeAgent:
             except ConnectionError:
                 if leave is None:  # else it has closed its end since
                     return None
-        return self._handle_leave(leave, local_node, is_lost)
+        if leave.message is not None:
+            print(f"error: {escape_control_chars(leave.message)}", file=self.out, flush=True)
+        self._kill_workers(local_node, is_lost)
+        return ExitCode(leave.exit_code)
 
     def _handle_message(self, message: Message, local_node: LocalNode, network_variables: Mapping[str, str]) -> None:
         """Forward a message of the leader to the fork server. Raises ConnectionError for one that no leader sends."""
@@ -238,7 +294,7 @@ class NodeAgent:
             case StartWorkers():
                 self._expect(message, local_node)
                 message = replace(message, environment={**message.environment, **network_variables})
-            case SendSignal() | UpdateMembership():
+            case SendSignal():
                 pass
             case _:
                 raise ConnectionError(f"no leader sends {message.kind}")
@@ -255,14 +311,13 @@ class NodeAgent:
                 f"--nproc-per-node {self.nproc_per_node}: node 0 starts {count} workers on each node; give the same "
                 "--nproc-per-node on all nodes"
             )
+        if self._elastic_run is not None:
+            self._last_leader = read_leader_address(self._elastic_run)
         payload = start.command.payload
         self._run = Run(Path(payload["run"])) if "run" in payload else None
-        self._ranks = list(range(first, first + count))
-        if start.rejoining_ranks is not None:
-            self._live_ranks |= set(start.rejoining_ranks)
-        else:
-            here.reset()
-            self._live_ranks = set(self._ranks)
+        self._ranks, self._num_attempt_nodes = list(range(first, first + count)), start.world_size // count
+        self._live_ranks = set(self._ranks)
+        here.reset()
 
     def _forward_messages(self, connection: AuthConnection, local_node: LocalNode, sock: Any) -> None:
         """Forward messages of the workers and the fork server to the leader."""
@@ -283,16 +338,12 @@ class NodeAgent:
             raise _ForkServerGone
 
     def _forward_signals(self, connection: AuthConnection) -> None:
-        """Forward a stop request to the leader: it stops the whole run."""
+        """Forward a stop request to the leader: it stops the whole run. SIGTERM, as of an eviction, only concerns this
+        node where the others can train on."""
         if self.signals.received:
+            is_machine_leaving = self._elastic_run is not None and set(self.signals.received) == {signal.SIGTERM}
             self.signals.received.clear()
-            connection.send(StopRequested())
-
-    def _handle_leave(self, message: Leave, local_node: LocalNode, is_lost: Callable[[], bool]) -> ExitCode:
-        if message.message is not None:
-            print(f"error: {escape_control_chars(message.message)}", file=self.out, flush=True)
-        self._kill_workers(local_node, is_lost)
-        return ExitCode(message.exit_code)
+            connection.send(StopRequested(only_this_node=is_machine_leaving))
 
     def _kill_workers(self, local_node: LocalNode, is_lost: Callable[[], bool]) -> bool:
         """Kill the remaining workers of an attempt. Returns whether the fork server reported their exits in time;

@@ -5,32 +5,32 @@ to nodes and detects lost nodes.
 """
 
 import contextlib
+import functools
+import hashlib
 import logging
 import os
 import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import Any, Self
 
 import psutil
 
 import phalanx
-from phalanx.cluster.interfaces import INTERFACE_VARIABLES
+from phalanx.cluster.nics import INTERFACE_VARIABLES
 from phalanx.deadline import print_status
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent.build_fingerprint import compute_build_fingerprint
-from phalanx.jobs.agent.hang_report import find_stopped_ranks
 from phalanx.run.authentication import derive_store_key
 from phalanx.run.control_channel import AuthConnection, ControlServer
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
-from phalanx.run.message_socket import drain, receive, send
-from phalanx.run.messages import Message
+from phalanx.run.messages import Message, drain, receive, send
 from phalanx.run.node_env import find_node_name
-from phalanx.run.node_messages import (
+from phalanx.run.process_messages import (
     HeartbeatEntry,
     Heartbeats,
     Hello,
@@ -39,8 +39,8 @@ from phalanx.run.node_messages import (
     NodeDeparture,
     NodeIdentity,
     Ping,
+    StartWorkers,
 )
-from phalanx.run.process_messages import StartWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between heartbeats of an agent."""
 MAX_REASON_CHARS = 1000
 """Length limit of the reason for which a node leaves."""
+STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 COMPARED_FIELDS = {
     "nodes": "num_nodes",
     "phalanx": "phalanx_version",
@@ -56,32 +57,10 @@ COMPARED_FIELDS = {
     "processor": "machine",
 }
 """Fields of NodeIdentity that must be equal on all nodes, by their name for users."""
+LAST_CALL_S = 30.0
+"""Seconds for which the first attempt waits for more nodes when as many have joined as the run needs."""
 NODE_TIMEOUT_S = 10.0
 """Seconds without a heartbeat after which an agent, its machine, or the network to it counts as lost."""
-
-
-class NodeHandle(Protocol):
-    """One node, to exchange messages with. `name`: its host name."""
-
-    name: str
-
-    def sockets(self) -> Sequence[Any]:
-        """Return the sockets to wait for with a selector."""
-
-    def send(self, *messages: Message) -> None:
-        """Send messages. Raises ConnectionError when the node is gone."""
-
-    def receive(self, sock: Any) -> list[Message] | None:
-        """Return messages from one of the sockets; None when the node is gone."""
-
-    def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
-        """Return the last heartbeats of its workers, with times of this machine's clock."""
-
-    def stopped_ranks(self, heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
-        """Return the ranks of its workers that are stopped by a signal."""
-
-    def reset(self) -> None:
-        """Forget the heartbeats of earlier workers."""
 
 
 class LocalNode:
@@ -94,9 +73,11 @@ class LocalNode:
         self.control, self.events, self.heartbeat_table, self._token = control, events, heartbeat_table, token
 
     def sockets(self) -> Sequence[Any]:
+        """Return the sockets to wait for with a selector."""
         return (self.control, self.events)
 
     def send(self, *messages: Message) -> None:
+        """Send messages. Raises ConnectionError when the node is gone."""
         send(self.control, *(self._add_store_key(message) for message in messages))
 
     def _add_store_key(self, message: Message) -> Message:
@@ -106,12 +87,13 @@ class LocalNode:
         return replace(message, store_key=derive_store_key(self._token, message.nonce).hex())
 
     def receive(self, sock: Any) -> list[Message] | None:
-        """Return all events of workers before messages of the fork server: an event must not follow the report of the
-        worker's exit."""
+        """Return messages from one of the sockets; None when the node is gone. All events of workers come before
+        messages of the fork server: an event must not follow the report of the worker's exit."""
         messages = receive(self.control) if sock is self.control else []
         return None if messages is None else [*drain(self.events), *messages]
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
+        """Return the last heartbeats of its workers, with times of this machine's clock."""
         return {rank: self.heartbeat_table.read(local) for local, rank in enumerate(ranks)}
 
     def stopped_ranks(self, heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
@@ -165,6 +147,10 @@ class RemoteNode:
         self.last_message_at = self.clock()
 
 
+NodeHandle = LocalNode | RemoteNode
+"""One node, to exchange messages with."""
+
+
 def make_heartbeat_message(node: LocalNode, ranks: Sequence[int], now: float) -> Heartbeats:
     """Return the message with the heartbeats of a node's workers; times are sent as ages, since clocks differ."""
     heartbeats = node.heartbeats(ranks)
@@ -197,10 +183,27 @@ def words_of(left: NodeDeparture) -> str:
 
 
 class NodeGroup:
-    """All nodes of a run, this one first. Other nodes join through `server`."""
+    """All nodes of a run, this one first. Other nodes join through `server`.
 
-    def __init__(self, local_node: LocalNode, num_nodes: int = 1, server: ControlServer | None = None):
+    `min_nodes`: with how many nodes the run may train; None: only with all of them. `num_expected`: how many should
+    join; None: all. `last_call_s`: for how long the first attempt waits for them when `min_nodes` have joined.
+    """
+
+    def __init__(
+        self,
+        local_node: LocalNode,
+        num_nodes: int = 1,
+        server: ControlServer | None = None,
+        min_nodes: int | None = None,
+        node_rank: int = 0,
+        num_expected: int | None = None,
+        last_call_s: float = LAST_CALL_S,
+    ):
         self.local_node, self.num_nodes, self.server = local_node, num_nodes, server
+        self.min_nodes, self.node_rank = min_nodes or num_nodes, node_rank
+        self.num_expected, self.last_call_s = num_expected or num_nodes, last_call_s
+        self._excluded_hosts: set[tuple[int, str]] = set()  # of nodes that were unfit, with their ranks
+        self.hands_over = False  # this node cannot train, and another one is to lead
         self.remote_nodes: dict[int, RemoteNode] = {}
         self.exit_code: ExitCode = ExitCode.UNFINISHED
         """Exit code of this node, and of the others when the group closes, except a code for this machine alone."""
@@ -222,10 +225,17 @@ class NodeGroup:
         self._is_closing.set()
         if self.server is not None:
             self.accept_joins()
+        if self.server is not None and self.hands_over:
+            self.server.stop_listening()  # another node of this machine may listen there as soon as this one is gone
         for node in self.remote_nodes.values():
-            with contextlib.suppress(ConnectionError):
-                node.send(self._farewell(node.node_rank))
+            if not self.hands_over:
+                with contextlib.suppress(ConnectionError):
+                    node.send(self._farewell(node.node_rank))
             node.connection.close()
+
+    def hand_over(self) -> None:
+        """Have another node lead when this one leaves, if enough nodes are left."""
+        self.hands_over = len(self.remote_nodes) >= self.min_nodes
 
     def _farewell(self, index: int) -> Leave:
         """Return the message that ends a node. The backend avoids the machine of an unfit node, and may reuse
@@ -243,13 +253,19 @@ class NodeGroup:
     @property
     def missing_nodes(self) -> list[int]:
         """Indices of nodes that have not joined."""
-        return [index for index in range(1, self.num_nodes) if index not in self.remote_nodes]
+        return [index for index in range(self.num_nodes) if index != self.node_rank and index not in self.remote_nodes]
 
-    def assign_ranks(self, world_size: int) -> Iterator[tuple[NodeHandle, range]]:
-        """Yield each node with the ranks of its workers. All nodes must have joined."""
-        workers_per_node = world_size // self.num_nodes
-        for index, node in enumerate(self.nodes):
-            yield node, range(index * workers_per_node, (index + 1) * workers_per_node)
+    @property
+    def has_enough_nodes(self) -> bool:
+        """Whether as many nodes have joined as the run needs."""
+        return len(self.nodes) >= self.min_nodes
+
+    def assign_ranks(self, num_nodes: int, workers_per_node: int) -> dict[NodeHandle, range]:
+        """Return the ranks of the workers of the first `num_nodes` nodes that have joined."""
+        return {
+            node: range(index * workers_per_node, (index + 1) * workers_per_node)
+            for index, node in enumerate(self.nodes[:num_nodes])
+        }
 
     @property
     def listener_sockets(self) -> Sequence[socket.socket]:
@@ -289,7 +305,11 @@ class NodeGroup:
             mismatch = find_incompatibility(hello, make_hello(node_rank, self.num_nodes))
             if isinstance(hello, LauncherHello):
                 mismatch = mismatch or "it starts a program of another framework, and the leading node trains"
-            if mismatch is not None or not 0 < node_rank < self.num_nodes:
+            if mismatch is None and node_rank == self.node_rank:
+                mismatch = f"node {node_rank} leads this run"
+            if (node_rank, hello.host) in self._excluded_hosts:
+                mismatch = mismatch or f"{hello.host} was unfit in this run"
+            if mismatch is not None or not 0 <= node_rank < self.num_nodes:
                 reason = mismatch or f"there is no node {node_rank} among {self.num_nodes}"
                 with contextlib.suppress(ConnectionError):
                     connection.send(Leave(exit_code=int(ExitCode.UNFIT_NODE), message=reason))
@@ -313,6 +333,19 @@ class NodeGroup:
         node.connection.close()
         if self.remote_nodes.get(node.node_rank) is node:
             del self.remote_nodes[node.node_rank]
+
+    def release_node(self, node: RemoteNode) -> None:
+        """End a node that leaves, and remove it. It may join again."""
+        with contextlib.suppress(ConnectionError):
+            node.send(Leave(exit_code=int(ExitCode.UNFINISHED)))
+        self.remove_node(node)
+
+    def exclude_node(self, node: RemoteNode, reason: str) -> None:
+        """End an unfit node and remove it. Another machine may take its place."""
+        with contextlib.suppress(ConnectionError):
+            node.send(Leave(exit_code=int(ExitCode.UNFIT_NODE), message=reason))
+        self._excluded_hosts.add((node.node_rank, node.name))
+        self.remove_node(node)
 
     def find_timed_out(self, now: float) -> list[RemoteNode]:
         """Return nodes without a message for `NODE_TIMEOUT_S`."""
@@ -347,6 +380,19 @@ def make_hello(node_rank: int, num_nodes: int) -> Hello:
     )
 
 
+@functools.cache
+def compute_build_fingerprint(package_dir: Path = Path(phalanx.__file__).parent) -> str:
+    """Compute 64 bits in hex over names and contents of all modules below a package's folder, to detect nodes that run
+    different code of the same version. Once, so that it stays what it was when this process began to meet others."""
+    digest = hashlib.sha256()
+    for path in sorted(package_dir.rglob("*.py")):
+        name = path.relative_to(package_dir)
+        if all(part.isidentifier() for part in name.with_suffix("").parts):
+            content = path.read_bytes()
+            digest.update(f"{name.as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
+
+
 def find_incompatibility(hello: NodeIdentity, expected: NodeIdentity) -> str | None:
     """Return why an agent cannot join; None if it can. Library versions must be equal for equal bits, and the code of
     Phalanx for equal messages."""
@@ -373,3 +419,28 @@ def interface_variables(address: str, environment: Mapping[str, str]) -> dict[st
     interface = find_interface(address)
     unset_names = [name for name in INTERFACE_VARIABLES if name not in environment]
     return {} if interface is None else dict.fromkeys(unset_names, interface)
+
+
+def find_ended_ranks(heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
+    """Return the ranks of local workers with an ended process, reaped or not."""
+    ended_ranks = set()
+    for rank, heartbeat in heartbeats.items():
+        try:
+            if heartbeat is not None and psutil.Process(heartbeat.pid).status() in (
+                psutil.STATUS_ZOMBIE,
+                psutil.STATUS_DEAD,
+            ):
+                ended_ranks.add(rank)
+        except psutil.NoSuchProcess:
+            ended_ranks.add(rank)
+    return ended_ranks
+
+
+def find_stopped_ranks(heartbeats: Mapping[int, Heartbeat | None]) -> set[int]:
+    """Return the ranks of local workers that are stopped by a signal or a debugger."""
+    stopped_ranks = set()
+    for rank, heartbeat in heartbeats.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if heartbeat is not None and psutil.Process(heartbeat.pid).status() in STOPPED_STATES:
+                stopped_ranks.add(rank)
+    return stopped_ranks

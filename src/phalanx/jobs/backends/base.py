@@ -1,4 +1,5 @@
-"""The backend contract: runs jobs in the local queue, on Slurm, Ray or Kubernetes.
+"""The backend contract: runs jobs in the local queue, on Slurm, Ray or Kubernetes, and lists, drains and undrains their
+nodes.
 
 Submitting has two steps. `render` turns a job into a `SubmitRequest`, a value that holds every file and command that
 would be sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every backend.
@@ -7,12 +8,14 @@ would be sent; printing it is the dry run. `submit` sends exactly that. One suit
 import itertools
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from enum import StrEnum
 from importlib import import_module
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.jobs.job_environment import drop_local_paths, inherit_variables, list_missing_variables
 from phalanx.jobs.spec import Job, JobState, JobStatus
 
@@ -20,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 PAUSED_PREFIX = "paused: "
 """Begins the reason for which a paused job waits."""
+MAX_SUGGESTED_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class SubmitRequest:
         if self.commands:
             parts.append("\n".join(shlex.join(command) for command in self.commands))
         return "\n\n".join(parts)
+
+
+LogReader = Callable[[bool], list[str]]
+"""Returns the lines since the previous call. The argument is True for the last call."""
 
 
 class Backend(Protocol):
@@ -77,79 +85,57 @@ class Backend(Protocol):
         or ends just now."""
 
     def resume(self, job_id: str) -> bool:
-        """Let a paused job start again. Returns whether it was paused."""
+        """Let a job that is paused, or held because of unfit nodes, start again. Returns whether it was."""
 
+    def render_array(self, jobs: Sequence[Job]) -> list[SubmitRequest]:
+        """Return what would be submitted for an array, jobs that differ only in their command: a request for each
+        member, or one where the backend has arrays. Raises UsageError like `render`."""
+        return [self.render(job) for job in jobs]
 
-@runtime_checkable
-class ArrayBackend(Protocol):
-    """A backend with job arrays: jobs that differ only in their command, submitted as one."""
-
-    def render_array(self, jobs: Sequence[Job]) -> SubmitRequest:
-        """Return what `submit_array` would send. Raises UsageError like `render`."""
-
-    def submit_array(self, request: SubmitRequest) -> list[str]:
-        """Submit the array and return the ids of its members. Leaves nothing behind on failure."""
-
-
-LogReader = Callable[[bool], list[str]]
-"""Returns the lines since the previous call. The argument is True for the last call."""
-
-
-@runtime_checkable
-class LogFollowingBackend(Protocol):
-    """A backend that returns new lines of a job's log without reading the rest again."""
+    def submit_array(self, requests: Sequence[SubmitRequest]) -> list[str]:
+        """Submit the array and return the ids of its members. If one cannot be submitted, those before it are
+        cancelled, and the error says so."""
+        submitted: list[str] = []
+        try:
+            for request in requests:
+                submitted.append(self.submit(request))
+        except BaseException as error:
+            not_cancelled = [job_id for job_id in submitted if not _try_cancel(self, job_id)]
+            if not isinstance(error, PhalanxError) or not submitted:
+                raise
+            outcome = "those before it were cancelled"
+            if not_cancelled:
+                outcome = f"{', '.join(not_cancelled)} could not be cancelled: `phalanx jobs cancel` ends them"
+            raise UsageError(f"member {len(submitted)} could not be submitted: {error}; {outcome}") from error
+        return submitted
 
     def follow_logs(self, job_id: str) -> LogReader:
-        """Return a reader of the job's log that starts at the first line."""
+        """Return a reader of the job's log that starts at the first line. This one reads the whole log in each call."""
+        num_returned = 0
 
+        def read(is_last: bool) -> list[str]:
+            nonlocal num_returned
+            lines = list(itertools.islice(self.read_logs(job_id), num_returned, None))
+            num_returned += len(lines)
+            return lines
 
-@runtime_checkable
-class PredictingBackend(Protocol):
-    """A backend that can say when queued jobs will start."""
-
-    def predict_starts(self, ends: Mapping[str, float]) -> dict[str, float]:
-        """Predict when queued jobs start (unix seconds), by id; a job of which that is unknown is left out. `ends`:
-        predicted ends of running jobs, by id. Changes nothing."""
-
-
-@runtime_checkable
-class ReleasingBackend(Protocol):
-    """A backend that holds a job with an unfit node until it is released."""
+        return read
 
     def release(self, job_id: str) -> bool:
-        """Release a job that is held because of unfit nodes, and exclude these. Returns whether it was held. Raises
-        UsageError on failure."""
-
-
-@runtime_checkable
-class DaemonBackend(Protocol):
-    """A backend with a daemon of this user, which may be killed."""
+        """Release a job that is held because of unfit nodes, and exclude these. Returns whether it was held."""
+        return False
 
     def restart_dead_daemon(self) -> None:
-        """Start the daemon if jobs wait or run without one."""
+        """Start the daemon of this user, if the backend has one and jobs wait or run without it: they would never start
+        or end. Commands that show or follow jobs call this; `poll` and `list_jobs` do not."""
 
 
-def restart_dead_daemon(backend: Backend) -> None:
-    """Start the daemon of a backend that has one, if jobs wait or run without it: they would never start or end.
-    Commands that show or follow jobs call this; `poll` and `list_jobs` do not."""
-    if isinstance(backend, DaemonBackend):
-        backend.restart_dead_daemon()
-
-
-def open_log_reader(backend: Backend, job_id: str) -> LogReader:
-    """Return a reader that follows a job's log. If the backend cannot follow logs, each call reads the whole log and
-    returns the new lines."""
-    if isinstance(backend, LogFollowingBackend):
-        return backend.follow_logs(job_id)
-    num_returned = 0
-
-    def read(is_last: bool) -> list[str]:
-        nonlocal num_returned
-        lines = list(itertools.islice(backend.read_logs(job_id), num_returned, None))
-        num_returned += len(lines)
-        return lines
-
-    return read
+def _try_cancel(backend: Backend, job_id: str) -> bool:
+    try:
+        backend.cancel(job_id)
+    except UsageError:
+        return False
+    return True
 
 
 BACKEND_CLASSES = {
@@ -218,3 +204,68 @@ def poll_again(backend: Backend, last: JobStatus) -> JobStatus:
         if last.state.is_final:
             return last
         return replace(last, state=JobState.CANCELLED, reason="it was deleted")
+
+
+class NodeService(StrEnum):
+    """Whether a backend starts jobs on a node."""
+
+    OPEN = "open"  # it does, or will when the node is free
+    DRAINED = "drained"  # an operator has drained it; jobs that run there may still end
+    DOWN = "down"  # the node does not answer, or is out of service for another reason
+
+
+@dataclass(frozen=True)
+class BackendNode:
+    """A node as its backend knows it. `state` is in the backend's own words."""
+
+    name: str
+    state: str
+    service: NodeService
+    jobs: tuple[str, ...] = ()
+    """Ids of the jobs that run there, as far as this user may see them."""
+    reason: str | None = None
+    """Why it is drained or down, if the backend knows."""
+    num_gpus: int = 0
+    host_names: tuple[str, ...] = ()
+    """Names by which processes on it know it, where they differ from `name`: those of pods, say."""
+
+
+class NodeBackend(Backend, Protocol):
+    """A backend that lists and drains nodes. Every method raises UsageError for what the user can fix, such as a
+    missing permission."""
+
+    def list_nodes(self) -> list[BackendNode]:
+        """Return all nodes, in the backend's order. Changes nothing."""
+
+    def drain_node(self, node: str, reason: str, actor: str) -> None:
+        """Start no new job on a node; jobs that run there continue. A drained node gets the new reason."""
+
+    def undrain_node(self, node: str) -> None:
+        """Start jobs on a node again."""
+
+
+def open_node_backend(name: str) -> NodeBackend:
+    """Return the backend of this name. Raises UsageError for an unknown name, or when its packages are missing."""
+    backend: NodeBackend = open_backend(name)  # type: ignore[assignment]  # each of BACKEND_CLASSES is both
+    return backend
+
+
+def group_running_jobs(statuses: Iterable[JobStatus]) -> Mapping[str, tuple[str, ...]]:
+    """Return the ids of the jobs that run on each node."""
+    found: dict[str, tuple[str, ...]] = {}
+    for status in statuses:
+        if status.state is JobState.RUNNING:
+            for node in status.nodes:
+                found[node] = (*found.get(node, ()), status.id)
+    return found
+
+
+def find_node(nodes: Sequence[BackendNode], name: str, backend: str) -> BackendNode:
+    """Return the node of this name. Raises UsageError with the nearest names when there is none."""
+    for node in nodes:
+        if node.name == name:
+            return node
+    names = [node.name for node in nodes]
+    near = get_close_matches(name, names, MAX_SUGGESTED_NAMES) or names[:MAX_SUGGESTED_NAMES]
+    hint = f"nearest are {', '.join(near)}" if near else "it has no nodes"
+    raise UsageError(f"{name}: {backend} has no such node; {hint} (`phalanx nodes ls --on {backend}` lists all)")

@@ -18,29 +18,27 @@ from phalanx.cluster.environment import is_secret
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import (
     PAUSED_PREFIX,
+    Backend,
+    BackendNode,
     LogReader,
+    NodeService,
     NoSuchJobError,
     SubmitRequest,
     read_secrets,
     warn_about_missing_variables,
 )
-from phalanx.jobs.backends.nodes import BackendNode, NodeService
 from phalanx.jobs.job_environment import inherit_variables
-from phalanx.jobs.local_queue.daemon import ensure_running, find_runner, make_process_tag
+from phalanx.jobs.local_queue.daemon import ensure_running, find_runner
 from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
-from phalanx.jobs.local_queue.drain import QueueDrain, read_drain, remove_drain, write_drain
-from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord
+from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord, Resources
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
-from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, predict_starts
 from phalanx.jobs.log_stream import printed_lines
-from phalanx.jobs.pause_file import read_pause, remove_pause, write_pause
+from phalanx.jobs.pause_file import DRAIN_FILE, read_pause, remove_pause, write_pause
 from phalanx.jobs.spec import Job, JobState, JobStatus
 from phalanx.run.private_files import state_root
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_JOBS = 10_000
-"""Jobs that may wait."""
 INHERITED_VARIABLES = (
     "PATH",
     "HOME",
@@ -61,7 +59,7 @@ DAEMON_START_INTERVAL_S = 5.0
 """Minimum seconds between daemon starts while the queue is watched: a daemon that dies at once must not cause load."""
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Jobs of this machine; the queue lies in `folder`."""
 
     name = "local"
@@ -72,16 +70,10 @@ class LocalBackend:
         machine: Callable[[], Machine] = discover_machine,
         environment: Mapping[str, str] = os.environ,
         ensure_daemon: Callable[[Path, bool], object] = ensure_running,
-        max_queued: int = MAX_QUEUED_JOBS,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.folder = (folder or state_root(environment) / "queue").absolute()
-        self._machine, self._environment, self._ensure_daemon_running, self._max_queued = (
-            machine,
-            environment,
-            ensure_daemon,
-            max_queued,
-        )
+        self._machine, self._environment, self._ensure_daemon_running = machine, environment, ensure_daemon
         self._clock, self._last_daemon_start = clock, -math.inf
         self._has_warned = False
 
@@ -118,7 +110,7 @@ class LocalBackend:
                 with open(fd, "w", encoding="utf-8") as file:
                     json.dump(secret_values, file)
 
-        job_id = self.database.add(job, resources, self._max_queued, fill_dir)
+        job_id = self.database.add(job, resources, fill_dir)
         try:
             self._ensure_daemon_running(self.database.folder, True)
         except BaseException:  # after an error nothing is queued
@@ -141,7 +133,7 @@ class LocalBackend:
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to the job's runner, which forwards it."""
         row = self._get_record(job_id)
-        process = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
+        process = find_runner(row)
         if row.state is not JobState.RUNNING or process is None:
             raise UsageError(f"job {job_id} ({row.name}) is {row.state}: there is nothing to send a signal to")
         process.send_signal(number)
@@ -168,7 +160,6 @@ class LocalBackend:
                 "reason": "cancelled",
                 "ended": self.database.clock(),
             }
-            values["over"] = self.database.boot_clock.make_timestamp()
             if self.database.update_if(row.id, JobState.QUEUED, **values):
                 (self.database.job_dir(row.id) / "secrets.json").unlink(missing_ok=True)
                 return
@@ -185,7 +176,7 @@ class LocalBackend:
         write_pause(job_dir, reason)
         row = self._get_record(job_id)  # the daemon may have started it just now
         if row.state is JobState.RUNNING:
-            process = find_runner(row, make_process_tag(job_dir))
+            process = find_runner(row)
             if process is None:
                 remove_pause(job_dir)
                 raise UsageError(f"job {job_id} ({row.name}) starts or ends just now; pause it again")
@@ -213,49 +204,28 @@ class LocalBackend:
 
     def list_nodes(self) -> list[BackendNode]:
         """Return this machine."""
-        drain = read_drain(self.folder)
+        drain_reason = read_pause(self.folder, DRAIN_FILE)
         running = [status.id for status in self.list_jobs() if status.state is JobState.RUNNING]
-        service = NodeService.OPEN if drain is None else NodeService.DRAINED
+        service = NodeService.OPEN if drain_reason is None else NodeService.DRAINED
         return [
             BackendNode(
                 name=os.uname().nodename,
                 state="busy" if running else "idle",
                 service=service,
                 jobs=tuple(running),
-                reason=None if drain is None else str(drain),
+                reason=drain_reason,
                 num_gpus=self._machine().num_gpus,
             )
         ]
 
     def drain_node(self, node: str, reason: str, actor: str) -> None:
         """Start no job of the queue until this machine is undrained, also after a reboot."""
-        write_drain(self.database.folder, QueueDrain(reason, actor))
+        write_pause(self.database.folder, f"{reason} ({actor})", DRAIN_FILE)
 
     def undrain_node(self, node: str) -> None:
         """Start jobs of the queue again."""
-        remove_drain(self.folder)
+        remove_pause(self.folder, DRAIN_FILE)
         self.restart_dead_daemon()
-
-    def predict_starts(self, ends: Mapping[str, float]) -> dict[str, float]:
-        """Predict when queued jobs start. A running job ends at its time limit, or when `ends` says if that is
-        earlier; none starts on a drained machine."""
-        if not queue_exists(self.folder) or read_drain(self.folder) is not None:
-            return {}
-        database, machine, now = self.database, self._machine(), self.database.clock()
-
-        def remaining_seconds(row: JobRecord) -> float | None:
-            known = [database.remaining_seconds(row), ends[str(row.id)] - now if str(row.id) in ends else None]
-            return min((seconds for seconds in known if seconds is not None), default=None)
-
-        pending = [
-            PendingJob(row.id, row.resources, row.priority, -database.waited_seconds(row), row.job.time_limit_s)
-            for row in database.list_jobs(JobState.QUEUED)
-        ]
-        running = [
-            RunningJob(row.id, row.resources, remaining_seconds(row)) for row in database.list_jobs(JobState.RUNNING)
-        ]
-        capacity = Resources(machine.num_gpus, machine.physical_cores)
-        return {str(id): now + seconds for id, seconds in predict_starts(pending, running, capacity, 0.0).items()}
 
     def _explain_waiting(self, statuses: list[JobStatus]) -> list[JobStatus]:
         """Queued jobs wait for the machine to be undrained, if it is drained, and paused ones to be resumed."""
@@ -271,9 +241,9 @@ class LocalBackend:
 
     def _explain_drain(self) -> str | None:
         """Why this machine starts no jobs, if it is drained."""
-        if (drain := read_drain(self.folder)) is None:
+        if (drain := read_pause(self.folder, DRAIN_FILE)) is None:
             return None
-        return f"this machine is drained: {drain}; `phalanx fleet undrain {os.uname().nodename}` starts jobs again"
+        return f"this machine is drained: {drain}; `phalanx nodes undrain {os.uname().nodename}` starts jobs again"
 
     def restart_dead_daemon(self) -> None:
         """Restart a daemon that was killed while jobs wait or run. Checking the lock of a live daemon takes

@@ -3,15 +3,20 @@
 The dataclasses are the one list of names, types and defaults: backends read them, help texts and docs show them.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.jobs.spec import Job
 
 OPTION_CLASSES = {
     "slurm": "phalanx.jobs.backends.slurm.sbatch_options:SlurmOptions",
     "kubernetes": "phalanx.jobs.backends.kubernetes.options:KubernetesOptions",
-    "ray": "phalanx.jobs.backends.ray.options:RayOptions",
+    "ray": "phalanx.jobs.backends.ray.backend:RayOptions",
 }
 """The dataclass of each backend that has options. None of them imports torch or the backend's client library."""
 
@@ -54,9 +59,22 @@ def backend_option(
     return field(default=default, default_factory=default_factory, metadata=more)
 
 
-def option_names(options_class: Any) -> tuple[str, ...]:
-    """Names of a backend's options as users write them."""
-    return tuple(each.name.replace("_", "-") for each in fields(options_class))
+def check_option_names(job: Job, backend: str, options_class: Any) -> None:
+    """Raise UsageError for an option of a job that its backend does not have."""
+    names = [each.name.replace("_", "-") for each in fields(options_class)]
+    for name in job.backend_options:
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+            raise UsageError(f"job {job.name}: {backend} has no option {name!r}; {hint}")
+
+
+def parse_count(job: Job, name: str, default: int) -> int:
+    """Return the value of an option that is a number. Raises UsageError for another value."""
+    text = job.backend_options.get(name, str(default))
+    if not re.fullmatch(r"[0-9]+", text):
+        raise UsageError(f"job {job.name}: option {name}={text}: expected a whole number, 0 or more")
+    return int(text)
 
 
 def list_option_help(backend: str) -> Iterator[OptionHelp]:

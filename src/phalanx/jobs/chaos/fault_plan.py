@@ -1,14 +1,14 @@
 """Draw a fault plan: the kind, target and trigger of each fault, as a pure function of a seed.
 
 A trigger names a phase of the run and a share of the usual duration of this phase, so that a plan means the same on a
-slow and on a fast machine. The plan alone must not exhaust the restarts: faults come in rounds, no longer than the
-attempts without progress that `fault_tolerance.max_restarts` allows, and each round after the first waits for a newer
-checkpoint.
+slow and on a fast machine. The plan alone must not exhaust the restarts: faults come in rounds of one, or of two, of
+which the second strikes the restart, and each round after the first waits for a newer checkpoint.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from phalanx.errors import UsageError
@@ -171,90 +171,55 @@ def _why_impossible(name: str, run_shape: RunShape) -> str | None:
 def draw_faults(seed: int, count: int, kinds: Sequence[str], run_shape: RunShape) -> tuple[Fault, ...]:
     """Draw `count` faults. Raises UsageError when the run saves too rarely to survive them."""
     rng = random.Random(seed)
-    sizes = _draw_rounds(rng, count, set(kinds), run_shape)
-    round_starts = {sum(sizes[:index]): index for index in range(len(sizes))}
-    names = _draw_kinds(rng, count, kinds, set(round_starts))
-    phases = _draw_phases(rng, names, set(round_starts))
-    faults = []
-    round_, step = 0, 1
-    for index, (name, phase) in enumerate(zip(names, phases, strict=True)):
-        if index in round_starts:
-            round_ = round_starts[index]
-            # some time is left at the end for the last to strike, and the first half of a round's share for it to come
-            step = max(1, int(0.8 * run_shape.steps * (round_ + rng.random() / 2) / len(sizes)))
-        after_new_checkpoint = index in round_starts and (
-            round_ > 0 or name == "corrupt-checkpoint" or run_shape.max_restarts == 1
+    names = _draw_kinds(rng, count, kinds)
+    phases = _draw_phases(rng, names, run_shape.max_restarts)
+    num_rounds = sum(phase is not FaultPhase.RESTART for phase in phases)
+    needs_save_first = names[0] == "corrupt-checkpoint" or run_shape.max_restarts == 1
+    if num_rounds > (run_shape.num_saves if needs_save_first else max(1, run_shape.num_saves)):
+        raise UsageError(
+            f"{count} faults are too many: with fault_tolerance.max_restarts={run_shape.max_restarts} they need "
+            f"{num_rounds} checkpoints; in {run_shape.steps} steps the run saves {run_shape.num_saves} times before "
+            "its end; increase steps, save more often (checkpoint.every), or inject fewer (--faults)"
         )
-        trigger = FaultTrigger(
-            phase, round(rng.random(), 2), None if phase is FaultPhase.RESTART else step, after_new_checkpoint
-        )
+    faults: list[Fault] = []
+    round_number = -1
+    for name, phase in zip(names, phases, strict=True):
+        trigger = FaultTrigger(phase, round(rng.random(), 2))
+        if phase is not FaultPhase.RESTART:
+            round_number += 1
+            # some time is left at the end for the last to strike, and the second half of a round's share for it to come
+            step = max(1, int(0.8 * run_shape.steps * (round_number + rng.random() / 2) / num_rounds))
+            trigger = replace(trigger, min_step=step, after_new_checkpoint=round_number > 0 or needs_save_first)
         rank = rng.randrange(run_shape.workers_per_node if FAULT_KINDS[name].needs_nodes else 0, run_shape.world_size)
-        faults.append(Fault(index + 1, name, rank, trigger, rng.random()))
+        faults.append(Fault(len(faults) + 1, name, rank, trigger, rng.random()))
     return tuple(faults)
 
 
-def _draw_rounds(rng: random.Random, count: int, kinds: set[str], run_shape: RunShape) -> list[int]:
-    """Draw the number of faults of each round."""
-    max_size = 1 if kinds == {"corrupt-checkpoint"} else run_shape.max_restarts
-    first_size = max(1, max_size - 1)  # nothing has been saved by then that would count as progress
-    full = [first_size] + [max_size] * -(-max(0, count - first_size) // max_size)
-    if len(full) > max(1, run_shape.num_saves) or (run_shape.max_restarts == 1 and not run_shape.num_saves):
-        max_faults = (
-            first_size + max_size * max(0, run_shape.num_saves - 1)
-            if run_shape.max_restarts > 1
-            else run_shape.num_saves
-        )
-        raise UsageError(
-            f"{count} faults are too many: in {run_shape.steps} steps the run saves {run_shape.num_saves} times before "
-            f"its end, and with fault_tolerance.max_restarts={run_shape.max_restarts} it survives {max_faults} faults; "
-            "increase steps, save more often (checkpoint.every), or inject fewer (--faults)"
-        )
-    sizes: list[int] = []
-    while sum(sizes) < count:
-        sizes.append(rng.randint(1, min(3, max_size if sizes else first_size)))
-    if len(sizes) > max(1, run_shape.num_saves):
-        sizes = full
-    sizes[-1] -= sum(sizes) - count
-    if max(sizes) == 1 and max_size > 1 and len(sizes) > (1 if first_size > 1 else 2):
-        sizes = [*sizes[1:-1], 2]  # a restart should be struck, too
-    return sizes
-
-
-def _draw_kinds(rng: random.Random, count: int, kinds: Sequence[str], round_starts: set[int]) -> list[str]:
-    """Draw the kind of each fault: each kind once if `count` allows it, then by weight.
-
-    A corrupted checkpoint comes first in its round, so that a newer checkpoint exists than the one corrupted before.
-    """
+def _draw_kinds(rng: random.Random, count: int, kinds: Sequence[str]) -> list[str]:
+    """Draw the kind of each fault: each kind once if `count` allows it, then by weight."""
     names = rng.sample(list(kinds), min(count, len(kinds)))
     names += rng.choices(list(kinds), [FAULT_KINDS[name].weight for name in kinds], k=count - len(names))
     rng.shuffle(names)
-    for index, name in enumerate(names):
-        if name != "corrupt-checkpoint" or index in round_starts:
-            continue
-        free = sorted(first for first in round_starts if names[first] != "corrupt-checkpoint")
-        if free:
-            other = rng.choice(free)
-            names[index], names[other] = names[other], name
-        else:
-            names[index] = rng.choice([each for each in kinds if each != "corrupt-checkpoint"])
     return names
 
 
-def _draw_phases(rng: random.Random, names: Sequence[str], round_starts: set[int]) -> list[FaultPhase]:
-    """Draw the phase of the run in which each fault is injected.
+def _draw_phases(rng: random.Random, names: Sequence[str], max_restarts: int) -> list[FaultPhase]:
+    """Draw the phase in which each fault is injected: steps and saves in turn, and restarts after faults that end an
+    attempt, the first one always.
 
-    The phase "restarting" is possible only after a fault that ends an attempt. Each phase occurs at least once if there
-    are enough faults.
+    Two attempts in a row save nothing then, and one more before the first checkpoint: `max_restarts` must allow it. A
+    corrupted checkpoint must be newer than the one corrupted before, so it never strikes a restart.
     """
-    restarts = [i for i in range(1, len(names)) if i not in round_starts and FAULT_KINDS[names[i - 1]].ends_attempt]
-    phases = []
-    for index in range(len(names)):
-        choices = [FaultPhase.STEP, FaultPhase.SAVE] + [FaultPhase.RESTART] * 2 * (index in restarts)
-        phases.append(rng.choice(choices))
-    if restarts and FaultPhase.RESTART not in phases:
-        phases[rng.choice(restarts)] = FaultPhase.RESTART
-    others = [index for index, phase in enumerate(phases) if phase is not FaultPhase.RESTART]
-    for wanted in (FaultPhase.SAVE, FaultPhase.STEP):
-        if len(others) > 1 and wanted not in phases:
-            phases[rng.choice(others)] = wanted
+    phases: list[FaultPhase] = []
+    turns = itertools.cycle(rng.sample([FaultPhase.STEP, FaultPhase.SAVE], 2))
+    for index, name in enumerate(names):
+        can_strike_restart = (
+            index > 0
+            and phases[-1] is not FaultPhase.RESTART
+            and FAULT_KINDS[names[index - 1]].ends_attempt
+            and name != "corrupt-checkpoint"
+            and max_restarts > (2 if index == 1 else 1)
+        )
+        strikes_restart = can_strike_restart and (FaultPhase.RESTART not in phases or rng.random() < 0.5)
+        phases.append(FaultPhase.RESTART if strikes_restart else next(turns))
     return phases

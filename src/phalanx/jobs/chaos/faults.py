@@ -8,32 +8,26 @@ case its pid was reused.
 import contextlib
 import os
 import random
-import resource
+import re
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
-from phalanx.jobs.chaos.checkpoint_files import (
-    checkpoint_identity,
-    flip_bit,
-    list_checkpoints,
-    list_intact_checkpoints,
-)
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, FaultPhase, FaultTrigger
-from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations
+from phalanx.jobs.chaos.launcher import CHAOS_TAG_VARIABLE, RunMonitor, TypicalDurations
 from phalanx.run.boot_clock import unix_now
 
-CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"
-"""Environment variable that tags every process of a run with injected faults."""
 POLL_INTERVAL_S, FINE_POLL_INTERVAL_S = 0.005, 0.0005
 """Seconds between polls; the finer one waits for a save, which may take only milliseconds."""
 MAX_PAUSE_S, MAX_GRACE_S = 2.0, 1.0
 """Maximum seconds for which a worker is paused (well below a hang), and between the signals of a time limit."""
 DISK_FULL_MAX_FILE_BYTES = 1000
 """Maximum size of files of a worker with a "full disk"."""
+CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d+")
 HIDDEN_CHECKPOINTS_DIR = "checkpoints.old"
 """Name of the checkpoint directory while it is unreachable. A finished run must not leave it behind."""
 
@@ -93,10 +87,6 @@ class FaultContext:
                 found.add(self.find_agent(rank))
         return found
 
-    def find_job_runner(self) -> psutil.Process:
-        """Return the runner process of the job in the queue."""
-        return self.find_process(self.find_agent(0).ppid())
-
     def find_process(self, pid: int) -> psutil.Process:
         """Return the process of the run with this pid."""
         process = psutil.Process(pid)
@@ -155,24 +145,17 @@ def inject(fault: Fault, context: FaultContext) -> FaultSteps:
     """Do it, and whatever belongs to it later. NoSuchProcess, and nothing is done, when the victim is not there."""
     kind, rank = fault.kind, fault.rank
     if kind in SIGNAL_BY_KIND:
-        victim, number = context.find_worker(rank), SIGNAL_BY_KIND[kind]
-        victim.send_signal(number)
-        record_injection(fault, context, f"{number.name} to worker {rank}")
+        context.find_worker(rank).send_signal(SIGNAL_BY_KIND[kind])
+        record_injection(fault, context, f"{SIGNAL_BY_KIND[kind].name} to worker {rank}")
+    elif kind in AGENT_SIGNAL_BY_KIND:
+        context.find_agent(0).send_signal(AGENT_SIGNAL_BY_KIND[kind])
+        record_injection(fault, context, f"{AGENT_SIGNAL_BY_KIND[kind].name} to the leader agent")
     elif kind == "fork-server":
         context.find_fork_server(rank).kill()
         record_injection(fault, context, f"SIGKILL to the fork server of worker {rank}")
-    elif kind == "agent":
-        context.find_agent(0).kill()
-        record_injection(fault, context, "SIGKILL to the leader agent")
     elif kind == "job-runner":
-        context.find_job_runner().kill()
+        context.find_process(context.find_agent(0).ppid()).kill()
         record_injection(fault, context, "SIGKILL to the process above the job")
-    elif kind == "preempt":
-        context.find_agent(0).terminate()
-        record_injection(fault, context, "SIGTERM to the leader agent")
-    elif kind == "interrupt":
-        context.find_agent(0).send_signal(signal.SIGINT)
-        record_injection(fault, context, "SIGINT to the leader agent")
     else:
         yield from INJECTOR_BY_FAULT[kind](fault, context)
 
@@ -357,6 +340,7 @@ def kill_daemon(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 SIGNAL_BY_KIND = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "abort": signal.SIGABRT, "hang": signal.SIGSTOP}
+AGENT_SIGNAL_BY_KIND = {"agent": signal.SIGKILL, "preempt": signal.SIGTERM, "interrupt": signal.SIGINT}
 INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
     "time-limit": inject_time_limit,
     "freeze": inject_freeze,
@@ -369,6 +353,35 @@ INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
 }
 
 
-def disable_core_dumps(pid: int) -> None:
-    """Disable core dumps of a process, and of the children that it will start."""
-    resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return all checkpoints, newest first."""
+    return sorted((path for path in folder.iterdir() if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)), reverse=True)
+
+
+def list_intact_checkpoints(folder: Path, damaged: Collection[tuple[str, int]]) -> list[Path]:
+    """Return the checkpoints, newest first, that are not among the `damaged` identities."""
+    found = []
+    for path in list_checkpoints(folder):
+        with contextlib.suppress(FileNotFoundError):  # an old one that was just removed
+            if checkpoint_identity(path) not in damaged:
+                found.append(path)
+    return found
+
+
+def checkpoint_identity(checkpoint: Path) -> tuple[str, int]:
+    """A checkpoint, and not another one that got its name later."""
+    return checkpoint.name, checkpoint.stat().st_ino
+
+
+def flip_bit(checkpoint: Path, rng: random.Random) -> Path:
+    """Flip a bit somewhere in a checkpoint; returns the file."""
+    file = rng.choice(sorted(checkpoint.iterdir()))
+    at = rng.randrange(file.stat().st_size)
+    fd = os.open(file, os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, at)[0]
+        os.pwrite(fd, bytes([byte ^ (1 << rng.randrange(8))]), at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return file

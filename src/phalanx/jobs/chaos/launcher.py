@@ -1,29 +1,41 @@
-"""Start and restart a run with injected faults: as one command per node, or in a separate local queue. Whether it is
-restarted depends only on the exit code, as with any backend.
+"""Start and restart a run with injected faults, as one command per node or in a separate local queue, and follow it by
+its events. Whether it is restarted depends only on the exit code, as with any backend.
 """
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from statistics import median
 
 import psutil
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.backends.local import LocalBackend
-from phalanx.jobs.chaos.faults import CHAOS_TAG_VARIABLE, disable_core_dumps
-from phalanx.jobs.chaos.run_monitor import RunMonitor
 from phalanx.jobs.spec import JobState
 from phalanx.process_lifetime import die_with_parent
+from phalanx.run import Event, EventTail, Run
 from phalanx.run.boot_clock import unix_now
+from phalanx.run.event_types import (
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointSaved,
+    StepDone,
+    WorkerFailure,
+    WorkerStarted,
+)
+from phalanx.run.node_env import EXPECTED_VARIABLE
 
+CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"
+"""Environment variable that tags every process of a run with injected faults."""
 MAX_STARTS_WITHOUT_ATTEMPT = 5
 """Give up after this many starts in a row without an attempt."""
 POLL_INTERVAL_S = 0.1
@@ -33,6 +45,7 @@ EXIT_TIMEOUT_S = 10.0
 NODE_VARIABLES = (
     "PHALANX_NODE_RANK",
     "PHALANX_NUM_NODES",
+    EXPECTED_VARIABLE,
     "PHALANX_LEADER_ADDR",
     "PHALANX_TOKEN",
     "PHALANX_TOKEN_FILE",
@@ -40,26 +53,57 @@ NODE_VARIABLES = (
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Launcher(Protocol):
-    """Starts a run directly or through a queue."""
+class RunMonitor:
+    """State of a run from its events so far. `read_new` reads new events."""
 
-    num_starts: int
-    """Number of starts so far."""
+    def __init__(self, run: Run):
+        self.run = run
+        self.attempt = -1
+        self.worker_pids: dict[int, int] = {}
+        """Process ids of the newest attempt's workers, by rank."""
+        self.is_training = False
+        """Whether the newest attempt trains."""
+        self.last_step: int | None = None
+        """Last step of the newest attempt."""
+        self.saved_step = 0
+        """Highest step of a checkpoint, ever."""
+        self.failed_saves = self.num_faults = 0
+        """Saves and attempts that failed."""
+        self.attempt_started_at = 0.0
+        """Start of the newest attempt in unix seconds."""
+        self._tail = EventTail(run.events)
 
-    def start(self) -> None:
-        """Start the run for the first time."""
+    def read_new(self) -> list[Event]:
+        """Read new events and update the state. Returns the events in order."""
+        found = list(self._tail.read())
+        for event in found:
+            self.update(event)
+        return found
 
-    def restart_if_needed(self) -> int | None:
-        """Restart nodes that ended unfinished. Returns the exit code when the run is over."""
+    def update(self, event: Event) -> None:
+        """Update the state by one event."""
+        if isinstance(event, WorkerStarted):
+            if event.attempt > self.attempt:
+                self.attempt, self.worker_pids, self.is_training, self.last_step = event.attempt, {}, False, None
+                self.attempt_started_at = event.time
+            self.worker_pids[event.rank] = event.pid
+        elif isinstance(event, AttemptStarted):
+            self.is_training = True
+        elif isinstance(event, StepDone):
+            self.last_step = event.step
+        elif isinstance(event, CheckpointSaved):
+            self.saved_step = max(self.saved_step, event.step)
+        elif isinstance(event, CheckpointFailed):
+            self.failed_saves += 1
+        elif isinstance(event, WorkerFailure):
+            self.num_faults += 1
 
-    def find_daemons(self) -> Sequence[psutil.Process]:
-        """Return the daemons of the queue, if there is one."""
-
-    def list_leftovers(self) -> list[str]:
-        """Return the entries that are left in the queue, if there is one."""
-
-    def kill(self) -> None:
-        """Kill all processes of the run."""
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written by the newest attempt: its temporary directory bears the number."""
+        with contextlib.suppress(FileNotFoundError):
+            return any(name.endswith(f".tmp-{self.attempt}") for name in os.listdir(self.run.checkpoints))
+        return False
 
 
 def should_restart(code: int) -> bool:
@@ -115,6 +159,7 @@ class LocalLauncher:
         self.num_starts += 1
 
     def restart_if_needed(self) -> int | None:
+        """Restart nodes that ended unfinished. Returns the exit code when the run is over."""
         codes = [process.poll() for process in self._processes]
         leader_code = codes[0]
         if leader_code is not None and not should_restart(leader_code):
@@ -153,7 +198,7 @@ class LocalLauncher:
                 start_new_session=True,  # Ctrl-C must reach only this process
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        disable_core_dumps(process.pid)
+        resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, resource.prlimit(process.pid, resource.RLIMIT_CORE)[1]))
         return process
 
     def _has_given_up(self) -> bool:
@@ -260,6 +305,9 @@ class QueueLauncher:
             )
 
 
+Launcher = LocalLauncher | QueueLauncher
+
+
 def find_tagged_processes(tag: str) -> list[psutil.Process]:
     """Every process that carries the mark."""
     found = []
@@ -287,3 +335,28 @@ def kill_tagged_processes(
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(found, timeout=0.5)
+
+
+@dataclass(frozen=True)
+class TypicalDurations:
+    """Typical seconds of a step, a save and a start of the workers."""
+
+    step_s: float
+    save_s: float
+    restart_s: float
+
+
+def measure_durations(events: Iterable[Event]) -> TypicalDurations:
+    """Measure them in a run without faults; 0 for what did not occur."""
+    steps, saves, starts, started_at = [], [], [], None
+    for event in events:
+        if isinstance(event, WorkerStarted):
+            started_at = started_at or event.time
+        elif isinstance(event, AttemptStarted) and started_at is not None:
+            starts.append(event.time - started_at)
+            started_at = None
+        elif isinstance(event, StepDone):
+            steps.append(event.duration_s)
+        elif isinstance(event, CheckpointSaved):
+            saves.append(event.duration_s)
+    return TypicalDurations(*(median(found) if found else 0.0 for found in (steps, saves, starts)))

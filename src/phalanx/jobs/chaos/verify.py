@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster.health.checks.leaked_resources import find_abandoned_shm, list_processes
-from phalanx.cluster.health.context import CheckContext
+from phalanx.cluster.health.checks.leaked_resources import find_abandoned_shm
+from phalanx.cluster.health.finding import CheckContext
 from phalanx.errors import ExitCode
 from phalanx.jobs.chaos.fault_plan import Fault
 from phalanx.jobs.chaos.faults import POLL_INTERVAL_S, FaultContext, inject_faults
 from phalanx.jobs.chaos.launcher import Launcher, find_tagged_processes, read_command_line
-from phalanx.run import Event, Run
+from phalanx.run import Run
 
 EXIT_GRACE_S, LEFTOVER_POLL_INTERVAL_S = 10.0, 0.05
 """Seconds for the processes of a finished run to end, and between two looks; the queue's daemon waits 2 s for more
@@ -37,23 +37,9 @@ class ChaosOutcome:
 
 
 @dataclass(frozen=True)
-class ChaosVerdict:
-    """Whether a run passed; `reasons`: a sentence for each problem."""
-
-    reasons: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing went wrong."""
-        return not self.reasons
-
-
-@dataclass(frozen=True)
 class ChaosCallbacks:
     """Called during a run with faults."""
 
-    on_event: Callable[[Event], None] = lambda event: None
-    """Gets each event."""
     on_restart: Callable[[int], None] = lambda num_starts: None
     """Gets the number of each start after the first."""
     on_finish: Callable[[], None] = lambda: None
@@ -79,15 +65,11 @@ def run_with_faults(
         while True:
             pause = next(injection, POLL_INTERVAL_S)
             events = monitor.read_new()
-            for event in events:
-                callbacks.on_event(event)
             code = launcher.restart_if_needed()
             if launcher.num_starts > num_starts:
                 num_starts = launcher.num_starts
                 callbacks.on_restart(num_starts)
             if code is not None:
-                for event in monitor.read_new():
-                    callbacks.on_event(event)
                 callbacks.on_finish()
                 return ChaosOutcome(code, launcher.num_starts)
             if events:
@@ -100,25 +82,17 @@ def run_with_faults(
         launcher.kill()
 
 
-@dataclass(frozen=True)
-class MachineBaseline:
-    """State of the machine before a run."""
-
-    shared_memory: frozenset[str]
-    """Names in /dev/shm."""
-
-
-def record_baseline() -> MachineBaseline:
-    """Record the current state."""
+def list_shared_memory() -> frozenset[str]:
+    """Return the names in /dev/shm."""
     folder = Path("/dev/shm")
-    return MachineBaseline(frozenset(os.listdir(folder)) if folder.is_dir() else frozenset())
+    return frozenset(os.listdir(folder)) if folder.is_dir() else frozenset()
 
 
 def find_leftovers(
     run: Run,
     tag: str,
     scratch: Path,
-    baseline: MachineBaseline,
+    shared_memory_before: frozenset[str],
     queue: Callable[[], Sequence[str]] = tuple,
     grace_s: float = EXIT_GRACE_S,
     sleep: Callable[[float], None] = time.sleep,
@@ -135,9 +109,7 @@ def find_leftovers(
         sleep(LEFTOVER_POLL_INTERVAL_S)
     leftovers = [f"process {each.pid} still runs: {' '.join(read_command_line(each))[:100]}" for each in found]
     check_context = CheckContext(run_dir=run.path)
-    shared_memory = sorted(
-        set(find_abandoned_shm(check_context, list_processes(check_context))) - baseline.shared_memory
-    )
+    shared_memory = sorted(set(find_abandoned_shm(check_context)) - shared_memory_before)
     leftovers += [f"shared memory: /dev/shm/{name}" for name in shared_memory]
     leftovers += [f"temporary file: {path}" for path in find_temporary_files(run)]
     leftovers += [f"temporary file: {path}" for path in sorted((scratch / "tmp").iterdir()) if not _is_probe(path)]
@@ -166,8 +138,9 @@ def verify_run(
     num_injected: int,
     leftovers: Sequence[str],
     digest_of: Callable[[Run], str],
-) -> ChaosVerdict:
-    """Return the verdict. `digest_of` computes the digest of a run's newest checkpoint on disk."""
+) -> tuple[str, ...]:
+    """Return a sentence for each problem; none for a run that passed. `digest_of` computes the digest of a run's newest
+    checkpoint on disk."""
     reasons = []
     result = run.read_json(run.result) or {}
     if outcome.hang is not None:
@@ -185,7 +158,7 @@ def verify_run(
                 f"only {num_injected} of {num_planned} faults struck before the run was over: give it more steps, or "
                 f"fewer faults"
             )
-    return ChaosVerdict((*reasons, *(f"left behind: {each}" for each in leftovers)))
+    return (*reasons, *(f"left behind: {each}" for each in leftovers))
 
 
 @contextlib.contextmanager

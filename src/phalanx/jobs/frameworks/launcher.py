@@ -25,21 +25,19 @@ from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.frameworks.node_joining import check_stop, join_nodes
 from phalanx.jobs.frameworks.process_env import (
     ProcessTopology,
-    make_helper_variables,
     make_mpirun_command,
     make_process_variables,
     render_hostfile,
     select_visible_devices,
 )
-from phalanx.jobs.process_tree import kill_descendants
-from phalanx.jobs.signal_queue import SignalQueue
+from phalanx.jobs.signal_queue import SignalQueue, kill_descendants
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.run.control_channel import AuthConnection
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.node_messages import NodeFailed, NodeFinished
+from phalanx.run.process_messages import NodeFailed, NodeFinished
 
 logger = logging.getLogger("phalanx.jobs.frameworks.launcher")  # its __name__ is __main__ under `python -m`
 
@@ -92,11 +90,8 @@ class NodeLauncher:
         self.framework, self.topology, self.node_rank, self.command = framework, topology, node_rank, list(command)
         self.connections = list(connections)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.workers: set[str] = set()
         self.exit_code: int | None = None
         """Of the whole job, when it is known."""
-        self.is_finished = False
-        """Whether all workers have ended as they should: what helpers end with has no say any more."""
         self.loop = EventLoop()
         self._outputs: list[ProcessOutput] = []
         self._is_killing = False
@@ -138,8 +133,6 @@ class NodeLauncher:
             return [
                 ("mpirun", make_mpirun_command(topology, str(folder / "hostfile"), self.command, os.geteuid() == 0), {})
             ]
-        for index, process_env in enumerate(make_helper_variables(self.framework, topology, self.node_rank)):
-            found.append((f"{process_env['DMLC_ROLE']}{index}", self.command, process_env))
         for local in range(topology.nproc_per_node):
             rank = self.node_rank * topology.nproc_per_node + local
             process_env = make_process_variables(self.framework, topology, rank)
@@ -164,8 +157,6 @@ class NodeLauncher:
         except OSError as error:
             raise UsageError(f"{error.filename or command[0]}: {error.strerror}") from None
         self.processes[name] = process
-        if process_env.get("DMLC_ROLE", "worker") == "worker":
-            self.workers.add(name)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         output = ProcessOutput(name, process.stdout)
@@ -202,26 +193,18 @@ class NodeLauncher:
             if status is None:
                 continue
             del self.processes[name]
-            self.workers.discard(name)
             code = 128 - status if status < 0 else status
-            if code and self.exit_code is None and not self.is_finished:
+            if code and self.exit_code is None:
                 self.fail_job(code)
         self.check_finished()
 
     def check_finished(self) -> None:
-        """End helper processes after the workers of all nodes have ended, which the first node announces: a server on
-        this node still serves workers on other nodes."""
-        if self.workers or self.is_finished or self.exit_code is not None:
+        """Report to the first node that the processes of this one have ended, and from it that those of all have."""
+        if self.processes or self._is_finish_sent or self.exit_code is not None:
             return
-        if self.node_rank != 0 and not self._is_finish_sent:
+        if self.node_rank != 0 or not self._unfinished_nodes:
             self._is_finish_sent = True
             self.broadcast(NodeFinished())
-        if not self._unfinished_nodes:
-            self.is_finished = True
-            if self.node_rank == 0:
-                self.broadcast(NodeFinished())
-            if self.processes:
-                self.signal_processes(signal.SIGTERM)
 
     def fail_job(self, code: int) -> None:
         """End the job on all nodes with this exit code."""

@@ -14,7 +14,7 @@ from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.listener import open_listener
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.node_messages import LauncherHello, Leave, Rejected, Topology
+from phalanx.run.process_messages import LauncherHello, Leave, Topology
 
 JOIN_TIMEOUT_S = 600.0
 """Seconds for all nodes to join."""
@@ -69,7 +69,7 @@ def join_nodes(
         if deadline.check_expired():
             raise RendezvousError(f"not all nodes came within {JOIN_TIMEOUT_S:.0f} s")
     first = messages[0]
-    if isinstance(first, Rejected | Leave):
+    if isinstance(first, Leave):
         raise UsageError(first.message or "node 0 rejects this node")
     if not isinstance(first, Topology):
         raise UsageError("node 0 runs something else than this node")
@@ -107,7 +107,7 @@ def _accept_nodes(
         if mismatch is not None:
             print_status(f"node {node} ({hello.host}) was sent away: {mismatch}")
             with contextlib.suppress(ConnectionError):  # it is gone already
-                connection.send(Rejected(message=mismatch))
+                connection.send(Leave(exit_code=int(ExitCode.USAGE), message=mismatch))
         elif isinstance(hello, LauncherHello) and 0 < node < node_env.num_nodes:
             joined[node] = connection, hello
     others = [joined[node][1] for node in sorted(joined)]

@@ -1,7 +1,7 @@
 """Environment variables by which each framework configures its processes. `launcher.py` starts the processes.
 
 Sources: PyTorch's torchrun page; jax.distributed.initialize; TensorFlow's TF_CONFIG guide for
-MultiWorkerMirroredStrategy; ps-lite's environment variables for MXNet; Open MPI's mpirun(1).
+MultiWorkerMirroredStrategy; Open MPI's mpirun(1).
 """
 
 import json
@@ -68,14 +68,6 @@ def _tensorflow_variables(topology: ProcessTopology, rank: int) -> dict[str, str
     return {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})}
 
 
-def _mxnet_variables(topology: ProcessTopology, rank: int) -> dict[str, str]:
-    host, port = topology.rendezvous_address
-    shared = {"DMLC_NUM_WORKER": str(topology.world_size), "DMLC_NUM_SERVER": str(len(topology.hosts))}
-    shared |= {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
-    shared |= {"DMLC_TRACKER_URI": host, "DMLC_TRACKER_PORT": str(port)}
-    return {**shared, "DMLC_ROLE": "worker", "DMLC_TASK_ID": str(rank), "DMLC_WORKER_ID": str(rank)}
-
-
 def _no_variables(topology: ProcessTopology, rank: int) -> dict[str, str]:
     return {}
 
@@ -85,7 +77,6 @@ VARIABLES_BY_FRAMEWORK: Mapping[str, Callable[[ProcessTopology, int], dict[str, 
     "jax": _jax_variables,
     "tensorflow": _tensorflow_variables,
     "mpi": _no_variables,
-    "mxnet": _mxnet_variables,
     "plain": _no_variables,
 }
 """Environment variables of each framework's processes. mpirun starts MPI processes and sets their environment."""
@@ -96,19 +87,6 @@ def make_process_variables(framework: str, topology: ProcessTopology, rank: int)
     check_framework(framework)
     phalanx_variables = {"PHALANX_RANK": str(rank), "PHALANX_WORLD_SIZE": str(topology.world_size)}
     return {**phalanx_variables, **VARIABLES_BY_FRAMEWORK[framework](topology, rank)}
-
-
-def make_helper_variables(framework: str, topology: ProcessTopology, node_rank: int) -> list[dict[str, str]]:
-    """Return the variables of each process that a framework needs on a node in addition to the workers: for MXNet a
-    server on each node, and the scheduler on the first."""
-    if framework != "mxnet":
-        return []
-    server = {**_mxnet_variables(topology, node_rank), "DMLC_ROLE": "server", "DMLC_SERVER_ID": str(node_rank)}
-    found = [{key: value for key, value in server.items() if key != "DMLC_WORKER_ID"}]
-    if node_rank == 0:
-        found.append({**found[0], "DMLC_ROLE": "scheduler", "DMLC_TASK_ID": "0"})
-        del found[-1]["DMLC_SERVER_ID"]
-    return found
 
 
 def make_mpirun_command(topology: ProcessTopology, hostfile: str, command: list[str], as_root: bool) -> list[str]:

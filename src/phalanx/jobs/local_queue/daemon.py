@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,10 @@ import psutil
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_signal
 from phalanx.jobs.local_queue.database import JobDatabase
-from phalanx.jobs.local_queue.drain import is_drained
-from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord
+from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord, Resources
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
-from phalanx.jobs.local_queue.policy import PendingJob, Resources, RunningJob, select_gpus, select_jobs_to_start
-from phalanx.jobs.pause_file import is_paused
-from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MAX_TIME_LIMIT_S, MIN_PROGRESS_S, JobState, state_from_exit_code
+from phalanx.jobs.pause_file import DRAIN_FILE, is_paused
+from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, JobState, state_from_exit_code
 from phalanx.logging_config import configure_logging
 from phalanx.run import Run
 from phalanx.run.boot_clock import BootClock, process_identity
@@ -53,8 +51,6 @@ MAX_RETRY_DELAY_S = 60.0
 """Maximum of this delay."""
 JOB_TAG_VARIABLE = "PHALANX_JOB_TAG"
 """Environment variable that tags every process of a job."""
-GPU_SELECTION_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Variables that choose GPUs: NVIDIA's and AMD's, and Intel's."""
 
 
 class QueueDaemon:
@@ -82,7 +78,7 @@ class QueueDaemon:
             self._running = self.database.list_jobs(JobState.RUNNING)
         for row in self._running:
             self.collect_attempt(row)
-        was_drained, self._is_drained = self._is_drained, is_drained(self.database.folder)
+        was_drained, self._is_drained = self._is_drained, (self.database.folder / DRAIN_FILE).exists()
         is_due = self._next_due is not None and self.database.boot_clock.now() >= self._next_due
         if self.database.change_counter != self._last_change or is_due or was_drained != self._is_drained:
             self._start_ready_jobs()
@@ -95,19 +91,7 @@ class QueueDaemon:
         wait_seconds = {row.id: -(self.database.boot_clock.seconds_since(row.due) or 0.0) for row in queued}
         due = [] if self._is_drained else [row for row in queued if wait_seconds[row.id] <= 0]
         due = [row for row in due if not is_paused(self.database.job_dir(row.id))]
-        ready = apply_array_limits(due, running)
-        chosen = select_jobs_to_start(
-            [
-                PendingJob(
-                    row.id, row.resources, row.priority, -self.database.waited_seconds(row), row.job.time_limit_s
-                )
-                for row in ready
-            ],
-            [RunningJob(row.id, row.resources, self.database.remaining_seconds(row)) for row in running],
-            self.capacity,
-            0.0,
-        )
-        for row in sorted((row for row in ready if row.id in chosen), key=lambda row: chosen.index(row.id)):
+        for row in select_jobs_to_start(apply_array_limits(due, running), running, self.capacity):
             self.start_attempt(row)
         self._running, self._has_queued, self._last_change = running, bool(queued), change_counter
         next_wait = min((wait for wait in wait_seconds.values() if wait > 0), default=None)
@@ -116,7 +100,7 @@ class QueueDaemon:
     def start_attempt(self, row: JobRecord) -> None:
         """Start an attempt of a job, unless it was cancelled meanwhile."""
         used_gpus = [index for other in self.database.list_jobs(JobState.RUNNING) for index in other.given]
-        gpu_ids = select_gpus(row.resources.gpus, self.capacity.gpus, used_gpus)
+        gpu_ids = [index for index in range(self.capacity.gpus) if index not in used_gpus][: row.resources.gpus]
         attempt, now = row.attempts + 1, self.clock()
         values: dict[str, Any] = {"attempts": attempt, "given": json.dumps(gpu_ids), "started": now, "ended": None}
         values |= {"began": self.database.boot_clock.make_timestamp(), "runner": None, "runner_born": None}
@@ -127,13 +111,13 @@ class QueueDaemon:
         job_dir = self.database.job_dir(row.id)
         environment = {**row.job.environment, JOB_TAG_VARIABLE: make_process_tag(job_dir), "PHALANX_NUM_NODES": "1"}
         if row.resources.gpus:
-            environment |= dict.fromkeys(GPU_SELECTION_VARIABLES, ",".join(map(str, gpu_ids)))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         spec = AttemptSpec(
             command=tuple(row.job.command),
             working_dir=str(row.job.working_dir),
             environment=environment,
             time_limit_s=row.job.time_limit_s,
-            warning_s=min(row.job.warning_s, MAX_TIME_LIMIT_S),  # no time limit is longer
+            warning_s=row.job.warning_s,
         )
         spec.write(job_dir, attempt)
         runner = self.spawn_runner(job_dir, attempt)
@@ -144,7 +128,7 @@ class QueueDaemon:
 
     def collect_attempt(self, row: JobRecord) -> None:
         """Record the end of an attempt, also when its runner has died."""
-        runner = find_runner(row, make_process_tag(self.database.job_dir(row.id)))
+        runner = find_runner(row)
         found = read_ending(self.database.job_dir(row.id), row.attempts)
         if runner is not None and found is None:
             if row.cancelled == CANCEL_REQUESTED and self.database.update_if(
@@ -165,13 +149,28 @@ class QueueDaemon:
             ending.exit_code,
             state,
         )
-        if state.is_final:
-            values["over"] = self.database.boot_clock.make_timestamp()
         self.database.update_if(
             row.id, JobState.RUNNING, state=state, given="[]", runner=None, runner_born=None, **values
         )
         if state.is_final:
             (self.database.job_dir(row.id) / "secrets.json").unlink(missing_ok=True)
+
+
+def select_jobs_to_start(
+    ready: Sequence[JobRecord], running: Sequence[JobRecord], capacity: Resources
+) -> list[JobRecord]:
+    """Return the jobs that start now: by priority, then in the order of submission. A job gets all its resources or
+    waits, and those after it wait, too: small jobs would otherwise delay a large one without end."""
+    free = capacity
+    for row in running:
+        free -= row.resources
+    chosen = []
+    for row in sorted(ready, key=lambda row: (-row.priority, row.id)):
+        if not free.fits(row.resources):
+            break
+        free -= row.resources
+        chosen.append(row)
+    return chosen
 
 
 def apply_array_limits(ready: list[JobRecord], running: list[JobRecord]) -> list[JobRecord]:
@@ -244,20 +243,14 @@ def normalize_exit_code(code: int) -> int:
     return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
 
 
-def find_runner(row: JobRecord, tag: str) -> psutil.Process | None:
-    """Return the runner process of a job; None when it has ended.
-
-    A reused pid is detected by the start time of the process, or by the job's tag if the row has no start time (older
-    format).
-    """
+def find_runner(row: JobRecord) -> psutil.Process | None:
+    """Return the runner process of a job; None when it has ended. A reused pid is detected by the start time of the
+    process."""
     if row.runner is None:
         return None
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process = psutil.Process(row.runner)
-        if row.runner_born is None:
-            is_ours = process.environ().get(JOB_TAG_VARIABLE) == tag
-        else:
-            is_ours = process_identity(row.runner) == row.runner_born
+        is_ours = process_identity(row.runner) == row.runner_born
         return process if is_ours and process.status() != psutil.STATUS_ZOMBIE else None
     return None
 

@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.local_queue.job_record import COLUMN_NAMES, JobRecord, read_record, read_status, serialize_job
-from phalanx.jobs.local_queue.policy import Resources
+from phalanx.jobs.local_queue.job_record import (
+    COLUMN_NAMES,
+    JobRecord,
+    Resources,
+    read_record,
+    read_status,
+    serialize_job,
+)
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members, with_unpacked_snapshot
 from phalanx.run.boot_clock import BootClock
@@ -28,60 +34,14 @@ _SCHEMA_SQL = """
 CREATE TABLE jobs (
   id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, spec TEXT NOT NULL, state TEXT NOT NULL,
   devices INTEGER NOT NULL, cores INTEGER NOT NULL, priority INTEGER NOT NULL, submitted REAL NOT NULL,
-  came TEXT, due TEXT, began TEXT, over TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
+  due TEXT, began TEXT, attempts INTEGER NOT NULL DEFAULT 0, deaths INTEGER NOT NULL DEFAULT 0,
   given TEXT NOT NULL DEFAULT '[]', runner INTEGER, runner_born TEXT, started REAL, ended REAL, code INTEGER,
   reason TEXT, cancelled INTEGER NOT NULL DEFAULT 0, early INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX one_name ON jobs (name) WHERE state IN ('queued', 'running');
-CREATE INDEX by_state ON jobs (state, over, ended);
+CREATE INDEX by_state ON jobs (state, ended);
 CREATE INDEX by_name ON jobs (name);
 """
-
-
-class _DatabaseDamagedError(UsageError):
-    """The database file is damaged; any read may find that."""
-
-
-@contextlib.contextmanager
-def _translate_errors() -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError:  # SQLite quotes the damaged name, which is not valid UTF-8
-        raise _DatabaseDamagedError(
-            "queue.db is damaged; move its directory away to start with an empty queue"
-        ) from None
-    except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorcode", None)  # none: a text that is none
-        damaged = (None, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-        if isinstance(error, sqlite3.IntegrityError) or code not in damaged:  # locked, or the disk is full
-            raise
-        raise _DatabaseDamagedError(
-            f"queue.db is damaged ({error}); move its directory away to start with an empty queue"
-        ) from None
-
-
-class _Cursor(sqlite3.Cursor):
-    def execute(self, *what: Any) -> "_Cursor":
-        with _translate_errors():
-            super().execute(*what)
-            return self
-
-    def fetchone(self) -> Any:
-        with _translate_errors():
-            return super().fetchone()
-
-    def fetchall(self) -> list[Any]:
-        with _translate_errors():
-            return super().fetchall()
-
-    def __next__(self) -> Any:
-        with _translate_errors():
-            return super().__next__()
-
-
-class _Connection(sqlite3.Connection):
-    def execute(self, *what: Any) -> _Cursor:
-        return self.cursor(_Cursor).execute(*what)
 
 
 def queue_exists(folder: Path) -> bool:
@@ -99,15 +59,15 @@ class JobDatabase:
             check_owner(path, "the queue")
         make_state_dir(folder, mode=0o700)
         try:
-            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, factory=_Connection)
+            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             version = self._read_version()
             if version == 0:  # a queue that is there is opened without its lock for writers
                 self._create()
             columns = {row["name"] for row in self._db.execute("PRAGMA table_info(jobs)")}
             if version <= FORMAT_VERSION and (missing := COLUMN_NAMES - columns):
-                raise _DatabaseDamagedError(f"its table has no {', '.join(sorted(missing))}")
-        except (sqlite3.Error, _DatabaseDamagedError) as error:
+                raise sqlite3.DatabaseError(f"its table has no {', '.join(sorted(missing))}")
+        except sqlite3.Error as error:
             if is_storage_failure(error):
                 raise UsageError(f"{self.path}: the queue cannot be opened ({error})") from None
             raise UsageError(
@@ -138,59 +98,34 @@ class JobDatabase:
         """Let go of the file."""
         self._db.close()
 
-    def waited_seconds(self, row: JobRecord) -> float:
-        """Return the seconds that a job has waited; for a job from before this boot, at least the time since the
-        boot."""
-        waited_s = self.boot_clock.seconds_since(row.came)
-        return waited_s if waited_s is not None else max(self.boot_clock.now(), self.clock() - row.submitted)
-
-    def remaining_seconds(self, row: JobRecord) -> float | None:
-        """Return the seconds until a running job's time limit; None without a limit."""
-        ran = self.boot_clock.seconds_since(row.began)
-        return None if row.job.time_limit_s is None else row.job.time_limit_s - (ran or 0.0)
-
     def job_dir(self, job: int) -> Path:
         """The folder of a job."""
         return self.folder / "jobs" / str(job)
 
-    def add(
-        self, job: Job, resources: Resources, max_queued: int, fill_dir: Callable[[Path], None] = lambda home: None
-    ) -> int:
+    def add(self, job: Job, resources: Resources, fill_dir: Callable[[Path], None] = lambda home: None) -> int:
         """Add a job to the queue. Returns its id.
 
-        `fill_dir` gets the job's directory and fills it before the job becomes visible. Raises UsageError when
-        `max_queued` jobs wait already, or when a job of this name waits or runs.
+        `fill_dir` gets the job's directory and fills it before the job becomes visible. Raises UsageError when a job of
+        this name waits or runs.
         """
         with self._transaction():
-            count = self._db.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
-            if count >= max_queued:
-                raise UsageError(f"the queue is full: {count} jobs wait; cancel some, or submit this one later")
             same_name = self._db.execute(
                 "SELECT id, state FROM jobs WHERE name = ? AND state IN ('queued', 'running')", (job.name,)
             ).fetchone()
             if same_name is not None:
                 raise UsageError(
                     f"job {same_name['id']} is called {job.name} and {same_name['state']}: give this one another "
-                    f"--name, or "
-                    f"end that one (`phalanx jobs cancel {same_name['id']}`)"
+                    f"--name, or end that one (`phalanx jobs cancel {same_name['id']}`)"
                 )
             cursor = self._db.execute(
-                "INSERT INTO jobs (name, spec, state, devices, cores, priority, submitted, came) "
-                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?)",
-                (
-                    job.name,
-                    "",
-                    resources.gpus,
-                    resources.cpus,
-                    job.priority,
-                    self.clock(),
-                    self.boot_clock.make_timestamp(),
-                ),
+                "INSERT INTO jobs (name, spec, state, devices, cores, priority, submitted) "
+                "VALUES (?, '', 'queued', ?, ?, ?, ?)",
+                (job.name, resources.gpus, resources.cpus, job.priority, self.clock()),
             )
             job_id = cursor.lastrowid
             assert job_id is not None
             job_dir = self.job_dir(job_id)
-            spec = serialize_job(with_unpacked_snapshot(job, job_dir / SNAPSHOT_DIR), resources)
+            spec = serialize_job(with_unpacked_snapshot(job, job_dir / SNAPSHOT_DIR))
             self._db.execute("UPDATE jobs SET spec = ? WHERE id = ?", (spec, job_id))
             shutil.rmtree(job_dir, ignore_errors=True)  # of one that was killed while it submitted
             job_dir.mkdir(parents=True, mode=0o700)
@@ -206,36 +141,30 @@ class JobDatabase:
     def get_job(self, job_id: int) -> JobRecord | None:
         """A job by its id."""
         row = self._db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
-        return None if row is None else self._to_record(row)
+        return None if row is None else read_record(row)
 
     def list_jobs(self, *states: JobState) -> list[JobRecord]:
         """Jobs in these states (all without any), in the order in which they came."""
         where = f"WHERE state IN ({', '.join('?' * len(states))})" if states else ""
-        return [self._to_record(row) for row in self._db.execute(f"SELECT * FROM jobs {where} ORDER BY id", states)]
+        return [read_record(row) for row in self._db.execute(f"SELECT * FROM jobs {where} ORDER BY id", states)]
 
     def list_statuses(self, array: str | None = None) -> list[JobStatus]:
         """Statuses of all jobs, or of the members of an array, in the order in which they came. Of what a job runs only
-        the run directory is read: to decode and verify 5,000 commands takes longer than all else."""
-        columns = "id, name, state, code, attempts, reason, submitted, started, ended, json_valid(spec) AS is_json, "
-        columns += "CASE WHEN json_valid(spec) THEN json_extract(spec, '$.run_dir') END AS run_dir"
+        the run directory is read: to decode 5,000 commands takes longer than all else."""
+        columns = "id, name, state, code, attempts, reason, submitted, started, ended"
+        columns += ", json_extract(spec, '$.run_dir') AS run_dir"
         if array is None:
-            return list(map(self._to_status, self._db.execute(f"SELECT {columns} FROM jobs ORDER BY id").fetchall()))
+            return list(map(read_status, self._db.execute(f"SELECT {columns} FROM jobs ORDER BY id").fetchall()))
         # names from `array.` on, and before the next one after all that begin with it
         query = f"SELECT {columns} FROM jobs WHERE name >= ? AND name < ? ORDER BY id"
         rows = self._db.execute(query, (f"{array}.", f"{array}/"))
-        return select_array_members(map(self._to_status, rows), array)
+        return select_array_members(map(read_status, rows), array)
 
     def list_ended_before(self, seconds: float) -> list[int]:
-        """Ids of the jobs that have been over for longer than this: by the clock of this boot or, where they ended
-        before it, by the wall clock."""
-        boot, final = f"{self.boot_clock.boot_id} ", [state for state in JobState if state.is_final]
-        rows = self._db.execute(
-            f"SELECT id FROM jobs WHERE state IN ({', '.join('?' * len(final))}) AND "
-            "CASE WHEN substr(over, 1, ?) = ? THEN ? - CAST(substr(over, ?) AS REAL) ELSE ? - ifnull(ended, 0) END > ? "
-            "ORDER BY id",
-            (*final, len(boot), boot, self.boot_clock.now(), len(boot) + 1, self.clock(), seconds),
-        )
-        return [row["id"] for row in rows]
+        """Ids of the jobs that ended more than `seconds` ago."""
+        final = [state for state in JobState if state.is_final]
+        query = f"SELECT id FROM jobs WHERE state IN ({', '.join('?' * len(final))}) AND ended < ? ORDER BY id"
+        return [row["id"] for row in self._db.execute(query, (*final, self.clock() - seconds))]
 
     @property
     def change_counter(self) -> tuple[int, int]:
@@ -279,20 +208,3 @@ class JobDatabase:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
-
-    def _to_record(self, row: sqlite3.Row) -> JobRecord:
-        with self._naming_damaged_row(row):
-            return read_record(dict(row))
-
-    def _to_status(self, row: sqlite3.Row) -> JobStatus:
-        with self._naming_damaged_row(row):
-            return read_status(dict(row))
-
-    @contextlib.contextmanager
-    def _naming_damaged_row(self, row: sqlite3.Row) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UsageError(
-                f"{self.path}: job {row['id']} is not as Phalanx wrote it ({error}); repair or delete its row"
-            ) from None

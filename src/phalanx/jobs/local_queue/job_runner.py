@@ -14,12 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from phalanx.jobs.process_tree import kill_descendants
-from phalanx.jobs.signal_queue import SignalQueue
+from phalanx.jobs.signal_queue import SignalQueue, kill_descendants
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.run.boot_clock import seconds_since_boot
@@ -68,7 +67,7 @@ def main() -> None:
     job_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
     spec: AttemptSpec = read_as(AttemptSpec, json.loads((job_dir / f"attempt-{attempt}.json").read_text()))
     become_subreaper()
-    started = AttemptStart()
+    started_at, boot_time = time.time(), seconds_since_boot()
     with SignalQueue(FORWARDED_SIGNALS, wake_on_child_exit=True) as signals:
         try:
             process = subprocess.Popen(
@@ -81,12 +80,14 @@ def main() -> None:
             )
         except OSError as error:
             print(f"error: {error.filename or spec.command[0]}: {error.strerror}", flush=True)
-            write_ending(job_dir, attempt, started, 127, f"could not be started: {error.strerror}")
+            write_ending(job_dir, attempt, started_at, boot_time, 127, f"could not be started: {error.strerror}")
             return
         job = JobProcess(process, spec, signals)
         job.wait()
         kill_descendants()
-        write_ending(job_dir, attempt, started, process.returncode, job.reason if process.returncode else None)
+        write_ending(
+            job_dir, attempt, started_at, boot_time, process.returncode, job.reason if process.returncode else None
+        )
 
 
 class JobProcess:
@@ -145,22 +146,16 @@ def read_secrets(job_dir: Path) -> dict[str, str]:
     return {}
 
 
-@dataclass(frozen=True)
-class AttemptStart:
-    """Start of an attempt: by the wall clock for users, and by the boot clock."""
-
-    wall_time: float = field(default_factory=time.time)
-    boot_time: float = field(default_factory=seconds_since_boot)
-
-
-def write_ending(job_dir: Path, attempt: int, started: AttemptStart, exit_code: int, reason: str | None) -> None:
-    """Write how the attempt ended, whole."""
+def write_ending(
+    job_dir: Path, attempt: int, started_at: float, boot_time: float, exit_code: int, reason: str | None
+) -> None:
+    """Write how the attempt ended. `boot_time`: its start by the boot clock."""
     end = AttemptEnd(
         exit_code=exit_code,
         reason=reason,
-        started_at=started.wall_time,
+        started_at=started_at,
         ended_at=time.time(),
-        duration_s=seconds_since_boot() - started.boot_time,
+        duration_s=seconds_since_boot() - boot_time,
     )
     write_json(ending_path(job_dir, attempt), asdict(end))
 

@@ -147,12 +147,12 @@ const phalanxCharts = (() => {
           // the whole axis unless a part of it was chosen with the pointer; a double click shows all again
           x: { time: false, range: (u, low, high) => {
             const [start, end] = ends(u.data);
-            return low === start && high === end ? chart.xRange : [low, high];
+            return start === end || (low === start && high === end) ? chart.xRange : [low, high];
           } },
           y: { distr: chart.log ? 3 : 1, range: () => chart.yRange },
         },
         axes: [
-          { ...AXIS, grid: { show: false }, incrs: [1, 2, 5].flatMap((n) => [...Array(10).keys()].map((e) => n * 10 ** e))
+          { ...AXIS, grid: { show: false }, incrs: [1, 2, 5].flatMap((n) => [...Array(15).keys()].map((e) => n * 10 ** e))
               .sort((a, b) => a - b), size: 28, space: 70, values: (u, ticks) => ticks.map((tick) => tick == null ? "" : format(tick)) },
           { ...AXIS, size: 54, values: (u, ticks) => ticks.map((tick) => tick == null ? "" : format(tick)) },
         ],

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from phalanx import formatting
+from phalanx.observe.event_messages import ALERT_EVENTS, describe_event
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory
 from phalanx.observe.html_report.chart import Chart, render_chart
 from phalanx.observe.html_report.document import render_document
@@ -21,15 +22,6 @@ from phalanx.observe.text_report import (
     run_info_rows,
     safety_rows,
     speed_rows,
-)
-from phalanx.run import Event
-from phalanx.run.event_types import (
-    CheckpointFailed,
-    CheckpointRejected,
-    GradSyncSelected,
-    NonFiniteStep,
-    RunWarning,
-    WorkerFailure,
 )
 
 _MAX_SHOWN_EVENTS = 200
@@ -60,10 +52,10 @@ def render_sections(
     }
 
 
-def render_report_body(sections: Mapping[str, str], charts: Sequence[Chart]) -> str:
-    """The page without its frame. The charts stand behind the first section."""
+def render_report_body(sections: Mapping[str, str], charts: Sequence[Chart], above_charts: str = "") -> str:
+    """The page without its frame. The charts stand behind the first section, below the HTML `above_charts`."""
     elements = [f'<div id="{id}">{html}</div>' for id, html in sections.items()]
-    elements.insert(1, f'<h2>Course of the run</h2>\n<div id="charts">{render_charts(charts)}</div>')
+    elements.insert(1, f'<h2>Course of the run</h2>\n{above_charts}<div id="charts">{render_charts(charts)}</div>')
     return "\n".join(elements)
 
 
@@ -85,30 +77,25 @@ def _render_outcome(summary: RunSummary) -> str:
 
 def _render_tiles(summary: RunSummary) -> str:
     loss, speed, durations = summary.loss, summary.speed, summary.durations
-    tiles: list[tuple[str | None, str]] = []
     end = loss.final_mean if loss.final_mean is not None else loss.last
-    first = f"training loss, from {formatting.format_loss(loss.first)}" if loss.first is not None else "training loss"
-    tiles.append((formatting.format_loss(end) if end is not None else None, first))
-    best = f"best validation loss, at step {loss.validation_best_step}" if loss.validation_best else "validation loss"
-    tiles.append((formatting.format_loss(loss.validation_best) if loss.validation_best is not None else None, best))
-    step = f"a step takes {formatting.format_duration(speed.step_median_s)}" if speed.step_median_s else "speed"
-    tiles.append((formatting.format_rate(speed.median_per_s, speed.unit) if speed.median_per_s else None, step))
     mfu = speed.mfu_measured if speed.mfu_measured is not None else speed.mfu_data_sheet
-    base = "measured peak" if speed.mfu_measured is not None or mfu is None else "data-sheet peak"
-    tiles.append((formatting.format_percent(mfu) if mfu is not None else None, f"MFU ({base})"))
-    productive_text = (
-        f"wall time, {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
-        if durations.wall_s
-        else ""
-    )
-    tiles.append(
-        (formatting.format_duration(durations.wall_s) if durations.wall_s else None, productive_text or "wall time")
+    peak = "measured peak" if speed.mfu_measured is not None or mfu is None else "data-sheet peak"
+    best_at = "" if loss.validation_best_step is None else f", at step {loss.validation_best_step}"
+    wall_s = durations.wall_s or None
+    productive = f", {formatting.format_percent(durations.productive_s / wall_s)} productive" if wall_s else ""
+    tiles = (
+        (formatting.format_loss(end), f"training loss, from {formatting.format_loss(loss.first)}"),
+        (formatting.format_loss(loss.validation_best), f"best validation loss{best_at}"),
+        (
+            formatting.format_rate(speed.median_per_s, speed.unit),
+            f"a step takes {formatting.format_duration(speed.step_median_s)}",
+        ),
+        (formatting.format_percent(mfu), f"MFU ({peak})"),
+        (formatting.format_duration(wall_s), f"wall time{productive}"),
     )
     tile_html = (
-        f'<div class="tile"><b>{_split_unit(value)}</b><span>{escape(label)}</span></div>'
-        if value is not None
-        else f'<div class="tile"><b class="unknown">{formatting.NOT_MEASURED_TEXT}</b>'
-        f"<span>{escape(label)}</span></div>"
+        f'<div class="tile"><b{" class=unknown" if value == formatting.NOT_MEASURED_TEXT else ""}>{_split_unit(value)}'
+        f"</b><span>{escape(label)}</span></div>"
         for value, label in tiles
     )
     return f'<div class="tiles">{"".join(tile_html)}</div>'
@@ -156,7 +143,7 @@ def _render_prose(text: str) -> str:
 def _split_unit(value: str) -> str:
     """A tile's number in large letters, what it counts in small ones."""
     number, space, unit = value.rpartition(" ")
-    if not space or len(unit) < 5:
+    if not space or len(unit) < 5 or value == formatting.NOT_MEASURED_TEXT:
         return escape(value)
     return f"{escape(number)} <small>{escape(unit)}</small>"
 
@@ -172,58 +159,29 @@ def render_table(rows_: Iterable[tuple[str, str]]) -> str:
 
 
 def _render_events(history: RunHistory) -> str:
-    event_rows = sorted(
-        [
-            *(
-                (attempt.started_at, attempt.start_step, "start", _describe_start(attempt.number, attempt.world_size))
-                for attempt in history.attempts
-            ),
-            *(
-                (event.time, getattr(event, "step", after), *row)
-                for after, event in history.others
-                if (row := _row(event)) is not None
-            ),
-            *(
-                (attempt.last_event_at, history.last_step, "end", attempt.end_status)
-                for attempt in history.attempts[-1:]
-                if attempt.end_status
-            ),
-        ],
-        key=lambda row: row[0],
-    )
-    if not event_rows:
+    rows = [
+        (attempt.started_at, attempt.start_step, f"attempt {attempt.number} with {workers}")
+        for attempt in history.attempts
+        for workers in [formatting.format_plural(attempt.world_size, "worker")]
+    ]
+    rows += [
+        (event.time, int(getattr(event, "step", after)), describe_event(event, 0, after, 0))
+        for after, event in history.others
+        if isinstance(event, ALERT_EVENTS)
+    ]
+    rows += [
+        (last.last_event_at, history.last_step, last.end_status) for last in history.attempts[-1:] if last.end_status
+    ]
+    if not rows:
         return ""
     zero = history.first_event_at or 0.0
-    rows = [
-        f'<tr><td class="when">{formatting.format_duration(max(0.0, t - zero))}</td><td class="when">step {step}</td>'
-        f'<td class="kind">{kind}</td><td>{escape(text)}</td></tr>'
-        for t, step, kind, text in event_rows[:_MAX_SHOWN_EVENTS]
+    cells = [
+        f'<tr><td class="when">{formatting.format_duration(max(0.0, time - zero))}</td>'
+        f'<td class="when">step {step}</td><td>{escape(text)}</td></tr>'
+        for time, step, text in sorted(rows)[:_MAX_SHOWN_EVENTS]
     ]
-    more = len(event_rows) - _MAX_SHOWN_EVENTS
+    more = len(rows) - _MAX_SHOWN_EVENTS
     rest = (
         f'<p class="note">and {formatting.format_plural(more, "event")} more, see events.jsonl</p>' if more > 0 else ""
     )
-    return f"<h2>Events</h2><table>{''.join(rows)}</table>{rest}"
-
-
-def _describe_start(attempt: int, world: int) -> str:
-    return f"attempt {attempt} with {formatting.format_plural(world, 'worker')}"
-
-
-def _row(event: Event) -> tuple[str, str] | None:
-    """An event's kind and text; None for one that has no row."""
-    match event:
-        case NonFiniteStep():
-            return "non-finite", f"{event.reason}: {event.action}"
-        case WorkerFailure():
-            return "failure", f"rank {event.rank}: {event.what}"
-        case CheckpointRejected():
-            return "rejected", f"{event.path}/{event.file}: {event.reason}"
-        case CheckpointFailed():
-            return "save failed", event.reason
-        case GradSyncSelected():
-            return "gradient sync", f"{event.selected}: {event.reason}"
-        case RunWarning():
-            return "warning", event.text
-        case _:
-            return None
+    return f"<h2>Events</h2><table>{''.join(cells)}</table>{rest}"

@@ -69,7 +69,7 @@ class _RunCharts:
         series = self.with_mean("training", steps.loss)
         if self.history.evaluations:
             series.append(validation_series("validation", self.history, "validation"))
-        marks = [*marks, *_nonfinite_loss_marks(self.history), *_checkpoint_marks(self.history)]
+        marks = [*marks, *_checkpoint_marks(self.history)]
         best, step = loss.validation_best, loss.validation_best_step
         if best is not None and step is not None:
             label = f"best validation loss {formatting.format_loss(best)} at step {step}"
@@ -127,24 +127,6 @@ def _nonfinite_step_marks(history: RunHistory) -> list[ChartMark]:
         ChartMark("nonfinite", event.step, f"step {event.step}: {event.reason}, {event.action}")
         for event in history.of(NonFiniteStep)[:_MAX_MARKS]
     ]
-
-
-def _nonfinite_loss_marks(history: RunHistory) -> list[ChartMark]:
-    steps = history.steps
-    reported_steps = {event.step for event in history.of(NonFiniteStep)}
-    nonfinite_steps = np.array([step for step in steps.step[~np.isfinite(steps.loss)] if step not in reported_steps])
-    stretches = (
-        np.split(nonfinite_steps, np.flatnonzero(np.diff(nonfinite_steps) > 1) + 1) if len(nonfinite_steps) else []
-    )
-    return [
-        ChartMark("nonfinite", float(stretch.mean()), f"{_format_step_range(stretch)}: the loss is not finite")
-        for stretch in stretches[:_MAX_MARKS]
-    ]
-
-
-def _format_step_range(stretch: Floats) -> str:
-    first, last = int(stretch[0]), int(stretch[-1])
-    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _checkpoint_marks(history: RunHistory) -> list[ChartMark]:

@@ -14,8 +14,8 @@ from typing import TextIO
 
 from phalanx.formatting import format_plural
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
-from phalanx.observe.trackers.names import make_tracker, set_library_defaults
-from phalanx.observe.trackers.refusals import describe_refusal, first_line
+from phalanx.observe.trackers.libraries import make_tracker
+from phalanx.observe.trackers.tracker import describe_error, set_library_defaults
 from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
 from phalanx.run import Run
 from phalanx.std_streams import word_of
@@ -30,15 +30,14 @@ INCOMPLETE_EXIT_CODE = 3
 
 
 class FeedLoop:
-    """Sends what is new again and again, and reports what fails once until it works again. After a refusal it
-    tries once more, at the end."""
+    """Sends what is new again and again, and reports what fails once until it works again."""
 
     def __init__(self, run: Run, name: str, messages: TextIO):
         self._run, self._name, self._messages = run, name, messages
         self._feed = TrackerFeed(run, name, make_tracker(name))
         self._has_failed = False
-        self.interval_s: float | None = POLL_INTERVAL_S
-        """Seconds until the next try; None: at the end."""
+        self.interval_s = POLL_INTERVAL_S
+        """Seconds until the next try."""
 
     def send(self) -> bool:
         """Send what is new; return whether that worked."""
@@ -46,13 +45,9 @@ class FeedLoop:
             self._feed.send_new()
         except Exception as error:  # noqa: BLE001 - libraries of trackers raise anything; training continues without it
             traceback.print_exc()
-            refusal = describe_refusal(error)
-            if refusal is not None and self.interval_s is not None:
-                self._report(f"{refusal.removeprefix(f'{self._name}: ')}; training continues without it")
-            elif not self._has_failed:
-                self._report(f"cannot be reached, training continues without it: {first_line(error)}")
-            self._has_failed, waited_s = True, self.interval_s or MAX_RETRY_INTERVAL_S
-            self.interval_s = None if refusal is not None else min(2 * waited_s, MAX_RETRY_INTERVAL_S)
+            if not self._has_failed:
+                self._report(f"cannot send, training continues without it: {describe_error(error)}")
+            self._has_failed, self.interval_s = True, min(2 * self.interval_s, MAX_RETRY_INTERVAL_S)
             return False
         if self._has_failed:
             self._report("works again")
@@ -66,19 +61,15 @@ class FeedLoop:
             self._feed.close()
         except Exception as error:  # noqa: BLE001 - as above
             traceback.print_exc()
-            self._report(f"was not closed properly: {first_line(error)}")
+            self._report(f"was not closed properly: {describe_error(error)}")
             is_sent = False
         if not is_sent:
-            self._report(f"is not complete; send the rest with: {self.resend_command}")
+            resend = f"phalanx report --to {self._name} {word_of(self._run.path)}"
+            self._report(f"is not complete; send the rest with: {resend}")
         elif held := self._feed.rows.num_held:
             steps = format_plural(held, "step")
             self._report(f"{steps} after the last checkpoint held back: the run repeats them when it resumes")
         return is_sent
-
-    @property
-    def resend_command(self) -> str:
-        """What completes the tracker later."""
-        return f"phalanx report --to {self._name} {word_of(self._run.path)}"
 
     def _report(self, text: str) -> None:
         print(f"{self._name}: {text}", file=self._messages, flush=True)

@@ -1,12 +1,26 @@
 """The interface of a tracker, and what it gets."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, PhalanxError
+from phalanx.recipe.schema import TrackerName
+
+TRACKER_NAMES: tuple[str, ...] = get_args(TrackerName)
+"""Names as in the recipe. Each is also the name of its package and of the extra that installs it."""
+
+LIBRARY_DEFAULTS = {
+    # MLflow would otherwise try 7 times for 2 minutes each
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""Environment variables of the trackers' libraries, unless they are set."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +90,27 @@ def make_own_folder(path: Path) -> Path:
     return path
 
 
-def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping with keys such as `optimizer.lr`."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        flat |= flatten_config(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return flat
+def describe_problem(name: str) -> str | None:
+    """Say what a tracker lacks on this machine, such as its package; None if nothing."""
+    if find_spec(name) is None:
+        return f"{name} needs the `{name}` package: pip install 'phalanx[{name}]'"
+    if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and find_spec("sqlalchemy") is None:
+        return (
+            "mlflow: MLFLOW_TRACKING_URI is not set; set it to the URL of your server, such as http://localhost:5000, "
+            "or install `mlflow` for a local store"
+        )
+    return None
+
+
+def set_library_defaults() -> None:
+    """Set LIBRARY_DEFAULTS in this process."""
+    for variable, value in LIBRARY_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an error in one line: its kind, and the first line of its message. Our own errors are whole."""
+    if isinstance(error, PhalanxError):
+        return str(error)
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -23,8 +23,7 @@ from phalanx.planner.model_profile import (
     TensorAllReduce,
     TpSplitDim,
 )
-from phalanx.planner.trace.pytree import op_name, tensor_read_bytes
-from phalanx.pytree import iterate_tensors
+from phalanx.pytree import iterate_tensors, map_tensors
 
 NARROW_GEMM_RATIO = 16
 """A product that is narrower than its input by at least this factor (a router, a gate) is not worth dividing."""
@@ -32,6 +31,33 @@ FREE_OPS = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"}
 )
 """Operations that cost nothing. Views cost nothing either."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What stands for a tensor in an outline."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def to_specs(value: Any) -> Any:
+    return map_tensors(value, lambda each: TensorSpec(tuple(each.shape), each.dtype))
+
+
+def tensor_read_bytes(tensor: Tensor) -> float:
+    """What reading a tensor moves: of one that repeats itself, its storage."""
+    return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
+
+
+def op_name(operation: Any) -> str:
+    """`mm` of `aten.mm.default`."""
+    return str(operation).split(".")[1]
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """Where a module's weights are, or pretend to be."""
+    return next(module.parameters()).device
 
 
 @dataclass
@@ -331,7 +357,7 @@ class OpRecorder:
         largest = max([*inputs, *outputs], key=lambda each: each.numel())
         self.segment.memory_accesses.append((len(self.segment.ops), read, written))
         self._record_inputs(*inputs)
-        rest = {"phase": self.pass_direction, "name": name, "tp_sharded": divided, "shape": tuple(largest.shape)}
+        rest = {"phase": self.pass_direction, "name": name, "tp_sharded": divided}
         rest["element_bytes"] = largest.element_size()
         if name == "_to_copy" and (weight := self.weight_names.get(self.storage_key(inputs[0]))) is not None:
             self.weight_names[self.storage_key(outputs[0])] = weight  # a weight in another precision is that weight

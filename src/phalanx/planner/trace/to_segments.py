@@ -1,9 +1,12 @@
 """From what was followed for two micro-batches of different size to a profile's segments: what differs between them
-grows with the samples. Also which operations a compiler would fuse, and what backward then needs kept."""
+grows with the samples. Also which operations a compiler would fuse, what backward then needs kept, and how many bytes
+of activations and of their gradients are alive at a time, forward and backward.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.planner.model_profile import (
     Affine,
@@ -15,7 +18,6 @@ from phalanx.planner.model_profile import (
     TensorAllReduce,
 )
 from phalanx.planner.moe import merge_expert_ops
-from phalanx.planner.trace.liveness import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
 from phalanx.planner.trace.op_recorder import RecordedSegment
 
 TRACED_MICRO_SIZES = (2, 3)
@@ -32,7 +34,6 @@ def to_segment(small: RecordedSegment, large: RecordedSegment) -> ModelSegment:
         if a.op_type is MemoryOp:
             (first, leads), (second, _) = (each[index] for each in fused)
             sizes["fused_bytes"], rest["launches"] = _fit_affine(first, second), leads
-            rest["shape"] = _shape_of_one_sample(a.attributes["shape"], b.attributes["shape"])
         operations.append(a.op_type(**sizes, **rest))
     shapes = {small.expert_shapes[name] for name in small.expert_shapes}
     if shapes:
@@ -58,13 +59,6 @@ def to_segment(small: RecordedSegment, large: RecordedSegment) -> ModelSegment:
 def _fit_affine(small: float, large: float) -> Affine:
     per_sample = (large - small) / (TRACED_MICRO_SIZES[1] - TRACED_MICRO_SIZES[0])
     return Affine(small - per_sample * TRACED_MICRO_SIZES[0], per_sample)
-
-
-def _shape_of_one_sample(few: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape for one sample, from those for two numbers of them."""
-    if len(few) != len(more):
-        return few
-    return tuple(a if a == b else a // TRACED_MICRO_SIZES[0] for a, b in zip(few, more, strict=True))
 
 
 def _to_saved_activations(few: dict[int, tuple[float, bool]], more: dict[int, tuple[float, bool]]) -> SavedActivations:
@@ -192,3 +186,88 @@ def _saved_when_fused(segment: RecordedSegment) -> dict[int, tuple[float, bool]]
         else:
             saved[key] = segment.saved.get(key) or segment.forward_storages[key]
     return saved
+
+
+@dataclass(frozen=True)
+class AccessTrace:
+    """What a segment's operations did with storages, which are numbers here. `first_backward` is the index of the first
+    operation of backward, `num_ops` their number."""
+
+    storage_sizes: Mapping[int, tuple[float, bool]]
+    """Bytes, and whether tensor parallelism divides them."""
+    producer: Mapping[int, int]
+    """The operation that produces each storage."""
+    readers: Mapping[int, Collection[int]]
+    """The operations that read each storage."""
+    first_backward: int
+    num_ops: int
+
+
+@dataclass(frozen=True)
+class LiveRange:
+    """A storage's life: indices of operations, both included."""
+
+    first: int
+    last: int
+    num_bytes: float
+    tp_sharded: bool
+
+
+def live_ranges(trace: AccessTrace) -> list[LiveRange]:
+    """The live range of each storage. A storage that nothing reads here leaves the segment: it counts until the phase
+    ends."""
+    ranges = []
+    for key, (size, tp_sharded) in trace.storage_sizes.items():
+        readers = trace.readers.get(key, ())
+        first = trace.producer.get(key, min(readers, default=0))
+        last = max(readers, default=trace.first_backward - 1 if first < trace.first_backward else trace.num_ops - 1)
+        ranges.append(LiveRange(first, max(first, last), size, tp_sharded))
+    return ranges
+
+
+def fuse_groups(trace: AccessTrace, groups: Iterable[Sequence[int]], saved: Collection[int]) -> AccessTrace:
+    """The same where each of `groups` of operations is one kernel. `saved`: storages that backward is handed."""
+    group_by_op = {index: number for number, group in enumerate(groups) for index in group}
+    reads: dict[int, list[int]] = {}
+    for key, readers in trace.readers.items():
+        for reader in readers:
+            reads.setdefault(reader, []).append(key)
+    readers_by_storage = {key: set(readers) for key, readers in trace.readers.items()}
+    sizes = dict(trace.storage_sizes)
+    for key in sorted(trace.producer, key=lambda key: -trace.producer[key]):
+        producer, readers = trace.producer[key], readers_by_storage.get(key, set())
+        if key in saved or producer not in group_by_op or not readers:
+            continue
+        # What forward made is made again in backward, unless it is kept: readers there do not keep it alive.
+        same_phase = [
+            reader for reader in readers if (reader >= trace.first_backward) == (producer >= trace.first_backward)
+        ]
+        if all(group_by_op.get(reader) == group_by_op[producer] for reader in same_phase):
+            sizes.pop(key, None)
+            for source in reads.get(producer, []):
+                readers_by_storage.setdefault(source, set()).update(reader for reader in readers if reader > producer)
+    return AccessTrace(sizes, trace.producer, readers_by_storage, trace.first_backward, trace.num_ops)
+
+
+def peak_ops(ranges: Sequence[LiveRange], num_ops: int) -> tuple[int, ...]:
+    """Indices of the operations during which most is alive: of everything, and of what tensor parallelism leaves whole,
+    which decides when the rest is divided among many."""
+    peaks = []
+    for subset in (ranges, [live_range for live_range in ranges if not live_range.tp_sharded]):
+        changes = [0.0] * (num_ops + 1)
+        for live_range in subset:
+            changes[live_range.first] += live_range.num_bytes
+            changes[live_range.last + 1] -= live_range.num_bytes
+        live_bytes, max_bytes, peak_op = 0.0, -1.0, 0
+        for index in range(num_ops):
+            live_bytes += changes[index]
+            if live_bytes > max_bytes:
+                max_bytes, peak_op = live_bytes, index
+        peaks.append(peak_op)
+    return tuple(dict.fromkeys(peaks))
+
+
+def live_bytes_at(ranges: Iterable[LiveRange], index: int) -> tuple[float, float]:
+    """Bytes during an operation: divided, and whole."""
+    live = [life for life in ranges if life.first <= index <= life.last]
+    return sum(it.num_bytes for it in live if it.tp_sharded), sum(it.num_bytes for it in live if not it.tp_sharded)

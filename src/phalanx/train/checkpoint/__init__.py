@@ -5,9 +5,8 @@
 and JSON, as described in `format.py`; nothing is pickled.
 """
 
-from phalanx.train.checkpoint.commit import clean_checkpoint_dir, discard_directory
 from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
-from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.durable import DurableDirectory, apply_retention, clean_checkpoint_dir, discard_directory
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.format import (
     CheckpointManifest,
@@ -23,7 +22,6 @@ from phalanx.train.checkpoint.load import (
     load_tensors,
     verify_checkpoint,
 )
-from phalanx.train.checkpoint.retention import apply_retention
 from phalanx.train.checkpoint.save import CheckpointSaver, SaveInFlight, SavePhase, SaveStatus, assign_to_ranks
 from phalanx.train.checkpoint.staging import TensorShard
 

@@ -2,25 +2,20 @@
 failure loses few steps.
 
 At most one save is in flight (`SaveInFlight`). Each worker writes its shards in the background (`CheckpointSaver`) and
-raises flags in the per-step all-reduce (`train_step.STEP_FLAGS`); `step_done` acts on the sums over all workers, so
+raises flags in the per-step all-reduce (`StepFlags`); `step_done` acts on the sums over all workers, so
 every worker makes the same transition at the same step:
 
     none -> writing -> written by all -> committed by rank 0 -> none      to disk
     none -> writing -> written by all -> none                             to memory
             writing -> failed on one -> dropped by all -> none            training continues; copies to memory end
 
-A save to disk takes the place of a copy in flight. When workers are lost during a save to disk, the surviving workers
-keep it across the reconfiguration and finish it in the new world. The reconfiguration does not wait for it: the
-background threads continue to write. Whether the lost workers had written their shards is checked at the commit, when
-no surviving worker writes any more. If a shard is missing, all drop the save; this does not wait for a thread either.
-The checkpointer then owes a replacement, and a rollback after non-finite steps must go further back.
+A save to disk takes the place of a copy in flight.
 """
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -30,27 +25,65 @@ from phalanx.recipe.schema import CheckpointConfig
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, InMemoryCheckpointSaved, RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, record_checkpoint, truncate_history
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, format_checkpoint_name
-from phalanx.train.checkpoint.completeness import check_all_saved
-from phalanx.train.checkpoint.failure_history import read_failure_history
+from phalanx.train.checkpoint.durable import Retention
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY
 from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies, end_copies
-from phalanx.train.checkpoint.interval import DurableInterval, FailureHistory, InMemoryInterval, StepTimes
-from phalanx.train.checkpoint.live_state import LiveState
-from phalanx.train.checkpoint.ownership import OwnedTensors
-from phalanx.train.checkpoint.retention import Retention
-from phalanx.train.checkpoint.save import POLL_INTERVAL_S, SAVE_FLAGS, SaveInFlight
-from phalanx.train.checkpoint.save_context import SaveContext
-from phalanx.train.distributed.object_collectives import (
-    all_gather_json,
-    all_reduce_max,
-    broadcast_json_from_rank_zero,
-)
+from phalanx.train.checkpoint.interval import InMemoryInterval, SaveInterval, StepTimes
+from phalanx.train.checkpoint.load_plan import get_local_state
+from phalanx.train.checkpoint.save import OwnedTensors, SaveContext, SaveInFlight, check_all_saved
+from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
+from phalanx.train.distributed.object_collectives import all_gather_json, all_reduce_max
 from phalanx.train.distributed.parallel_model import LocalTensor
-from phalanx.train.train_state import SurvivorState
+from phalanx.train.step_metrics import StepFlags
+from phalanx.train.train_state import AppState, TrainState
 
 PIN_BYTES_PER_S = 1e9
 """Lower bound on the speed at which the buffer for copies from a GPU is page-locked in the background."""
 logger = logging.getLogger(__name__)
+
+
+class LiveState:
+    """The tensors that a save reads while training continues. The optimizer waits until a snapshot is copied, a forward
+    does not: what it changes must be copied before."""
+
+    def __init__(self, app_state: AppState):
+        self._app_state = app_state
+        self._buffers = list(app_state.parallel_model.owned_buffers())
+        self._frozen_versions = self._snapshot_frozen(values=True)
+        self._changed_frozen: set[str] | None = None  # frozen parameters that a forward changes; None: not known yet
+
+    def tensors(self) -> dict[str, LocalTensor]:
+        """Return what this worker holds of the state, by name."""
+        return get_local_state(self._app_state)
+
+    def names_to_copy_now(self) -> list[str]:
+        """Return the tensors that a step changes before its update, while a snapshot may still be copied: buffers,
+        error feedback, and frozen parameters that a forward has changed."""
+        error_feedback = self._app_state.parallel_model.error_feedback
+        first = (
+            self._changed_frozen is None
+        )  # a write to `weight.data` does not change its version counter, so values are compared once
+        now = self._snapshot_frozen(values=first)
+        comparable = now.keys() & self._frozen_versions.keys()  # FSDP may hold some of them unsharded at one time only
+        changed = {name for name in comparable if now[name][0] != self._frozen_versions[name][0]}
+        self._changed_frozen = (self._changed_frozen or set()) | changed
+        if first:
+            self._changed_frozen |= {name for name in comparable if now[name][1] != self._frozen_versions[name][1]}
+        return [
+            *self._buffers,
+            *sorted(self._changed_frozen),
+            *([] if error_feedback is None else error_feedback.local_tensors()),
+        ]
+
+    def was_restored(self) -> None:
+        """Take a new snapshot of frozen parameters, because a restore and not a forward has changed them."""
+        self._frozen_versions = self._snapshot_frozen(values=self._changed_frozen is None)
+
+    def _snapshot_frozen(self, values: bool) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for module in self._app_state.parallel_model.modules:
+            found |= snapshot_weight_versions(module, values, frozen=True)
+        return found
 
 
 class FinalSaveError(PhalanxError):
@@ -65,8 +98,7 @@ class Checkpointer:
     Args:
         config: how often to save to disk and to memory, and how many checkpoints are kept.
         last_step: the last step of the run.
-        survivor_state: its `train_state` is saved, and updated after each save. Its pending save is continued, on all
-            surviving workers and on some that were lost.
+        train_state: is saved, and updated after each save.
     """
 
     def __init__(
@@ -75,12 +107,12 @@ class Checkpointer:
         config: CheckpointConfig,
         last_step: int,
         live_state: LiveState,
-        survivor_state: SurvivorState,
+        train_state: TrainState,
     ):
         self._context, self._live_state, self._last_step = save_context, live_state, last_step
         self._run, self._report_event = save_context.run, save_context.report_event
         self._dist_env = dist_env = save_context.dist_env
-        self._train_state = train_state = survivor_state.train_state
+        self._train_state = train_state
         self._durable_saver = CheckpointSaver(
             DurableDirectory(self._run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt),
             save_context.staging,
@@ -91,21 +123,13 @@ class Checkpointer:
         self.step_times = StepTimes()
         self._history_start = train_state.step  # copies of an earlier history are valid up to this step
         self.copy_interval = InMemoryInterval(config.in_memory_every, train_state.step, self.step_times)
-        history, self._start_time = FailureHistory(), time.monotonic()
-        if config.every == "auto":
-            found = read_failure_history(self._run, dist_env.world_size) if dist_env.is_rank_zero else None
-            history = FailureHistory(*broadcast_json_from_rank_zero(dist_env, found))
-        self.interval = DurableInterval(config.every, train_state.last_saved_step, self.step_times, history)
+        self.interval = SaveInterval(config.every, False, train_state.last_saved_step, self.step_times.save_overhead)
         self._is_prepared = self._pinning_failure_reported = False
-        self._replacement_owed = train_state.lost_checkpoint_step > train_state.last_saved_step
         self.last_saved: int | None = None
         """The step of the newest checkpoint on disk."""
         if train_state.last_saved_step:
             self._continue_from(train_state.last_saved_step)
         self._in_flight: SaveInFlight | None = None
-        if survivor_state.pending_save is not None:
-            self._in_flight = replace(survivor_state.pending_save, is_inherited=True)
-            self.interval.begin(self._in_flight.step)
 
     @property
     def durable_in_flight(self) -> SaveInFlight | None:
@@ -126,15 +150,11 @@ class Checkpointer:
         if self._in_flight is None and due_steps:  # a run restored from a copy must find all checkpoints before it
             self._copy_if_due(due_steps)
 
-    def start_save(self, is_best: bool = False, is_scheduled: bool = True) -> None:
-        """Start a save to disk; none may be in flight. `is_scheduled` saves are those that a run without failures would
-        have too."""
+    def start_save(self, is_best: bool = False) -> None:
+        """Start a save to disk; none may be in flight."""
         assert self.durable_in_flight is None
-        self._cancel_copy()  # first: a reconfiguration may interrupt it
+        self._cancel_copy()
         train_state, step = self._train_state, self._train_state.step
-        self._replacement_owed = False
-        if is_scheduled:
-            train_state.lost_checkpoint_step = 0
         self.interval.begin(step)
         state = self._live_state.tensors()
         self._owned.update(state)
@@ -167,34 +187,36 @@ class Checkpointer:
         if self._in_flight is not None:
             self._in_flight.saver.wait_snapshot_copied()
 
-    def local_flags(self) -> tuple[bool, bool, bool]:
-        """Return this worker's flags, in the order of `SAVE_FLAGS`."""
-        return (False, False, False) if self._in_flight is None else self._in_flight.local_flags()
+    def raise_flags(self, flags: StepFlags) -> None:
+        """Set the flags of this worker's save in flight."""
+        if self._in_flight is not None:
+            flags.written, flags.failed, flags.committed = self._in_flight.local_flags()
 
-    def step_done(self, flags: Mapping[str, int]) -> None:
+    def step_done(self, flags: StepFlags) -> None:
         """Advance the save in flight after a step, given the sums of the flags over all workers."""
         save = self._in_flight
         if save is None:
             return
-        if flags["failed"]:
+        if flags.failed:
             (self._end_failed_copy if save.in_memory else self._end_failed_save)(save)
-        elif flags["committed"]:
+        elif flags.committed:
             self._end_save(save)
-        elif flags["written"] == self._dist_env.world_size and save.in_memory:
+        elif flags.written == self._dist_env.world_size and save.in_memory:
             self._end_copy(save)
-        elif flags["written"] == self._dist_env.world_size and self._dist_env.is_rank_zero:
+        elif flags.written == self._dist_env.world_size and self._dist_env.is_rank_zero:
             self._context.flush()
             save.saver.commit_async()
 
     def wait_until_saved(self) -> None:
         """Block until no save to disk is in flight."""
         while (save := self.durable_in_flight) is not None:
-            while save.saver.poll_when_idle(POLL_INTERVAL_S).is_busy:
-                self._context.check_membership()
-            flags = torch.tensor([float(flag) for flag in self.local_flags()], device=self._dist_env.device)
+            save.saver.poll_when_idle()
+            own_flags = StepFlags()
+            self.raise_flags(own_flags)
+            counts = torch.tensor(own_flags.counts(), dtype=torch.float32, device=self._dist_env.device)
             if self._dist_env.world_size > 1:
-                dist.all_reduce(flags)
-            self.step_done({name: round(value) for name, value in zip(SAVE_FLAGS, flags.tolist(), strict=True)})
+                dist.all_reduce(counts)
+            self.step_done(StepFlags(*map(round, counts.tolist())))
 
     def save_final(self, improved: bool) -> None:
         """Save the final state of the run, unless it is saved already, and close. Raises FinalSaveError if it could not
@@ -211,33 +233,15 @@ class Checkpointer:
     def close(self) -> None:
         """Finish the save in flight, then wait until old checkpoints and all in-memory checkpoints are removed."""
         self.wait_until_saved()
-        self._durable_saver.retry_cleanup()
         end_copies(self._context, self._copies)
         self._copies = self._in_flight = None
         self._retention.close()
-
-    def detach(self) -> SaveInFlight | None:
-        """Leave this world without waiting for other workers, some of which are gone. Complete in-memory checkpoints
-        are kept. Return the save to disk in flight, if any; its thread continues, but reads none of the live tensors
-        any more."""
-        self.wait_snapshot_copied()
-        if self._copies is not None:
-            self._copies.leave()
-        self._retention.close()
-        return self.durable_in_flight
 
     def roll_back(self, step: int) -> None:
         """Go back to the checkpoint of this step, which was loaded: later saves are undone."""
         self._live_state.was_restored()
         self._continue_from(step)
         self._roll_copies_back(step)
-
-    def delete_after(self, step: int) -> None:
-        """Undo all saves after this step. Call it on workers that all end now."""
-        if self._dist_env.is_rank_zero:
-            self._retention.remove_after(step)
-        self._roll_copies_back(step)
-        all_gather_json(self._dist_env, None)  # the first worker that exits ends all others
 
     def _prepare(self) -> None:
         """Check the state before the first save, and allocate its buffer in the background."""
@@ -269,15 +273,15 @@ class Checkpointer:
             self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
 
     def _save_to_disk_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
-        is_scheduled, saving = improved or any(map(self.interval.is_due, due_steps)), self.durable_in_flight
-        if not is_scheduled and (saving is not None or not self._replacement_owed):
+        saving = self.durable_in_flight
+        if not improved and not any(map(self.interval.is_due, due_steps)):
             return
         if saving is not None and not improved:
             busy = f"step {self._train_state.step}: not saved, because step {saving.step} is still being written"
             self._report_event(RunWarning(text=f"{busy}; a larger checkpoint.every would suit this disk"))
             return
         self.wait_until_saved()
-        self.start_save(improved, is_scheduled)
+        self.start_save(improved)
 
     def _copy_if_due(self, due_steps: Sequence[int]) -> None:
         interval, step = self.copy_interval, self._train_state.step
@@ -297,12 +301,11 @@ class Checkpointer:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints, unless a rollback may need them because one is missing."""
-        if self._dist_env.is_rank_zero and not self._train_state.lost_checkpoint_step:
+        if self._dist_env.is_rank_zero:
             self._retention.remove_old(step)
 
     def _end_save(self, save: SaveInFlight) -> None:
-        status, train_state, interval = save.saver.poll(), self._train_state, self.interval
+        status = save.saver.poll()
         event = CheckpointSaved(
             step=save.step,
             path=os.path.join(self._run.checkpoints.name, format_checkpoint_name(save.step)),
@@ -316,28 +319,16 @@ class Checkpointer:
         save.saver.cancel()
         self._in_flight = None
         logger.info("saved step %d: %d bytes in %.3f s", event.step, event.size_bytes, event.duration_s)
-        self.last_saved = train_state.last_saved_step = save.step
-        self._replacement_owed = False
+        self.last_saved = self._train_state.last_saved_step = save.step
         if self._copies is not None and self._dist_env.is_rank_zero:
             record_checkpoint(self._run, save.step)
-        interval.overhead.record_done(event.stall_s)
-        if interval.is_auto:
-            usual_step_s, attempt_s = self.step_times.usual_step_s, time.monotonic() - self._start_time
-            cost_s = interval.overhead.cost_s(usual_step_s)
-            costs = all_reduce_max(self._dist_env, [cost_s, event.duration_s, usual_step_s, attempt_s])
-            chosen = interval.choose(save.step, *costs)
-            if chosen is not None:
-                self._report_event(chosen)
+        self.interval.overhead.record_done(event.stall_s)
         self._report_event(event)
 
     def _end_failed_save(self, save: SaveInFlight) -> None:
         save.saver.cancel()
         self._in_flight = None
         self.interval.overhead.record_failed()
-        if save.is_inherited:
-            self._replacement_owed = True
-            if not self._train_state.lost_checkpoint_step:  # else the failed save was itself a replacement
-                self._train_state.lost_checkpoint_step = save.step
         reason = save.failure or "another worker could not write its part"
         self._report_event(CheckpointFailed(step=save.step, reason=reason))
 
@@ -372,10 +363,9 @@ class Checkpointer:
         self._report_event(RunWarning(text=text))
 
     def _cancel_copy(self) -> None:
-        """Abandon the in-memory checkpoint in flight, if any, on all workers. The background thread that this waits for
-        may wait for a worker that is gone: `check_membership` then raises."""
+        """Abandon the in-memory checkpoint in flight, if any, on all workers."""
         if self._in_flight is not None and self._in_flight.in_memory:
-            self._in_flight.saver.cancel(self._context.check_membership)
+            self._in_flight.saver.cancel()
             self._in_flight = None
             self.copy_interval.overhead.record_failed()
 

@@ -1,29 +1,40 @@
-"""The durable destination of saves: a directory of checkpoints on disk.
+"""The durable destination of saves: a directory of checkpoints on disk, from writing to retention.
 
-Each rank writes its file and then its record to a temporary directory, fsynced; one rank commits (`commit.py`).
+Each rank writes its file and then its record to a temporary directory, fsynced; one rank commits: it renames the
+directory. A process that dies at any moment leaves either a complete checkpoint or a temporary directory, which
+`clean_checkpoint_dir` removes. Old checkpoints are removed in the background.
 """
 
 import errno
 import os
 import shutil
 import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.formatting import format_bytes
-from phalanx.train.checkpoint.commit import commit_checkpoint, make_temporary_path, sync_directory, write_synced
+from phalanx.run import Run
+from phalanx.run.directory import fsync_if_supported, write_json
+from phalanx.run.event_types import RunWarning
+from phalanx.run.events import ReportEventFn
 from phalanx.train.checkpoint.format import (
+    MANIFEST_HASH_NAME,
+    MANIFEST_NAME,
     CorruptCheckpointError,
+    encode_manifest,
     format_checkpoint_name,
     list_checkpoints,
+    merge_rank_manifests,
+    parse_step,
     rank_file_name,
     read_manifest,
 )
 from phalanx.train.checkpoint.pinned_buffer import Bytes
-from phalanx.train.checkpoint.rank_record import encode_record
-from phalanx.train.checkpoint.shard_file import write_with_checksums
+from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_with_checksums
 from phalanx.train.checkpoint.staging import ShardFileSpec
 
 
@@ -35,7 +46,6 @@ class DurableDirectory:
         self.rank = rank
         self._directory, self._world_size, self._attempt = directory, world_size, attempt
         self._space_checked = False
-        self._steps_to_clean: set[int] = set()  # steps with files that could not be removed yet
 
     def check_space(self, nbytes: int) -> None:
         """Check free disk space, once. Raises UsageError if the disk is too full."""
@@ -60,38 +70,24 @@ class DurableDirectory:
         sync_directory(record_path.parent)
 
     def commit(self, step: int, meta: dict[str, Any]) -> tuple[Path, int]:
-        """Make a checkpoint of what all ranks wrote; return its path and bytes. Called on one rank. If storage fails or
-        the shards of a lost rank are missing, what all ranks wrote is removed."""
+        """Make a checkpoint of what all ranks wrote; return its path and bytes. Called on one rank. If storage fails,
+        what all ranks wrote is removed."""
         temporary, final = self._write_dir(step), self._directory / format_checkpoint_name(step)
         records = [self._record_path(step, rank) for rank in range(self._world_size)]
         try:
-            if not _path_exists(temporary) and _has_meta(final, meta):  # the lost rank had already committed
-                return final, sum(path.stat().st_size for path in final.iterdir())
             return final, commit_checkpoint(temporary, final, records, meta)
         except OSError:
-            self._remove_all(step)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     def remove_own(self, step: int) -> None:
-        """Remove this rank's files; the last rank removes the directory. If storage refuses, the removal is retried
-        before the next save and at the end; then it is left to `clean_checkpoint_dir`."""
+        """Remove this rank's files; the last rank removes the directory. What storage refuses to remove is left to
+        `clean_checkpoint_dir`."""
         record_path = self._record_path(step, self.rank)
-        self._steps_to_clean.discard(step)
-        try:
+        with suppress(OSError):
             record_path.unlink(missing_ok=True)
             self.shard_path(step).unlink(missing_ok=True)
             record_path.parent.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed already, or other ranks still have files
-                self._steps_to_clean.add(step)
-
-    def retry_cleanup(self) -> None:
-        """Retry the removal of files that storage refused to remove."""
-        for step in sorted(self._steps_to_clean):
-            if self.rank == 0:
-                self._remove_all(step)
-            else:
-                self.remove_own(step)
 
     def _write_dir(self, step: int) -> Path:
         """Return the directory that ranks write to."""
@@ -99,17 +95,6 @@ class DurableDirectory:
 
     def _record_path(self, step: int, rank: int) -> Path:
         return self._write_dir(step) / f"rank-{rank:05d}.json"
-
-    def _remove_all(self, step: int) -> None:
-        """Remove what all ranks wrote of an abandoned save, on the rank that commits; see `remove_own`."""
-        self._steps_to_clean.discard(step)
-        folder = self._write_dir(step)
-        try:
-            while _path_exists(folder):
-                with suppress(FileNotFoundError):  # other ranks remove their files at the same time
-                    shutil.rmtree(folder)
-        except OSError:
-            self._steps_to_clean.add(step)
 
 
 def check_free_space(directory: Path, nbytes: int, copies: int) -> None:
@@ -124,18 +109,185 @@ def check_free_space(directory: Path, nbytes: int, copies: int) -> None:
         )
 
 
-def _path_exists(path: Path) -> bool:
-    """Return whether a path exists. Raises OSError if storage fails, for which `Path.exists` returns False."""
+_TEMPORARY_TAG = ".tmp-"
+_OLD_SUFFIX = ".old"
+_DELETED_TAG = "deleted"
+DELETED_SUFFIX = f"{_TEMPORARY_TAG}{_DELETED_TAG}"
+"""Suffix of a directory that is being removed."""
+
+
+def make_temporary_path(final: Path, tag: str) -> Path:
+    return final.with_name(f"{final.name}{_TEMPORARY_TAG}{tag}")
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        fsync_if_supported(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.stat(path)
-    except FileNotFoundError:
+        fsync_if_supported(fd)
+    finally:
+        os.close(fd)
+
+
+def commit_checkpoint(temporary: Path, final: Path, record_paths: Sequence[Path], meta: dict[str, Any]) -> int:
+    """Rename `temporary`, which holds the fsynced data of all ranks, to the checkpoint `final`; return its bytes.
+
+    The records of the ranks are merged and removed. If `final` exists already (a step was repeated after a rollback),
+    it is moved aside first and removed once the new checkpoint is in place. Raises OSError if the disk fails or a rank
+    did not finish writing; `final` is then what it was before.
+    """
+    manifest = merge_rank_manifests([_read_record(path) for path in record_paths], meta)
+    content, sidecar = encode_manifest(manifest)
+    write_synced(temporary / MANIFEST_NAME, content)
+    write_synced(temporary / MANIFEST_HASH_NAME, sidecar)
+    for path in temporary.iterdir():
+        if path.name not in {MANIFEST_NAME, MANIFEST_HASH_NAME, *manifest.files}:
+            path.unlink()
+    sync_directory(temporary)
+    _rename_to_final(temporary, final)
+    return manifest.nbytes + len(content) + len(sidecar)
+
+
+def _read_record(path: Path) -> RankRecord:
+    """Read a rank's record. The rank writes it last, after its data are on disk."""
+    try:
+        return decode_record(path.read_bytes(), path)
+    except (FileNotFoundError, CorruptCheckpointError):  # storage did not keep what the rank wrote
+        raise OSError(errno.ENODATA, "a part that was written is missing or damaged", str(path)) from None
+
+
+def _rename_to_final(temporary: Path, final: Path) -> None:
+    if not final.exists():
+        os.rename(temporary, final)
+        sync_directory(final.parent)
+        return
+    old = final.with_name(final.name + _OLD_SUFFIX)
+    if old.exists():
+        discard_directory(old)
+    os.rename(final, old)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        os.rename(old, final)
+        raise
+    sync_directory(final.parent)
+    discard_directory(old)
+
+
+def discard_directory(path: Path) -> None:
+    """Remove a directory. If the process dies halfway, `clean_checkpoint_dir` removes the rest."""
+    if _TEMPORARY_TAG not in path.name:
+        doomed = make_temporary_path(path, _DELETED_TAG)
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        path = doomed
+    shutil.rmtree(path)
+
+
+def clean_checkpoint_dir(directory: Path) -> list[Path]:
+    """Finish or undo what a killed process left in a directory of checkpoints. Return the paths that were removed.
+
+    Call it on one process before any process saves. A checkpoint that was moved aside is moved back if its replacement
+    was never put in place.
+    """
+    if not directory.is_dir():
+        return []
+    removed = []
+    for path in sorted(directory.iterdir()):
+        if (
+            path.name.endswith(_OLD_SUFFIX)
+            and not (final := path.with_name(path.name.removesuffix(_OLD_SUFFIX))).exists()
+        ):
+            os.rename(path, final)
+        elif path.name.endswith(_OLD_SUFFIX) or _TEMPORARY_TAG in path.name:
+            discard_directory(path)
+            removed.append(path)
+        elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file, written halfway
+            path.unlink()
+            removed.append(path)
+    sync_directory(directory)
+    return removed
+
+
+def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
+    """Remove all checkpoints except the `keep` newest complete ones and the protected steps (the best one); return what
+    was removed. Call it after a commit.
+
+    Complete means that the manifest is good; reading all data after each save would be too expensive. An incomplete
+    checkpoint does not count as kept. If the process is killed meanwhile, `clean_checkpoint_dir` removes the rest.
+    Failed removals are tried again at the next call. Raises OSError if storage fails.
+    """
+    for path in directory.glob(f"step-*{DELETED_SUFFIX}"):
+        discard_directory(path)
+    whole = 0
+    removed = []
+    for path in list_checkpoints(directory):
+        if whole >= keep:
+            if parse_step(path) not in protect:
+                discard_directory(path)
+                removed.append(path)
+        elif _has_good_manifest(path):
+            whole += 1
+    return removed
+
+
+def _has_good_manifest(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except CorruptCheckpointError:
         return False
     return True
 
 
-def _has_meta(path: Path, meta: dict[str, Any]) -> bool:
-    """Return whether `path` is a checkpoint with a valid manifest and this `meta`."""
-    try:
-        return read_manifest(path).meta == meta
-    except CorruptCheckpointError:
-        return False
+class Retention:
+    """Removes the old checkpoints of a run in the background, on the worker that commits. `keep` newest ones and the
+    best stay. A removal that fails is reported, and training continues."""
+
+    def __init__(self, run: Run, keep: int, report_event: ReportEventFn):
+        self._run, self._keep, self._report_event = run, keep, report_event
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._removals: list[Future[list[Path]]] = []
+
+    def remove_old(self, step: int) -> None:
+        """Remove old checkpoints, but not that of `step`, which is good."""
+        self._report_failures()
+        self._removals.append(self._thread.submit(self._apply, step))
+
+    def record_best(self, step: int, loss: float) -> None:
+        """Record that this checkpoint has the lowest validation loss, before `remove_old`."""
+        try:
+            write_json(best_checkpoint_file(self._run), {"step": step, "loss": loss})
+        except OSError as error:  # the checkpoint may have filled the disk; training continues
+            text = f"step {step} is the best so far, but this could not be written: {error}"
+            self._report_event(RunWarning(text=text))
+
+    def close(self) -> None:
+        """Wait until all removals are done."""
+        self._thread.shutdown()
+        self._report_failures()
+
+    def _apply(self, step: int) -> list[Path]:
+        best = self._run.read_json_or_empty(best_checkpoint_file(self._run)).get("step")
+        protected = [step, best] if isinstance(best, int) else [step]
+        return apply_retention(self._run.checkpoints, self._keep, protected)
+
+    def _report_failures(self) -> None:
+        done = [removal for removal in self._removals if removal.done()]
+        self._removals = [removal for removal in self._removals if removal not in done]
+        for removal in done:
+            try:
+                removal.result()
+            except OSError as error:
+                self._report_event(RunWarning(text=f"an old checkpoint could not be removed: {error}"))
+
+
+def best_checkpoint_file(run: Run) -> Path:
+    """Return the file that names the checkpoint with the lowest validation loss."""
+    return run.checkpoints / "best.json"

@@ -20,10 +20,12 @@ import math
 import os
 import re
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
@@ -43,8 +45,8 @@ Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max
 """torch supports at most 64 dimensions."""
 MAX_MANIFEST_BYTES = 1 << 30
 """Maximum bytes of a manifest."""
-MAX_CUTS_PER_SHARD = 50
-"""Maximum number of times that each shard of a tensor is visited, on average, to check that no two shards overlap."""
+MAX_CELLS = 1_000_000
+"""Maximum cells into which the edges of all shards divide a tensor."""
 
 
 class CorruptCheckpointError(DataError):
@@ -148,12 +150,11 @@ class _ModelMeta(_MetaSection):
 
 
 class _RecipeMeta(_MetaSection):
-    model: _ModelMeta = _ModelMeta()
-    adapter: LoraConfig | None = None
+    lora: LoraConfig | None = None
 
 
 class _KnownMeta(_MetaSection):
-    samples: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    samples_consumed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     model: _ModelMeta = _ModelMeta()
     recipe: _RecipeMeta = _RecipeMeta()
 
@@ -216,49 +217,29 @@ class CheckpointManifest(RankManifest):
 
 
 def _covers_tensor_once(tensor: TensorRecord) -> bool:
-    """Return whether the shards fill the tensor without overlap: their elements add up and no two blocks overlap."""
-    if sum(math.prod(shard.extent) for shard in tensor.pieces) != math.prod(tensor.shape):
+    """Return whether the shards hold each element exactly once. The edges of all shards divide the tensor into cells,
+    which are marked shard by shard. Raises ValueError for more cells than any sharding has."""
+    shards = [shard for shard in tensor.pieces if math.prod(shard.extent)]
+    if sum(math.prod(shard.extent) for shard in shards) != math.prod(tensor.shape):
         return False
-    if not tensor.shape:
-        return True
-    return _are_disjoint([shard for shard in tensor.pieces if math.prod(shard.extent)])
-
-
-def _are_disjoint(shards: Sequence[ShardRecord]) -> bool:
-    """Return whether no two shards overlap. Shards are split, one dimension after another, into groups that cannot
-    overlap, down to single shards. Raises ValueError if this takes too many splits; usual shardings take few."""
-    groups, left = [list(shards)], MAX_CUTS_PER_SHARD * len(shards) + MAX_CUTS_PER_SHARD**2
-    while groups:
-        group = groups.pop()
-        for dimension in range(len(group[0].offset)) if len(group) > 1 else ():
-            left -= len(group)
-            if len(subgroups := _split_along(group, dimension)) > 1:
-                groups += subgroups
-                break
-        else:
-            left -= len(group) ** 2
-            if left > 0 and any(_overlap(a, b) for a, b in itertools.combinations(group, 2)):
-                return False
-        if left < 0:
-            raise ValueError("its pieces are cut in too many ways")
+    edges = [
+        sorted({edge for shard in shards for edge in (shard.offset[d], shard.offset[d] + shard.extent[d])})
+        for d in range(len(tensor.shape))
+    ]
+    cut_dimensions = [d for d, values in enumerate(edges) if len(values) > 2]
+    sizes = [len(edges[d]) - 1 for d in cut_dimensions]
+    if math.prod(sizes) > MAX_CELLS:
+        raise ValueError("its pieces are cut in too many ways")
+    is_held = np.zeros(sizes, np.bool_)
+    for shard in shards:
+        cells = tuple(
+            slice(bisect_left(edges[d], shard.offset[d]), bisect_left(edges[d], shard.offset[d] + shard.extent[d]))
+            for d in cut_dimensions
+        )
+        if is_held[cells].any():
+            return False
+        is_held[cells] = True
     return True
-
-
-def _split_along(group: Sequence[ShardRecord], dimension: int) -> list[list[ShardRecord]]:
-    """Group shards that may overlap, judged by one dimension."""
-    subgroups: list[list[ShardRecord]] = []
-    end = -1
-    for shard in sorted(group, key=lambda shard: shard.offset[dimension]):
-        if shard.offset[dimension] >= end:
-            subgroups.append([])
-        subgroups[-1].append(shard)
-        end = max(end, shard.offset[dimension] + shard.extent[dimension])
-    return subgroups
-
-
-def _overlap(a: ShardRecord, b: ShardRecord) -> bool:
-    ranges = zip(a.offset, a.extent, b.offset, b.extent, strict=True)
-    return all(x < y + m and y < x + n for x, n, y, m in ranges)
 
 
 def merge_rank_manifests(

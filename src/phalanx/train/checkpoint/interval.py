@@ -1,4 +1,4 @@
-"""How often the state is saved to disk and copied to memory, from the measured cost of both.
+"""How often the state is copied to memory, from the measured cost of copies.
 
 Two parts of the cost are measured directly: the stall of training and, on a CPU, the core time of the thread that
 copies. The rest (memory, disk and network bandwidth that the save takes from training) is measured as how much longer
@@ -9,10 +9,8 @@ takes the maximum over all workers of what they measured, so that all choose the
 import math
 import statistics
 from collections import deque
-from typing import Literal, NamedTuple
 
-from phalanx.cluster.checkpoint_interval import daly_interval, estimate_mtbf
-from phalanx.run.event_types import CheckpointIntervalChosen, InMemoryIntervalChosen
+from phalanx.run.event_types import InMemoryIntervalChosen
 
 WARMUP_STEPS = 2
 """First steps of an attempt, which are slower than usual and not measured."""
@@ -20,12 +18,6 @@ NUM_STEPS_REMEMBERED = 32
 """Number of last steps without a save, the median of which is the usual step time."""
 MIN_RUNS_TO_MEASURE = 4
 """Number of saves (or copies) after which the duration of concurrent steps is used."""
-FIRST_INTERVAL_STEPS = 50
-"""Steps until the first save, when its cost is not known yet."""
-MIN_INTERVAL_PER_WRITE_TIME = 2.0
-"""Minimum interval, as a multiple of the time that writing a checkpoint takes."""
-MIN_INTERVAL_CHANGE = 1.2
-"""Minimum ratio of new to old interval for the new one to be used."""
 MIN_COPY_INTERVAL_S = 1.0
 """Minimum seconds between copies: a restart takes about as long, so more frequent copies save nothing."""
 MIN_STEPS_TO_CHOOSE = 4
@@ -106,18 +98,6 @@ class StepTimes:
             overhead.end_step()
 
 
-class FailureHistory(NamedTuple):
-    """Failures of a run so far, and what is usual for as many devices."""
-
-    usual_failure_interval_s: float = math.inf
-    """Expected seconds between failures."""
-    num_failures: int = 0
-    run_s: float = 0.0
-    """Seconds of the run's earlier attempts."""
-    interval_steps: int | None = None
-    """The last interval that was chosen."""
-
-
 class SaveInterval:
     """How often the state is saved to one destination: every `steps` steps, None for never. If that number is chosen
     from measurements (`is_auto`), it counts from the last save. `overhead` is that of these saves."""
@@ -136,43 +116,6 @@ class SaveInterval:
         """Record that the save of this step starts."""
         self._last_step = step
         self.overhead.begin()
-
-
-class DurableInterval(SaveInterval):
-    """How often the state is saved to disk: every `every` steps, or for `auto` at the interval of Young and Daly."""
-
-    def __init__(
-        self, every: int | Literal["auto"] | None, start_step: int, step_times: StepTimes, history: FailureHistory
-    ):
-        steps = (history.interval_steps or FIRST_INTERVAL_STEPS) if every == "auto" else every
-        super().__init__(steps, every == "auto", start_step, step_times.save_overhead)
-        self._history = history
-
-    def choose(
-        self, step: int, save_cost_s: float, write_s: float, usual_step_s: float, attempt_s: float
-    ) -> CheckpointIntervalChosen | None:
-        """Choose the interval after the save of `step`, which cost training `save_cost_s` and took `write_s` in the
-        background, `attempt_s` after the start of this attempt. Return the change, None if there is none."""
-        assert self.steps is not None
-        if usual_step_s <= 0 or save_cost_s <= 0:
-            return None
-        failure_interval_s = estimate_mtbf(
-            self._history.usual_failure_interval_s, self._history.num_failures, self._history.run_s + attempt_s
-        )
-        interval_s = max(daly_interval(save_cost_s, failure_interval_s), MIN_INTERVAL_PER_WRITE_TIME * write_s)
-        steps = max(1, round(interval_s / usual_step_s))
-        if max(steps / self.steps, self.steps / steps) < MIN_INTERVAL_CHANGE:
-            return None
-        self.steps = steps
-        return CheckpointIntervalChosen(
-            step=step,
-            interval_steps=steps,
-            interval_s=steps * usual_step_s,
-            cost_s=save_cost_s,
-            save_s=write_s,
-            mean_time_between_failures_s=failure_interval_s,
-            num_failures=self._history.num_failures,
-        )
 
 
 class InMemoryInterval(SaveInterval):

@@ -18,8 +18,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 import xxhash
+from pydantic import ValidationError
 
 from phalanx.errors import DataError
+from phalanx.recipe import ResolvedRecipe
+from phalanx.run import Run
 from phalanx.safe_files import open_regular
 from phalanx.train.checkpoint.format import (
     CheckpointManifest,
@@ -34,9 +37,6 @@ from phalanx.train.checkpoint.format import (
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.module_state import DTYPE_NAMES
-
-BlockRange = tuple[tuple[int, ...], tuple[int, ...]]
-"""A block of a global tensor: offset and extent in each dimension."""
 
 OnReject = Callable[[Path, str, str], None]
 """Called for each checkpoint that is not good, with its path, the file's name, and the reason."""
@@ -57,32 +57,15 @@ class _ByteSpan(NamedTuple):
 
 
 def load_tensors(
-    path: Path,
-    names: Iterable[str] | None = None,
-    into: Mapping[str, torch.Tensor] | None = None,
-    ranges: Mapping[str, BlockRange] | None = None,
-    threads: int = 2,
-    manifest: CheckpointManifest | None = None,
+    path: Path, names: Iterable[str] | None = None, threads: int = 2, manifest: CheckpointManifest | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read and verify tensors of the checkpoint at `path`.
-
-    `names` selects them (default: those of `into`, else all). `into` holds tensors to overwrite, on any device; other
-    tensors are allocated on the CPU. `ranges` selects a block of a global tensor instead of the whole. `manifest`, if
-    given, is not read again. If all tensors are loaded whole, every byte of every file has been verified. Raises
-    CorruptCheckpointError, which names the bad file, and DataError for a tensor that is missing or differs in dtype or
-    shape.
-    """
+    """Read and verify whole tensors of the checkpoint at `path` to the CPU: those of `names`, by default all, and then
+    every byte of every file has been verified. `manifest`, if given, is not read again. Raises CorruptCheckpointError,
+    which names the bad file, and DataError for a tensor that is missing."""
     manifest = manifest or read_manifest(path)
-    given, blocks = into or {}, ranges or {}
-    chosen = list(names) if names is not None else list(given) or list(manifest.tensors)
-    loaded: dict[str, torch.Tensor] = {}
-    requested = []
-    for name in chosen:
-        record = _get_record(path, manifest, name)
-        offset, extent = blocks.get(name, ((0,) * len(record.shape), record.shape))
-        loaded[name] = _check_target(path, name, record, offset, extent, given.get(name))
-        requested.append((name, offset, loaded[name]))
-    load_blocks(path, requested, threads, manifest)
+    records = {name: _get_record(path, manifest, name) for name in (manifest.tensors if names is None else names)}
+    loaded = {name: torch.empty(record.shape, dtype=record.torch_dtype) for name, record in records.items()}
+    load_blocks(path, [(name, (0,) * tensor.dim(), tensor) for name, tensor in loaded.items()], threads, manifest)
     return loaded
 
 
@@ -105,7 +88,8 @@ def load_blocks(
 
     for name, offset, tensor in requested:
         record, extent = _get_record(path, manifest, name), tuple(tensor.shape)
-        target = tensor = _check_target(path, name, record, offset, extent, tensor)
+        _check_block(path, name, record, offset, tensor)
+        target = tensor = tensor.detach()
         if target.device.type != "cpu" or not target.is_contiguous():
             if sum(arrived.nbytes for _, arrived in bounced) + target.nbytes > _PIECE_BYTES:
                 read()
@@ -138,27 +122,16 @@ def _get_record(path: Path, manifest: CheckpointManifest, name: str) -> TensorRe
     return record
 
 
-def _check_target(
-    path: Path,
-    name: str,
-    record: TensorRecord,
-    offset: Sequence[int],
-    extent: Sequence[int],
-    given: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the tensor to fill: `given` if it fits, else a new one."""
-    if any(a + n > full_size for a, n, full_size in zip(offset, extent, record.shape, strict=True)):
-        raise DataError(
-            f"{path}: tensor {name!r} has shape {list(record.shape)}, {list(extent)} from {list(offset)} asked"
-        )
-    if given is None:
-        return torch.empty(tuple(extent), dtype=record.torch_dtype)
-    if (given.dtype, tuple(given.shape)) != (record.torch_dtype, tuple(extent)):
-        raise DataError(
-            f"{path}: tensor {name!r} is {record.dtype} {list(extent)} there, "
-            f"{DTYPE_NAMES.get(given.dtype, given.dtype)} {list(given.shape)} here"
-        )
-    return given.detach()
+def _check_block(path: Path, name: str, record: TensorRecord, offset: Sequence[int], block: torch.Tensor) -> None:
+    """Raise DataError unless the tensor holds such a block."""
+    if not len(offset) == block.dim() == len(record.shape) or any(
+        a + n > full_size for a, n, full_size in zip(offset, block.shape, record.shape, strict=True)
+    ):
+        asked = f"{list(block.shape)} from {list(offset)} asked"
+        raise DataError(f"{path}: tensor {name!r} has shape {list(record.shape)}, {asked}")
+    if block.dtype != record.torch_dtype:
+        here = DTYPE_NAMES.get(block.dtype, block.dtype)
+        raise DataError(f"{path}: tensor {name!r} is {record.dtype} there, {here} here")
 
 
 def _make_spans(
@@ -333,4 +306,28 @@ def _use_first_good(directory: Path, use: Callable[[Path], ResultT], on_reject: 
             storage = storage or error.storage_error
     if storage is not None:
         raise storage
+    return None
+
+
+def recipe_in(checkpoint: Path, manifest: CheckpointManifest) -> ResolvedRecipe:
+    """Return the resolved recipe of a checkpoint. Raises DataError if its manifest holds none that Phalanx can read."""
+    try:
+        return ResolvedRecipe.model_validate(manifest.meta["recipe"])
+    except (KeyError, ValidationError):
+        raise DataError(f"{checkpoint}: holds no recipe of this Phalanx") from None
+
+
+def newest_recipe(run: Run) -> ResolvedRecipe | None:
+    """Return the resolved recipe of the newest checkpoint that has a readable one; None if the run has no checkpoint.
+    Raises DataError if it has checkpoints but none has a readable recipe."""
+    if not run.checkpoints.is_dir():
+        return None
+    wrong: list[str] = []
+    for path in list_checkpoints(run.checkpoints):
+        try:
+            return recipe_in(path, read_manifest(path))
+        except DataError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise DataError(f"{run.resolved}: is missing, and no checkpoint holds a readable recipe: {wrong[0]}")
     return None

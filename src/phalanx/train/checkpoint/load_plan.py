@@ -241,15 +241,6 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: s
     load_extra_state(model, tensors, where)
 
 
-def load_full_state(
-    model: nn.Module, optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
-) -> None:
-    """Restore the whole state, which was read from `where`. Raises DataError naming the tensor that does not fit."""
-    with torch.no_grad():
-        load_model_tensors(model, tensors, where)
-    _load_optimizer_and_scaler(optimizer, scaler, tensors, where)
-
-
 def _load_optimizer_and_scaler(
     optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
 ) -> None:

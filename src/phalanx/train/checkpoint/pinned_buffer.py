@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from phalanx.recipe.devices import device_kind_of
-
 Bytes = npt.NDArray[np.uint8]
 
 PIN_BLOCK_BYTES = 64 * 2**20
@@ -36,8 +34,7 @@ class PinnedBuffer:
         self.is_pinned = True
         """Whether all of it is page-locked, if requested; otherwise copies from the GPU block the host."""
         self._pinning: Future[None] | None = None
-        if device is None or not device_kind_of(device.type).can_pin_existing_memory:
-            self.is_pinned = device is None
+        if device is None:
             self.bytes[:] = 0  # touch the pages now and not during the first save
             return
         registered: list[int] = []

@@ -1,14 +1,161 @@
 """Restore the newest complete checkpoint of a run into the live state: the one entry to every source.
 
-Sources are the memory of this node, that of other nodes (`in_memory/restore.py`), and the disk (`restore_disk.py`).
+Sources are the memory of this node, that of other nodes (in-memory checkpoints), and the disk.
 Workers agree on the source, and nothing live changes before all of them have read and verified their part.
+
+In memory each worker verifies some of the shards on its node byte by byte, and the workers exchange what is good. A
+shard that a node needs and lacks is fetched from a node that has it, over the process group, and then kept on both.
+Copies of another history (`run/in_memory_checkpoint.py`) are ignored by name.
 """
 
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import UsageError, is_storage_error
 from phalanx.run import Run
-from phalanx.train.checkpoint.in_memory.restore import find_verified_copies, restore_in_memory
-from phalanx.train.checkpoint.restore_disk import OnRejectFn, RestoredCheckpoint, restore_from_disk
+from phalanx.run.in_memory_checkpoint import (
+    create_node_dir,
+    find_base_dir,
+    find_node_dir,
+    is_private,
+    is_valid_copy,
+    read_epochs,
+    truncate_history,
+)
+from phalanx.train.checkpoint import (
+    CheckpointManifest,
+    CorruptCheckpointError,
+    list_checkpoints,
+    parse_step,
+    read_manifest,
+)
+from phalanx.train.checkpoint.in_memory.format import (
+    format_copy_name,
+    list_copies,
+    list_shard_records,
+    merge_copy,
+    parse_rank,
+    prune_copies,
+    read_shard,
+)
+from phalanx.train.checkpoint.load import find_needed_files
+from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan, read_local_state
+from phalanx.train.checkpoint.shard_file import RankRecord, write_record
+from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.object_collectives import (
+    NodeMap,
+    all_gather_json,
+    broadcast_json_from_rank_zero,
+    gather_node_map,
+)
 from phalanx.train.train_state import AppState
+
+OnRejectFn = Callable[[Path, str, str], None]
+ApplyFn = Callable[[], None]
+RejectedFile = tuple[str, str, str]
+"""A checkpoint's path, the file's name, and the reason."""
+ResultT = TypeVar("ResultT")
+NO_CHECKPOINT = -1
+"""Step that stands for: no good checkpoint."""
+
+
+@dataclass(frozen=True)
+class RestoredCheckpoint:
+    """A checkpoint that was loaded into the live state. `in_memory`: it was not on disk. `fetched_bytes` of it came
+    from other nodes, over all workers."""
+
+    path: Path
+    manifest: CheckpointManifest
+    in_memory: bool = False
+    fetched_bytes: int = 0
+
+
+def restore_from_disk(
+    run: Run,
+    dist_env: DistEnv,
+    state: AppState,
+    on_reject: OnRejectFn,
+    in_place: bool = False,
+) -> RestoredCheckpoint | None:
+    """Load the newest checkpoint that is good for every worker into the model, optimizer and grad scaler.
+
+    Nothing changes before every worker has read its part of the same checkpoint, so all fall back to the same older
+    one. Returns None if no checkpoint is good. A bad one is reported on every worker. Raises OSError on every worker if
+    one worker's storage failed and no other checkpoint is readable for all: the unreadable one may be good.
+
+    `in_place` avoids memory for a second copy: weights are read over the existing ones, and the optimizer state is
+    dropped first. If None is returned or an error raised, the live state is then invalid and must not be used."""
+    if in_place:
+        state.optimizer.forget()
+
+    def read(path: Path) -> tuple[CheckpointManifest, ApplyFn]:
+        manifest = read_manifest(path)
+        return manifest, read_local_state(state, path, manifest, in_place=in_place)
+
+    candidate, newest, storage_error_seen = None, None, False
+    while True:
+        rejected: list[RejectedFile] = []
+        if candidate is None:
+            candidate, storage_failed_now = _read_newest(run.checkpoints, newest, read, rejected)
+            storage_error_seen = storage_error_seen or storage_failed_now
+        gathered = all_gather_json(
+            dist_env,
+            {
+                "step": NO_CHECKPOINT if candidate is None else parse_step(candidate[0]),
+                "unknown": storage_error_seen,
+                "bad": rejected,
+            },
+        )
+        report_rejected_files(gathered, on_reject)
+        steps = [each["step"] for each in gathered]
+        newest = min(steps)
+        if newest == NO_CHECKPOINT or candidate is None:
+            if any(each["unknown"] for each in gathered):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
+            return None
+        path, (manifest, apply) = candidate
+        if max(steps) == newest:
+            apply()
+            return RestoredCheckpoint(path, manifest)
+        if parse_step(path) > newest:  # another worker could not read this one
+            candidate = None
+
+
+def _read_newest(
+    directory: Path, max_step: int | None, read: Callable[[Path], ResultT], rejected: list[RejectedFile]
+) -> tuple[tuple[Path, ResultT] | None, bool]:
+    """Return the newest checkpoint up to step `max_step` that this worker can read, and whether storage failed before
+    it. Unreadable ones are appended to `rejected`."""
+    storage_error_seen = False
+    try:
+        for path in list_checkpoints(directory):
+            if max_step is not None and parse_step(path) > max_step:
+                continue
+            try:
+                return (path, read(path)), storage_error_seen
+            except CorruptCheckpointError as error:
+                rejected.append((str(path), error.file.name, error.reason))
+                storage_error_seen = storage_error_seen or error.storage_error is not None
+    except OSError as error:
+        if not is_storage_error(error):
+            raise
+        storage_error_seen = True
+    return None, storage_error_seen
+
+
+def report_rejected_files(gathered: Sequence[Mapping[str, Any]], on_reject: OnRejectFn) -> None:
+    """Report each bad file that any worker found, once, on every worker."""
+    for path, file, reason in dict.fromkeys(tuple(each) for theirs in gathered for each in theirs["bad"]):
+        on_reject(Path(path), file, reason)
 
 
 def restore_newest(
@@ -34,3 +181,219 @@ def restore_newest(
         if restored is not None:
             return restored
     return restore_from_disk(run, dist_env, state, on_reject, in_place)
+
+
+MESSAGE_BYTES = 16 << 20
+"""Bytes of one message."""
+CopyId = tuple[int, str]
+"""Step and token."""
+
+
+@dataclass(frozen=True)
+class VerifiedCopies:
+    """Shards that passed verification: for each copy, the owner ranks and the workers that read each shard.
+    `own_shards` are those that this worker read."""
+
+    node_map: NodeMap
+    readers_by_copy: Mapping[CopyId, Mapping[int, Sequence[int]]]
+    own_shards: Mapping[CopyId, Mapping[int, RankRecord]]
+
+
+def find_verified_copies(
+    run: Run, dist_env: DistEnv, on_reject: OnRejectFn, environment: Mapping[str, str] = os.environ
+) -> VerifiedCopies | None:
+    """Verify the shards of this run's copies; None if the run never had an in-memory checkpoint. Every worker calls it.
+    A bad shard is removed and passed to `on_reject` on every worker."""
+    history = None
+    if dist_env.is_rank_zero:
+        newest = max((parse_step(path) for path in list_checkpoints(run.checkpoints)), default=0)
+        epochs, saved = read_epochs(run)
+        history = {"epochs": epochs if saved <= newest else [], "newest": newest}
+    history = broadcast_json_from_rank_zero(dist_env, history)
+    if not history["epochs"]:
+        return None
+    node_map, folder = gather_node_map(dist_env, environment), find_node_dir(run, environment)
+    copies = (
+        [(folder / format_copy_name(*copy), copy) for copy in list_copies(folder)]
+        if _is_own_private_dir(folder)
+        else []
+    )
+    own_shards: dict[CopyId, dict[int, RankRecord]] = {}
+    bad: list[RejectedFile] = []
+    ranks_on_node = node_map.ranks_on_same_node(dist_env.rank)
+    records = [
+        (step, token, record)
+        for path, (step, token) in copies
+        if step > history["newest"] and is_valid_copy(history["epochs"], token, step)
+        for record in list_shard_records(path)
+        # By rank and not by position in the list, because another worker may remove a bad one meanwhile.
+        if parse_rank(record) % len(ranks_on_node) == ranks_on_node.index(dist_env.rank)
+    ]
+    for step, token, path in records:
+        try:
+            shard = read_shard(path)
+        except CorruptCheckpointError as error:
+            bad.append((str(path.parent), error.file.name, error.reason))
+            path.unlink(missing_ok=True)
+            continue
+        own_shards.setdefault((step, token), {})[shard.rank] = shard
+    good = [[step, token, sorted(readers_by_copy)] for (step, token), readers_by_copy in own_shards.items()]
+    readers_by_copy: dict[CopyId, dict[int, list[int]]] = {}
+    gathered = all_gather_json(dist_env, {"good": good, "bad": bad})
+    report_rejected_files(gathered, on_reject)
+    for rank, theirs in enumerate(gathered):
+        for step, token, ranks in theirs["good"]:
+            for owner in ranks:
+                readers_by_copy.setdefault((step, token), {}).setdefault(owner, []).append(rank)
+    return VerifiedCopies(node_map, readers_by_copy, own_shards)
+
+
+def restore_in_memory(
+    run: Run,
+    verified: VerifiedCopies,
+    dist_env: DistEnv,
+    state: AppState,
+    on_reject: OnRejectFn,
+    environment: Mapping[str, str] = os.environ,
+) -> RestoredCheckpoint | None:
+    """Load the newest complete copy into the model, optimizer and grad scaler; None if there is none. Every worker
+    calls it. Nothing changes before every worker has read its part."""
+    if not verified.readers_by_copy:
+        return None
+    folder, bad = Path(), list[RejectedFile]()
+    try:
+        folder = create_node_dir(run, environment)
+    except (OSError, UsageError) as error:
+        bad = [(str(find_base_dir(environment)), "", f"no folder for shards from other nodes: {error}")]
+    if _report_bad_copies(dist_env, bad, on_reject):
+        return None
+    for copy in sorted(verified.readers_by_copy, reverse=True):
+        shards = _gather_shard_records(verified, dist_env, copy)
+        ranks_on_node = set(verified.node_map.ranks_on_same_node(dist_env.rank))
+        ranks_present = {
+            owner for owner, readers in verified.readers_by_copy[copy].items() if ranks_on_node & set(readers)
+        }
+        try:
+            manifest = merge_copy(list(shards.values()), ranks_present)
+        except ValueError:  # shards were on nodes that are gone; this is so on all workers, which see the same shards
+            continue
+        path = folder / format_copy_name(*copy)
+        load_plan = make_load_plan(state.parallel_model, path, manifest)
+        files = find_needed_files(manifest, load_plan.all_blocks)
+        lacking = [owner for owner, shard in shards.items() if owner not in ranks_present and shard.file_name in files]
+        fetched = _fetch_missing_shards(verified, dist_env, copy, path, shards, lacking)
+        apply: ApplyFn | None = None
+        bad = []
+        try:
+            apply = execute_load_plan(load_plan, state, path, manifest)
+        except CorruptCheckpointError as error:
+            bad = [(str(path), error.file.name, error.reason)]
+        if not _report_bad_copies(dist_env, bad, on_reject):
+            assert apply is not None
+            apply()
+            return RestoredCheckpoint(path, manifest, in_memory=True, fetched_bytes=fetched)
+    return None
+
+
+def prune_stale(
+    run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Remove copies when the run resumes from `step`: copies of later steps become invalid, and all copies on this node
+    except `kept_copy` (the one it resumes from, if any) are deleted. Every worker calls it."""
+    if dist_env.is_rank_zero:
+        truncate_history(run, step)
+    folder = find_node_dir(run, environment)
+    if dist_env.local_rank == 0 and _is_own_private_dir(folder):
+        prune_copies(folder, () if kept_copy is None else (kept_copy.name,))
+
+
+def _report_bad_copies(dist_env: DistEnv, bad: list[RejectedFile], on_reject: OnRejectFn) -> bool:
+    """Report bad shards that any worker found, on all of them. Return whether there were any."""
+    gathered = [{"bad": each} for each in all_gather_json(dist_env, bad)]
+    report_rejected_files(gathered, on_reject)
+    return any(each["bad"] for each in gathered)
+
+
+def _is_own_private_dir(folder: Path | None) -> TypeGuard[Path]:
+    """Return whether `folder` exists and only this user can have written to it."""
+    return folder is not None and is_private(folder)
+
+
+def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, RankRecord]:
+    """Gather all shards of a copy by rank; each is sent by the first worker that read it."""
+    own_shards = verified.own_shards.get(copy, {})
+    first = [owner for owner, readers in verified.readers_by_copy[copy].items() if readers[0] == dist_env.rank]
+    gathered = all_gather_json(dist_env, [own_shards[owner].model_dump(mode="json") for owner in first])
+    shards = [RankRecord.model_validate(shard) for theirs in gathered for shard in theirs]
+    return {shard.rank: shard for shard in sorted(shards, key=lambda shard: shard.rank)}
+
+
+def _fetch_missing_shards(
+    verified: VerifiedCopies,
+    dist_env: DistEnv,
+    copy: CopyId,
+    path: Path,
+    shards: Mapping[int, RankRecord],
+    lacking: Sequence[int],
+) -> int:
+    """Fetch to each node the shards that its workers need and lack; return their bytes, over all nodes. All workers do
+    the transfers in the same order, so they cannot deadlock."""
+    missing_by_rank = all_gather_json(dist_env, list(lacking))
+    fetched = 0
+    for node in range(verified.node_map.num_nodes):
+        ranks = verified.node_map.ranks_on(node)
+        for owner in sorted({owner for rank in ranks for owner in missing_by_rank[rank]}):
+            readers, shard = verified.readers_by_copy[copy][owner], shards[owner]
+            source = readers[node % len(readers)]
+            fetched += shard.files[shard.file_name].bytes
+            if dist_env.rank == source:
+                _send_shard_file(path / shard.file_name, shard, ranks[0])
+            elif dist_env.rank == ranks[0]:
+                _receive_shard_file(path, shard, source)
+    if fetched:
+        all_gather_json(dist_env, None)  # after this, what one worker of a node received is visible to the others
+    return fetched
+
+
+def _send_shard_file(file: Path, shard: RankRecord, target: int) -> None:
+    """Send a shard's file. The receiver waits for a fixed number of bytes, so what cannot be read is sent as zeros; the
+    receiver then finds the shard damaged."""
+    with contextlib.ExitStack() as stack:
+        content = None
+        with contextlib.suppress(OSError):
+            content = stack.enter_context(open(file, "rb"))
+        for size in _message_sizes(shard):
+            read = b""
+            if content is not None:
+                try:
+                    read = content.read(size)
+                except OSError:
+                    content = None
+            dist.send(torch.frombuffer(bytearray(read.ljust(size, b"\0")), dtype=torch.uint8), target)
+
+
+def _receive_shard_file(copy: Path, shard: RankRecord, source: int) -> None:
+    """Receive a shard's file. If the disk is full, verification finds it incomplete."""
+    with contextlib.ExitStack() as stack:
+        content = None
+        with contextlib.suppress(OSError):
+            copy.mkdir(mode=0o700, exist_ok=True)
+            content = stack.enter_context(open(copy / shard.file_name, "wb"))
+        for size in _message_sizes(shard):
+            message = torch.empty(size, dtype=torch.uint8)
+            dist.recv(message, source)
+            if content is not None:
+                try:
+                    content.write(as_bytes(message).data)
+                except OSError:
+                    content = None
+    with contextlib.suppress(OSError):
+        write_record(copy, shard)
+
+
+def _message_sizes(shard: RankRecord) -> Iterator[int]:
+    """Yield the sizes of the messages that transfer the shard's file."""
+    left = shard.files[shard.file_name].bytes
+    while left:
+        yield min(left, MESSAGE_BYTES)
+        left -= min(left, MESSAGE_BYTES)

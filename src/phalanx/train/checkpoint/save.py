@@ -16,26 +16,35 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pydantic import BaseModel, ValidationError
 
+from phalanx.errors import UsageError
 from phalanx.recipe.devices import device_kind_of
-from phalanx.train.checkpoint.format import CHUNK_BYTES, RankManifest, rank_file_name
+from phalanx.run import Run
+from phalanx.run.events import ReportEventFn
+from phalanx.train.checkpoint.format import CHUNK_BYTES, RankManifest, merge_rank_manifests, rank_file_name
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
+from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.distributed.mesh import Mesh
+from phalanx.train.distributed.object_collectives import (
+    broadcast_json_from_rank_zero,
+    format_dtype,
+    recv_json,
+    send_json,
+)
+from phalanx.train.distributed.parallel_model import LocalTensor
 
 _WRITER_NICENESS = 10
-SAVE_FLAGS = ("written", "failed", "committed")
-"""Flags of a save that workers add up at each step."""
-POLL_INTERVAL_S = 0.02
-"""Interval at which a worker that waits for a background thread checks that the other workers are alive."""
 
 
 class Destination(Protocol):
@@ -60,9 +69,6 @@ class Destination(Protocol):
 
     def remove_own(self, step: int) -> None:
         """Remove what this rank wrote of a save that is abandoned."""
-
-    def retry_cleanup(self) -> None:
-        """Retry removals that storage refused. Called when no save is in flight."""
 
 
 class SavePhase(StrEnum):
@@ -165,7 +171,6 @@ class CheckpointSaver:
             raise RuntimeError(f"step {step}: the save of step {self._status.step} is neither committed nor given up")
         self._cancelled.clear()
         self._start_time = self._clock()
-        self._destination.retry_cleanup()
         self.reserve_space(shards)
         self._staging = staging = self._shared_staging.take(self._file_spec.nbytes, _find_gpu(shards))
         self._meta, shards = dict(meta), list(shards)
@@ -191,15 +196,15 @@ class CheckpointSaver:
             self._status, self._job = self._job.result(), None
         return self._status
 
-    def poll_when_idle(self, timeout_s: float | None = None) -> SaveStatus:
-        """Wait, at most `timeout_s`, until the save is written, committed, failed or idle; then `poll`."""
+    def poll_when_idle(self) -> SaveStatus:
+        """Wait until the save is written, committed, failed or idle; then `poll`."""
         if self._job is not None:
-            wait([self._job], timeout_s)
+            wait([self._job])
         return self.poll()
 
     def commit_async(self) -> None:
-        """Create the checkpoint in the background; `poll` returns the result. Call it on one rank, when every surviving
-        rank has written. It fails if the shards of a lost rank are missing."""
+        """Create the checkpoint in the background; `poll` returns the result. Call it on one rank, when every rank has
+        written."""
         if self.poll().phase is not SavePhase.WRITTEN:
             raise RuntimeError(f"rank {self._destination.rank} cannot commit a save that is {self._status.phase}")
         self._status = replace(self._status, phase=SavePhase.COMMITTING)
@@ -210,19 +215,14 @@ class CheckpointSaver:
         self.commit_async()
         return self.poll_when_idle()
 
-    def cancel(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+    def cancel(self) -> None:
         """Abandon the save in flight, if any, and remove the files that this rank wrote; nothing more is written. When
-        one rank fails, all ranks call this. `while_waiting` is called until the background thread has stopped."""
+        one rank fails, all ranks call this."""
         self._cancelled.set()
-        while (state := self.poll_when_idle(POLL_INTERVAL_S)).is_busy:
-            while_waiting()
+        state = self.poll_when_idle()
         if state.phase in (SavePhase.WRITTEN, SavePhase.FAILED):
             self._destination.remove_own(state.step)
         self._status, self._must_wait = SaveStatus(SavePhase.IDLE), False
-
-    def retry_cleanup(self) -> None:
-        """Retry removals that storage refused. Call it when no save is in flight."""
-        self._destination.retry_cleanup()
 
     def _get_file_spec(self, shards: Sequence[TensorShard]) -> ShardFileSpec:
         key = [(p.name, p.tensor.dtype, p.tensor.shape, p.shape, p.offset) for p in shards]
@@ -239,7 +239,7 @@ class CheckpointSaver:
         finally:
             self._copied.set()
         staging.wait_gpu_copies()
-        shards.clear()  # the caller may rebuild the model meanwhile and needs the memory of the old one
+        shards.clear()  # frees before the long write what only this save holds
         step, destination = self._status.step, self._destination
         try:
             _lower_thread_priority()
@@ -266,13 +266,12 @@ class CheckpointSaver:
 @dataclass
 class SaveInFlight:
     """A worker's part in the save in flight: at most one at a time, of the same step and to the same destination on all
-    workers. A save to disk may outlive the world that it began in.
+    workers.
 
     Args:
         in_memory: whether it goes to the memory of the nodes, and not to disk.
         best_loss: the validation loss, if this state is the best so far.
         failure: why the save failed, if this worker knows, else "".
-        is_inherited: whether it began in an earlier world, of which workers were lost.
     """
 
     step: int
@@ -280,10 +279,9 @@ class SaveInFlight:
     in_memory: bool = False
     best_loss: float | None = None
     failure: str = ""
-    is_inherited: bool = False
 
     def local_flags(self) -> tuple[bool, bool, bool]:
-        """Return whether this worker has written its part, has failed, and has committed: `SAVE_FLAGS`."""
+        """Return whether this worker has written its part, has failed, and has committed."""
         status = self.saver.poll()
         if status.phase is SavePhase.FAILED:
             self.failure = status.reason
@@ -312,3 +310,122 @@ def _lower_thread_priority() -> None:
 
 def _describe_error(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
+
+
+@dataclass(frozen=True)
+class SaveContext:
+    """Where one worker saves its part of the state, and how it reports.
+
+    Args:
+        common_meta: entries of the meta that are equal in all checkpoints of a run.
+        report_event: receives events on every worker; RunWarning on rank 0 only.
+        flush: sends the events reported so far. A run that dies resumes from the last commit, so the events of the
+            steps before the commit must have been sent.
+        environment: names the folder of in-memory checkpoints, the node, and the network for replicas.
+        staging: host memory that the snapshots of all saves are copied to.
+    """
+
+    run: Run
+    dist_env: DistEnv
+    mesh: Mesh
+    common_meta: dict[str, Any]
+    report_event: ReportEventFn
+    flush: Callable[[], None] = lambda: None
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    staging: SharedStaging = field(default_factory=SharedStaging)
+
+
+PositionFn = Callable[[tuple[str, ...]], tuple[int, int]]
+"""Returns, for tensors that are replicated along these axes, this worker's index among the workers that divide them,
+and their number."""
+
+
+class OwnedTensors:
+    """The tensors that this worker saves of those it holds."""
+
+    def __init__(self, position: PositionFn):
+        self._position = position
+        self._sizes: dict[str, int] = {}
+        self.names: set[str] = set()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self._sizes[name] for name in self.names)
+
+    def update(self, state: Mapping[str, LocalTensor]) -> bool:
+        """Divide the tensors again if their names or sizes have changed, as when an optimizer gets its state at its
+        first update. Return whether they have; it is the same on every worker."""
+        sizes = {name: each.tensor.numel() * each.tensor.element_size() for name, each in state.items()}
+        if sizes == self._sizes:
+            return False
+        self._sizes, self.names = sizes, set()
+        for axes in {each.replicated_axes for each in state.values()}:
+            divided = {name: sizes[name] for name, each in state.items() if each.replicated_axes == axes}
+            index, count = self._position(axes)
+            self.names.update(assign_to_ranks(divided, count)[index])
+        return True
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names that this worker saves."""
+        return [name for name in names if name in self.names]
+
+    def make_shards(self, state: Mapping[str, LocalTensor]) -> list[TensorShard]:
+        """Return the blocks that this worker saves, by name."""
+        return [
+            TensorShard(
+                name, block.slice_local(state[name].tensor), state[name].global_blocks.global_shape, block.global_offset
+            )
+            for name in sorted(self.names)
+            for block in state[name].global_blocks.blocks
+        ]
+
+
+class _Claim(BaseModel):
+    """What one worker holds (dtype and shape of each logical tensor), and what it would save of it."""
+
+    held: dict[str, str]
+    share: RankManifest
+
+
+def check_all_saved(dist_env: DistEnv, step: int, state: Mapping[str, LocalTensor], share: RankManifest) -> None:
+    """Check that the workers, of which each would save its `share` of the `state` that it holds, save everything once:
+    a user's optimizer or module may hold different state on each worker. Every worker calls it, after an update. Raises
+    UsageError on every worker if they do not."""
+    held = {
+        name: f"{format_dtype(each.tensor.dtype)}{list(each.global_blocks.global_shape)}"
+        for name, each in state.items()
+    }
+    claim = _Claim(held=held, share=share)
+    if not dist_env.is_rank_zero:
+        send_json(0, claim.model_dump(mode="json"), None)
+    problem = _find_problem(claim, dist_env.world_size) if dist_env.is_rank_zero else None
+    if dist_env.world_size > 1:
+        problem = broadcast_json_from_rank_zero(dist_env, problem)
+    if problem:
+        raise UsageError(
+            f"step {step}: a checkpoint would not hold the state of all workers: {problem}; let the model and the "
+            "optimizer hold tensors of the same names, shapes and dtypes on every worker"
+        )
+
+
+def _find_problem(claim: _Claim, world_size: int) -> str:
+    """Return, on rank 0, what is wrong with the state that all workers would save; "" if nothing is."""
+    others = (_Claim.model_validate(recv_json(rank, None)) for rank in range(1, world_size))
+    claims = [claim, *others]
+    first: dict[str, tuple[int, str]] = {}
+    for rank, each in enumerate(claims):
+        for name, what in each.held.items():
+            before, known = first.setdefault(name, (rank, what))
+            if known != what:
+                return f"{name} is {known} on worker {before} and {what} on worker {rank}"
+    try:
+        left = first.keys() - merge_rank_manifests((each.share for each in claims), {}).tensors.keys()
+    except ValueError as error:
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    else:
+        if not left:
+            return ""
+        problem = f"no worker would save {min(left)}"
+    if lone := sorted(name for name in first if sum(name in each.held for each in claims) == 1):
+        problem += f", and one worker alone holds {lone[0]}"
+    return problem

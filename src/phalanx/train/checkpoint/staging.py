@@ -16,7 +16,7 @@ import torch
 from phalanx.errors import UsageError
 from phalanx.train.checkpoint.format import FileRecord, RankManifest, ShardRecord, TensorRecord, make_safetensors_header
 from phalanx.train.checkpoint.pinned_buffer import Bytes, PinnedBuffer
-from phalanx.train.checkpoint.rank_record import RankRecord
+from phalanx.train.checkpoint.shard_file import RankRecord
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 # numpy knows no bfloat16 and no float8: elements are moved as integers of the same width.

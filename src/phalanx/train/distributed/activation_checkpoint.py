@@ -5,7 +5,9 @@
     full       keep only the inputs of a block: one more forward of each block, about a third more time
 
 (Chen et al. 2016; Korthikanti et al. 2022 for selective.) The numbers do not change: dropout uses the same random
-numbers, the state of the block is restored (`block_state.py`), and loss and gradients are bit-identical.
+numbers, and loss and gradients are bit-identical. A recomputation starts with the block's buffers as they were before
+the forward, and its own changes to them are discarded: persistent buffers (BatchNorm's statistics, moving averages),
+and all buffers of modules with an `after_step`, such as routers, but no masks.
 
 Parameters keep their names: a block's `forward` is wrapped, no module is put around it. Apply it after tensor and
 expert parallelism and before compilation: `block.compile()` then sees the wrapped forward, and the compiler keeps what
@@ -19,11 +21,12 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.train.distributed.block_state import BlockState, has_mutable_state
+from phalanx.train.distributed.buffer_sync import NORM_LAYER_TYPES
 from phalanx.train.distributed.context_parallel import make_checkpoint_contexts
+from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.ops.random_draws import WholeFeatures
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -66,6 +69,8 @@ SAVED_OPS = (
 )
 """Operations of which selective activation checkpointing keeps the results, in all overloads, grouped by reason."""
 
+BufferNames = list[tuple[nn.Module, str]]
+"""Owner and name of buffers."""
 _ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -73,28 +78,20 @@ def apply_activation_checkpointing(
     model: nn.Module,
     blocks: Iterable[str],
     mode: ActivationCheckpointing,
-    *,
-    every_second_matmul: bool = False,
 ) -> None:
     """Make the named blocks of the model recompute their activations in backward.
 
-    With `every_second_matmul`, selective keeps only every second matmul of a block: nearly the memory of full at half
-    its cost. A block that runs without gradients recomputes nothing. A compiled block keeps its activations if its
-    forward may change its state (`block_state.has_mutable_state`). Raises ValueError for an unknown mode, and for a
-    block that recomputes already.
+    A block that runs without gradients recomputes nothing. A compiled block keeps its activations if its
+    forward may change its state (`has_mutable_state`).
 
     Selective cannot keep a result that the model then changes in place (`relu_` on the output of a Linear): torch
     raises in backward and says so. Use full for such a model.
     """
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"recompute {mode!r} must be 'none', 'selective' or 'full'")
     if mode == "none":
         return
-    contexts = functools.partial(_make_selective_contexts, every_second_matmul) if mode == "selective" else None
+    contexts = _make_selective_contexts if mode == "selective" else None
     for name in blocks:
         block = model.get_submodule(name)
-        if isinstance(vars(block).get("forward"), _CheckpointedForward):
-            raise ValueError(f"block {name} recomputes already")
         vars(block)["forward"] = _CheckpointedForward(block, block.forward, contexts)
 
 
@@ -104,7 +101,7 @@ class _CheckpointedForward:
     def __init__(self, block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], _ContextPair] | None):
         self.forward = forward
         self.contexts = contexts
-        self.block_state = BlockState(block)
+        self.buffers = find_mutable_buffers(block)
         # In a compiled graph, every run of the forward would write to the block's state.
         self.supports_compile = not has_mutable_state(block)
 
@@ -112,7 +109,7 @@ class _CheckpointedForward:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            contexts = functools.partial(_nest_contexts, self.block_state.checkpoint_contexts, self.contexts)
+            contexts = functools.partial(_nest_contexts, self.buffers, self.contexts)
             return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if not self.supports_compile:
             return self.forward(*args, **kwargs)
@@ -122,15 +119,16 @@ class _CheckpointedForward:
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
 
-def _nest_contexts(state: Callable[[], _ContextPair], selective: Callable[[], _ContextPair] | None) -> _ContextPair:
+def _nest_contexts(buffers: BufferNames, selective: Callable[[], _ContextPair] | None) -> _ContextPair:
     """Return the contexts of forward and recomputation: those of selective checkpointing, nested in those of the
     block's state and of context parallelism."""
     found = make_checkpoint_contexts()
     whole = contextlib.nullcontext(), WholeFeatures()  # a recomputation may have ended before the block's last layer
-    for inner in (lambda: whole, state, selective):
-        if inner is not None:
-            forward, backward_context = inner()
-            found = _NestedContext(found[0], forward), _NestedContext(found[1], backward_context)
+    inner: list[_ContextPair] = [whole, make_state_contexts(buffers)]
+    if selective is not None:
+        inner.append(selective())
+    for forward, backward_context in inner:
+        found = _NestedContext(found[0], forward), _NestedContext(found[1], backward_context)
     return found
 
 
@@ -151,19 +149,10 @@ class _NestedContext(AbstractContextManager[None]):
         self._entered.pop().__exit__(*error)
 
 
-def _make_selective_contexts(every_second_matmul: bool) -> _ContextPair:
-    seen = {False: 0, True: 0}
-
+def _make_selective_contexts() -> _ContextPair:
     def policy(context: Any, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = get_op_name(operation)
-        if name not in SAVED_OPS:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if every_second_matmul and name in MATMUL_OPS:
-            # Some releases of torch call the policy again during recomputation, so that has a separate count.
-            seen[context.is_recompute] += 1
-            if seen[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_SAVE if name in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: _ContextPair = create_selective_checkpoint_contexts(policy)
     return contexts
@@ -172,3 +161,59 @@ def _make_selective_contexts(every_second_matmul: bool) -> _ContextPair:
 def get_op_name(operation: Callable[..., Any]) -> str:
     """Return an operation's name as in KEPT: namespace and name without the overload."""
     return ".".join(str(operation).split(".")[:2])
+
+
+def find_mutable_buffers(block: nn.Module) -> BufferNames:
+    """Return the buffers that a forward of the block may change."""
+    found = []
+    for module in block.modules():
+        names = dict(module.named_buffers(recurse=False))
+        if not hasattr(module, "after_step"):
+            names = get_persistent_buffers(module, recurse=False)
+        found += [(module, name) for name, buffer in names.items() if buffer.dtype != torch.bool]
+    return found
+
+
+def has_mutable_state(block: nn.Module) -> bool:
+    """Return whether running a block's forward twice may give a different state than running it once. Exempt are
+    torch's normalization layers, which a compiler updates only once, and modules with an `after_step`, the state of
+    which is completed at the end of each step."""
+    owners = [module for module, _ in find_mutable_buffers(block)]
+    return not all(isinstance(module, NORM_LAYER_TYPES) or hasattr(module, "after_step") for module in owners)
+
+
+def make_state_contexts(buffers: BufferNames) -> _ContextPair:
+    """Return the contexts of one forward of a block with these buffers, and of its recomputation."""
+    before = _ForwardContext(buffers)
+    return before, _RecomputeContext(before)
+
+
+class _ForwardContext(AbstractContextManager[None]):
+    """Copies the buffers before a forward."""
+
+    def __init__(self, buffers: BufferNames):
+        self._buffers = buffers
+        self.values: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self.values = [(module, name, getattr(module, name).detach().clone()) for module, name in self._buffers]
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _RecomputeContext(AbstractContextManager[None]):
+    """Replaces the buffers by copies. It can be entered twice, as when a graph is retained for a second backward."""
+
+    def __init__(self, before: _ForwardContext):
+        self._before = before
+        self._current: list[list[tuple[nn.Module, str, Tensor]]] = []
+
+    def __enter__(self) -> None:
+        self._current.append([(module, name, getattr(module, name)) for module, name, _ in self._before.values])
+        for module, name, value in self._before.values:
+            setattr(module, name, value.clone())
+
+    def __exit__(self, *error: object) -> None:
+        for module, name, current in self._current.pop():
+            setattr(module, name, current)

@@ -13,12 +13,8 @@ same changes: each sets a flag in the all-reduce of the step if it found an unse
 exchange names.
 """
 
-import random
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,20 +36,15 @@ from phalanx.train.ops.collectives import Group
 
 VersionedBuffer = tuple[Tensor, int]
 """A buffer and its version counter."""
-NORM_LAYER_TYPES: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-MODULE_ATTRIBUTES = ("training", *vars(nn.Module()))
-"""Attributes that every module has."""
-MAX_COMPARED_VALUES = 1000
-"""Maximum number of values in an attribute for it to be compared."""
-NORM_LAYER_TYPES += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-GENERATOR_POSITION: dict[type, Callable[[Any], object]] = {
-    torch.Generator: lambda generator: bytes(generator.get_state()),
-    random.Random: lambda generator: generator.getstate(),
-    np.random.Generator: lambda generator: str(generator.bit_generator.state),
-    np.random.RandomState: lambda generator: str(generator.get_state()),
-}
-"""Types of random generators, and how to read the state of each."""
+NORM_LAYER_TYPES: tuple[type[nn.Module], ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""
 
@@ -226,99 +217,13 @@ def _as_byte_view(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _is_comparable(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain memory with values; sparse, nested and quantized tensors are not."""
-    strided = tensor.layout == torch.strided and not tensor.is_nested
-    return strided and not tensor.is_quantized and not tensor.is_meta
-
-
-def find_forward_changes(model: nn.Module, forward: Callable[[], object]) -> tuple[list[str], list[str]]:
-    """Return names of the state that `forward`, called twice, changes: state that a checkpoint holds, and state that it
-    does not (non-persistent buffers and plain attributes). State that the second of two equal forwards leaves unchanged
-    is a cache or a result, and is not listed; neither is what each forward computes from state in the checkpoint."""
+def find_forward_changes(model: nn.Module, forward: Callable[[], object]) -> list[str]:
+    """Return names of the state in a checkpoint that `forward`, called once, changes."""
     state = BufferSync([model], DistEnv(), None, elastic=True)
     state.record_versions()
     forward()
-    before = _copy_unsaved_state(model)
-    forward()
     state.detect_changes()
-    now = _copy_unsaved_state(model)
-    lost = sorted(name for name in now if name in before and not _values_equal(before[name], now[name]))
-    if tensors := {name: before[name] for name in lost if isinstance(before[name], Tensor)}:
-        computed = _computed(model, forward, state._mutable_tensors(model), tensors)
-        lost = [name for name in lost if name not in computed]
-    return sorted(state._changed_now), lost
-
-
-@torch.no_grad()
-def _restore(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, tensor in held.items():
-        tensor.copy_(values[name])
-
-
-def _computed(
-    model: nn.Module, forward: Callable[[], object], held: dict[str, Tensor], others: Mapping[str, Tensor]
-) -> set[str]:
-    """Return those of `others` that a forward overwrites with values that depend only on state in the checkpoint, such
-    as the weight of the older spectral norm. Their initial values here are those of another forward."""
-    values = {name: tensor.detach().clone() for name, tensor in held.items()}
-    forward()
-    once = _copy_unsaved_state(model)
-    _restore(held, values)
-    for name, value in others.items():
-        path, _, key = name.rpartition(".")
-        setattr(model.get_submodule(path), key, value.clone())
-    forward()
-    again = _copy_unsaved_state(model)
-    return {name for name in others if name in once and name in again and _values_equal(once[name], again[name])}
-
-
-def _copy_unsaved_state(model: nn.Module) -> dict[str, Any]:
-    """Copy the state that is in no checkpoint: everything in modules except parameters, persistent buffers, extra state
-    and what is reduced at the end of a step (`after_step`); and the states of random generators other than torch's."""
-    saved, extra = get_persistent_buffers(model), find_extra_state_modules(model)
-    found: dict[str, Any] = {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
-    for name, module in model.named_modules():
-        if name in extra or hasattr(module, "after_step"):
-            continue
-        own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
-        own |= dict(module.named_buffers(recurse=False))
-        attributes = {f"{name}.{key}" if name else key: value for key, value in own.items() if _is_plain_value(value)}
-        found |= {key: _copy_value(value) for key, value in attributes.items() if key not in saved}
-    return found
-
-
-def _is_plain_value(value: object) -> bool:
-    """Return whether an attribute is comparable: a number, a string, a tensor, or a few of them."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple | deque):
-        return len(value) <= MAX_COMPARED_VALUES and all(_is_plain_value(each) for each in value)
-    if isinstance(value, Tensor):
-        return _is_comparable(value)
-    return value is None or isinstance(value, bool | int | float | str) or type(value) in GENERATOR_POSITION
-
-
-def _copy_value(value: Any) -> Any:
-    if type(value) in GENERATOR_POSITION:
-        return GENERATOR_POSITION[type(value)](value)
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copy_value(each) for key, each in value.items()}
-    return [_copy_value(each) for each in value] if isinstance(value, list | tuple | deque) else value
-
-
-def _values_equal(before: Any, now: Any) -> bool:
-    if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return _same_bits(before, now)
-    if type(before) is not type(now):
-        return False
-    if isinstance(before, dict):
-        return before.keys() == now.keys() and all(_values_equal(each, now[key]) for key, each in before.items())
-    if isinstance(before, list):
-        return len(before) == len(now) and all(map(_values_equal, before, now))
-    return bool(before == now or (before != before and now != now))  # NaN equals itself here
+    return sorted(state._changed_now)
 
 
 def format_names(names: Sequence[str]) -> str:

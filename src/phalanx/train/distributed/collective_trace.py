@@ -23,10 +23,12 @@ import torch.distributed as dist
 
 from phalanx.compat import list_process_groups, read_flight_recorder
 from phalanx.errors import RecipeError
-from phalanx.run.message_socket import send
+from phalanx.run.messages import send
 from phalanx.run.process_messages import PendingCollective, WaitingInCollective
+from phalanx.train.callbacks import TrainerCallback
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import all_gather_json
+from phalanx.train.step_metrics import StepResult
 
 CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
 """Set to 1 to compare the collectives of all ranks after each step and each evaluation."""
@@ -98,17 +100,26 @@ def enable_trace(environment: Mapping[str, str]) -> None:
     os.environ.setdefault(RING_VARIABLE, str(entries))
 
 
-class CollectiveCheck:
+class CollectiveCheck(TrainerCallback):
     """Compares the collectives of all ranks since the last comparison."""
 
     @classmethod
-    def where_asked(cls, dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> "CollectiveCheck | None":
-        """None unless the user asks for it, and in a world of one."""
-        return cls(dist_env) if environment.get(CHECK_VARIABLE) == "1" and dist_env.world_size > 1 else None
+    def where_asked(cls, dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> "list[CollectiveCheck]":
+        """Empty unless the user asks for it, and in a world of one."""
+        return [cls(dist_env)] if environment.get(CHECK_VARIABLE) == "1" and dist_env.world_size > 1 else []
 
     def __init__(self, dist_env: DistEnv):
         self._dist_env = dist_env
         self._last_record = read_last_record()
+
+    def pre_step(self, step: int) -> None:
+        self._step = step
+
+    def post_step(self, result: StepResult, lr: float) -> None:
+        self.compare(f"step {self._step}")
+
+    def between_steps(self, due_steps: Sequence[int], is_done: bool) -> None:
+        self.compare(f"evaluation after step {self._step}")
 
     def compare(self, where: str) -> None:
         """Raise RecipeError on all ranks if ranks of a process group issued different collectives; every rank calls
@@ -148,7 +159,7 @@ _watches: "list[CollectiveWatch]" = []
 
 def watch_collectives(environment: Mapping[str, str]) -> None:
     """Report to the agent what the main thread waits in, from a thread; without an agent do nothing. Call it in each
-    new world: one watch serves them all, and collectives of earlier ones, some of which never end, do not count."""
+    new world of a process: one watch serves them all, and collectives of earlier ones do not count."""
     if _watches:
         _watches[0].start_world()
     elif fd := environment.get("PHALANX_EVENTS_FD"):

@@ -37,11 +37,9 @@ def choose_context_method(heads: int, kv_heads: int, n: int) -> ContextMethod:
         gather     (n-1)/n x b s d e x 2g                              keys and values of all others
         alltoall   (n-1)/n x b s d e x (2h + 2 lcm(g, n)) / n          own queries, keys, values; then results
 
-    where lcm(g, n) = g if the key-value heads divide by n, too. With g = h, all-to-all receives n/2 times less. With g
-    = h/4 it receives more up to n = 4, and is still chosen: bytes grow with s and attention with s^2, its
+    where lcm(g, n) = g if the key-value heads divide by n, too. Then `alltoall` is chosen even if it receives more: its
     attention is the ordinary one on whole sequences, with the best kernels, and gathered keys and values need not be
-    kept for the backward. If the key-value heads do not divide by n, it repeats them, to lcm(g, n); then it is chosen
-    only if it receives less than gathering.
+    kept for the backward. If it must repeat key-value heads, it is chosen only if it receives less than gathering.
     """
     if heads % n == 0 and (kv_heads % n == 0 or heads + math.lcm(kv_heads, n) <= n * kv_heads):
         return "alltoall"
@@ -86,8 +84,6 @@ def attention_over_context(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys and values [b, g, s/n, d] of the whole sequence.
-
-    The many arguments are those of `scaled_dot_product_attention`, and of the context-parallel group.
 
     Causal or full; `masks`, from `make_document_masks`, replace the causal mask. h must be a multiple of g. Returns
     [b, h, s/n, dv]. Raises RecipeError if `alltoall` cannot divide the heads.

@@ -118,19 +118,17 @@ class ContextParallel:
     method: see context_attention.py; `choose_context_method` selects it.
     documents: [b, s] of the whole batch, as before `shard_batch`: every causal or masked call is then restricted to
         documents, whatever its mask.
-    replace_masks: for models that build a causal mask when positions are not contiguous, as under `gather` (Hugging
-        Face models do): without documents, such a mask is replaced by causal attention over the whole sequence instead
-        of being refused. So is a mask without data, as they build it when positions are unknown. Only for models that
-        `check_context_parallel` accepted. They build it on all ranks but the last, which has contiguous chunks, and
-        repeat key-value heads where they do; so on the last they are repeated here.
+    replace_masks: for models that `check_context_parallel` accepted and that build a causal mask when positions are not
+        contiguous, as under `gather` (Hugging Face models do): without documents, it is replaced by causal attention
+        over the whole sequence. They build it on all ranks but the last, which has contiguous chunks, and repeat
+        key-value heads where they do; so on the last they are repeated here.
 
     It is active for all threads of the process, since a recomputation may run in one of autograd's. It must be active
     there, too: hand `make_checkpoint_contexts` to checkpoint, or keep it active around the backward. Blocks may be
     compiled, with recomputation inside or outside. Raises RecipeError for calls that it would get wrong.
 
-    The name `torch.nn.functional.scaled_dot_product_attention` is what it replaces, and puts back. (A function mode
-    would serve models that took the function by another name before, but torch.compile follows neither recomputation
-    nor methods such as Tensor.unflatten under one.)
+    It replaces the name `torch.nn.functional.scaled_dot_product_attention`. (torch.compile follows neither
+    recomputation nor methods such as Tensor.unflatten under a function mode.)
     """
 
     def __init__(

@@ -46,12 +46,8 @@ def dist_env_from_environment(environment: Mapping[str, str] = os.environ, devic
 
 
 def find_visible_gpus() -> tuple[str, int]:
-    """Return the kind of GPU that torch sees and supports here, and the count; "cpu" and 0 if there is none."""
-    if torch.cuda.is_available():
-        return "cuda", torch.cuda.device_count()
-    if torch.xpu.is_available() and torch.xpu.get_device_properties(0).has_fp64:
-        return "xpu", torch.xpu.device_count()
-    return "cpu", 0
+    """Return the kind of GPU that torch sees here, and the count; "cpu" and 0 if there is none."""
+    return ("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else ("cpu", 0)
 
 
 def select_device(

@@ -1,4 +1,5 @@
-"""Map exceptions to error messages and exit codes, for workers without our agent, which knows causes by exit status."""
+"""Map exceptions to error messages and exit codes, for workers without our agent, which knows causes by exit status;
+out of memory is detected on every device, and a smaller micro-batch suggested."""
 
 import contextlib
 import os
@@ -10,7 +11,42 @@ import torch.distributed as dist
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, UnfitNodeError, describe_os_error, is_storage_error
 from phalanx.recipe import describe_exception
 from phalanx.run.node_env import find_node_name
-from phalanx.train.distributed.oom import is_out_of_memory
+
+OOM_MESSAGES = ("not enough memory", "allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+"""Messages of torch, of GPU drivers and of libraries (cuBLAS, cuDNN) when an allocation fails."""
+
+
+class OutOfMemory(RecipeError):
+    """The micro-batch is too large for the memory of the device."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OOM_MESSAGES)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(micro_size: int) -> Iterator[None]:
+    """Turn an allocation failure into an OutOfMemory that names a smaller micro-batch size."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(format_oom_advice(micro_size)) from error
+
+
+def format_oom_advice(micro_size: int) -> str:
+    """Return the error message for a run that ran out of memory with micro-batches of `micro_size`: at most half of it,
+    and a divisor, so that it divides batch.global_size, too."""
+    text = f"batch.micro_size: out of memory with micro-batches of {micro_size}"
+    smaller = max((size for size in range(1, micro_size // 2 + 1) if micro_size % size == 0), default=None)
+    if smaller is None:
+        return f"{text}; not even one sample fits: use a smaller model or sequence, or a device with more memory"
+    return f"{text}; use batch.micro_size={smaller}"
+
 
 GLOO_PEER_LOSS_MESSAGES = ("gloo/transport", "caused pair closure")
 """Messages of gloo, which has no exception type for a lost peer. Other threads get the second after a peer closed."""

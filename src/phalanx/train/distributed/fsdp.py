@@ -5,9 +5,9 @@ terms. Tied parameters must be in one group, that of the root: FSDP would silent
 separately.
 
 Sharding does not change the formats of the computation, which are those of autocast on one process. A group has one
-format: 16 bits for what autocast casts in any case (cast_parameters.py), otherwise fp32. The few other parameters of a
-block, those of its norms, are therefore gathered with the root, in fp32; a block in which they are many is gathered in
-fp32 as a whole.
+format: 16 bits, which is half the bytes, for what autocast casts in any case (`is_cast`), otherwise fp32. The few other
+parameters of a block, those of its norms, are therefore gathered with the root, in fp32; a block in which they are many
+is gathered in fp32 as a whole.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +22,49 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.compat import has_hooks, is_compiled, map_registered_tensors
 from phalanx.errors import RecipeError
-from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
-from phalanx.train.distributed.cast_parameters import iterate_uncast_parameters
+from phalanx.train.ops.blocks import is_conv1d
+from phalanx.train.ops.float8 import Float8Linear
+from phalanx.train.ops.lora import is_lora_name
 from phalanx.train.precision import AUTOCAST_DTYPES
+
+CASTING_MODULES = frozenset(
+    {
+        nn.Linear,
+        nn.modules.linear.NonDynamicallyQuantizableLinear,  # the output layer of nn.MultiheadAttention
+        nn.MultiheadAttention,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+        Float8Linear,
+    }
+)
+"""Modules that pass the parameters of `CAST_NAMES` to operations that autocast runs in 16 bits, and to nothing else. A
+subclass may do otherwise."""
+CAST_NAMES = frozenset(
+    {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+)
+
+
+def is_cast(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a module's own parameter is read in 16 bits only. `casts_parameters = True` on a module says so of
+    all its own, as on `phalanx.models.moe.GroupedExperts`."""
+    if parameter.dtype != torch.float32:
+        return False
+    if getattr(module, "casts_parameters", False):
+        return True
+    return (type(module) in CASTING_MODULES or is_conv1d(module)) and (name in CAST_NAMES or is_lora_name(name))
+
+
+def iterate_uncast_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield the own parameters of modules, with the module, that are not read in 16 bits only."""
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_cast(module, name, parameter):
+                yield module, parameter
+
 
 MAX_SHARE_WITH_ROOT = 1 / 8
 """Largest share of a block's elements that is gathered with the root, where it stays for a whole micro-batch."""
@@ -33,7 +73,7 @@ GATHERED_WITH_ROOT_ATTR = "gathered_with_root"
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether FSDP can reduce zeros for parameters that a backward did not use (torch 2.13 and later). Otherwise the
 all-reduce over replicas cannot be deferred to the last backward either: gradients of parameters that it does not use
-would not be reduced (`set_all_reduce_required`)."""
+would not be reduced (`ParallelReducer`)."""
 
 
 def apply_fsdp(
@@ -65,7 +105,6 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    forbid_parameter_writes(root)
 
 
 def _shard_group(
@@ -128,37 +167,6 @@ def _children_of(root: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None
         delattr(root, name)
 
 
-def forbid_parameter_writes(root: nn.Module) -> None:
-    """Make the first training forward raise RecipeError if it writes to gathered parameters, since FSDP discards the
-    change. Compiled modules are not checked."""
-    for name, module in root.named_modules():
-        if not is_compiled(module) and isinstance(module, FSDPModule):
-            _check_first_forward(root.get_submodule(name), f"{name}." if name else "")
-
-
-def _check_first_forward(module: nn.Module, prefix: str) -> None:
-    before: dict[str, tuple[int, int]] = {}
-
-    def pre_hook(module: nn.Module, args: Any) -> None:
-        if module.training:
-            before.update(snapshot_weight_versions(module))
-
-    def post_hook(module: nn.Module, args: Any, output: Any) -> None:
-        if not module.training:
-            return
-        for handle in handles:
-            handle.remove()
-        after = snapshot_weight_versions(module)
-        if changed := [name for name, weight in before.items() if name in after and after[name] != weight]:
-            raise RecipeError(
-                f"parallelism.shard: the forward of the model changes parameter {prefix + changed[0]!r}, and of a "
-                "sharded one the change is lost; keep it in a buffer, or use parallelism.replicate"
-            )
-
-    # FSDP's own hooks gather before the first of these and free after the second.
-    handles = [module.register_forward_pre_hook(pre_hook), module.register_forward_hook(post_hook, prepend=True)]
-
-
 def reduce_unused_parameters(root: nn.Module, hooked: bool) -> None:
     """Make each backward reduce all trained parameters of the sharded modules below `root`. FSDP reduces those with a
     gradient in one operation; if workers use different ones, as when an expert gets no tokens, it would add gradients
@@ -192,18 +200,6 @@ class _Using(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return (*gradients, *(zero.expand(shape) for shape, zero in ctx.like))
-
-
-def enable_deferred_all_reduce(root: nn.Module) -> list[FSDPModule]:
-    """Return the sharded modules below `root` for use with `set_all_reduce_required`."""
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def set_all_reduce_required(modules: Iterable[FSDPModule], required: bool) -> None:
-    """Set whether the next backward reduces gradients over replicas, including those of earlier backwards, or only over
-    the ranks that shard."""
-    for module in modules:
-        module.set_requires_all_reduce(required, recurse=False)
 
 
 def sort_in_reduction_order(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

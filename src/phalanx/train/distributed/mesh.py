@@ -6,13 +6,10 @@ the pipeline dimension outermost, which communicates least:
     rank = (((pipeline x replicate + r) x shard + s) x context + c) x tensor + t
 """
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,15 +113,9 @@ def make_single_worker_mesh() -> Mesh:
     return Mesh(Parallelism(), rank_coordinates(Parallelism(), 0))
 
 
-def build_mesh(
-    parallelism: Parallelism,
-    dist_env: DistEnv,
-    recipe: Recipe | None = None,
-    connection_scope: Callable[[str], AbstractContextManager[Any]] = lambda dimension: contextlib.nullcontext(),
-) -> Mesh:
+def build_mesh(parallelism: Parallelism, dist_env: DistEnv, recipe: Recipe | None = None) -> Mesh:
     """Create the groups of this worker, after `init_process_group`; every worker calls it. The product of the
-    dimensions is the world size. The `recipe` determines what reduces between sharded replicas. The `connection_scope`
-    of a dimension is entered while its group opens connections."""
+    dimensions is the world size. The `recipe` determines what reduces between sharded replicas."""
     own_coordinates = rank_coordinates(parallelism, dist_env.rank)
     world_group = dist.group.WORLD if parallelism.world > 1 else None
     if parallelism.replicate == parallelism.world:
@@ -134,10 +125,9 @@ def build_mesh(
     ranks = torch.arange(math.prod(sizes)).view(sizes)
     groups: dict[str, Group] = {}
     for i, name in enumerate(MESH_DIMENSIONS):
-        with connection_scope(name):
-            groups[name] = _make_groups(ranks.movedim(i, -1), dist_env.rank)
+        groups[name] = _make_groups(ranks.movedim(i, -1), dist_env.rank)
     fsdp_mesh = expert_fsdp_mesh = expert = None
-    is_tree_hsdp = fsdp_size > 1 and reduces_hybrid_shards(recipe or Recipe(), parallelism, dist_env.device.type)
+    is_tree_hsdp = fsdp_size > 1 and reduces_hybrid_shards(recipe or Recipe())
     if fsdp_size > 1:
         owners = groups["shard"]
         if parallelism.context > 1:

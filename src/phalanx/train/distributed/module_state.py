@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe import describe_exception
-from phalanx.train.distributed.oom import is_out_of_memory
+from phalanx.train.distributed.failures import is_out_of_memory
 
 EXTRA_STATE_PREFIX = "extra/"
 """Prefix of the logical names of extra state; the name of the module follows."""
@@ -44,12 +44,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 def check_model_can_be_saved(model: nn.Module) -> None:
     """Raise RecipeError, naming the first parameter, buffer or module that cannot be trained or saved."""
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        if frozen := [name for name, tensor in tensors if not is_lazy(tensor) and tensor.is_inference()]:
-            raise RecipeError(
-                f"model.build: {kind} {frozen[0]!r} was made in torch.inference_mode(), so nothing can be trained with "
-                "it; build the model outside of that (torch.no_grad() does no harm)"
-            )
     has_values = not all(parameter.is_meta for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         if has_values and parameter.is_meta:
@@ -78,9 +72,6 @@ def check_model_can_be_saved(model: nn.Module) -> None:
                 f"model.build: buffer {name!r} has no values (it is on the meta device); give it some in the builder"
             )
         _check_tensor("buffer", name, buffer)
-    for name in (*dict(model.named_parameters()), *buffers, *find_extra_state_modules(model)):
-        if not _is_text(name):
-            raise RecipeError(f"model.build: {name!r} is a name of no text that can be saved; give it another")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise RecipeError(
@@ -90,21 +81,18 @@ def check_model_can_be_saved(model: nn.Module) -> None:
     get_extra_state(model)
 
 
-def _is_text(name: str) -> bool:
-    """Return whether UTF-8 can encode a name: surrogates, as of a file name in another encoding, do not round-trip."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise RecipeError(
             f"model.build: {what} {name!r} is a tensor of layout {kind}, which a checkpoint cannot hold; "
             "keep its dense parts, or a buffer with persistent=False"
+        )
+    is_expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if is_expanded or tensor.is_conj() or tensor.is_neg():
+        raise RecipeError(
+            f"model.build: {what} {name!r} is a view (expand, conj), which cannot be written to; give it memory of its "
+            "own by resolve_conj() and clone()"
         )
     if tensor.dtype not in DTYPE_NAMES:
         kind = str(tensor.dtype).removeprefix("torch.")
@@ -126,38 +114,8 @@ def get_persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[st
         raise RecipeError(f"model.build: state_dict() of the model failed: {describe_exception(error)}") from error
 
 
-@torch.no_grad()
-def ensure_own_memory(model: nn.Module) -> None:
-    """Copy each parameter and persistent buffer with overlapping elements (`expand`) or a lazy conjugate to memory of
-    its own, since it could not be written to otherwise. Tied tensors stay tied."""
-    for parameter in model.parameters():
-        if not is_lazy(parameter) and _has_overlapping_memory(parameter):
-            parameter.data = _copy_contiguous(parameter)
-    shared = {
-        id(buffer): buffer for buffer in get_persistent_buffers(model).values() if _has_overlapping_memory(buffer)
-    }
-    copies = {key: _copy_contiguous(buffer) for key, buffer in shared.items()}
-    for module in model.modules() if copies else ():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if id(buffer) in copies:
-                setattr(module, name, copies[id(buffer)])
-
-
 def _copy_contiguous(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def _has_overlapping_memory(tensor: Tensor) -> bool:
-    """Return whether elements may overlap, or memory does not hold the plain values."""
-    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor) or tensor.is_quantized:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and tensor.numel():
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def find_extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:

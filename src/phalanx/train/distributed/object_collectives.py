@@ -105,21 +105,13 @@ def all_gather_json(dist_env: DistEnv, value: Any) -> list[Any]:
 
 def broadcast_json_from_rank_zero(dist_env: DistEnv, value: Any) -> Any:
     """Broadcast rank 0's value as JSON; the `value` of other workers is ignored. Every worker calls it."""
-    return _decode_json(_encode_json(value)) if dist_env.world_size == 1 else broadcast_json(0, value)
-
-
-def broadcast_json(
-    source: int, value: Any, group: dist.ProcessGroup | None = None, device: torch.device = CPU_DEVICE
-) -> Any:
-    """Broadcast the value of the global rank `source` to a group; the `value` of others is ignored. Every worker of the
-    group calls it."""
-    is_source = dist.get_rank() == source
-    content = (_encode_json(value) if is_source else torch.empty(0, dtype=torch.uint8)).to(device)
-    size = torch.tensor([content.numel()], device=device)
-    dist.broadcast(size, src=source, group=group)
-    if not is_source:
-        content = torch.empty(_check_json_size(int(size)), dtype=torch.uint8, device=device)
-    dist.broadcast(content, src=source, group=group)
+    content = _encode_json(value) if dist_env.is_rank_zero else torch.empty(0, dtype=torch.uint8)
+    if dist_env.world_size > 1:
+        size = torch.tensor([content.numel()])
+        dist.broadcast(size, src=0)
+        if not dist_env.is_rank_zero:
+            content = torch.empty(_check_json_size(int(size)), dtype=torch.uint8)
+        dist.broadcast(content, src=0)
     return _decode_json(content)
 
 

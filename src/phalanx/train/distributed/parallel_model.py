@@ -23,7 +23,7 @@ from phalanx.train.ops.grad_norm import total_norm
 
 if TYPE_CHECKING:
     from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
-    from phalanx.train.local_sgd.state import LocalSGDState
+    from phalanx.train.local_sgd.step import LocalSGDState
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,22 @@
 Tensor and expert parallelism replace parameters, and determine which matmuls are large enough for fp8. Activation
 checkpointing must wrap them, so that it does not recompute without their communication; a compiled block must contain
 all of this; FSDP shards the result. An optimizer that is built before would silently update tensors that are not part
-of the model any more. (docs/how-to/parallelism.md explains the reasons.)
+of the model any more. Blocks are compiled one by one, so equal blocks share a compilation, and for static shapes,
+since all micro-batches of a recipe have the same shape. (docs/how-to/parallelism.md explains the reasons.)
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
+from phalanx.compat import raise_recompile_limit
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import Parallelism
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
 from phalanx.train.distributed.async_tp import ASYNC_TP_CHUNKS
-from phalanx.train.distributed.compile import CompileMode, compile_blocks
 from phalanx.train.distributed.context_parallel import check_context_parallel
 from phalanx.train.distributed.expert_parallel import apply_expert_parallel, check_experts, find_expert_modules
 from phalanx.train.distributed.fsdp import (
@@ -36,8 +39,14 @@ from phalanx.train.distributed.tp_plans import find_divisible_sizes, find_tp_pla
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.cached_cast_linear import linear_names_in_blocks, use_cached_casts
 from phalanx.train.ops.collectives import Group
+from phalanx.train.ops.float8 import use_float8
 from phalanx.train.ops.random_draws import refuse_draws, seed_after_blocks
 from phalanx.train.precision import AUTOCAST_DTYPES
+
+CompileMode = bool | Literal["cuda-graphs"]
+BLOCKS_COMPILED_ATTR = "blocks_are_compiled"
+"""Attribute that is set on a model that has it, when its blocks are compiled but the model is not. Such a model may
+pass its blocks inputs (rotations, masks) in a form that compiles better."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +54,8 @@ class ParallelConfig:
     """How the parts of a model are computed: everything in the recipe besides the parallelism.
 
     `sequence`: the sequence length, if the data have one. `vocabulary`: whether the loss can be computed over shards of
-    the vocabulary. `float8_selector` converts linear layers in the given blocks of a model to fp8 and returns their
-    names. `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, cache their weights in autocast's
-    dtype for a step.
+    the vocabulary. `cache_weight_casts`: linear layers in blocks, and the `lm_head` layer, cache their weights in
+    autocast's dtype for a step.
     """
 
     precision: str = "fp32"
@@ -56,7 +64,6 @@ class ParallelConfig:
     tp_plan: Mapping[str, str] | None = None
     seq_len: int | None = None
     vocab_parallel_loss: bool = False
-    float8_selector: Callable[[nn.Module, Iterable[str]], list[str]] | None = None
     cache_weight_casts: bool = False
     lm_head: str | None = None
 
@@ -139,8 +146,8 @@ def parallelize_part(
     if mesh.expert_group is not None and find_expert_modules(model):  # a pipeline stage may have no experts
         for name, dim_shard in apply_expert_parallel(model, mesh.expert_group).items():
             dim_shards[name] = (*dim_shards.get(name, ()), dim_shard)
-    if config.float8_selector is not None:
-        config.float8_selector(model, blocks)
+    if config.precision == "fp8":
+        use_float8(model, blocks)
     if config.cache_weight_casts and mesh.is_pure_ddp:
         use_cached_casts(
             model,
@@ -186,3 +193,24 @@ def _get_tp_styles(model: nn.Module, size: int, config: ParallelConfig) -> Mappi
         if count % size and "vocabulary" not in what:
             raise RecipeError(f"parallelism.tensor: {size} ranks cannot share the model's {count} {what}")
     return styles
+
+
+def compile_blocks(model: nn.Module, blocks: list[nn.Module], graphs: bool = False) -> None:
+    """Compile each repeated block in place; a model without blocks as a whole. Names and parameters do not change.
+
+    `graphs` also records each block as a CUDA graph, which launches all its kernels at once. The graphs of a forward
+    share memory that the next forward overwrites, so results must not be kept across two forwards of the model.
+    """
+    if hasattr(model, BLOCKS_COMPILED_ATTR):
+        setattr(model, BLOCKS_COMPILED_ATTR, True)
+    parts = blocks or [model]
+    raise_recompile_limit(len(parts))
+    options: dict[str, Any] = {"mode": "reduce-overhead"} if graphs else {}
+    for module in parts:
+        module.compile(dynamic=False, **options)
+    if graphs:
+        model.register_forward_pre_hook(_mark_cudagraph_step)
+
+
+def _mark_cudagraph_step(module: nn.Module, args: Any) -> None:
+    torch.compiler.cudagraph_mark_step_begin()

@@ -1,23 +1,20 @@
 """Create the process group of an attempt, and leave it."""
 
-import contextlib
 import gc
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.cpu_affinity import bind_to_local_cores
-from phalanx.cluster.interfaces import INTERFACE_VARIABLES, find_missing_interfaces
+from phalanx.cluster.gpu_topology import bind_to_local_cores
+from phalanx.cluster.nics import INTERFACE_VARIABLES, find_missing_interfaces
 from phalanx.compat import set_allocator
-from phalanx.errors import RecipeError, UsageError
+from phalanx.errors import UsageError
 from phalanx.recipe.devices import device_kind_of
 from phalanx.train.distributed.collective_trace import enable_trace, watch_collectives
 from phalanx.train.distributed.environment import DistEnv, is_single_node
@@ -29,19 +26,15 @@ COLLECTIVE_TIMEOUT_MARGIN_S = 60.0
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the user's configuration of torch's allocator: the new name and the old one."""
 _collective_timeout = [MIN_COLLECTIVE_TIMEOUT]
-_connection_scopes: list[AbstractContextManager[Any]] = [contextlib.nullcontext()]
-"""Contexts that are entered while a group opens its connections."""
-_collector_threads: list[threading.Thread] = []
 
 
 def init_process_group(
     dist_env: DistEnv,
     environment: Mapping[str, str] = os.environ,
-    connection_scope: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - it holds nothing
     before: Callable[[DistEnv], None] = lambda place: None,
 ) -> None:
-    """Create the process group of this attempt; do nothing for a world of one. `connection_scope` is entered while the
-    group opens its connections. `before` is called when nothing else can fail in this worker.
+    """Create the process group of this attempt; do nothing for a world of one. `before` is called when nothing else can
+    fail in this worker.
 
     Each attempt has its own prefix in the store, because gloo would otherwise read the addresses of the previous
     attempt. A fork server may serve several runs with equal attempt numbers; PHALANX_RENDEZVOUS_ID then separates their
@@ -53,29 +46,21 @@ def init_process_group(
         _pin_to_near_cores(dist_env.device)
     if dist_env.world_size == 1:
         return
-    if kind.dist_backend is None or not dist.is_backend_available(kind.dist_backend):
-        raise RecipeError(
-            f"device: torch {torch.__version__} has no {kind.dist_backend}, by which workers on {kind.type} exchange "
-            "gradients; use one worker, or device=cpu"
-        )
     os.environ.update(loopback_variables(environment))
     check_network_interfaces(dist_env, environment)
     store = open_attempt_store(dist_env, environment)
     before(dist_env)
     enable_trace(environment)
-    _connection_scopes[:] = [connection_scope]
     try:
-        with connection_scope:
-            dist.init_process_group(
-                kind.process_group_backend,
-                store=store,
-                rank=dist_env.rank,
-                world_size=dist_env.world_size,
-                timeout=_collective_timeout[0],
-                # Otherwise NCCL would guess the device at the first collective, connect lazily, and could not split
-                # groups.
-                device_id=dist_env.device if kind.is_gpu else None,
-            )
+        dist.init_process_group(
+            kind.process_group_backend,
+            store=store,
+            rank=dist_env.rank,
+            world_size=dist_env.world_size,
+            timeout=_collective_timeout[0],
+            # Otherwise NCCL would guess the device at the first collective, connect lazily, and could not split groups.
+            device_id=dist_env.device if kind.is_gpu else None,
+        )
     except RuntimeError as error:
         if kind.is_gpu or isinstance(error, dist.DistError) or is_interface_failure(error):
             raise
@@ -100,10 +85,7 @@ def clone_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Create another group with the workers of `group` (None: the world), for operations in an independent order. All
     of them must call this."""
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    with _connection_scopes[0]:
-        new_group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=_collective_timeout[0], use_local_synchronization=True
-        )
+    new_group: dist.ProcessGroup = dist.new_group(ranks, timeout=_collective_timeout[0], use_local_synchronization=True)
     return new_group
 
 
@@ -152,12 +134,6 @@ def _pin_to_near_cores(device: torch.device) -> None:
         bind_to_local_cores(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
-def abort_process_group() -> None:
-    """Leave a process group without waiting for its other workers, some of which may be gone."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def shut_down_process_group(collect: bool = True) -> None:
     """Leave the process group in order, if there is one.
 
@@ -169,33 +145,11 @@ def shut_down_process_group(collect: bool = True) -> None:
     was_initialized = dist.is_initialized()
     if was_initialized:
         dist.destroy_process_group()
-    _wait_collectors()
     if not collect:
         return
     gc.unfreeze()  # otherwise the model of this run would stay in memory as long as the process
     if was_initialized:
         gc.collect()
-
-
-def collect_in_background(freeze: bool) -> None:
-    """Collect the garbage of groups that were left, in a thread: gloo takes one round of its event loop to close each
-    connection, in total 40 to 90 ms for a sharded replica. `freeze` exempts the remaining objects from later
-    collections."""
-
-    def collect() -> None:
-        gc.collect()
-        if freeze:
-            gc.freeze()
-
-    _wait_collectors()
-    _collector_threads.append(threading.Thread(target=collect, name="letting go of a group"))
-    _collector_threads[-1].start()
-
-
-def _wait_collectors() -> None:
-    """Wait for a collection in progress, because a concurrent one would do nothing."""
-    while _collector_threads:
-        _collector_threads.pop().join()
 
 
 def end_at_once(code: int) -> int:

@@ -1,11 +1,21 @@
-"""The rendezvous store: workers exchange addresses and announcements in it before they have a process group."""
+"""The rendezvous store: workers exchange addresses and announcements in it before they have a process group. Between
+nodes its values are signed: only workers with the key can write values that the others accept.
+"""
 
 import functools
+import hmac
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from phalanx.errors import UsageError
 from phalanx.run.authentication import derive_store_key, load_token
@@ -13,7 +23,81 @@ from phalanx.run.control_channel import find_listen_address
 from phalanx.run.listener import open_listener
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.train.distributed.environment import DistEnv, is_single_node
-from phalanx.train.distributed.signed_store import SignedStore
+
+MAX_VALUE_BYTES = 1 << 20
+"""Maximum bytes of a value; addresses and announcements are far smaller."""
+_UNSIGNED_VALUE_TEXT = "a value in the rendezvous store was not written by a worker of this run"
+_MAC_BYTES = 32
+
+
+class SignedStore(Store):
+    """`store`, with a signature over name and content before every value.
+
+    Someone with access to the store beneath can still read, remove, add and flood it. That can stop an attempt, but not
+    mislead it.
+    """
+
+    def __init__(self, store: Any, key: bytes):
+        super().__init__()
+        self._store, self._key = store, key
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value, signed."""
+        self._store.set(key, self._sign(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it. Raises DistError unless it was signed with the key."""
+        found = bytes(self._store.get(key))
+        value = found[_MAC_BYTES:]
+        if len(found) > MAX_VALUE_BYTES or not hmac.compare_digest(found, self._sign(key, value)):
+            raise DistError(_UNSIGNED_VALUE_TEXT)
+        return value
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write a value, signed, if the current value is `expected`."""
+        before = self._sign(key, expected) if expected else b""
+        found = bytes(self._store.compare_set(key, before, self._sign(key, desired)))
+        if found and not hmac.compare_digest(found, self._sign(key, found[_MAC_BYTES:])):
+            raise DistError(_UNSIGNED_VALUE_TEXT)
+        return found[_MAC_BYTES:]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; not signed."""
+        count: int = self._store.add(key, amount)
+        return count
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all of these keys are set."""
+        found: bool = self._store.check(list(keys))
+        return found
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        """Wait until all of these keys are set."""
+        self._store.wait(list(keys), *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        found: bool = self._store.delete_key(key)
+        return found
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        count: int = self._store.num_keys()
+        return count
+
+    def has_extended_api(self) -> bool:
+        """Return False: values of several keys at once would need separate signatures."""
+        return False
+
+    def clone(self) -> "SignedStore":
+        """Return this store, which another thread may use too."""
+        return self
+
+    def _sign(self, key: str, value: str | bytes) -> bytes:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        name = key.encode()
+        return hmac.digest(self._key, len(name).to_bytes(4) + name + content, "sha256") + content
+
 
 MIN_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Minimum timeout of a collective, see `set_collective_timeout`. Evaluation and the first steps on slow machines must

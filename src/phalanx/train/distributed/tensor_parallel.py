@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.name_patterns import find_matching
 from phalanx.train.distributed.async_tp import can_chunk, linear_reduce_scatter
 from phalanx.train.distributed.shard_spec import DimShard, fsdp_row_range, shard_evenly
 from phalanx.train.distributed.stubs import ModuleStub
 from phalanx.train.distributed.tp_plans import TP_STYLES
+from phalanx.train.ops.blocks import find_matching
 from phalanx.train.ops.collectives import (
     Group,
     copy_to_group,
@@ -109,7 +109,7 @@ def apply_tensor_parallel(
     async_tp: bool = False,
 ) -> TensorParallelResult:
     """Shard the model's parameters in place and make its layers communicate over `group`. Call it before FSDP and
-    before the optimizer is built. The many parameters are those of a `ModelPlan`, which a layer above makes.
+    before the optimizer is built.
 
     `styles` is the result of `check_tp_plan` for the whole model; a pipeline stage has only some of its modules.
     `sequence_parallel`: hidden states between the first and last of `blocks` are sharded along the sequence; its length

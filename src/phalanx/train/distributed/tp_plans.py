@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from phalanx.models.transformer import CausalSelfAttention, FeedForward, Transformer
-from phalanx.recipe.name_patterns import find_matching, matches_pattern
+from phalanx.train.ops.blocks import find_matching, matches_pattern
 
 TP_STYLES = (
     "region",

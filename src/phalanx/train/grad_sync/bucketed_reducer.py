@@ -8,8 +8,8 @@ run resumes.)
 
 `fixed-world`: micro-batches are accumulated locally, then an algorithm sums each bucket: the same bits for the same
 number of workers.
-`elastic`: micro-batch gradients are added in the fixed tree of `summation_tree.py`, first on the worker and then over
-workers by `algorithms/deterministic_tree.py`.
+`elastic`: micro-batch gradients are added in the fixed tree of `algorithms/deterministic_tree.py`, first on the worker
+and then over workers.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,16 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm
-from phalanx.train.grad_sync.algorithms.deterministic_tree import DeterministicTree
+from phalanx.train.grad_sync.algorithms.deterministic_tree import (
+    DeterministicTree,
+    TreeNode,
+    count_merges_after,
+    cover_range,
+)
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets
 from phalanx.train.grad_sync.comm_queue import CommQueue
 from phalanx.train.grad_sync.compression.powersgd import make_projection_bases
 from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
-from phalanx.train.grad_sync.summation_tree import TreeNode, count_merges_after, cover_range
 from phalanx.train.ops.collectives import Group
 from phalanx.train.ops.grad_norm import total_norm
 
@@ -48,8 +52,6 @@ class BucketedReducer:
     `powersgd` sends uncompressed gradients in the first `warmup_steps` steps, then with rank `powersgd_rank`;
     `start_step` sets the step. Raises RecipeError if one backward makes a gradient twice, as reentrant activation
     checkpointing can.
-
-    The many parameters replace a recipe: a reducer is also run and compared on its own.
     """
 
     def __init__(
@@ -64,12 +66,11 @@ class BucketedReducer:
         group: Group = None,
         num_metric_slots: int = 0,
         algorithm: str = "all-reduce",
-        node_of_rank: Sequence[int] | None = None,
         powersgd_rank: int = 4,
         warmup_steps: int = 0,
     ):
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = self.num_norm_samples = world_size
         self.is_elastic = is_elastic
         self.micro_batches = micro_batches
         indices_by_rank = [micro_batch_range(micro_batches, r, world_size) for r in range(world_size)]
@@ -92,19 +93,15 @@ class BucketedReducer:
                 first += len(bucket.parameters)
         self._comm_queue: CommQueue | None = None
         self._started = world_size == 1
-        self._second_group: Group = None  # kept when algorithms change: groups cost connections
         self._group, self._factory = group, factory
         if factory.uses_error_feedback and not is_elastic:
-            self.enable_error_feedback()
-        self._node_of_rank, self._bucket_bytes = (
-            range(world_size) if node_of_rank is None else node_of_rank,
-            bucket_bytes,
-        )
+            for bucket in self.buckets:
+                bucket.enable_error_feedback()
+        self._bucket_bytes = bucket_bytes
         last = self.buckets[-1]
-        self._metric_slots_memory = (
+        self.metric_slots = (
             last.buffer.flat[last.num_used : last.num_used + num_metric_slots] if has_metric_slots else None
         )
-        self.metric_slots = self._metric_slots_memory
         self._parameters = list(parameters)
         self._next_bucket = 0  # the first bucket that is not complete yet
         self._collects = False
@@ -124,38 +121,16 @@ class BucketedReducer:
             hook.remove()
         if self._comm_queue is not None:
             self._comm_queue.close()
-        self._comm_queue = self._group = self._second_group = None
-
-    def switch_algorithm(self, algorithm: str) -> None:
-        """Change the algorithm, between two steps and on every worker. Buckets stay as they are. The error feedback of
-        the old algorithm is sent with the next step, or kept if the new one also uses error feedback."""
-        factory = GRAD_SYNC_ALGORITHMS[algorithm]
-        if factory is self._factory:
-            return
-        if self._comm_queue is not None:
-            self._comm_queue.close()
-        self._comm_queue, self._started, self._factory = None, self.world_size == 1, factory
-        if self._metric_slots_memory is not None:
-            self._metric_slots_memory.zero_()  # stale sums would be summed again, and rounded with the gradients
-        self.metric_slots = self._metric_slots_memory if factory.carries_metrics else None
-        if factory.uses_error_feedback:
-            self.enable_error_feedback()
-
-    def enable_error_feedback(self) -> None:
-        """Allocate the residuals of the buckets, which hold what was not sent yet."""
-        for bucket in self.buckets:
-            bucket.enable_error_feedback()
+        self._comm_queue = self._group = None
 
     def _start_algorithm(self) -> None:
         """Create the groups and the queue of the algorithm, before the first step."""
         self._started = True
         device, two_phase = self.buckets[0].buffer.flat.device, self.is_elastic or self._factory.is_two_phase
-        if two_phase and self._second_group is None:
-            self._second_group = clone_group(self._group)
-        second_group = self._second_group if two_phase else self._group
+        second_group = clone_group(self._group) if two_phase else self._group
         # A low-rank algorithm starts all-reduces in a thread; a group must not have operations from two threads.
         group = clone_group(self._group) if self._factory.is_low_rank and not self.is_elastic else self._group
-        comm = CommContext(self.rank, self.world_size, group, second_group, device, self._node_of_rank)
+        comm = CommContext(self.rank, self.world_size, group, second_group, device)
         if self.is_elastic:
             algorithm: GradSyncAlgorithm = DeterministicTree(
                 comm, self.micro_batches, self._tree_nodes_by_rank, self._bucket_bytes
@@ -243,11 +218,6 @@ class BucketedReducer:
         """Return the local gradient of each parameter that has one."""
         return [to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
-    @property
-    def num_norm_samples(self) -> int:
-        """Number of workers that contribute squared norms of different samples."""
-        return self.world_size
-
     def _on_grad_ready(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Hook: backward has finished this parameter's gradient."""
         if not self._collects:
@@ -277,8 +247,6 @@ class BucketedReducer:
         bucket.copy_grads_in()
         if self.is_elastic:
             self._add_to_tree(bucket)
-        elif not self._factory.uses_error_feedback:
-            bucket.flush_error_feedback()
 
     def _add_to_tree(self, bucket: Bucket) -> None:
         """Add a micro-batch's gradient to this worker's part of the tree."""

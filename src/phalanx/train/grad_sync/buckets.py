@@ -65,12 +65,6 @@ class Bucket:
             self.residual = torch.zeros_like(self.buffer.flat, dtype=torch.float32)
             self.residual_views = make_parameter_views(self.residual, self.parameters, self.offsets)
 
-    def flush_error_feedback(self) -> None:
-        """Move the residual to the buffer and free it."""
-        if self.residual is not None:
-            self.flat_grads().copy_(self.residual[: self.num_used])
-            self.residual, self.residual_views = None, []
-
     def take_grads(self) -> None:
         """Take the gradients from the parameters; `copy_grads_in` copies them to the buffer."""
         self.pending_grads = [parameter.grad for parameter in self.parameters]

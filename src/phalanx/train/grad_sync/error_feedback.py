@@ -3,7 +3,7 @@
 An algorithm with error feedback keeps on each worker the residual: the difference between the gradients it should have
 sent and what it sent. A resumed run is bit-identical only if the residual is restored. In a checkpoint
 `grad_sync/residual/<parameter>` has one row per replica (and per tensor-parallel rank, if each has a partial gradient).
-With another number of replicas, row i is added to that of replica i modulo the number, so the sum is preserved.
+With another number of replicas, the residuals begin with zeros.
 `grad_sync/basis/<parameter>` is the basis that PowerSGD projects a gradient on, equal on all workers.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,26 +30,15 @@ TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
 """Same as in `train/train_state.py`."""
 
 
-class ErrorFeedbackSource(Protocol):
-    """Gradients that may have error feedback, at some times only."""
-
-    def residuals(self) -> Mapping[nn.Parameter, Tensor]:
-        """Return the current residuals, live."""
-
-    def enable_error_feedback(self) -> None:
-        """Allocate residuals, to restore a checkpoint into."""
-
-
 @dataclass
 class ErrorFeedbackState:
     """Error feedback of one worker: live tensors with the local shape of their parameters.
 
-    `enable` is called if a checkpoint has residuals. `projection_bases` are by parameter name. `accepts_manifest`
-    returns whether the residuals in a checkpoint are of this kind."""
+    `projection_bases` are by parameter name. `accepts_manifest` returns whether the residuals in a checkpoint are of
+    this kind."""
 
     parallel_model: ParallelModel
     get_residuals: Callable[[], Mapping[nn.Parameter, Tensor]]
-    enable: Callable[[], None] = lambda: None
     projection_bases: Mapping[str, Tensor] = field(default_factory=dict)
     accepts_manifest: Callable[[CheckpointManifest], bool] = lambda manifest: True
 
@@ -64,11 +53,6 @@ class ErrorFeedbackState:
         names = {parameter: name for name, parameter in parallel_model.parameters().items()}
         named = {names[parameter]: basis for parameter, basis in bases.items()}
         return cls(parallel_model, lambda: residuals, projection_bases=named)
-
-    @classmethod
-    def from_source(cls, parallel_model: ParallelModel, source: ErrorFeedbackSource) -> ErrorFeedbackState:
-        """Make the state of a source that has residuals at some times only."""
-        return cls(parallel_model, source.residuals, source.enable_error_feedback)
 
     @property
     def residuals_by_name(self) -> dict[str, Tensor]:
@@ -109,43 +93,31 @@ class ErrorFeedbackState:
         """Return the blocks to read from a checkpoint into new tensors, and a function that applies them. Tensors that
         the checkpoint lacks, or that have another shape there, are left out."""
         found: TensorBlocks = []
-        fits = self.accepts_manifest(manifest)
-        has_residuals = fits and any(key.startswith(RESIDUAL_PREFIX) for key in manifest.tensors)
-        mesh = self.parallel_model.mesh
         bases: list[tuple[Tensor, Tensor]] = []
         for name, basis in self.projection_bases.items():
             record = manifest.tensors.get(BASIS_PREFIX + name)
             if record is not None and record.shape == basis.shape:
                 bases.append((basis, torch.empty(basis.shape, dtype=basis.dtype)))
                 found.append((BASIS_PREFIX + name, (0, 0), bases[-1][1]))
-        read: list[tuple[str, Tensor]] = []
-        for name, parameter in self.parallel_model.trainable_parameters().items() if has_residuals else ():
+        read: dict[str, Tensor] = {}
+        accepts_residuals = self.accepts_manifest(manifest)
+        for name, parameter in self.parallel_model.trainable_parameters().items():
             record = manifest.tensors.get(RESIDUAL_PREFIX + name)
             local_tensor = self._make_row(name, torch.empty(to_local(parameter).shape, device="meta"))
-            rows = (
-                record.shape[0]
-                if record is not None and record.shape[1:] == local_tensor.global_blocks.global_shape[1:]
-                else 0
-            )
-            index, count = mesh.index_along(self._varying_axes(name))
-            for row in range(index, rows, count):
-                into = torch.zeros(local_tensor.tensor.shape)
-                read.append((name, into))
+            if accepts_residuals and record and record.shape == local_tensor.global_blocks.global_shape:
+                read[name] = torch.zeros(local_tensor.tensor.shape)
                 found += [
-                    (RESIDUAL_PREFIX + name, (row, *block.global_offset[1:]), block.slice_local(into))
+                    (RESIDUAL_PREFIX + name, block.global_offset, block.slice_local(read[name]))
                     for block in local_tensor.global_blocks.blocks
                 ]
 
         def restore_state() -> None:
-            if has_residuals:
-                self.enable()
             for basis, value in bases:
                 basis.copy_(value)
-            live = self.residuals_by_name
-            for tensor in live.values():
-                tensor.zero_()
-            for name, row in read:
-                if name in live:
-                    live[name].add_(row.squeeze(0).to(live[name].device))
+            for name, tensor in self.residuals_by_name.items():
+                if name in read:
+                    tensor.copy_(read[name].squeeze(0))
+                else:
+                    tensor.zero_()
 
         return found, restore_state

@@ -13,11 +13,8 @@ def estimate_noise(small: float, small_batch: float, big: float, big_batch: floa
     one sample's gradient.
 
     `small` and `big` are squared norms of *mean* gradients over `small_batch` and `big_batch` samples (or tokens, or
-    any unit). `small` should be averaged over all parts of the big batch. Either estimate may be negative. Raises
-    ValueError unless 0 < small_batch < big_batch.
+    any unit). `small` should be averaged over all parts of the big batch. Either estimate may be negative.
     """
-    if not 0 < small_batch < big_batch:
-        raise ValueError(f"the small batch must be above 0 and below the big one; they are {small_batch}, {big_batch}")
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)
     return signal, noise

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from phalanx.train.distributed.dtensor_utils import to_local
-from phalanx.train.distributed.fsdp import enable_deferred_all_reduce, set_all_reduce_required
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
@@ -26,18 +26,21 @@ MAX_FUSED_ELEMENTS = 1 << 23
 
 
 class GradReducer(Protocol):
-    """The interface that a step uses. If `metric_slots` is not None, values written to it before the last backward of a
-    step are summed over all workers together with the gradients."""
+    """The interface that a step uses."""
 
-    @property
-    def metric_slots(self) -> Tensor | None:
-        """fp32 [number of slots]; None if the reducer cannot carry metrics."""
+    metric_slots: Tensor | None = None
+    """fp32 values that are summed over all workers together with the gradients, if they are written before the last
+    backward of a step; None if the reducer cannot carry metrics."""
+    num_norm_samples: int = 1
+    """Number of gradients of different samples that all workers' `local_squared_norm` add up to."""
 
     def begin_backward(self, micro_batch_index: int) -> None:
         """Announce the backward of micro-batch `micro_batch_index` of the global batch."""
+        return
 
     def end_backward(self) -> None:
         """Finish that micro-batch."""
+        return
 
     def reduce_gradients(self) -> None:
         """Make the parameters' gradients the sums over all workers."""
@@ -48,31 +51,22 @@ class GradReducer(Protocol):
     def grad_tensors(self) -> list[Tensor]:
         """Return the sum, or this worker's part of it, as live tensors."""
 
-    def close(self) -> None:
-        """Remove all hooks from the model; no step follows."""
-
     def local_squared_norm(self) -> Tensor | None:
         """Return, between two backwards, this worker's part (0-d) of the squared norm of the gradient so far. The parts
         of all workers add up to `num_norm_samples` squared norms. None if it is not known."""
 
-    @property
-    def num_norm_samples(self) -> int:
-        """Number of gradients of different samples that all workers' `local_squared_norm` add up to."""
+    def close(self) -> None:
+        """Remove all hooks from the model; no step follows."""
+        return
 
 
-class LocalReducer:
+class LocalReducer(GradReducer):
     """Gradients that autograd accumulates in `.grad`; an unused parameter gets zeros, as in the other reducers."""
-
-    metric_slots = None
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[CachedCastLinear] = ()):
         """`layers` accumulate their weights' gradients themselves, if they have an accumulator."""
         self._parameters = parameters
         self._layers = layers
-        self._residuals: dict[nn.Parameter, Tensor] = {}
-
-    def begin_backward(self, micro_batch_index: int) -> None:
-        pass
 
     def end_backward(self) -> None:
         for layer in self._layers:
@@ -82,17 +76,6 @@ class LocalReducer:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for parameter, residual in self._residuals.items():
-            _local_grad(parameter).add_(residual)
-        self._residuals = {}
-
-    def residuals(self) -> dict[nn.Parameter, Tensor]:
-        """Return residuals restored from a larger world, until the next step uses them."""
-        return self._residuals
-
-    def enable_error_feedback(self) -> None:
-        """Allocate residuals."""
-        self._residuals = {p: torch.zeros_like(to_local(p), dtype=torch.float32) for p in self._parameters}
 
     def grad_norm(self) -> Tensor:
         return total_norm(self.grad_tensors())
@@ -100,16 +83,11 @@ class LocalReducer:
     def grad_tensors(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
-    def close(self) -> None:
-        pass
-
     def local_squared_norm(self) -> Tensor | None:
         return total_norm(self.grad_tensors()).square()
 
-    num_norm_samples = 1
 
-
-class ParallelReducer:
+class ParallelReducer(GradReducer):
     """Gradients of a parallelized model.
 
     FSDP reduces the parameters that it shards, over replicas only once: in the backward of `last_micro_batch` (a
@@ -117,24 +95,20 @@ class ParallelReducer:
     The rest is reduced here: parameters with partial gradients on tensor-parallel ranks, parameters that two pipeline
     stages share, and those that neither FSDP nor `replica_reducer` reduces."""
 
-    metric_slots = None
-
     def __init__(
         self, parallel_model: ParallelModel, replica_reducer: GradReducer | None, last_micro_batch: int | None = None
     ):
         self._parallel_model = parallel_model
-        self._replica_reducer = replica_reducer
+        self.replica_reducer = replica_reducer
+        self.num_norm_samples = 1 if replica_reducer is None else parallel_model.mesh.parallelism.replicate
         self._last_micro_batch = last_micro_batch
         replicates = (
             last_micro_batch is not None
             and parallel_model.mesh.fsdp_mesh is not None
             and parallel_model.mesh.fsdp_mesh.ndim > 1
         )
-        self._deferred_modules = (
-            []
-            if parallel_model.fsdp_root is None or not replicates
-            else enable_deferred_all_reduce(parallel_model.fsdp_root)
-        )
+        root = parallel_model.fsdp_root if replicates else None
+        self._deferred_modules = [] if root is None else [m for m in root.modules() if isinstance(m, FSDPModule)]
         self._parameters = parallel_model.trainable_parameters()
         self._partial_grad_params = [p for name, p in self._parameters.items() if name in parallel_model.partial_grads]
         tied_params = {
@@ -143,22 +117,23 @@ class ParallelReducer:
         self._tied_params = [(self._parameters[name], tied_param.group) for name, tied_param in tied_params.items()]
 
     def begin_backward(self, micro_batch_index: int) -> None:
-        if self._replica_reducer is not None:
-            self._replica_reducer.begin_backward(micro_batch_index)
-        set_all_reduce_required(self._deferred_modules, micro_batch_index == self._last_micro_batch)
+        if self.replica_reducer is not None:
+            self.replica_reducer.begin_backward(micro_batch_index)
+        for module in self._deferred_modules:  # this backward reduces the gradients of earlier ones, too
+            module.set_requires_all_reduce(micro_batch_index == self._last_micro_batch, recurse=False)
 
     def end_backward(self) -> None:
-        if self._replica_reducer is not None:
-            self._replica_reducer.end_backward()
+        if self.replica_reducer is not None:
+            self.replica_reducer.end_backward()
 
     def reduce_gradients(self) -> None:
-        if self._replica_reducer is not None:
-            self._replica_reducer.reduce_gradients()
+        if self.replica_reducer is not None:
+            self.replica_reducer.reduce_gradients()
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         mesh = self._parallel_model.mesh
-        if self._replica_reducer is None and (mesh.fsdp_mesh is None or mesh.fsdp_mesh.ndim == 1):
+        if self.replica_reducer is None and (mesh.fsdp_mesh is None or mesh.fsdp_mesh.ndim == 1):
             _all_reduce_fused([_local_grad(p) for p in self._parameters.values()], mesh.replicate_group)
         _all_reduce_fused([_local_grad(p) for p in self._partial_grad_params], mesh.tensor_group)
         for parameter, group in self._tied_params:
@@ -168,35 +143,26 @@ class ParallelReducer:
         return self._parallel_model.grad_norm({name: _local_grad(p) for name, p in self._parameters.items()})
 
     def grad_tensors(self) -> list[Tensor]:
-        if self._replica_reducer is not None:
-            return self._replica_reducer.grad_tensors()
+        if self.replica_reducer is not None:
+            return self.replica_reducer.grad_tensors()
         return [_local_grad(parameter) for parameter in self._parameters.values()]
 
     def close(self) -> None:
-        if self._replica_reducer is not None:
-            self._replica_reducer.close()
+        if self.replica_reducer is not None:
+            self.replica_reducer.close()
 
     def local_squared_norm(self) -> Tensor | None:
         # Gradients that are partial on tensor ranks, shared by stages or reduced once are complete only at the end.
         mesh = self._parallel_model.mesh
         sums_later = bool(self._partial_grad_params) or mesh.pipeline_group is not None
-        if sums_later or (self._replica_reducer is None and mesh.replicate_group is not None):
+        if sums_later or (self.replica_reducer is None and mesh.replicate_group is not None):
             return None
         present = {name: p for name, p in self._parameters.items() if p.grad is not None}
         own = self._parallel_model.local_squared_norm({name: _local_grad(p) for name, p in present.items()})
-        return own if self._replica_reducer is None else own * self._parallel_model.mesh.parallelism.replicate
-
-    @property
-    def num_norm_samples(self) -> int:
-        return 1 if self._replica_reducer is None else self._parallel_model.mesh.parallelism.replicate
-
-    @property
-    def replica_reducer(self) -> GradReducer | None:
-        """The reducer between replicas."""
-        return self._replica_reducer
+        return own if self.replica_reducer is None else own * self._parallel_model.mesh.parallelism.replicate
 
 
-class HSDPTreeReducer:
+class HSDPTreeReducer(GradReducer):
     """Gradients of replicas that FSDP shards over `group`, under `determinism: elastic`.
 
     Each rank of a replica processes one micro-batch at a time, and FSDP reduce-scatters their sum. These sums are the
@@ -204,40 +170,31 @@ class HSDPTreeReducer:
     All replicas then have the same bits, so the norm is computed within one replica: its order of addition does not
     depend on the number of replicas."""
 
-    metric_slots = None
-
     def __init__(self, replica_reducer: GradReducer, group: dist.ProcessGroup):
-        self._replica_reducer, self._group = replica_reducer, group
+        self.replica_reducer = replica_reducer
+        self._group = group
+        self.num_norm_samples = replica_reducer.num_norm_samples
 
     def begin_backward(self, micro_batch_index: int) -> None:
-        self._replica_reducer.begin_backward(micro_batch_index // self._group.size())
+        self.replica_reducer.begin_backward(micro_batch_index // self._group.size())
 
     def end_backward(self) -> None:
-        self._replica_reducer.end_backward()
+        self.replica_reducer.end_backward()
 
     def reduce_gradients(self) -> None:
-        self._replica_reducer.reduce_gradients()
+        self.replica_reducer.reduce_gradients()
 
     def grad_norm(self) -> Tensor:
-        return all_reduce_copy(self._replica_reducer.grad_norm().square(), self._group).sqrt()
+        return all_reduce_copy(self.replica_reducer.grad_norm().square(), self._group).sqrt()
 
     def grad_tensors(self) -> list[Tensor]:
-        return self._replica_reducer.grad_tensors()
+        return self.replica_reducer.grad_tensors()
 
     def close(self) -> None:
-        self._replica_reducer.close()
+        self.replica_reducer.close()
 
     def local_squared_norm(self) -> Tensor | None:
         return None  # the sums of single micro-batches are not added up before the end
-
-    @property
-    def num_norm_samples(self) -> int:
-        return self._replica_reducer.num_norm_samples
-
-    @property
-    def replica_reducer(self) -> GradReducer:
-        """The reducer between replicas."""
-        return self._replica_reducer
 
 
 def find_bucketed_reducer(reducer: GradReducer) -> BucketedReducer | None:

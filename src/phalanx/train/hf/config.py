@@ -16,7 +16,6 @@ from torch import nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, RecipeError
-from phalanx.models.size_limits import MAX_LAYERS
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
 from phalanx.recipe.validation_errors import describe_value, suggest_nearest
 from phalanx.safe_files import read_text
@@ -181,7 +180,6 @@ def _build_config(where: Path, values: dict[str, Any], args: Mapping[str, Any]) 
     """Build the config that transformers reads from `values`, in which a whole number becomes a fraction where one is
     expected."""
     transformers = import_transformers()
-    _check_layers(where, values.get("num_hidden_layers"))
     while True:
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -245,14 +243,8 @@ def _check_names(where: Path, args: Mapping[str, Any], own: Mapping[str, Any], c
             raise RecipeError(f"model.args.{key}: {where} has no such value{suggest_nearest(key, sorted(known))}")
 
 
-def _check_layers(where: Path, layers: Any) -> None:
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise RecipeError(f"model.args.num_hidden_layers: {where} has {layers} layers, expected at most {MAX_LAYERS}")
-
-
 def _check_trainable(where: Path, values: Mapping[str, Any], config: Any) -> None:
     """Raise RecipeError for what a config declares and training would ignore."""
-    _check_layers(where, getattr(get_text_config(config), "num_hidden_layers", None))
     if quantization := values.get(QUANTIZATION_KEY):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise RecipeError(

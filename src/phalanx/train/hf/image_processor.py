@@ -18,7 +18,7 @@ from phalanx.recipe import describe_exception, huggingface_directory
 from phalanx.run.companions import IMAGE_PROCESSOR_FILES
 from phalanx.safe_files import read_json
 
-BILINEAR = 2
+PIL_BILINEAR = 2
 """The number of the way in which images are resized, as Pillow counts."""
 
 
@@ -55,12 +55,14 @@ def find_image_inputs(build: str, folder: Path | None, facts: DataInfo) -> Image
     height, width, channels = facts.image_shape
     _check_size(processor, file, height, width)
     normalizes, rescales = processor.get("do_normalize", True), processor.get("do_rescale", True)
-    mean, std = (_by_channel(processor, key, file, channels) if normalizes else default for key, default in _MOMENTS)
+    mean, std = (
+        _by_channel(processor, key, file, channels) if normalizes else default for key, default in _DEFAULT_MOMENTS
+    )
     scale = float(processor.get("rescale_factor") or 1 / 255) if rescales else 1.0
     return ImageInputs(ImageNormalization(scale, mean, std), tuple(_list_not_followed(processor)))
 
 
-_MOMENTS: tuple[tuple[str, tuple[float, ...]], ...] = (("image_mean", (0.0,)), ("image_std", (1.0,)))
+_DEFAULT_MOMENTS: tuple[tuple[str, tuple[float, ...]], ...] = (("image_mean", (0.0,)), ("image_std", (1.0,)))
 
 
 def find_processor_file(directory: Path) -> Path | None:
@@ -84,7 +86,7 @@ def describe_for_export(normalization: ImageNormalization, facts: DataInfo) -> d
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
         "size": {"height": height, "width": width},
-        "resample": BILINEAR,
+        "resample": PIL_BILINEAR,
         "do_rescale": True,
         "rescale_factor": normalization.scale,
         "do_normalize": True,
@@ -164,5 +166,5 @@ def _list_not_followed(processor: Mapping[str, Any]) -> list[str]:
     if processor.get("do_resize"):
         size = processor.get("size")
         steps += ["size.shortest_edge"] if isinstance(size, Mapping) and "shortest_edge" in size else []
-        steps += [f"resample={int(way)}"] if (way := processor.get("resample")) not in (None, BILINEAR) else []
+        steps += [f"resample={int(way)}"] if (way := processor.get("resample")) not in (None, PIL_BILINEAR) else []
     return steps

@@ -4,11 +4,15 @@ A round starts with the same weights on all workers. After `sync_every` inner st
 the workers all-reduce their pseudo-gradients (round start minus current weights), and the outer optimizer applies the
 mean: as plain averaging under `average` (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767), or by
 SGD with Nesterov momentum under `diloco` (Douillard et al. 2023, arXiv 2311.08105). The sums are fp32 and are sent in
-buckets, by the gradient synchronization algorithms. `sync_schedule.py` also has schedules that send fragments.
+buckets, by the gradient synchronization algorithms.
+
+All weights are sent at once, or fragments in turn, which lowers the peak bandwidth. Sums may be applied some steps
+after they were sent, while workers continue with inner steps (Streaming DiLoCo: Douillard et al. 2025, 2501.18512).
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +25,59 @@ from phalanx.train.grad_sync.algorithms.base import CommContext
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets, make_parameter_views
 from phalanx.train.grad_sync.comm_queue import CommQueue
 from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
-from phalanx.train.local_sgd.sync_schedule import SyncSchedule
 from phalanx.train.ops.collectives import Group
+
+
+@dataclass(frozen=True)
+class SyncSchedule:
+    """Each of `num_fragments` is sent every `sync_every` steps, at evenly spaced offsets, and applied `sync_delay`
+    steps later, before the next fragment is sent. After `last_step`, the last of the run, all are applied, so that the
+    run ends with the same weights everywhere. In the first `warmup_steps` steps all are sent and applied after each
+    step: weights change fast then, and the updates of separate workers do not add up (post-local SGD: Lin et al. 2020,
+    arXiv 1808.07217)."""
+
+    sync_every: int
+    last_step: int
+    num_fragments: int = 1
+    sync_delay: int = 0
+    warmup_steps: int = 0
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether some weights differ between workers after every step from `warmup_steps` to the last."""
+        return self.num_fragments > 1 or self.sync_delay > 0
+
+    def fragments_starting(self, step: int) -> list[int]:
+        """Return the fragments that are sent after this step."""
+        if step == self.last_step or 0 < step <= self.warmup_steps:
+            return list(range(self.num_fragments))
+        return [
+            fragment
+            for fragment in range(self.num_fragments)
+            if step > 0 and step % self.sync_every == self._start_offset(fragment)
+        ]
+
+    def fragments_in_flight(self, step: int) -> list[int]:
+        """Return the fragments that were sent by the end of this step and are not applied yet."""
+        if step == self.last_step:
+            return []
+        start_steps = range(max(self.warmup_steps, step - self.sync_delay) + 1, step + 1)
+        return (
+            [fragment for each in start_steps for fragment in self.fragments_starting(each)] if self.sync_delay else []
+        )
+
+    def steps_in_sync(self, step: int) -> range:
+        """Return the steps with evaluations and saves that are due after this step. If all weights are synchronized at
+        once, these are the steps of the round that ends here."""
+        if self.is_streaming or step <= self.warmup_steps:
+            return range(step, step + 1)
+        first_step = max(self.warmup_steps, (step - 1) // self.sync_every * self.sync_every) + 1
+        return range(first_step, step + 1) if self.fragments_starting(step) else range(0)
+
+    def _start_offset(self, fragment: int) -> int:
+        """Return the offset within `sync_every` steps at which a fragment is sent."""
+        return fragment * self.sync_every // self.num_fragments
+
 
 AVERAGING_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=1.0, momentum=0.0)
 """Outer step that sets the weights to the mean over all workers."""
@@ -35,8 +90,7 @@ et al. 2025, section 2.3)."""
 
 class LocalSGD:
     """Local SGD on one worker, by a `schedule`. At construction and at `start_round` all workers must hold the same
-    weights. `in_sync`: whether they do now. The many arguments replace a recipe: the algorithm is also run and compared
-    on its own."""
+    weights. `in_sync`: whether they do now."""
 
     def __init__(
         self,
@@ -220,7 +274,7 @@ class LocalSGD:
             device = self.buckets[0].buffer.flat.device
             group = clone_group(self._group) if self.schedule.sync_delay else self._group
             second_group = clone_group(self._group) if self._factory.is_two_phase else group
-            comm = CommContext(self._rank, self._world_size, group, second_group, device, range(self._world_size))
+            comm = CommContext(self._rank, self._world_size, group, second_group, device)
             self._comm_queue = CommQueue(self._factory(comm, self.buckets), use_threads=comm.on_cpu)
         return self._comm_queue
 

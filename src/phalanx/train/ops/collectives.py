@@ -13,7 +13,7 @@ group of one: nothing is sent. (Korthikanti et al. 2022 names the pairs f, f-bar
     all_to_all_rows           all-to-all of rows                 all-to-all back
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,22 +47,22 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
 
 def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """Concatenate all ranks' parts along `dim`, for work that differs by rank."""
-    return x if group_size(group) == 1 else _GatherFromGroup.apply(x, group, dim)
+    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "gather")
 
 
 def gather_replicated(x: Tensor, group: Group, dim: int) -> Tensor:
     """Concatenate all ranks' parts along `dim`, for work that is the same on every rank."""
-    return x if group_size(group) == 1 else _GatherReplicated.apply(x, group, dim)
+    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "gather replicated")
 
 
 def reduce_scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part along `dim` of the sum of all ranks' x. The dimension must divide evenly."""
-    return x if group_size(group) == 1 else _ReduceScatterToGroup.apply(x, group, dim)
+    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "reduce-scatter")
 
 
 def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part along `dim` of x, which is equal on all ranks. The dimension must divide evenly."""
-    return x if group_size(group) == 1 else _ScatterToGroup.apply(x, group, dim)
+    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "scatter")
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -121,48 +121,24 @@ class _ReduceFromGroup(torch.autograd.Function):
         return grad, None
 
 
-class _GatherFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
+_OPERATIONS_ALONG_DIM: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "gather": (all_gather, reduce_scatter),
+    "gather replicated": (all_gather, local_chunk),
+    "reduce-scatter": (reduce_scatter, all_gather),
+    "scatter": (local_chunk, all_gather),
+}
+"""Forward and its adjoint."""
 
 
-class _GatherReplicated(torch.autograd.Function):
+class _AlongDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, operation: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.operation = group, dim, operation
+        return _OPERATIONS_ALONG_DIM[operation][0](x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return local_chunk(grad, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatterToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_gather(grad, ctx.group, ctx.dim), None, None
-
-
-class _ScatterToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return local_chunk(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_gather(grad, ctx.group, ctx.dim), None, None
+        return _OPERATIONS_ALONG_DIM[ctx.operation][1](grad, ctx.group, ctx.dim), None, None, None
 
 
 class _AllToAllRows(torch.autograd.Function):

@@ -8,11 +8,12 @@ their dtype, and nothing in fp8 is sent between ranks.
     forward    y [n, o] = x [n, i] w [o, i]^T
     backward   dx = dy w,  dw = dy^T x
 
-Letters: n rows (tokens), i inputs, o outputs. `train/distributed/float8_select.py` selects the layers.
+Letters: n rows (tokens), i inputs, o outputs.
 """
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from phalanx.compat import scaled_mm
+from phalanx.recipe.devices import FP8_VARIABLE
 
 FORWARD_DTYPE = torch.float8_e4m3fn
 BACKWARD_DTYPE = torch.float8_e5m2
 SIZE_MULTIPLE = 16
 """Sizes of the matrices must be multiples of this: the tile size of tensor cores."""
+MAX_SLOW_INPUTS, MAX_SLOW_OUTPUTS = 4096, 1024
+"""A layer with at most as many inputs and outputs stays in 16 bits: scaling and casting cost more than fp8 gains. The
+threshold is that of torchao for one scale a tensor, measured on H100s."""
 MIN_ABS_MAX = 2.0**-100
 """A tensor with only smaller magnitudes counts as zero, so that its scale is a normal number."""
 
@@ -203,6 +208,35 @@ def can_use_float8(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear or layer.weight.dim() != 2:
         return False
     return layer.weight.shape[0] % SIZE_MULTIPLE == 0 and layer.weight.shape[1] % SIZE_MULTIPLE == 0
+
+
+def find_float8_layers(model: nn.Module, blocks: Iterable[str], min_size: bool = True) -> dict[str, nn.Linear]:
+    """Return the linear layers in blocks that fp8 supports, by name; with `min_size`, those large enough to be faster.
+    The head is not in a block, since logits need the precision. Modules in one with `keeps_precision = True`, such as
+    the router of a mixture of experts, are left out."""
+    inside = tuple(f"{block}." for block in blocks)
+    excluded = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "keeps_precision", False))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.startswith(inside)
+        and not name.startswith(excluded)
+        and can_use_float8(module)
+        and not (min_size and _is_small(module))
+    }
+
+
+def _is_small(layer: nn.Linear) -> bool:
+    outputs, inputs = layer.weight.shape
+    return inputs <= MAX_SLOW_INPUTS and outputs <= MAX_SLOW_OUTPUTS
+
+
+def use_float8(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Compute the large linear layers in blocks in fp8, in place."""
+    for layer in find_float8_layers(model, blocks, min_size=os.environ.get(FP8_VARIABLE) != "always").values():
+        convert_to_float8(layer)
+    quantize_weights_once(model)
 
 
 def convert_to_float8(layer: nn.Linear) -> None:

@@ -79,36 +79,25 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
     ignore_index: int = -100,
     group: Group = None,
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Return the sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T + bias [v]` with
-    `targets` [n] (int64). Rows with the target `ignore_index` do not count.
-
-    The many arguments are those of an operation in `torch.nn.functional`, and of a sharded vocabulary.
+    """Return the sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T` with `targets` [n]
+    (int64). Rows with the target `ignore_index` do not count.
 
     Matmuls use autocast's dtype if it is on, the softmax fp32; the weight's gradient is accumulated in fp32.
 
-    With a group, `weight` and `bias` are this rank's rows of a vocabulary sharded in rank order: equally many on all
-    ranks or, if the whole size is given as `vocab_size`, ceil(vocab / ranks) on each and the remainder on the last.
-    `hidden` and `targets` must be equal on all ranks, and so are the loss and the gradient of `hidden`, which needs no
-    further reduction. All ranks must make the same call.
+    With a group, `weight` is this rank's rows of a vocabulary sharded in rank order: equally many on all ranks or, if
+    the whole size is given as `vocab_size`, ceil(vocab / ranks) on each and the remainder on the last. `hidden` and
+    `targets` must be equal on all ranks; so are the loss and the gradient of `hidden`, which needs no reduction.
 
-    Backward may run in parts, the gradient of `hidden` first and those of weight and bias later, as in zero-bubble
-    pipelines.
+    Backward may run in parts, the gradient of `hidden` first and that of the weight later, as in zero-bubble pipelines.
 
     `chunk_rows` is the number of rows per chunk, equal on all ranks; the default follows from CHUNK_BYTES and
-    ACCELERATOR_ROWS. There is no second derivative. Raises ValueError if shapes do not match.
+    ACCELERATOR_ROWS. There is no second derivative.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [n, w] and [v, w]")
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets {list(targets.shape)} must be [{hidden.shape[0]}], one for each row of hidden")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk={chunk_rows} must be at least 1")
     rows_per_rank = _rows_per_rank_of(weight.shape[0], vocab_size, group)
     if chunk_rows is None:
         chunk_rows = max(CHUNK_BYTES // (4 * rows_per_rank), 1 if hidden.device.type == "cpu" else ACCELERATOR_ROWS)
@@ -119,7 +108,7 @@ def linear_cross_entropy(
     plan = _ChunkPlan(
         ignore_index, group, rows_per_rank * group_rank(group), chunk_rows, dtype, torch.is_grad_enabled()
     )
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, plan)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, plan)
     return loss
 
 
@@ -155,22 +144,20 @@ class _ChunkPlan:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _ChunkPlan
-    ) -> Tensor:
-        needed = [plan.needs_grad and need for need in ctx.needs_input_grad[:3]]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _ChunkPlan) -> Tensor:
+        needed = [plan.needs_grad and need for need in ctx.needs_input_grad[:2]]
         with _no_autocast(hidden.device):
-            loss, gradients = _chunked_losses_and_grads(hidden, weight, bias, targets, plan, needed)
+            loss, gradients = _chunked_losses_and_grads(hidden, weight, targets, plan, needed)
         ctx.save_for_backward(*gradients)
         ctx.scaled = None
         ctx.group = plan.group
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.dtypes = hidden.dtype, weight.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_hidden, *others = ctx.saved_tensors
+        grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden.clone()  # a tensor that was returned before may still be sent to another stage
             if group_size(ctx.group) > 1:
@@ -182,22 +169,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad if ctx.scaled is None else torch.where(grad == ctx.scaled, torch.ones_like(grad), grad / ctx.scaled)
         )
         ctx.scaled = grad
-        scaled = [None if x is None else x.data.mul_(factor.to(x.dtype)) for x in others]
-        found = [
-            None if x is None else x.to(dtype) for x, dtype in zip((grad_hidden, *scaled), ctx.dtypes, strict=True)
-        ]
-        return *found, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.data.mul_(factor.to(grad_weight.dtype))
+        pairs = zip((grad_hidden, grad_weight), ctx.dtypes, strict=True)
+        return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in pairs), None, None
 
 
 def _chunked_losses_and_grads(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _ChunkPlan, needed: list[bool]
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Return the sum of losses and its gradients for hidden (this rank's part), weight and bias, as far as needed."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, plan: _ChunkPlan, needed: list[bool]
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Return the sum of losses and its gradients for hidden (this rank's part) and weight, as far as needed."""
     wide = torch.promote_types(plan.matmul_dtype, torch.float32)
     factor = FP16_FACTOR if plan.matmul_dtype == torch.float16 else 1.0
     grad_hidden = torch.empty_like(hidden) if needed[0] else None
     grad_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
-    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
     weight = weight.to(plan.matmul_dtype)
     losses = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
     for first in range(0, hidden.shape[0], plan.chunk_rows):
@@ -205,8 +190,8 @@ def _chunked_losses_and_grads(
         x = hidden[rows].to(plan.matmul_dtype)  # [c, w]
         valid = targets[rows] != plan.ignore_index
         index, elsewhere = _local_target_index(targets[rows], valid, plan.first_row, weight.shape[0], plan.group)
-        logits = F.linear(x, weight, None if bias is None else bias.to(plan.matmul_dtype))  # [c, v]
-        if bias is None and group_size(plan.group) == 1 and _has_triton_kernel(logits):
+        logits = F.linear(x, weight)  # [c, v]
+        if group_size(plan.group) == 1 and _has_triton_kernel(logits):
             from phalanx.train.ops.cross_entropy_kernel import backward_logits_grad, forward_losses_and_lse
 
             losses[rows], sums = forward_losses_and_lse(logits, targets[rows], plan.ignore_index)
@@ -231,18 +216,14 @@ def _chunked_losses_and_grads(
         # The gradient of the logits: softmax minus one at the target, and zero in ignored rows.
         grad_logits.mul_(((highest - total).exp_() * factor).masked_fill_(~valid, 0.0)[:, None])
         grad_logits.scatter_add_(1, index, ((valid & ~elsewhere).to(wide) * -factor)[:, None])
-        if grad_bias is not None:
-            grad_bias += grad_logits.sum(0)
         grad_logits = grad_logits.to(plan.matmul_dtype)
         if grad_hidden is not None:
             grad_hidden[rows] = grad_logits @ weight if factor == 1.0 else (grad_logits @ weight).float() / factor
         if grad_weight is not None:
             _accumulate_matmul(grad_weight, grad_logits.t(), x)
-    if factor != 1.0:
-        for gradient in (grad_weight, grad_bias):
-            if gradient is not None:
-                gradient /= factor
-    return losses.sum(), (grad_hidden, grad_weight, grad_bias)
+    if factor != 1.0 and grad_weight is not None:
+        grad_weight /= factor
+    return losses.sum(), (grad_hidden, grad_weight)
 
 
 def _has_triton_kernel(logits: Tensor) -> bool:

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.name_patterns import matches_pattern
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.ops.weight_matrices import (
+from phalanx.train.ops.blocks import (
     find_expert_stacks,
     find_router_names,
     is_linear,
     is_torch_layer,
+    matches_pattern,
     names_in_blocks,
 )
 

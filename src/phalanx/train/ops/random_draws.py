@@ -21,7 +21,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.compat import call_after
+from phalanx.compat import attend_with_bias, call_after, is_attention_bias
 from phalanx.errors import RecipeError
 
 Runs = tuple[tuple[int, int], ...]
@@ -39,7 +39,7 @@ Runs = tuple[tuple[int, int], ...]
 Place = tuple[tuple[int, ...], tuple[tuple[int, Runs], ...]]
 """The shape of a whole tensor, and the runs that a rank holds along some of its dimensions."""
 SDPA_NAME = "scaled_dot_product_attention"
-ALPHA = 1.7580993408473766  # of torch's alpha_dropout: SELU's scale times its alpha
+SELU_ALPHA = 1.7580993408473766  # of torch's alpha_dropout: SELU's scale times its alpha
 
 
 def derive_seed(*components: object) -> int:
@@ -312,8 +312,8 @@ def _replace_dropout(
         kept = draw_kept(shape, p, input, place)
         if not alpha:
             return input * kept * (1 / (1 - p))
-        a = ((ALPHA**2 * p + 1) * (1 - p)) ** -0.5
-        result: Tensor = torch.where(kept, input, -ALPHA) * a + ALPHA * a * p
+        a = ((SELU_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+        result: Tensor = torch.where(kept, input, -SELU_ALPHA) * a + SELU_ALPHA * a * p
         return result
 
     return replacement
@@ -467,6 +467,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Compute scaled_dot_product_attention, with the dropout of all heads where ranks hold some of them."""
+    if is_attention_bias(attn_mask):
+        return attend_with_bias(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     first, heads = cut_heads(query.shape[1]) if dropout_p > 0 else (0, 0)
     if dropout_p == 0 or heads == query.shape[1] or query.shape[2] != key.shape[2]:
         return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -480,7 +482,7 @@ torch_dropout, torch_attention, torch_rand, torch_randint = (
     torch.rand,
     torch.randint,
 )
-_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
+_FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (F, "dropout"): dropout,
     (F, "dropout1d"): _replace_dropout(F.dropout1d, features=True, alpha=False, unbatched_dims=2),
     (F, "dropout2d"): _replace_dropout(F.dropout2d, features=True, alpha=False),
@@ -496,7 +498,7 @@ _REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     **{(torch, name): _refuse_cut(getattr(torch, name), name) for name in ("multinomial", "poisson", "binomial")},
 }
 """Replacements by owner and name, from the first run in a process on."""
-_METHODS: dict[str, Callable[..., Any]] = {
+_METHOD_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     **{
         name: _replace_in_place(getattr(Tensor, name))
         for name in (
@@ -518,20 +520,25 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 @functools.cache  # once: Python slows down a class that changes often, and callbacks may wrap what they find
 def _replace_functions() -> None:
-    """Replace torch's functions, also where modules of others have imported them by a name of their own."""
-    replacements = {id(getattr(owner, name)): replacement for (owner, name), replacement in _REPLACEMENTS.items()}
+    """Replace torch's functions."""
+    _replace_everywhere(_FUNCTION_REPLACEMENTS)
+
+
+def _replace_everywhere(functions: Mapping[tuple[Any, str], Callable[..., Any]]) -> None:
+    """Replace functions by owner and name, also where modules of others have imported them by a name of their own."""
+    replacements = {id(getattr(owner, name)): replacement for (owner, name), replacement in functions.items()}
     for package, module in list(sys.modules.items()):
         if package.partition(".")[0] not in ("torch", "phalanx") and hasattr(module, "__dict__"):
             for name, value in list(vars(module).items()):
                 if id(value) in replacements:
                     setattr(module, name, replacements[id(value)])
-    for (owner, name), replacement in _REPLACEMENTS.items():
+    for (owner, name), replacement in functions.items():
         setattr(owner, name, replacement)
 
 
 @functools.cache
 def _replace_for_slices() -> None:
     """Replace what matters only in a process that holds slices."""
-    for name, replacement in _METHODS.items():
+    for name, replacement in _METHOD_REPLACEMENTS.items():
         setattr(Tensor, name, replacement)
-    setattr(F, SDPA_NAME, attention)  # as an assignment it would be ill-typed
+    _replace_everywhere({(F, SDPA_NAME): attention})

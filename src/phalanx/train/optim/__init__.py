@@ -1,6 +1,6 @@
 """Optimizers of the recipe: which parameter is updated by which, and their state under logical names.
 
-`factory.py` builds them, `container.py` combines them; the other modules are optimizers and storage of their state.
+`container.py` builds and combines them; the other modules are optimizers and storage of their state.
 """
 
 from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
@@ -9,9 +9,11 @@ from phalanx.train.optim.container import (
     SETTINGS_PREFIX,
     STATE_ENTRIES,
     OptimizerContainer,
+    find_hidden_matrices,
+    select_muon_matrices,
     state_entry_shape,
+    trainable_parameters,
 )
-from phalanx.train.optim.factory import find_hidden_matrices, select_muon_matrices, trainable_parameters
 
 __all__ = [
     "OPTIMIZER_PREFIX",

@@ -1,9 +1,7 @@
 """An optimizer of a user's own training loop, with the interface of `OptimizerContainer`."""
 
-import inspect
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -14,8 +12,13 @@ from torch import Tensor, nn
 from phalanx.errors import DataError, UsageError
 from phalanx.train.distributed.dtensor_utils import distribute_like, to_local
 from phalanx.train.distributed.module_state import pack_value, unpack_value
-from phalanx.train.optim.container import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, match_memory_format
-from phalanx.train.optim.factory import trainable_parameters
+from phalanx.train.optim.container import (
+    OPTIMIZER_PREFIX,
+    SETTINGS_PREFIX,
+    OptimizerContainer,
+    match_memory_format,
+    trainable_parameters,
+)
 
 GROUP_SETTINGS_KEY = SETTINGS_PREFIX + "groups"
 EXCLUDED_GROUP_KEYS = ("params", "lr", "initial_lr")
@@ -78,16 +81,9 @@ class UserOptimizer(OptimizerContainer):
                 "matrices, and it is not known to update each element on its own; use parallelism.shard, or an "
                 "optimizer of torch.optim such as AdamW or SGD, or a subclass of one"
             )
-        if _needs_closure(optimizer):
-            raise UsageError(
-                f"session.prepare: {type(optimizer).__name__}.step needs a closure that computes the loss again, which "
-                "a run has not; use an optimizer that steps from gradients"
-            )
         self._is_sharded = is_sharded
         self._state_checked = 0  # number of state entries that were checked
-        self._own = _numbers(optimizer)
         self._initial_settings = [deepcopy(self._saved_settings(group)) for group in optimizer.param_groups]
-        self._sizes = _sizes(optimizer)
         self._expected_lrs = list(self._initial_lrs)  # learning rates of the groups after the last step
 
     supports_scaled_step = False
@@ -96,7 +92,6 @@ class UserOptimizer(OptimizerContainer):
         """Step with `lr` in the group with the highest learning rate, and proportionally less in the others. Raises
         UsageError if the optimizer has state that a checkpoint cannot hold, or if the loop changed a learning rate."""
         (optimizer,) = self.optimizers
-        self._check_groups()
         for group, expected_lr in zip(optimizer.param_groups, self._expected_lrs, strict=True):
             if float(group["lr"]) != expected_lr:
                 raise UsageError(
@@ -145,7 +140,6 @@ class UserOptimizer(OptimizerContainer):
     def group_settings(self) -> dict[str, Tensor]:
         """Return changed group options, except learning rates. Raises RecipeError if they cannot be saved."""
         (optimizer,) = self.optimizers
-        self._check_groups()
         changed = [
             {
                 key: value
@@ -160,7 +154,6 @@ class UserOptimizer(OptimizerContainer):
     def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Restore the result of `group_settings`."""
         (optimizer,) = self.optimizers
-        self._check_groups()
         changed: list[dict[str, Any]] = [{} for _ in self._initial_settings]
         if GROUP_SETTINGS_KEY in tensors:
             changed = unpack_value(tensors[GROUP_SETTINGS_KEY], where)
@@ -177,24 +170,10 @@ class UserOptimizer(OptimizerContainer):
     def _saved_settings(group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in group.items() if key not in EXCLUDED_GROUP_KEYS}
 
-    def _check_groups(self) -> None:
-        """Raise UsageError if the loop added or removed groups or parameters after `prepare`."""
-        if (now := _sizes(self.optimizers[0])) != self._sizes:
-            raise UsageError(
-                f"session.prepare: the optimizer had groups of {self._sizes} parameters, and the loop made them {now}; "
-                "give it all of its groups in make_optimizer, since what comes later is neither divided nor saved"
-            )
-
     def _check_state(self) -> None:
         (optimizer,) = self.optimizers
         kind = type(optimizer).__name__
         self.group_settings()
-        now = _numbers(optimizer)
-        if moved := [name for name in now if _differs(now[name], self._own.get(name, []))]:
-            raise UsageError(
-                f"session.prepare: {kind} keeps what a step changes in its attribute {moved[0]!r}, and only its state "
-                "and its parameter groups are saved: a run could not resume exactly; keep it in a group"
-            )
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise UsageError(
                 f"session.prepare: {kind} keeps state under {strange[0]!r}, which is no parameter, and only what "
@@ -215,42 +194,6 @@ class UserOptimizer(OptimizerContainer):
                         f"session.prepare: {kind} keeps {entry!r} of {name} in another shape than the parameter's, "
                         "which cannot be divided with it; use parallelism.replicate"
                     )
-
-
-def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Return copies of numbers, tensors and generators in the optimizer's own attributes, also in lists and dicts:
-    possible state outside of state and groups. Booleans, such as whether a step was done, and parameters are left
-    out."""
-    theirs = vars(torch.optim.SGD([torch.zeros(1)])).keys()
-    groups = optimizer.param_groups
-    seen = {id(each) for each in (optimizer.state, groups, *groups, *(p for group in groups for p in group["params"]))}
-    own = {name: list(_leaves(value, seen)) for name, value in vars(optimizer).items() if name not in theirs}
-    return {name: leaves for name, leaves in own.items() if leaves}
-
-
-def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield copies of the leaves of a value (numbers, tensors, generator states), skipping objects in `seen`."""
-    if id(value) in seen or isinstance(value, bool):
-        return
-    if isinstance(value, Tensor):
-        yield value.detach().clone()
-    elif isinstance(value, torch.Generator):
-        yield value.get_state()
-    elif isinstance(value, int | float):
-        yield value
-    elif isinstance(value, Mapping | list | tuple | deque):
-        seen.add(id(value))
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(each, seen)
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _differs(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Nothing outlives a nursery: not its workers, not their children."""
+"""Nothing outlives a fork server: not its workers, not their children."""
 
 import os
 import select
@@ -10,7 +10,7 @@ import pytest
 from fork_server_calls import WITHOUT_TORCH
 from made_messages import start_workers
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
-from phalanx.run.message_socket import send
+from phalanx.run.messages import send
 
 
 def told(fifo: Path) -> int:
@@ -19,20 +19,20 @@ def told(fifo: Path) -> int:
         return int(opened.read())
 
 
-def test_workers_and_their_children_die_with_the_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_their_children_die_with_the_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", WITHOUT_TORCH)
     for name in ("worker", "child"):
         os.mkfifo(tmp_path / name)
     message = start_workers("fork_server_calls:wait_for_ever", str(tmp_path), tmp_path)
-    with ForkServerClient() as nursery:
-        nursery.wait_until_ready()
-        send(nursery.control, message)
+    with ForkServerClient() as fork_server:
+        fork_server.wait_until_ready()
+        send(fork_server.control, message)
         pids = [told(tmp_path / name) for name in ("worker", "child")]
         handles = [os.pidfd_open(pid) for pid in pids]
         assert all(psutil.pid_exists(pid) for pid in pids)
-        inside = nursery.process.pid
+        inside = fork_server.process.pid
     for handle in handles:
         ready, _, _ = select.select([handle], [], [], 10)
-        assert ready, "a process outlived the nursery"
+        assert ready, "a process outlived the fork server"
         os.close(handle)
     assert not psutil.pid_exists(inside)

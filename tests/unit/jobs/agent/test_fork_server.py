@@ -1,4 +1,4 @@
-"""The nursery: trials and workers in forked processes, all of one nursery that this file starts once."""
+"""The fork server: trials and workers in forked processes, all of one fork server that this file starts once."""
 
 import os
 import platform
@@ -14,13 +14,13 @@ from made_messages import start_workers
 from phalanx.errors import ExitCode, PhalanxError, SubprocessError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, add_huge_pages
 from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
-from phalanx.run.message_socket import drain, receive, send
+from phalanx.run.messages import drain, receive, send
 from phalanx.run.process_messages import RunCall, SendSignal, StoreDied, WorkerCrashed, WorkerExited, WorkersStarted
 from train_harness import wait_until
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServerClient]:
+def fork_server() -> Iterator[ForkServerClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(HELPERS))
         process = ForkServerClient()
@@ -29,13 +29,13 @@ def nursery() -> Iterator[ForkServerClient]:
         yield process
 
 
-def test_no_thread_runs_where_workers_are_forked(nursery: ForkServerClient) -> None:
-    nursery.call("fork_server_calls:double", 1)  # numpy's BLAS ends its threads before every fork
-    assert psutil.Process(nursery.process.pid).num_threads() == 1
+def test_no_thread_runs_where_workers_are_forked(fork_server: ForkServerClient) -> None:
+    fork_server.call("fork_server_calls:double", 1)  # numpy's BLAS ends its threads before every fork
+    assert psutil.Process(fork_server.process.pid).num_threads() == 1
 
 
-def test_a_call_returns_its_value(nursery: ForkServerClient) -> None:
-    assert nursery.call("fork_server_calls:double", 21) == 42
+def test_a_call_returns_its_value(fork_server: ForkServerClient) -> None:
+    assert fork_server.call("fork_server_calls:double", 21) == 42
 
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -45,8 +45,8 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     not THP.exists() or "[never]" in THP.read_text() or platform.libc_ver() < ("glibc", "2.35"),
     reason="this kernel, or this C library, has no huge pages to ask for",
 )
-def test_large_tensors_are_in_huge_pages(nursery: ForkServerClient) -> None:
-    assert nursery.call("fork_server_calls:huge_bytes", 64 << 20) >= 32 << 20
+def test_large_tensors_are_in_huge_pages(fork_server: ForkServerClient) -> None:
+    assert fork_server.call("fork_server_calls:huge_bytes", 64 << 20) >= 32 << 20
 
 
 @pytest.mark.parametrize(
@@ -61,69 +61,69 @@ def test_what_the_user_says_of_memory_is_kept(given: str, expected: str) -> None
     assert add_huge_pages(given) == expected
 
 
-def test_each_call_is_a_process_of_its_own(nursery: ForkServerClient) -> None:
-    assert nursery.call("fork_server_calls:remember", "a") == ["a"]
-    assert nursery.call("fork_server_calls:remember", "b") == ["b"]
+def test_each_call_is_a_process_of_its_own(fork_server: ForkServerClient) -> None:
+    assert fork_server.call("fork_server_calls:remember", "a") == ["a"]
+    assert fork_server.call("fork_server_calls:remember", "b") == ["b"]
 
 
-def test_what_was_preloaded_is_there_in_every_call(nursery: ForkServerClient) -> None:
-    nursery.preload("fork_server_calls:keep", "b")
-    assert nursery.call("fork_server_calls:kept", None) == ["b"]
-    assert nursery.call("fork_server_calls:kept", None) == ["b"]
+def test_what_was_preloaded_is_there_in_every_call(fork_server: ForkServerClient) -> None:
+    fork_server.preload("fork_server_calls:keep", "b")
+    assert fork_server.call("fork_server_calls:kept", None) == ["b"]
+    assert fork_server.call("fork_server_calls:kept", None) == ["b"]
 
 
-def test_a_users_error_comes_back_with_its_text_and_code(nursery: ForkServerClient) -> None:
+def test_a_users_error_comes_back_with_its_text_and_code(fork_server: ForkServerClient) -> None:
     with pytest.raises(PhalanxError, match=r"^the shard is torn$") as caught:
-        nursery.call("fork_server_calls:refuse", "the shard is torn")
+        fork_server.call("fork_server_calls:refuse", "the shard is torn")
     assert caught.value.code is ExitCode.DATA
 
 
-def test_any_other_error_comes_back_with_its_traceback(nursery: ForkServerClient) -> None:
+def test_any_other_error_comes_back_with_its_traceback(fork_server: ForkServerClient) -> None:
     with pytest.raises(SubprocessError, match=r"^LookupError: not here$") as caught:
-        nursery.call("fork_server_calls:fail", "not here")
+        fork_server.call("fork_server_calls:fail", "not here")
     assert caught.value.traceback is not None
     assert "fork_server_calls.py" in caught.value.traceback
 
 
-def test_a_function_that_does_not_exist_comes_back_as_an_error(nursery: ForkServerClient) -> None:
+def test_a_function_that_does_not_exist_comes_back_as_an_error(fork_server: ForkServerClient) -> None:
     with pytest.raises(SubprocessError, match="no_such_function"):
-        nursery.call("fork_server_calls:no_such_function", None)
+        fork_server.call("fork_server_calls:no_such_function", None)
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_code_that_leaves_the_process_comes_back_as_an_error(nursery: ForkServerClient, code: int) -> None:
+def test_code_that_leaves_the_process_comes_back_as_an_error(fork_server: ForkServerClient, code: int) -> None:
     with pytest.raises(SubprocessError, match=f"SystemExit: {code}"):
-        nursery.call("fork_server_calls:leave", code)
+        fork_server.call("fork_server_calls:leave", code)
 
 
-def test_a_trial_that_vanishes_without_an_answer_comes_back_as_an_error(nursery: ForkServerClient) -> None:
+def test_a_trial_that_vanishes_without_an_answer_comes_back_as_an_error(fork_server: ForkServerClient) -> None:
     with pytest.raises(SubprocessError, match="the trial process ended with exit code 0") as caught:
-        nursery.call("fork_server_calls:vanish", 0)
+        fork_server.call("fork_server_calls:vanish", 0)
     assert caught.value.code is ExitCode.GAVE_UP
 
 
-def test_a_call_gets_no_answer_that_was_meant_for_another(nursery: ForkServerClient) -> None:
+def test_a_call_gets_no_answer_that_was_meant_for_another(fork_server: ForkServerClient) -> None:
     call = RunCall(function="fork_server_calls:double", payload=1, call_id=0)
-    send(nursery.control, call)  # one that was interrupted, and whose answer nobody has taken
-    assert nursery.call("fork_server_calls:double", 4) == 8
+    send(fork_server.control, call)  # one that was interrupted, and whose answer nobody has taken
+    assert fork_server.call("fork_server_calls:double", 4) == 8
 
 
-def store_of(nursery: ForkServerClient) -> psutil.Process:
+def store_of(fork_server: ForkServerClient) -> psutil.Process:
     """The process below it that listens."""
-    return next(child for child in psutil.Process(nursery.process.pid).children() if child.net_connections())
+    return next(child for child in psutil.Process(fork_server.process.pid).children() if child.net_connections())
 
 
-def test_a_store_that_has_died_is_followed_by_another_and_told(nursery: ForkServerClient) -> None:
-    port = nursery.start_store("127.0.0.1")
-    assert nursery.start_store("127.0.0.1") == port
-    store_of(nursery).kill()
-    wait_until(lambda: nursery.start_store("127.0.0.1") != port)  # as soon as the kernel is done with it
-    store_of(nursery).kill()
-    assert receive(nursery.control) == [StoreDied(attempt=0)]
+def test_a_store_that_has_died_is_followed_by_another_and_told(fork_server: ForkServerClient) -> None:
+    port = fork_server.start_store("127.0.0.1")
+    assert fork_server.start_store("127.0.0.1") == port
+    store_of(fork_server).kill()
+    wait_until(lambda: fork_server.start_store("127.0.0.1") != port)  # as soon as the kernel is done with it
+    store_of(fork_server).kill()
+    assert receive(fork_server.control) == [StoreDied(attempt=0)]
 
 
 @pytest.mark.parametrize("what", ["call", "store", "preload"])
-def test_a_nursery_that_is_killed_is_told_as_not_finished(what: str) -> None:
+def test_a_fork_server_that_is_killed_is_told_as_not_finished(what: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", WITHOUT_TORCH)
         process = ForkServerClient()
@@ -139,7 +139,7 @@ def test_a_nursery_that_is_killed_is_told_as_not_finished(what: str) -> None:
         assert caught.value.code is ExitCode.UNFINISHED
 
 
-def test_a_nursery_that_cannot_load_torch_is_told_as_an_unfit_node(tmp_path: Path) -> None:
+def test_a_fork_server_that_cannot_load_torch_is_told_as_an_unfit_node(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: not found')")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
@@ -149,37 +149,31 @@ def test_a_nursery_that_cannot_load_torch_is_told_as_an_unfit_node(tmp_path: Pat
     assert caught.value.code is ExitCode.UNFIT_NODE
 
 
-def test_a_trial_that_is_killed_comes_back_as_an_error(nursery: ForkServerClient) -> None:
+def test_a_trial_that_is_killed_comes_back_as_an_error(fork_server: ForkServerClient) -> None:
     with pytest.raises(SubprocessError, match="the trial process ended with SIGKILL") as caught:
-        nursery.call("fork_server_calls:kill_oneself", int(signal.SIGKILL))
+        fork_server.call("fork_server_calls:kill_oneself", int(signal.SIGKILL))
     assert caught.value.killed
 
 
-def test_only_sigkill_counts_as_killed(nursery: ForkServerClient) -> None:
+def test_only_sigkill_counts_as_killed(fork_server: ForkServerClient) -> None:
     # not SIGHUP, which nothing below nohup ends with
     with pytest.raises(SubprocessError, match="ended with SIGALRM") as caught:
-        nursery.call("fork_server_calls:kill_oneself", int(signal.SIGALRM))
+        fork_server.call("fork_server_calls:kill_oneself", int(signal.SIGALRM))
     assert not caught.value.killed
 
 
-def test_after_errors_the_nursery_goes_on(nursery: ForkServerClient) -> None:
-    with pytest.raises(SubprocessError):
-        nursery.call("fork_server_calls:kill_oneself", int(signal.SIGKILL))
-    assert nursery.call("fork_server_calls:double", 4) == 8
-
-
-def start(nursery: ForkServerClient, function: str, folder: Path, world: int, **environment: str) -> None:
+def start(fork_server: ForkServerClient, function: str, folder: Path, world: int, **environment: str) -> None:
     asked = start_workers(
         f"fork_server_calls:{function}", str(folder), folder, world, attempt=6, environment=environment
     )
-    send(nursery.control, asked)
+    send(fork_server.control, asked)
 
 
-def exits(nursery: ForkServerClient, count: int) -> dict[int, int]:
+def exits(fork_server: ForkServerClient, count: int) -> dict[int, int]:
     """Ranks and statuses of so many workers, once they are gone."""
     found: dict[int, int] = {}
     while len(found) < count:
-        for message in receive(nursery.control) or ():
+        for message in receive(fork_server.control) or ():
             if isinstance(message, WorkersStarted):
                 continue
             assert isinstance(message, WorkerExited)
@@ -188,39 +182,20 @@ def exits(nursery: ForkServerClient, count: int) -> dict[int, int]:
 
 
 def test_workers_get_their_place_a_log_each_and_are_reported_with_their_status(
-    nursery: ForkServerClient, tmp_path: Path
+    fork_server: ForkServerClient, tmp_path: Path
 ) -> None:
-    start(nursery, "write_rank_variables", tmp_path, 2, EXTRA="more")
-    assert exits(nursery, 2) == {0: 10, 1: 11}
+    start(fork_server, "write_rank_variables", tmp_path, 2, EXTRA="more")
+    assert exits(fork_server, 2) == {0: 10, 1: 11}
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["0 0 2 2 6 more", "1 1 2 2 6 more"]
     logs = [(tmp_path / f"attempt-6-rank-{rank}.log").read_text() for rank in (0, 1)]
     assert logs == ["worker 0 speaks\n", "worker 1 speaks\n"]
 
 
-def test_a_worker_that_dies_is_reported_with_its_signal(nursery: ForkServerClient, tmp_path: Path) -> None:
-    send(nursery.control, start_workers("fork_server_calls:kill_oneself", int(signal.SIGKILL), tmp_path))
-    assert exits(nursery, 1) == {0: -signal.SIGKILL}
-
-
-def test_a_signal_may_be_for_one_worker_only(nursery: ForkServerClient, tmp_path: Path) -> None:
-    start(nursery, "stay", tmp_path, 2)
-    send(nursery.control, SendSignal(signal=int(signal.SIGKILL), ranks=(1,)))
-    assert exits(nursery, 1) == {1: -signal.SIGKILL}
-    send(nursery.control, SendSignal(signal=int(signal.SIGKILL)))
-    assert exits(nursery, 1) == {0: -signal.SIGKILL}
-
-
-def test_a_worker_that_raises_leaves_its_traceback_in_its_log(nursery: ForkServerClient, tmp_path: Path) -> None:
-    start(nursery, "fail", tmp_path, 1)
-    assert exits(nursery, 1) == {0: 1}
-    assert "LookupError" in (tmp_path / "attempt-6-rank-0.log").read_text()
-
-
-def test_a_worker_that_raises_reports_type_message_and_line(nursery: ForkServerClient, tmp_path: Path) -> None:
-    list(drain(nursery.events))
-    start(nursery, "fail_at_length", tmp_path, 1)
-    assert exits(nursery, 1) == {0: 1}
-    (crash,) = drain(nursery.events)
+def test_a_worker_that_raises_reports_type_message_and_line(fork_server: ForkServerClient, tmp_path: Path) -> None:
+    list(drain(fork_server.events))
+    start(fork_server, "fail_at_length", tmp_path, 1)
+    assert exits(fork_server, 1) == {0: 1}
+    (crash,) = drain(fork_server.events)
     text = "RuntimeError: CUDA error: it went wrong Consider this. Compile with that. ("
     assert isinstance(crash, WorkerCrashed)
     assert (crash.rank, crash.message[: len(text)]) == (0, text)
@@ -228,40 +203,35 @@ def test_a_worker_that_raises_reports_type_message_and_line(nursery: ForkServerC
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "nowhere/log"])
-def test_a_log_that_takes_nothing_does_not_end_a_worker(nursery: ForkServerClient, tmp_path: Path, log: str) -> None:
+def test_a_log_that_takes_nothing_does_not_end_a_worker(
+    fork_server: ForkServerClient, tmp_path: Path, log: str
+) -> None:
     (tmp_path / "attempt-6-rank-0.log").symlink_to(log)
-    start(nursery, "speak", tmp_path, 1)
-    assert exits(nursery, 1) == {0: 0}
+    start(fork_server, "speak", tmp_path, 1)
+    assert exits(fork_server, 1) == {0: 0}
     assert (tmp_path / "done").exists()
 
 
-def test_a_worker_whose_storage_fails_has_a_status_of_its_own(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_a_worker_whose_storage_fails_has_a_status_of_its_own(fork_server: ForkServerClient, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    start(nursery, "gone", tmp_path / "empty", 1)
-    assert exits(nursery, 1) == {0: 1}  # that a file is missing is no failure
+    start(fork_server, "gone", tmp_path / "empty", 1)
+    assert exits(fork_server, 1) == {0: 1}  # that a file is missing is no failure
     (tmp_path / "lost").symlink_to(tmp_path / "lost")
-    start(nursery, "read", tmp_path / "lost", 1)  # its log cannot be opened either
-    assert exits(nursery, 1) == {0: STORAGE_FAILED_STATUS}
+    start(fork_server, "read", tmp_path / "lost", 1)  # its log cannot be opened either
+    assert exits(fork_server, 1) == {0: STORAGE_FAILED_STATUS}
 
 
-def test_a_worker_whose_gpu_fails_has_a_status_of_its_own(nursery: ForkServerClient, tmp_path: Path) -> None:
-    start(nursery, "lose_gpu", tmp_path, 1)
-    assert exits(nursery, 1) == {0: GPU_FAILED_STATUS}
+def test_a_worker_whose_gpu_fails_has_a_status_of_its_own(fork_server: ForkServerClient, tmp_path: Path) -> None:
+    start(fork_server, "lose_gpu", tmp_path, 1)
+    assert exits(fork_server, 1) == {0: GPU_FAILED_STATUS}
 
 
-def test_a_trial_whose_gpu_fails_finds_the_machine_unfit(nursery: ForkServerClient) -> None:
+def test_a_trial_whose_gpu_fails_finds_the_machine_unfit(fork_server: ForkServerClient) -> None:
     with pytest.raises(
         PhalanxError, match=r"a GPU of this machine failed: RuntimeError: CUDA error: uncorr.* ECC"
     ) as caught:
-        nursery.call("fork_server_calls:lose_gpu", "")
+        fork_server.call("fork_server_calls:lose_gpu", "")
     assert caught.value.code == ExitCode.UNFIT_NODE
-
-
-def test_a_worker_that_cannot_read_its_file_says_so_in_its_log(nursery: ForkServerClient, tmp_path: Path) -> None:
-    (tmp_path / "memory").symlink_to("/proc/self/mem")
-    send(nursery.control, start_workers("fork_server_calls:read", str(tmp_path / "memory"), tmp_path, attempt=8))
-    assert exits(nursery, 1) == {0: STORAGE_FAILED_STATUS}
-    assert "Input/output error" in (tmp_path / "attempt-8-rank-0.log").read_text()
 
 
 def term_is_pending(process: psutil.Process) -> bool:
@@ -271,13 +241,15 @@ def term_is_pending(process: psutil.Process) -> bool:
     return bool(pending & 1 << signal.SIGTERM - 1)
 
 
-def test_a_signal_that_comes_too_early_waits_for_the_workers_handler(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_a_signal_that_comes_too_early_waits_for_the_workers_handler(
+    fork_server: ForkServerClient, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    # A FIFO, since descriptors of ours are not the nursery's: the worker reads from it once we open it.
-    start(nursery, "wait_for_term_at", tmp_path, 1, GATE=str(gate))
-    send(nursery.control, SendSignal(signal=int(signal.SIGTERM)))
-    wait_until(lambda: any(map(term_is_pending, psutil.Process(nursery.process.pid).children())))
+    # A FIFO, since descriptors of ours are not the fork server's: the worker reads from it once we open it.
+    start(fork_server, "wait_for_term_at", tmp_path, 1, GATE=str(gate))
+    send(fork_server.control, SendSignal(signal=int(signal.SIGTERM)))
+    wait_until(lambda: any(map(term_is_pending, psutil.Process(fork_server.process.pid).children())))
     with open(gate, "w") as opened:
         opened.write("x")
-    assert exits(nursery, 1) == {0: 75}
+    assert exits(fork_server, 1) == {0: 75}

@@ -6,7 +6,7 @@ once a second, at a moment of its own and a few milliseconds early or late, as r
 
 import random
 import selectors
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,14 @@ import pytest
 from made_events import made
 from made_messages import COMMAND
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
+from phalanx.jobs.agent.heartbeat_checks import WINDOW_S
 from phalanx.jobs.agent.leader_agent import LeaderAgent
+from phalanx.jobs.agent.leader_state import RecoveryPolicy
 from phalanx.jobs.agent.node_group import HEARTBEAT_INTERVAL_S
-from phalanx.jobs.agent.recovery_policy import RecoveryPolicy
-from phalanx.jobs.agent.stragglers import WINDOW_S
 from phalanx.run import Event, Run
 from phalanx.run.event_types import AttemptStarted, StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
-from phalanx.run.message_socket import make_socket_pair
-from phalanx.run.messages import Message
+from phalanx.run.messages import Message, make_socket_pair
 from phalanx.run.process_messages import WorkerExited, WorkersStarted
 
 HANGS = 40.0
@@ -92,14 +91,13 @@ class FakeNode:
 
 
 class FakeCrew:
-    num_nodes, listener_sockets = 1, ()
+    num_nodes, listener_sockets, hands_over = 1, (), False
 
     def __init__(self, nodes: list[FakeNode]):
         self.nodes, self.local_node = nodes, nodes[0]
 
-    def assign_ranks(self, world: int) -> Iterator[tuple[FakeNode, range]]:
-        for rank, node in enumerate(self.nodes):
-            yield node, range(rank, rank + 1)
+    def assign_ranks(self, num_nodes: int, workers_per_node: int) -> dict[FakeNode, range]:
+        return {node: range(rank, rank + 1) for rank, node in enumerate(self.nodes)}
 
     def accept_joins(self) -> list[Any]:
         return []
@@ -112,7 +110,7 @@ class FakeCrew:
 
 
 class Stage:
-    """What is left of a nursery."""
+    """What is left of a fork server."""
 
     def __init__(self) -> None:
         self.heartbeat_table = HeartbeatTable()
@@ -123,9 +121,6 @@ class Stage:
 
     def has_exited(self) -> bool:
         return False
-
-    def resume_if_stopped(self) -> str | None:
-        return None
 
 
 def selector_of(clock: Clock) -> type:
@@ -168,7 +163,7 @@ def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch
         agent.node_group = FakeCrew(nodes)  # type: ignore[assignment]
         monkeypatch.setattr("phalanx.run.event_loop.selectors.DefaultSelector", selector_of(clock))
         monkeypatch.setattr(AttemptSupervisor, "abort", lambda *_: None)
-        agent.run_attempt(0, count, COMMAND)
+        agent.run_attempt(0, count, 1, COMMAND)
     for sock in (stage.control, stage.says, stage.events, stage.workers):
         sock.close()
     stage.heartbeat_table.close()

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.jobs.agent.storage_retry import (
+from phalanx.jobs.agent.leader_agent import (
     MAX_DELAY_S,
     MAX_OUTAGE_S,
     MIN_DELAY_S,
@@ -41,11 +41,6 @@ def lost(run: Run) -> Run:
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(run.checkpoints)
     return run
-
-
-def test_storage_that_works_leaves_nothing_of_the_question(run: Run) -> None:
-    assert find_storage_problem(run) is None
-    assert os.listdir(run.checkpoints) == []
 
 
 def test_what_is_wrong_is_told_with_the_place(lost: Run) -> None:

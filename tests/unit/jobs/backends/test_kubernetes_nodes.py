@@ -9,8 +9,8 @@ import pytest
 from fake_kubernetes import SCHEMAS, FakeApiServer, kubeconfig
 from node_contract import NodeContract
 from phalanx.errors import UsageError
+from phalanx.jobs.backends.base import NodeService
 from phalanx.jobs.backends.kubernetes.backend import KubernetesBackend
-from phalanx.jobs.backends.nodes import NodeService
 from phalanx.jobs.spec import Job
 
 pytestmark = pytest.mark.skipif(not SCHEMAS.is_dir(), reason=f"the schemas of JobSet and Trainer are not in {SCHEMAS}")

@@ -9,8 +9,8 @@ from node_contract import NodeContract
 from phalanx.cluster import Machine, discover_machine
 from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.local_queue.daemon import QueueDaemon
-from phalanx.jobs.local_queue.drain import DRAIN_FILE
-from phalanx.jobs.local_queue.policy import Resources
+from phalanx.jobs.local_queue.job_record import Resources
+from phalanx.jobs.pause_file import DRAIN_FILE
 from phalanx.jobs.spec import Job
 
 NODE = os.uname().nodename
@@ -41,7 +41,7 @@ def test_a_drained_machine_starts_no_job_until_it_is_undrained(
     engine.drain_node(NODE, "loud fan", "ada")
     ident = engine.submit(engine.render(Job("job", ("true",), tmp_path)))
     engine.submit(engine.render(Job("later", ("true",), tmp_path)))
-    reason = f"this machine is drained: loud fan (ada); `phalanx fleet undrain {NODE}` starts jobs again"
+    reason = f"this machine is drained: loud fan (ada); `phalanx nodes undrain {NODE}` starts jobs again"
     assert caplog.messages == [f"queued jobs wait: {reason}"]  # said once
     assert daemon.tick()  # jobs wait, so that the daemon stays
     waiting = engine.poll(ident)
@@ -81,18 +81,4 @@ def test_a_damaged_file_keeps_the_machine_drained(engine: LocalBackend) -> None:
     engine.drain_node(NODE, "loud fan", "ada")
     (engine.folder / DRAIN_FILE).write_text("{")
     (node,) = engine.list_nodes()
-    assert (node.service, node.reason) == ("drained", f"{DRAIN_FILE} is damaged (unknown)")
-
-
-def test_the_start_of_a_queued_job_is_predicted_from_the_end_of_a_running_one(
-    engine: LocalBackend, tmp_path: Path, machine: Machine
-) -> None:
-    daemon = QueueDaemon(engine.database, Resources(0, machine.physical_cores), lambda home, attempt: os.getpid())
-    first = engine.submit(engine.render(Job("first", ("true",), tmp_path)))
-    daemon.tick()
-    second = engine.submit(engine.render(Job("second", ("true",), tmp_path)))
-    end = engine.database.clock() + 600
-    assert engine.predict_starts({}) == {}
-    assert engine.predict_starts({first: end}) == {second: pytest.approx(end, abs=1)}
-    engine.drain_node(NODE, "loud fan", "ada")
-    assert engine.predict_starts({first: end}) == {}
+    assert (node.service, node.reason) == ("drained", f"{DRAIN_FILE} is damaged")

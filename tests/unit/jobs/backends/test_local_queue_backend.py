@@ -1,8 +1,6 @@
 """The local queue as an engine, without its daemon."""
 
-import errno
 import os
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,13 +8,10 @@ import psutil
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.fleet.power.job_control import BackendJobControl
-from phalanx.fleet.power.job_shedder import PausableState
-from phalanx.jobs.backends.base import restart_dead_daemon
 from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.local_queue.daemon import QueueDaemon
 from phalanx.jobs.local_queue.database import JobDatabase
-from phalanx.jobs.local_queue.policy import Resources
+from phalanx.jobs.local_queue.job_record import Resources
 from phalanx.jobs.spec import Job, JobState
 
 ASKED: dict[str, Callable[[LocalBackend], object]] = {
@@ -77,7 +72,7 @@ def test_to_ask_makes_no_queue_where_there_is_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match="1: local has no such job"):
             call("1")
-    restart_dead_daemon(engine)
+    engine.restart_dead_daemon()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,41 +132,6 @@ def test_a_running_job_that_is_paused_gets_a_signal_and_waits_afterwards(
     engine.database.update_if(int(id), JobState.RUNNING, state=JobState.QUEUED)  # it has ended with 75
     daemon.tick()
     assert (paused_queue.started, engine.poll(id).state) == ([1], JobState.QUEUED)
-
-
-def test_the_guard_resumes_only_what_it_has_paused(paused_queue: PausedQueue) -> None:
-    control, handle = BackendJobControl("for power, by a guard"), f"local:{paused_queue.id}"
-    control._open = lambda name, thread: paused_queue.engine  # type: ignore[assignment, method-assign]
-    control.check_handle(handle)
-    paused_queue.engine.pause(paused_queue.id, "by hand")
-    control.pause(handle)
-    control.resume(handle)
-    assert control.read_state(handle) is PausableState.HELD
-    paused_queue.engine.resume(paused_queue.id)
-    control.pause(handle)
-    assert control.read_state(handle) is PausableState.PAUSED
-    control.resume(handle)
-    assert control.read_state(handle) is PausableState.WAITING
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("full")])
-def test_a_full_disk_ends_no_guard(
-    paused_queue: PausedQueue, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    control, handle = BackendJobControl("for power, by a guard"), f"local:{paused_queue.id}"
-    control._open = lambda name, thread: paused_queue.engine  # type: ignore[assignment, method-assign]
-
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("phalanx.jobs.backends.local.write_pause", fail)
-    with pytest.raises(UsageError, match=f"{handle}: .*full|No space left"):
-        control.pause(handle)
-    monkeypatch.undo()
-    control.pause(handle)
-    monkeypatch.setattr("phalanx.jobs.backends.local.remove_pause", fail)
-    with pytest.raises(UsageError, match=f"{handle}: .*full|No space left"):
-        control.resume(handle)
 
 
 def test_a_job_that_has_ended_is_not_paused(paused_queue: PausedQueue) -> None:

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.nodes import NodeService
-from phalanx.jobs.backends.ray.backend import RayBackend
-from phalanx.jobs.backends.ray.nodes import parse_node
+from phalanx.jobs.backends.base import NodeService
+from phalanx.jobs.backends.ray.backend import RayBackend, parse_node
 
 
 def test_a_dead_machine_is_down_and_says_why() -> None:

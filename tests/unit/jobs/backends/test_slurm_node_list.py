@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.nodes import NodeService
+from phalanx.jobs.backends.base import NodeService
 from phalanx.jobs.backends.slurm.backend import SlurmBackend
-from phalanx.jobs.backends.slurm.nodes import NODE_COLUMNS, count_gpus, parse_nodes
+from phalanx.jobs.backends.slurm.programs import NODE_COLUMNS, count_gpus, parse_nodes
 
 
 def line(name: str, state: str = "idle", gres: str = "gpu:2", user: str = "Unknown", reason: str = "none") -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.jobs.backends.slurm.node_share import NodeSize, add_node_share, parse_node_sizes
+from phalanx.jobs.backends.slurm.programs import NodeSize, add_node_share, parse_node_sizes
 from phalanx.jobs.spec import Job
 
 H100 = "192 2063838 gpu:h100:8(S:0-1)\n"

@@ -1,8 +1,8 @@
 """What the engine makes of Slurm's words, recorded from 22.05, with no Slurm at all."""
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +12,6 @@ from phalanx.jobs.backends.slurm.programs import run_program
 from phalanx.jobs.backends.slurm.status import (
     QUEUE_COLUMNS,
     expand_hostlist,
-    parse_expected_starts,
-    parse_fields,
     parse_live_status,
     parse_past_status,
     parse_queue,
@@ -21,46 +19,23 @@ from phalanx.jobs.backends.slurm.status import (
 )
 from phalanx.jobs.spec import Job, JobState
 
-SHOWN = """JobId=6 JobName=gpt
-   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
-   Priority=4294901755 Nice=0 Account=(null) QOS=(null)
-   JobState={state} Reason={reason} Dependency=(null)
-   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode={code}
-   RunTime=00:00:02 TimeLimit=365-00:00:00 TimeMin=N/A
-   SubmitTime=2026-11-22T07:06:37 EligibleTime=2026-11-22T07:06:37
-   StartTime=2026-11-22T07:06:39 EndTime=2026-11-22T07:06:41 Deadline=N/A
-   Partition=main AllocNode:Sid=controller:0
-   ReqNodeList=(null) ExcNodeList=n4
-   NodeList={nodes}
-   BatchHost=n1
-   Command={command}
-   WorkDir=/a b=c
-   Comment=JobState=FAILED "b" $(x)
-   StdOut=/x/log
-   Power=
-"""
 RESULT = "code {code}\nattempt {attempt}\nnodes n1 n2\nended 1795331973\n"
 
 
-def shown(
-    state: str = "RUNNING",
-    reason: str = "None",
-    restarts: int = 0,
-    code: str = "0:0",
-    nodes: str = "n[1-2]",
-    command: str = "/x/batch.sh",
-) -> str:
-    return SHOWN.format(state=state, reason=reason, restarts=restarts, code=code, nodes=nodes, command=command)
-
-
 def queued(
-    state: str, command: str, id: str = "6", reason: str = "None", nodes: str = "n[1-2]", code: str = "0"
+    state: str,
+    command: str = "/x/batch.sh",
+    id: str = "6",
+    reason: str = "None",
+    nodes: str = "n[1-2]",
+    code: str = "0",
+    restarts: int = 0,
 ) -> str:
-    """A line of squeue."""
+    """A line of squeue. `code`: a status of wait(2)."""
     fields = {
         "JobId": id,
         "JobState": state,
-        "Restarts": "0",
+        "Restarts": str(restarts),
         "ExitCode": code,
         "StartTime": "2026-11-22T07:06:39",
         "EndTime": "NONE",
@@ -71,37 +46,33 @@ def queued(
     return "".join(fields[name].ljust(width)[:width] for name, (_, width) in QUEUE_COLUMNS.items()) + "\n"
 
 
-def test_fields_are_read_and_what_slurm_leaves_open_is_left_out() -> None:
-    found = parse_fields(shown(command="/a folder/b=c/batch.sh"))
-    assert (found["JobState"], found["ExcNodeList"], found["NodeList"]) == ("RUNNING", "n4", "n[1-2]")
-    assert (found["Command"], found["WorkDir"]) == ("/a folder/b=c/batch.sh", "/a b=c")
-    assert not {"Account", "ReqNodeList", "Deadline", "Power", "Reason"} & set(found)
+def fields_of(state: str, **more: Any) -> dict[str, str]:
+    """The fields of a job in a line of squeue."""
+    return parse_queue(queued(state, **more))["6"]
 
 
 @pytest.mark.parametrize(
     ("state", "code", "result", "expected", "reason"),
     [
-        ("RUNNING", "0:0", None, JobState.RUNNING, None),
-        ("COMPLETING", "0:0", 0, JobState.RUNNING, "completing"),
-        ("SUSPENDED", "0:0", None, JobState.RUNNING, "suspended"),
-        ("COMPLETED", "0:0", 0, JobState.DONE, "ended well"),
-        ("FAILED", "93:0", 93, JobState.FAILED, "ended with exit code 93"),
-        ("FAILED", "75:0", 75, JobState.INTERRUPTED, "ended with exit code 75"),
-        ("FAILED", "2:0", None, JobState.FAILED, "Slurm calls it FAILED"),
-        ("CANCELLED", "0:15", 75, JobState.CANCELLED, "was cancelled"),
-        ("TIMEOUT", "0:0", 75, JobState.INTERRUPTED, "its time limit ended it; it ended with exit code 75"),
-        ("TIMEOUT", "0:0", 143, JobState.INTERRUPTED, "its time limit ended it"),
-        ("TIMEOUT", "0:0", None, JobState.INTERRUPTED, "its time limit ended it"),
-        ("NODE_FAIL", "0:0", None, JobState.INTERRUPTED, "a node failed"),
-        ("OUT_OF_MEMORY", "0:125", None, JobState.FAILED, "the memory that it asked for ran out"),
-        ("PREEMPTED", "0:0", None, JobState.QUEUED, None),
+        ("RUNNING", "0", None, JobState.RUNNING, None),
+        ("COMPLETING", "0", 0, JobState.RUNNING, "completing"),
+        ("COMPLETED", "0", 0, JobState.DONE, "ended well"),
+        ("FAILED", "23808", 93, JobState.FAILED, "ended with exit code 93"),
+        ("FAILED", "19200", 75, JobState.INTERRUPTED, "ended with exit code 75"),
+        ("FAILED", "512", None, JobState.FAILED, "Slurm calls it FAILED"),
+        ("CANCELLED", "15", 75, JobState.CANCELLED, "was cancelled"),
+        ("TIMEOUT", "0", 75, JobState.INTERRUPTED, "its time limit ended it; it ended with exit code 75"),
+        ("TIMEOUT", "0", 143, JobState.INTERRUPTED, "its time limit ended it"),
+        ("NODE_FAIL", "0", None, JobState.INTERRUPTED, "a node failed"),
+        ("OUT_OF_MEMORY", "125", None, JobState.FAILED, "the memory that it asked for ran out"),
+        ("PREEMPTED", "0", None, JobState.QUEUED, None),
     ],
 )
 def test_slurms_states_have_a_meaning(
     state: str, code: str, result: int | None, expected: JobState, reason: str | None
 ) -> None:
     left = None if result is None else parse_result(RESULT.format(code=result, attempt=0))
-    status = parse_live_status("6", "gpt", parse_fields(shown(state, code=code)), 5.0, left)
+    status = parse_live_status("6", "gpt", fields_of(state, code=code), 5.0, left)
     assert (status.state, status.reason) == (expected, reason)
 
 
@@ -110,13 +81,12 @@ def test_slurms_states_have_a_meaning(
     [
         ("Resources", "waits for nodes to become free"),
         ("BeginTime", "was queued again a moment ago"),
-        ("PartitionNodeLimit", "more nodes than its partition gives"),
         ("ReqNodeNotAvail,_UnavailableNodes:n4", "nodes that it needs are out of service"),
         ("NewWord", "NewWord"),
     ],
 )
 def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
-    status = parse_live_status("6", "gpt", parse_fields(shown("PENDING", reason, nodes="")), 5.0, None)
+    status = parse_live_status("6", "gpt", fields_of("PENDING", reason=reason, nodes=""), 5.0, None)
     assert status.state is JobState.QUEUED
     assert status.reason is not None
     assert says in status.reason
@@ -125,13 +95,13 @@ def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
 
 def test_a_job_that_is_queued_again_has_its_last_attempts_code() -> None:
     left = parse_result(RESULT.format(code=75, attempt=0))
-    status = parse_live_status("6", "gpt", parse_fields(shown("PENDING", "BeginTime", restarts=1, nodes="")), 5.0, left)
+    status = parse_live_status("6", "gpt", fields_of("PENDING", reason="BeginTime", restarts=1, nodes=""), 5.0, left)
     assert (status.state, status.exit_code, status.num_attempts, status.nodes) == (JobState.QUEUED, 75, 1, ("n1", "n2"))
 
 
 def test_a_result_of_an_earlier_attempt_does_not_count() -> None:
     left = parse_result(RESULT.format(code=75, attempt=0))
-    status = parse_live_status("6", "gpt", parse_fields(shown("FAILED", restarts=1, code="0:9")), 5.0, left)
+    status = parse_live_status("6", "gpt", fields_of("FAILED", restarts=1, code="9"), 5.0, left)
     assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 137, 2)
 
 
@@ -189,7 +159,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be_sent(tmp_path: Path) ->
 def test_another_command_that_submits_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.jobs.backends.slurm.job_dirs.LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("phalanx.jobs.backends.slurm.batch_script.LOCK_TIMEOUT_S", 0.3)
     monkeypatch.setattr("phalanx.run.lock.LOCK_RETRY_INTERVAL_S", 0.05)
     slurm, recorded = engine(tmp_path, {})
     request = slurm.render(Job("a", ("true",), tmp_path))
@@ -247,12 +217,9 @@ def submitted(tmp_path: Path, answers: dict[str, tuple[int, str, str]]) -> tuple
 
 
 def mine(tmp_path: Path, state: str, **more: str) -> dict[str, tuple[int, str, str]]:
-    """What both programs say of the job of `submitted`."""
-    command = str(tmp_path / "state" / "a-1" / "batch.sh")
-    return {
-        "squeue": (0, queued(state, command, **more), ""),
-        "scontrol show job 6": (0, shown(state, command=command, **more), ""),  # type: ignore[arg-type]
-    }
+    """What squeue says of the job of `submitted`."""
+    line = queued(state, str(tmp_path / "state" / "a-1" / "batch.sh"), **more)  # type: ignore[arg-type]
+    return {"squeue": (0, line, ""), "squeue --jobs=6": (0, "n4\n", "")}
 
 
 def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
@@ -267,8 +234,8 @@ def test_an_unfit_node_is_added_to_those_that_are_avoided_and_the_job_goes_on(tm
     answers = mine(tmp_path, "PENDING", reason="job requeued in held state", nodes="")
     slurm, recorded, folder = submitted(tmp_path, answers)
     (folder / "unfit").write_text("n2\nn3\n")
-    assert slurm.release("6")
-    assert recorded.asked[1:3] == ["scontrol update JobId=6 ExcNodeList=n4,n2,n3", "scontrol release 6"]
+    assert slurm.resume("6")
+    assert recorded.asked[-2:] == ["scontrol update JobId=6 ExcNodeList=n4,n2,n3", "scontrol release 6"]
     assert not (folder / "unfit").exists()
 
 
@@ -284,7 +251,7 @@ def test_who_looks_at_a_held_job_changes_nothing_and_learns_how_it_goes_on(tmp_p
     assert (folder / "unfit").exists()
     for each in found:
         assert each.reason == (
-            "is held because of unfit nodes (n2, n3): `phalanx jobs release 6 --on slurm` continues it on other nodes"
+            "is held because of unfit nodes (n2, n3): `phalanx jobs resume 6 --on slurm` continues it on other nodes"
         )
 
 
@@ -393,11 +360,7 @@ def test_a_job_that_is_not_there_is_told_so(tmp_path: Path) -> None:
     assert slurm.list_jobs() == []
 
 
-def test_jobs_lie_in_the_users_state_folder() -> None:
-    assert SlurmBackend(Recorded({}), environ={"PHALANX_STATE_DIR": "/s"}).jobs_dir == Path("/s/slurm")
-
-
-def test_a_line_of_squeue_says_what_scontrol_does() -> None:
+def test_a_line_of_squeue_is_read_by_columns() -> None:
     fields = parse_queue(
         queued("FAILED", "/a folder/é/batch.sh", "6_1", reason="job requeued in held state", code="768")
         + queued("RUNNING", "/x/batch.sh", "7", code="9")
@@ -519,9 +482,3 @@ def test_a_controller_that_does_not_answer_is_asked_no_more_often(tmp_path: Path
             slurm.poll("0")
         recorded.now += 1.0
     assert recorded.asked_queue() == 10 / QUEUE_MAX_AGE_S
-
-
-def test_expected_starts_are_read_and_jobs_without_one_are_left_out() -> None:
-    text = "7 2026-11-27T10:00:00\n8_3 N/A\n9\n\n"
-    (found,) = parse_expected_starts(text).items()
-    assert found == ("7", datetime(2026, 11, 27, 10).timestamp())

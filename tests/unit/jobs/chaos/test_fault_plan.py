@@ -10,7 +10,6 @@ from phalanx.jobs.chaos.fault_plan import (
     FAULT_KINDS,
     Fault,
     FaultPhase,
-    FaultTrigger,
     RunShape,
     draw_faults,
     list_possible_kinds,
@@ -46,22 +45,21 @@ def test_no_round_is_longer_than_the_run_may_go_on_without_progress(attempts: in
         assert all(each[0].trigger.after_new_checkpoint for each in others)
 
 
-def test_as_many_faults_as_fit_are_drawn_and_no_more() -> None:
-    course = replace(COURSE, steps=100)  # saves at 20, 40, 60 and 80: rounds of 2, 3, 3 and 3
-    for seed in SEEDS:
-        assert len(draw_faults(seed, 11, ("kill",), course)) == 11
-    with pytest.raises(UsageError, match=r"12 faults are too many: .* saves 4 times .* survives 11 faults"):
+def test_more_faults_than_the_run_saves_for_are_refused() -> None:
+    course = replace(COURSE, steps=100)  # saves at 20, 40, 60 and 80: rounds of up to 2
+    assert len(draw_faults(0, 4, ("kill",), course)) == 4
+    with pytest.raises(UsageError, match=r"12 faults are too many: .* they need \d+ checkpoints; .* saves 4 times"):
         draw_faults(0, 12, ("kill",), course)
 
 
 def test_a_run_that_is_given_up_at_once_is_struck_only_after_progress() -> None:
     course = replace(COURSE, max_restarts=1)
     assert all(fault.trigger.after_new_checkpoint for fault in draw_faults(1, 10, ("kill",), course))
-    with pytest.raises(UsageError, match="survives 0 faults"):
+    with pytest.raises(UsageError, match="need 1 checkpoints"):
         draw_faults(1, 1, ("kill",), replace(course, checkpoint_every=None))
 
 
-@pytest.mark.parametrize("count", [4, 10, 100])
+@pytest.mark.parametrize("count", [4, 10, 60])
 def test_steps_saves_and_restarts_are_among_the_moments(count: int) -> None:
     for seed in SEEDS:
         phases = {fault.trigger.phase for fault in draw_faults(seed, count, ("kill", "agent"), COURSE)}
@@ -140,18 +138,3 @@ def test_without_a_word_only_what_can_strike_and_takes_seconds_comes() -> None:
         "queue-daemon",
     }
     assert parse_kinds(" kill, agent,kill", COURSE) == ("kill", "agent")
-
-
-@pytest.mark.parametrize(
-    ("moment", "words"),
-    [
-        (FaultTrigger(FaultPhase.STEP, 0.375, 12), "38% of a step after step 12"),
-        (
-            FaultTrigger(FaultPhase.SAVE, 0.5, 40, after_new_checkpoint=True),
-            "50% into a save after step 40 and a new checkpoint",
-        ),
-        (FaultTrigger(FaultPhase.RESTART, 0.07), "7% into the restart"),
-    ],
-)
-def test_a_moment_is_told_in_what_the_run_does(moment: FaultTrigger, words: str) -> None:
-    assert str(moment) == words

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import time
 import uuid
@@ -14,14 +13,11 @@ import psutil
 import pytest
 
 from made_events import made
-from phalanx.jobs.chaos.checkpoint_files import flip_bit
 from phalanx.jobs.chaos.fault_plan import Fault, FaultPhase, FaultTrigger
 from phalanx.jobs.chaos.faults import (
-    CHAOS_TAG_VARIABLE,
     DISK_FULL_MAX_FILE_BYTES,
     FaultContext,
     InjectedFault,
-    disable_core_dumps,
     inject,
     inject_disk_full,
     inject_faults,
@@ -30,8 +26,8 @@ from phalanx.jobs.chaos.faults import (
     run_while_paused,
     wait_for_trigger,
 )
-from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations, measure_durations
-from phalanx.run import Run, select_final_steps
+from phalanx.jobs.chaos.launcher import CHAOS_TAG_VARIABLE, RunMonitor, TypicalDurations, measure_durations
+from phalanx.run import Run
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointFailed,
@@ -95,18 +91,6 @@ def becomes(process: psutil.Process, stopped: bool) -> None:
 
 def a_fault(kind: str, moment: FaultTrigger = NOW, rank: int = 0, luck: float = 0.5) -> Fault:
     return Fault(1, kind, rank, moment, luck)
-
-
-def test_a_line_is_read_once_it_is_whole_and_a_torn_one_is_skipped(told: Told) -> None:
-    with open(told.run.events, "a") as file:
-        worker, step = (json.dumps(to_fields(event)) for event in (made(WorkerStarted), made(StepDone, step=4)))
-        file.write(worker + "\n" + step[:10])
-        file.flush()
-        assert [event.kind for event in told.story.read_new()] == ["worker_started"]
-        file.write(step[10:15] + "\n" + step + "\n")
-        file.flush()
-        assert [event.step for event in select_final_steps(told.story.read_new())] == [4]
-    assert told.story.read_new() == []
 
 
 def test_what_an_attempt_did_does_not_count_for_the_next(told: Told) -> None:
@@ -240,22 +224,6 @@ def test_damage_is_one_bit_of_the_newest_of_two_checkpoints_and_no_worker_goes_o
     becomes(psutil.Process(other.pid), stopped=True)
     assert (told.run.checkpoints / "step-000000010" / "a").read_bytes() == bytes(1000)
     assert sum((folder / "a").read_bytes()) in [1 << bit for bit in range(8)]
-
-
-def test_a_flipped_bit_is_another_for_another_luck(tmp_path: Path) -> None:
-    contents = set()
-    for luck in range(5):
-        (tmp_path / "a").write_bytes(bytes(4000))
-        assert flip_bit(tmp_path, random.Random(luck)) == tmp_path / "a"
-        contents.add((tmp_path / "a").read_bytes())
-    assert len(contents) == 5
-
-
-def test_a_process_that_crashes_writes_no_core_file() -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        disable_core_dumps(process.pid)
-        assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_CORE)[0] == 0
-        process.kill()
 
 
 def struck_by_storage(told: Told) -> Generator[float, None, None]:

@@ -15,21 +15,22 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.jobs.backends.local import LocalBackend
-from phalanx.jobs.chaos.faults import CHAOS_TAG_VARIABLE, FaultContext
+from phalanx.jobs.chaos.faults import FaultContext
 from phalanx.jobs.chaos.launcher import (
+    CHAOS_TAG_VARIABLE,
     MAX_STARTS_WITHOUT_ATTEMPT,
     LocalLauncher,
     QueueLauncher,
+    RunMonitor,
+    TypicalDurations,
     find_tagged_processes,
     make_environment,
 )
-from phalanx.jobs.chaos.run_monitor import RunMonitor, TypicalDurations
 from phalanx.jobs.chaos.verify import (
     ChaosCallbacks,
     ChaosOutcome,
-    MachineBaseline,
     find_leftovers,
-    record_baseline,
+    list_shared_memory,
     run_with_faults,
     verify_run,
 )
@@ -61,8 +62,8 @@ def sleeper(mark: str) -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-def left(run: Run, mark: str, scratch: Path, before: MachineBaseline | None = None) -> list[str]:
-    return find_leftovers(run, mark, scratch, before or record_baseline(), grace_s=0.0)
+def left(run: Run, mark: str, scratch: Path, before: frozenset[str] | None = None) -> list[str]:
+    return find_leftovers(run, mark, scratch, before or list_shared_memory(), grace_s=0.0)
 
 
 def test_a_run_that_left_nothing_is_told_so(run: Run, mark: str, scratch: Path) -> None:
@@ -84,21 +85,21 @@ def test_processes_have_some_time_to_end(run: Run, mark: str, scratch: Path) -> 
             process.kill()
             process.wait()
 
-        assert find_leftovers(run, mark, scratch, record_baseline(), grace_s=60.0, sleep=sleep) == []
+        assert find_leftovers(run, mark, scratch, list_shared_memory(), grace_s=60.0, sleep=sleep) == []
         assert process.returncode == -9
 
 
 def test_shared_memory_that_nobody_has_open_is_found_unless_it_was_there_before(
     run: Run, mark: str, scratch: Path
 ) -> None:
-    path = Path("/dev/shm") / f"phalanx-test-{mark}"
-    before = record_baseline()
+    path = Path("/dev/shm") / f"torch_{mark}"
+    before = list_shared_memory()
     try:
         with path.open("wb") as file, subprocess.Popen(["sleep", "60"], stdout=file) as holder:
             assert left(run, mark, scratch, before) == []
             holder.kill()
         assert left(run, mark, scratch, before) == [f"shared memory: {path}"]
-        assert left(run, mark, scratch, record_baseline()) == []
+        assert left(run, mark, scratch, list_shared_memory()) == []
     finally:
         path.unlink()
 
@@ -133,7 +134,7 @@ def test_entries_of_a_queue_and_secrets_are_found(tmp_path: Path, mark: str, mon
 def verdict(run: Run, ended: ChaosOutcome, *, digest: str = "a", stored: str = "a", **more: Any) -> Sequence[str]:
     run.result.write_text(json.dumps({"digest": digest, "message": "no luck"}))
     given: dict[str, Any] = {"num_planned": 2, "num_injected": 2, "leftovers": (), **more}
-    return verify_run(run, "a", ended, digest_of=lambda run: stored, **given).reasons
+    return verify_run(run, "a", ended, digest_of=lambda run: stored, **given)
 
 
 def test_a_run_that_ended_in_the_same_digest_and_left_nothing_passes(run: Run) -> None:

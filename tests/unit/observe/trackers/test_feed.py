@@ -99,13 +99,6 @@ def test_a_tracker_that_cannot_take_steps_back_gets_only_steps_behind_a_checkpoi
     assert one.rows.num_held == 2
 
 
-def test_a_tracker_that_can_gets_each_step_at_once(growing: GrowingRun, server: FakeServer) -> None:
-    growing.start()
-    growing.train(1, 5)
-    feed(growing, server, FakeTracker).send_new()
-    assert steps(server) == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("status", ["done", "failed"])
 def test_the_end_of_a_run_makes_all_steps_final(growing: GrowingRun, server: FakeServer, status: str) -> None:
     growing.start()
@@ -114,15 +107,6 @@ def test_the_end_of_a_run_makes_all_steps_final(growing: GrowingRun, server: Fak
     feed(growing, server).send_new()
     assert steps(server) == [1, 2, 3, 4, 5]
     assert server.tags["status"] == status
-
-
-def test_steps_that_an_interrupted_run_did_not_save_are_held(growing: GrowingRun, server: FakeServer) -> None:
-    growing.start()
-    growing.train(1, 5)
-    growing.save(3)
-    growing.end(5, "interrupted")
-    feed(growing, server).send_new()
-    assert steps(server) == [1, 2, 3]
 
 
 def test_steps_after_a_checkpoint_that_turns_out_damaged_are_not_sent_twice(
@@ -201,7 +185,7 @@ def test_a_tracker_that_fails_while_it_takes_rows_gets_them_later(growing: Growi
     assert steps(server) == list(range(1, 1201))
 
 
-def test_faults_and_restarts_are_counted_where_they_happened(growing: GrowingRun, server: FakeServer) -> None:
+def test_faults_and_restarts_are_tags(growing: GrowingRun, server: FakeServer) -> None:
     growing.start()
     growing.train(1, 4)
     growing.save(2)
@@ -210,24 +194,12 @@ def test_faults_and_restarts_are_counted_where_they_happened(growing: GrowingRun
     growing.train(3, 5)
     growing.end(5)
     feed(growing, server).send_new()
-    assert server.values("run/faults") == [(3, 1.0)]
-    assert server.values("run/restarts") == [(3, 1.0)]
     assert server.tags == {
         "status": "done",
         "restarts": "1",
         "faults": "1",
         "last_fault": "worker 1 was killed by SIGKILL",
     }
-
-
-def test_the_end_brings_goodput(growing: GrowingRun, server: FakeServer) -> None:
-    growing.start()
-    growing.train(1, 5)
-    growing.end(5)
-    feed(growing, server).send_new()
-    ((step, share),) = server.values("run/goodput")
-    assert step == 5
-    assert 0 <= share <= 1
 
 
 def test_a_run_keeps_its_id_when_its_directory_moves(growing: GrowingRun, server: FakeServer, tmp_path: Path) -> None:

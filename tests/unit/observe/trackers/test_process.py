@@ -2,16 +2,12 @@
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
-from fake_tracker import FakeHoldingTracker, FakeServer, FakeTracker, GrowingRun
-from phalanx.errors import UsageError
+from fake_tracker import FakeHoldingTracker, FakeServer, GrowingRun
 from phalanx.observe.trackers import process
 from phalanx.observe.trackers.process import MAX_RETRY_INTERVAL_S, POLL_INTERVAL_S, FeedLoop
-from phalanx.observe.trackers.refusals import describe_refusal
 
 
 @pytest.fixture
@@ -44,7 +40,7 @@ def test_a_tracker_that_is_down_is_reported_once_and_again_when_it_works(
     server.is_down = False
     assert loop.send()
     assert messages.getvalue().splitlines() == [
-        "mlflow: cannot be reached, training continues without it: ConnectionError: connection refused",
+        "mlflow: cannot send, training continues without it: ConnectionError: connection refused",
         "mlflow: works again",
     ]
 
@@ -80,46 +76,3 @@ def test_steps_that_are_held_at_the_end_are_counted(loop: FeedLoop, growing: Gro
     assert messages.getvalue() == (
         "mlflow: 2 steps after the last checkpoint held back: the run repeats them when it resumes\n"
     )
-
-
-class Answer(Exception):
-    """An error of a tracker's library with the status of the answer."""
-
-    def __init__(self, status: int, text: str):
-        super().__init__(text)
-        self.response = SimpleNamespace(status_code=status)
-
-
-@pytest.mark.parametrize(
-    ("error", "cure"),
-    [
-        (Answer(400, "The run 7 must be in the 'active' state"), "restore it"),
-        (Answer(403, "PERMISSION_DENIED"), "get the permission"),
-        (Answer(401, "invalid"), "correct"),
-        (Answer(400, "quota exceeded"), "raise the limit"),
-        (RuntimeError("Detected out-of-date database schema (found version a, but expected b)"), "migrate the store"),
-        (UsageError("mlflow: experiment a is deleted: restore it, or set MLFLOW_EXPERIMENT_NAME"), "restore it"),
-        (PermissionError(13, "Permission denied"), "get the permission"),
-        (Answer(429, "too many requests"), None),
-        (Answer(503, "unavailable"), None),
-        (ConnectionError("quota.example.org: connection refused"), None),
-    ],
-)
-def test_an_answer_of_the_server_has_a_cure_and_an_outage_none(error: Exception, cure: str | None) -> None:
-    refusal = describe_refusal(error)
-    assert (refusal is None) == (cure is None)
-    assert cure is None or cure in str(refusal)
-
-
-def test_a_refusal_is_reported_once_and_tried_again_at_the_end_only(
-    loop: FeedLoop, messages: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = UsageError("mlflow: experiment a is deleted: restore it, or set MLFLOW_EXPERIMENT_NAME")
-    monkeypatch.setattr(FakeTracker, "open", Mock(side_effect=error))
-    assert not loop.send()
-    assert loop.interval_s is None
-    assert not loop.finish()
-    reported = messages.getvalue().splitlines()
-    assert reported[0] == f"{error}; training continues without it"
-    assert len(reported) == 2
-    assert "is not complete" in reported[1]

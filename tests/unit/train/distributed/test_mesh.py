@@ -60,11 +60,6 @@ def test_without_rounds_micro_batches_are_consecutive() -> None:
     ]
 
 
-def test_parameters_are_sharded_over_shard_and_context() -> None:
-    found = meshes(**LAYOUT)
-    assert {mesh.fsdp_size for mesh in found} == {6}
-
-
 def test_of_each_micro_batch_one_rank_speaks_for_each_part_of_its_sequences() -> None:
     speaking = [mesh for mesh in meshes(**LAYOUT) if mesh.owns_loss]
     assert sorted((mesh.dp_rank, mesh.coordinates["context"]) for mesh in speaking) == list(

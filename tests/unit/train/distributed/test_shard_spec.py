@@ -87,21 +87,8 @@ def test_blocks_of_all_ranks_cover_each_element_once_and_hold_what_belongs_there
     assert (covered == 1).all()
 
 
-def test_a_parameter_that_nobody_cuts_is_one_block() -> None:
-    assert (
-        compute_global_blocks((3, 4))
-        == GlobalBlocks.full_tensor((3, 4))
-        == GlobalBlocks((3, 4), (TensorBlock((0, 0), (0, 0), (3, 4)),))
-    )
-
-
 def test_a_number_is_one_block_without_dimensions() -> None:
     assert compute_global_blocks(()) == GlobalBlocks.full_tensor(()) == GlobalBlocks((), (TensorBlock((), (), ()),))
-
-
-def test_a_rank_that_got_no_rows_holds_no_block() -> None:
-    assert fsdp_row_range(3, rank=3, size=4) == (3, 3)
-    assert compute_global_blocks((3, 2), rows=(3, 3)) == GlobalBlocks((3, 2), ())
 
 
 @pytest.mark.parametrize(
@@ -117,16 +104,3 @@ def test_shards_are_as_long_as_the_first_as_far_as_rows_are_left(
     rows: int, size: int, expected: list[tuple[int, int]]
 ) -> None:
     assert [fsdp_row_range(rows, rank, size) for rank in range(size)] == expected
-
-
-def test_of_a_fused_matrix_a_rank_holds_its_share_of_each_part() -> None:
-    cut = shard_evenly(0, full_size=12, rank=1, size=2, mesh_axis="tensor", parts=3)
-    assert cut == DimShard(0, ((2, 4), (6, 8), (10, 12)), 12, "tensor")
-    assert cut.length == 6
-
-
-def test_a_shard_of_a_fused_matrix_may_begin_within_a_part() -> None:
-    cut = shard_evenly(0, full_size=12, rank=1, size=2, mesh_axis="tensor", parts=3)
-    assert compute_global_blocks((6,), [cut], rows=(1, 4)) == GlobalBlocks(
-        (12,), (TensorBlock((0,), (3,), (1,)), TensorBlock((1,), (6,), (2,)))
-    )

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from phalanx.train.distributed.signed_store import MAX_VALUE_BYTES, SignedStore
+from phalanx.train.distributed.store import MAX_VALUE_BYTES, SignedStore
 
 
 def test_what_one_says_another_with_the_key_reads() -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from phalanx.models import transformer
-from phalanx.recipe.name_patterns import find_matching, matches_pattern
 from phalanx.train.distributed.tp_plans import TP_STYLES, find_divisible_sizes, find_tp_plan
-from phalanx.train.ops.weight_matrices import is_linear
+from phalanx.train.ops.blocks import find_matching, is_linear, matches_pattern
 
 
 def ours(**options: Any) -> nn.Module:

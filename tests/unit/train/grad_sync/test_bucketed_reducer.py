@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer, make_buckets
-from phalanx.train.grad_sync.algorithms import allreduce
 from phalanx.train.grad_sync.algorithms.deterministic_tree import split_evenly
 from phalanx.train.optim import OptimizerContainer
 
@@ -88,17 +87,6 @@ def test_a_step_needs_no_more_buffers_than_the_first() -> None:
         run(exchange, weights, wild_losses(weights, 8, seed))
         counts.append(1 + len(bucket.free_buffers) + len(bucket.tree_nodes))
     assert counts == [counts[0]] * 3
-
-
-@pytest.mark.parametrize("replicas", [True, False])
-def test_a_parameter_without_any_gradient_counts_as_zero(replicas: bool) -> None:
-    weights = parameters((3,), (4,))
-    exchange = alone(weights, micro_batches=2, replicas=replicas)
-    run(exchange, weights, [lambda: weights[0].sum(), lambda: weights[0].sum()])
-    assert weights[0].grad is not None
-    assert weights[0].grad.tolist() == [2.0] * 3
-    assert weights[1].grad is not None
-    assert weights[1].grad.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("replicas", [True, False])
@@ -194,17 +182,6 @@ def test_gradients_are_aligned_and_equal_parts_fill_a_bucket(world: int) -> None
     assert bucket.num_elements - bucket.num_used < world * GRAD_ALIGNMENT_ELEMENTS
 
 
-def test_several_dtypes_are_summed_each_in_its_own() -> None:
-    weights = [*parameters((3,)), *parameters((4,), dtype=torch.bfloat16), *parameters((5,), dtype=torch.float64)]
-    exchange = alone(weights, micro_batches=3, replicas=True, capacity=1e6)
-    run(exchange, weights, [lambda: sum((w.double() * 2).sum() for w in weights)] * 3)
-    for weight in weights:
-        assert weight.grad is not None
-        assert weight.grad.dtype == weight.dtype
-        assert weight.grad.tolist() == [6.0] * len(weight)
-    torch.testing.assert_close(exchange.grad_norm().item(), (12 * 36.0) ** 0.5)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_weights_that_are_not_contiguous_are_updated_as_without_an_exchange(optimizer: str) -> None:
     def trained(exchanged: bool) -> list[Tensor]:
@@ -228,30 +205,6 @@ def test_weights_that_are_not_contiguous_are_updated_as_without_an_exchange(opti
 
     for plain, exchanged in zip(trained(False), trained(True), strict=True):
         assert exchanged.equal(plain)
-
-
-def test_operations_start_in_bucket_order_whatever_backward_makes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Tensor] = []
-
-    class Done:
-        def wait(self) -> None:
-            """Nothing was sent."""
-
-    def all_reduce(tensor: Tensor, group: object, async_op: bool) -> Done:
-        started.append(tensor)
-        return Done()
-
-    monkeypatch.setattr(allreduce.dist, "all_reduce", all_reduce)
-    weights = parameters((8,), (9,), (10,), (11,))
-    exchange = BucketedReducer(weights, rank=0, world_size=2, micro_batches=2, is_elastic=False, bucket_bytes=1)
-    a, b, _, d = weights
-    exchange.begin_backward(0)
-    # The order of use decides the order in which backward makes gradients; c is not used at all.
-    ((a.sum() * d.sum()) + b.sum()).backward()
-    assert len(started) <= 1  # c's bucket is the second, and it is not complete before `end`
-    exchange.end_backward()
-    assert [tensor.data_ptr() for tensor in started] == [bucket.buffer.flat.data_ptr() for bucket in exchange.buckets]
-    exchange.reduce_gradients()
 
 
 @pytest.mark.parametrize(

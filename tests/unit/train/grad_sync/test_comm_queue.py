@@ -37,37 +37,6 @@ class Slow:
         self.taken_first.set()
 
 
-class Meeting(Slow):
-    """Its answers, and what is taken, wait for each other in pairs."""
-
-    num_channels = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_send.set()
-        self._answers, self._takes = (threading.Barrier(2, timeout=PATIENCE) for _ in range(2))
-
-    def start_second_phase(self, number: int, bucket: Any) -> None:
-        self._answers.wait()
-        self.done.append(f"answer {number}")
-
-    def finish(self, number: int, bucket: Any) -> None:
-        self._takes.wait()
-        self.done.append(f"take {number}")
-
-
-def test_buckets_of_different_lanes_are_answered_and_taken_side_by_side() -> None:
-    strategy = Meeting()
-    courier = CommQueue(strategy, use_threads=True)
-    for number in range(4):
-        courier.submit(number, None)  # type: ignore[arg-type]
-    courier.wait_all()
-    courier.close()
-    taken = [each for each in strategy.done if each.startswith("take")]
-    assert {*taken[:2]} == {"take 0", "take 1"}
-    assert {*taken[2:]} == {"take 2", "take 3"}
-
-
 class Failing(Slow):
     def start(self, number: int, bucket: Any) -> None:
         if number == 1:
@@ -99,17 +68,6 @@ def test_a_bucket_is_taken_beside_backward_while_later_ones_are_still_coming() -
     courier.wait_all()
     courier.close()
     assert strategy.done.index("take 0") < strategy.done.index("answer 1")
-
-
-def test_on_a_gpu_everything_is_begun_before_anything_is_taken() -> None:
-    strategy = Slow()
-    strategy.may_send.set()
-    strategy.taken_first.set()
-    courier = CommQueue(strategy, use_threads=False)
-    for number in range(2):
-        courier.submit(number, None)  # type: ignore[arg-type]
-    courier.wait_all()
-    assert strategy.done == ["send 0", "send 1", "answer 0", "answer 1", "take 0", "take 1"]
 
 
 def test_what_goes_wrong_in_sending_is_raised_at_the_end_of_the_step() -> None:

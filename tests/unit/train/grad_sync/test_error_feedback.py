@@ -1,4 +1,4 @@
-"""What workers have not sent yet moves between worlds of any size without being lost."""
+"""What workers have not sent yet is restored in a world of the same size."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,8 +36,8 @@ def saved(world: int) -> torch.Tensor:
     return whole
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (4, 2), (3, 2), (2, 3), (1, 4)])
-def test_their_sum_stays_in_a_world_of_another_size(before: int, after: int) -> None:
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (2, 3)])
+def test_they_are_restored_in_a_world_of_the_same_size_and_zeros_in_another(before: int, after: int) -> None:
     whole = saved(before)
     manifest = cast(
         CheckpointManifest, SimpleNamespace(tensors={RESIDUAL_PREFIX + "weight": SimpleNamespace(shape=whole.shape)})
@@ -51,9 +51,7 @@ def test_their_sum_stays_in_a_world_of_another_size(before: int, after: int) -> 
             tensor.copy_(whole[tuple(slice(at, at + n) for at, n in zip(offset, tensor.shape, strict=True))])
         settle()
         found.append(mine.residuals_by_name["weight"].clone())
-    assert torch.stack(found).sum(0).equal(whole.sum(0))
-    if before == after:
-        assert torch.stack(found).equal(whole)
+    assert torch.stack(found).equal(whole if before == after else torch.zeros(after, 2, 3))
 
 
 def test_a_checkpoint_that_has_none_leaves_none() -> None:
@@ -77,30 +75,3 @@ def test_a_basis_is_taken_over_where_it_is_of_the_same_rank(shape: tuple[int, in
     settle()
     assert mine.projection_bases["weight"].tolist() == [[expected]] * 3
     assert mine.local_tensors()[BASIS_PREFIX + "weight"].global_blocks.global_shape == (3, 1)
-
-
-class Now:
-    """Holds something back when it is asked to."""
-
-    def __init__(self, weight: nn.Parameter):
-        self.weight, self.found = weight, cast(dict[nn.Parameter, torch.Tensor], {})
-
-    def residuals(self) -> dict[nn.Parameter, torch.Tensor]:
-        return self.found
-
-    def enable_error_feedback(self) -> None:
-        self.found = {self.weight: torch.zeros(2, 3)}
-
-
-@pytest.mark.parametrize("has", [True, False])
-def test_room_is_made_for_those_of_a_checkpoint_only(has: bool) -> None:
-    layout, model = Parallelism(replicate=2), nn.Linear(3, 2, bias=False)
-    holder = Now(model.weight)
-    mine = ErrorFeedbackState.from_source(ParallelModel(Mesh(layout, rank_coordinates(layout, 0)), (model,)), holder)
-    assert mine.local_tensors() == {}
-    tensors = {RESIDUAL_PREFIX + "weight": SimpleNamespace(shape=(2, 2, 3))} if has else {}
-    wanted, settle = mine.make_load_plan(cast(CheckpointManifest, SimpleNamespace(tensors=tensors)))
-    assert len(wanted) == has
-    assert mine.local_tensors() == {}
-    settle()
-    assert set(mine.local_tensors()) == ({RESIDUAL_PREFIX + "weight"} if has else set())

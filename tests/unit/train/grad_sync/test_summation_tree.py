@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.grad_sync.summation_tree import TreeNode, count_merges_after, cover_range, split_point, sum_tree
+from phalanx.train.grad_sync.algorithms.deterministic_tree import TreeNode, count_merges_after, cover_range, sum_tree
 
 seeded = settings(derandomize=True, deadline=None)
 
@@ -68,19 +67,6 @@ def test_the_order_of_addition_is_the_same_for_any_division_of_the_leaves(divisi
     assert by_workers(leaves, bounds) == whole_tree(leaves)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 24])
-def test_the_order_of_addition_is_the_same_for_equal_shares(world: int) -> None:
-    assert by_workers(24, range(0, 25, 24 // world)) == whole_tree(24)
-
-
-@seeded
-@given(st.integers(0, 100), st.integers(2, 1000))
-def test_the_left_child_is_the_largest_power_of_two_below_the_size(first: int, size: int) -> None:
-    left = split_point((first, first + size)) - first
-    assert left & (left - 1) == 0
-    assert left < size <= 2 * left
-
-
 @seeded
 @given(divisions())
 def test_a_cover_holds_exactly_its_leaves_in_order(division: tuple[int, list[int]]) -> None:
@@ -94,18 +80,3 @@ def test_a_cover_takes_the_fewest_nodes() -> None:
     assert cover_range(8, 0, 8) == [(0, 8)]
     assert cover_range(8, 2, 8) == [(2, 4), (4, 8)]
     assert cover_range(6, 3, 6) == [(3, 4), (4, 6)]
-
-
-def test_a_cover_of_no_leaves_is_empty() -> None:
-    assert cover_range(8, 3, 3) == []
-
-
-def test_a_single_worker_ends_with_the_root_alone() -> None:
-    nodes, values = by_worker(7, 0, 7)
-    assert nodes == [(0, 7)]
-    assert values == [whole_tree(7)]
-
-
-def test_total_wants_a_value_for_every_node() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        sum_tree(2, [(0, 1), (1, 2)], ["0"], add)

@@ -118,8 +118,3 @@ def test_logits_may_be_in_a_dict() -> None:
     assert get_logits({"logits": logits, "loss": None}) is logits
     with pytest.raises(RecipeError, match="task: the model returned dict, which has no logits"):
         get_logits({"loss": logits})
-
-
-def test_an_output_without_logits_is_an_error_of_the_task() -> None:
-    with pytest.raises(RecipeError, match="task: the model returned SimpleNamespace, which has no logits"):
-        get_logits(SimpleNamespace(last_hidden_state=torch.ones(1)))

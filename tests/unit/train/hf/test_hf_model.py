@@ -13,7 +13,6 @@ from torch import nn
 from phalanx.data import DataInfo, load_tokenizer
 from phalanx.errors import DataError, RecipeError
 from phalanx.train.hf import model as hf_model
-from phalanx.train.hf.inputs import get_logits
 from phalanx.train.hf.safetensors_reader import open_weight_reader
 from tiny_huggingface import MODEL_KINDS, VOCAB, random_tokens, save_random_model, transformers
 
@@ -29,15 +28,6 @@ def rewrite(directory: Path, change: Any) -> None:
     file = directory / "model.safetensors"
     tensors = load_file(file)
     save_file(change(tensors), file, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_logits_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    reference, model = save_random_model(tmp_path, kind), loaded(tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            get_logits(model(random_tokens())), reference(random_tokens()).logits, rtol=0, atol=1e-5
-        )
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
@@ -66,11 +56,6 @@ def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
     save_random_model(tmp_path, "llama-tied")
     model = loaded(tmp_path)
     assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
-
-
-def test_attention_is_pytorchs_own(tmp_path: Path) -> None:
-    save_random_model(tmp_path, "qwen2")
-    assert loaded(tmp_path).config._attn_implementation == "sdpa"
 
 
 def test_half_precision_files_become_fp32_parameters(tmp_path: Path) -> None:
@@ -166,17 +151,6 @@ def test_tied_tensors_that_differ_in_the_files_are_refused(tmp_path: Path) -> No
     assert torch.equal(
         loaded(tmp_path, tie_word_embeddings=False).get_parameter("lm_head.weight"), torch.ones(VOCAB, 32)
     )
-
-
-def test_args_replace_values_of_the_config(tmp_path: Path) -> None:
-    save_random_model(tmp_path, "llama")
-    assert loaded(tmp_path, attention_dropout=0.25).config.attention_dropout == 0.25
-
-
-def test_an_argument_that_the_config_has_not_is_refused(tmp_path: Path) -> None:
-    save_random_model(tmp_path, "llama")
-    with pytest.raises(RecipeError, match=r"model.args.atention_dropout: .* has no such value.*attention_dropout"):
-        loaded(tmp_path, atention_dropout=0.25)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from phalanx.train.checkpoint import CheckpointManifest
 from phalanx.train.checkpoint.load_plan import LoadPlan, TensorBlocks
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD
-from phalanx.train.local_sgd.state import LocalSGDState
-from phalanx.train.local_sgd.sync_schedule import SyncSchedule
+from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD, SyncSchedule
+from phalanx.train.local_sgd.step import LocalSGDState
 
 MOMENT, STEP = "optimizer/weight/exp_avg", "optimizer/weight/step"
 OUTER = OuterOptimizerConfig(lr=0.5, momentum=0.5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.train.local_sgd.sync_schedule import SyncSchedule
+from phalanx.train.local_sgd.local_sgd import SyncSchedule
 
 LONG = [
     SyncSchedule(every, 50, fragments, delay)

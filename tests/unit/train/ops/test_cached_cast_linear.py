@@ -12,7 +12,7 @@ from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
 from phalanx.train.optim import OptimizerContainer
-from phalanx.train.step_metrics import STEP_FLAGS, StepMetrics
+from phalanx.train.step_metrics import NUM_FLAG_SLOTS, StepMetrics
 from phalanx.train.train_step import compute_divisor_and_skip
 from small_train import make_stepper
 
@@ -176,7 +176,7 @@ def test_a_step_judged_on_the_device_changes_weights_as_one_judged_by_the_host(c
         torch.manual_seed(0)
         model = nn.Linear(6, 4)
         stepper = make_stepper(model, 2, clip=clip, optim=OptimizerConfig(name=kind, lr=0.1))
-        agreement = torch.zeros(2 * 2 + len(STEP_FLAGS) + 1, dtype=torch.float64)
+        agreement = torch.zeros(2 * 2 + NUM_FLAG_SLOTS + 1, dtype=torch.float64)
         for seed in range(3):
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
             model.zero_grad()

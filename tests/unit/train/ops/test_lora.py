@@ -250,18 +250,6 @@ def test_folded_in_they_compute_the_same() -> None:
         torch.testing.assert_close(plain(tokens()), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_folding_leaves_the_model_as_it_is() -> None:
-    model = disturbed(adapted())
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    merge_lora_tensors(dict(model.state_dict()), lora_scale(SPEC))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_tensors_without_adapters_stay_as_they_are_when_folded() -> None:
-    tensors = {"weight": torch.ones(3, 3)}
-    assert merge_lora_tensors(tensors, 2.0) == tensors
-
-
 def test_dropout_acts_in_training_only() -> None:
     model = disturbed(adapted(LoraConfig(rank=4, dropout=0.5)))
     assert not torch.equal(model.train()(tokens()), model(tokens()))

@@ -1,6 +1,6 @@
 """Random draws of slices: parts of the draw for the whole tensor, found from shapes and places."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RecipeError
+from phalanx.train.ops import random_draws
 from phalanx.train.ops.random_draws import (
     HeldSlices,
     MicroBatchSeeds,
@@ -26,6 +29,20 @@ CPU = torch.device("cpu")
 BATCH, LENGTH, WIDTH, HEADS = 2, 8, 6, 4
 CONTEXT: tuple[Runs, ...] = (((0, 2), (6, 8)), ((2, 6),))  # what two ranks hold of a sequence
 WHOLE: Runs = ((0, LENGTH),)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _restore_torch() -> Iterator[None]:
+    """Other tests of this process find torch's functions and methods as they were: a worker replaces them for good."""
+    owners = [*random_draws._FUNCTION_REPLACEMENTS, (F, random_draws.SDPA_NAME)]
+    functions = {(owner, name): getattr(owner, name) for owner, name in owners}
+    methods = {name: getattr(Tensor, name) for name in random_draws._METHOD_REPLACEMENTS}
+    yield
+    random_draws._replace_everywhere(functions)
+    for name, method in methods.items():
+        setattr(Tensor, name, method)
+    random_draws._replace_functions.cache_clear()
+    random_draws._replace_for_slices.cache_clear()
 
 
 def drawn(draw: Callable[[], Any], slices: HeldSlices | None = None, micro_batch: int = 0) -> Any:
@@ -270,3 +287,12 @@ def test_compiled_code_draws_the_same_parts() -> None:
     for micro_batch in (0, 1):
         parts = [drawn(lambda f=f: f(x), slices, micro_batch) for f in (between, compiled)]
         assert parts[0].equal(parts[1])
+
+
+def test_a_causal_bias_of_torch_is_a_mask_also_where_ranks_hold_slices() -> None:
+    query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 6, 8)
+    mask = torch.ones(3, 6, dtype=torch.bool).tril(3)
+    random_draws._replace_for_slices()
+    expected = F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+    for attend in (F.scaled_dot_product_attention, scaled_dot_product_attention):
+        assert torch.allclose(attend(query, key, key, attn_mask=causal_lower_right(3, 6)), expected)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.errors import DataError, RecipeError
+from phalanx.errors import DataError
 from phalanx.train.optim import STATE_ENTRIES, OptimizerContainer
 from small_optim import copied, model, optim, same, train
 
@@ -54,18 +54,7 @@ def test_state_is_plain_tensors_of_the_entries_it_declares(kind: str) -> None:
     assert {key.rpartition("/")[2] for key in state} == declared
 
 
-@pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.01), ("int8", 0.05)])
-def test_moments_of_few_bits_track_fp32_over_100_steps(state: str, tolerance: float) -> None:
-    def losses(spec: str) -> list[float]:
-        network = model()
-        return train(network, OptimizerContainer(network, optim(state_dtype=spec)), range(100), 1e-3)
-
-    full, low = losses("fp32"), losses(state)
-    assert max(abs(a - b) for a, b in zip(full, low, strict=True)) < tolerance
-
-
-@pytest.mark.parametrize("after", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("before", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "int8"), ("int8", "fp32")])
 def test_a_run_may_go_on_with_moments_of_another_precision(before: str, after: str) -> None:
     network = model()
     old = OptimizerContainer(network, optim(state_dtype=before))
@@ -85,23 +74,8 @@ def test_a_run_may_go_on_with_moments_of_another_precision(before: str, after: s
     assert moved.abs().mean() < 0.6e-3
 
 
-def test_moments_of_8_bits_are_not_taken_for_another_optimizers() -> None:
-    network = model()
-    old = OptimizerContainer(network, optim(state_dtype="int8"))
-    train(network, old, range(2), 1e-3)
-    new = OptimizerContainer(network, optim("sgd"))
-    new.load(copied(old), "here")
-    assert new.state() == {}
-
-
 def test_scales_of_another_shape_are_refused_by_name() -> None:
     optimizer = OptimizerContainer(nn.Linear(300, 4), optim(state_dtype="int8"))
     shapes = r"has shape \[4, 1\], the model's parameter has \[4, 2\]"
     with pytest.raises(DataError, match=f"step-7: optimizer/weight/exp_avg_scale {shapes}"):
         optimizer.load({"optimizer/weight/exp_avg_scale": torch.zeros(4, 1)}, "step-7")
-
-
-@pytest.mark.parametrize("name", ["sgd", "muon", "lars", "lamb"])
-def test_only_adamw_keeps_its_state_in_fewer_bits(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"^optimizer.state_dtype: bf16 is for adamw; {name} keeps its state in fp32"):
-        OptimizerContainer(model(), optim(name, state_dtype="bf16"))

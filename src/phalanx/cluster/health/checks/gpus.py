@@ -1,8 +1,8 @@
 """Check `gpus`: the number of GPUs, and whether each responds, is cool, not throttled, unused, and has healthy memory
 and links.
 
-Reads NVML (`nvidia-ml-py`) where it is installed. Without it, GPUs are counted in /proc and on the PCI bus, and the
-rest is reported as unknown. NVML may hang on a faulty GPU: run this check in a process that can be killed.
+Without NVML (`nvidia-ml-py`) GPUs are counted in /proc, and the rest is unknown. NVML may hang on a faulty GPU: run
+this check in a process that can be killed.
 """
 
 import contextlib
@@ -13,9 +13,15 @@ from typing import Any
 
 from phalanx.cluster.discovery import GPU_DEVICE_FILES
 from phalanx.cluster.gpu_topology import GpuLinks, discover_gpu_links
-from phalanx.cluster.health.context import CheckContext, read_small_file
-from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict, worst_verdict
-from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.health.finding import (
+    CheckContext,
+    FindingValue,
+    HealthFinding,
+    HealthVerdict,
+    evaluate_threshold,
+    worst_verdict,
+)
+from phalanx.cluster.system_files import read_small_file
 
 THROTTLE_REASONS = {
     0x08: ("the hardware slows its clock down (heat, power or a fault of its board)", HealthVerdict.FAIL),
@@ -48,7 +54,6 @@ class GpuState:
     uncorrected_ecc_errors: int | None = None
     remap_pending: bool = False
     remap_failed: bool = False
-    retired_pages: int | None = None
     process_ids: tuple[int, ...] = ()
 
 
@@ -99,7 +104,6 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
     # corrected errors since the driver was loaded, then those that were not corrected
     corrected, uncorrected = (query("nvmlDeviceGetTotalEccErrors", kind, 0) for kind in (0, 1))
     rows = query("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
-    retired = [query("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     running = query("nvmlDeviceGetComputeRunningProcesses") or []
     return GpuState(
         index,
@@ -113,7 +117,6 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
         uncorrected_ecc_errors=uncorrected,
         remap_pending=bool(rows[2]) or bool(query("nvmlDeviceGetRetiredPagesPendingStatus")),
         remap_failed=bool(rows[3]),
-        retired_pages=None if None in retired else sum(len(each) for each in retired),
         process_ids=tuple(int(each.pid) for each in running),
     )
 
@@ -137,7 +140,6 @@ def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
         found.append((HealthVerdict.WARN, "bad memory is replaced at the next reset: reset it soon"))
     measured: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("corrected ECC errors", gpu.corrected_ecc_errors, lambda value: f"{value:.3g} corrected memory errors"),
-        ("retired pages", gpu.retired_pages, lambda value: f"{value:.0f} pages of memory are retired"),
         (
             "GPU temperature margin",
             gpu.temperature_margin_k,
@@ -180,19 +182,17 @@ def evaluate_gpus(gpus: list[GpuState]) -> list[HealthFinding]:
     ]
 
 
-def evaluate_gpu_count(count: int, expected: int | None, source: str) -> HealthFinding:
+def evaluate_gpu_count(count: int, expected: int | None) -> HealthFinding:
     """Compare the number of GPUs with the expected one."""
     figures: dict[str, FindingValue] = {"count": count, "expected": expected}
     if expected is not None and count < expected:
-        text = f"{count} GPUs where {expected} are expected ({source}): see dmesg for XID 79, and the seat of the cards"
+        text = f"{count} GPUs where {expected} are expected: see dmesg for XID 79, and the seat of the cards"
         return HealthFinding("gpus/count", HealthVerdict.FAIL, text, figures)
     if expected is not None and count > expected:
-        return HealthFinding(
-            "gpus/count", HealthVerdict.WARN, f"{count} GPUs where {expected} are expected ({source})", figures
-        )
+        return HealthFinding("gpus/count", HealthVerdict.WARN, f"{count} GPUs where {expected} are expected", figures)
     summary = f"{count} GPUs" if count else "no GPU: a CPU trains"
     return HealthFinding(
-        "gpus/count", HealthVerdict.PASS, summary + ("" if expected is None else f", as expected ({source})"), figures
+        "gpus/count", HealthVerdict.PASS, summary + ("" if expected is None else ", as expected"), figures
     )
 
 
@@ -220,48 +220,46 @@ def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
     ]
 
 
-def check_gpus(context: CheckContext, expected: int | None, source: str, nvml: Any) -> list[HealthFinding]:
-    """Check all GPUs. `expected`: their number, which came from `source`; `nvml`: the library, or None."""
+def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
+    """Check all GPUs. `nvml` is NVIDIA's library, or None."""
+    expected = context.expected_devices
     if not is_driver_loaded(context.root):
-        return [evaluate_gpu_count(0, expected, source)]
+        return [evaluate_gpu_count(0, expected)]
     if not any((context.root / name).exists() for name in NVIDIA_DEVICE_FILES):
-        return _findings_without_nvml(context, expected, source, "read of NVIDIA's GPUs only")
+        return _findings_without_nvml(context, "read of NVIDIA's GPUs only")
     if nvml is None:
         advice = "read by the package nvidia-ml-py, which is missing (pip install 'phalanx[gpu]')"
-        return _findings_without_nvml(context, expected, source, advice)
+        return _findings_without_nvml(context, advice)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         if getattr(error, "value", None) == NVML_LIBRARY_NOT_FOUND:
-            return _findings_without_nvml(
-                context, expected, source, "read by libnvidia-ml, which is not in this container"
-            )
+            return _findings_without_nvml(context, "read by libnvidia-ml, which is not in this container")
         text = f"a GPU driver is loaded, but does not answer ({error}): see dmesg, or restart the machine"
         return [HealthFinding("gpus/count", HealthVerdict.FAIL, text)]
     try:
         gpus = query_gpus(nvml)
         found = [
-            evaluate_gpu_count(sum(gpu.unreachable_reason is None for gpu in gpus), expected, source),
+            evaluate_gpu_count(sum(gpu.unreachable_reason is None for gpu in gpus), expected),
             *evaluate_gpus(gpus),
         ]
         if all(gpu.unreachable_reason is None for gpu in gpus):
-            found += evaluate_gpu_links(discover_gpu_links(context.root, nvml))
+            found += evaluate_gpu_links(discover_gpu_links(nvml))
         return found
     finally:
         nvml.nvmlShutdown()
 
 
-def _findings_without_nvml(context: CheckContext, expected: int | None, source: str, words: str) -> list[HealthFinding]:
+def _findings_without_nvml(context: CheckContext, words: str) -> list[HealthFinding]:
     """Return what is known without NVML."""
     text = f"not known: temperature, memory errors and clocks are {words}"
-    count = count_gpus(context.root)
+    count, expected = count_gpus(context.root), context.expected_devices
     unknown_count = HealthFinding(
         "gpus/count", HealthVerdict.UNKNOWN, "unknown: a GPU driver is loaded, but its GPUs cannot be listed"
     )
     return [
         unknown_count
         if count == 0 and not (expected and can_count_gpus(context.root))
-        else evaluate_gpu_count(count, expected, source),
+        else evaluate_gpu_count(count, expected),
         HealthFinding("gpus/state", HealthVerdict.UNKNOWN, text),
-        *evaluate_gpu_links(discover_gpu_links(context.root)),
     ]

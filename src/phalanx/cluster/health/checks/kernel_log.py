@@ -1,7 +1,7 @@
 """Check `kernel-log`: hardware faults in the kernel log, such as NVIDIA XIDs, failing disks and machine checks.
 
-Only XIDs with a board or link as the cause count (data/xids.yaml). Others (13, 31, 43, 45) come from a failed program
-and do not make a node unfit.
+Only XIDs with a board or link as the cause count (data/xids.yaml, which says what each means, and what to do). Others
+(13, 31, 43, 45) come from a failed program and do not make a node unfit.
 """
 
 import errno
@@ -9,12 +9,15 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
-from phalanx.cluster.health.context import CheckContext, read_small_file
-from phalanx.cluster.health.finding import HealthFinding, HealthVerdict, worst_verdict
-from phalanx.cluster.health.thresholds import evaluate_threshold
-from phalanx.cluster.xids import find_xid
+from ruamel.yaml import YAML
+
+from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict, evaluate_threshold, worst_verdict
+from phalanx.cluster.system_files import read_small_file
 from phalanx.formatting import format_duration
 
 XID_PATTERN = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
@@ -111,3 +114,46 @@ def check_kernel_log(context: CheckContext) -> list[HealthFinding]:
     except OSError as error:
         text = f"not known: the kernel's messages may not be read here ({error.strerror}); root may, as in a prolog"
         return [HealthFinding("kernel-log", HealthVerdict.UNKNOWN, text)]
+
+
+class XidAction(StrEnum):
+    """What an Xid error asks for, from least to most."""
+
+    NONE = "none"
+    APPLICATION = "application"
+    RESET = "reset"
+    DRAIN = "drain"
+    REPLACE = "replace"
+
+
+@dataclass(frozen=True)
+class XidEntry:
+    """One number. `repeated`: what to do where it comes back after `action`. `is_watched`: memory or a link gets worse,
+    although nothing has to be done at once."""
+
+    number: int
+    meaning: str
+    action: XidAction
+    repeated: XidAction
+    is_watched: bool = False
+
+    @property
+    def makes_unfit(self) -> bool:
+        """Whether nothing should run on the GPU before something was done."""
+        return self.action in (XidAction.RESET, XidAction.DRAIN)
+
+
+def find_xid(number: int) -> XidEntry | None:
+    """The entry of a number; None for one that the table does not have."""
+    return _read_table().get(number)
+
+
+@cache
+def _read_table() -> dict[int, XidEntry]:
+    rows = YAML(typ="safe", pure=True).load((files("phalanx.cluster") / "data/xids.yaml").read_text())
+    return {
+        number: XidEntry(
+            number, row["meaning"], XidAction(row["action"]), XidAction(row["repeated"]), row.get("watch", False)
+        )
+        for number, row in rows.items()
+    }

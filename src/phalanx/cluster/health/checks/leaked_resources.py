@@ -1,182 +1,73 @@
-"""Check `leaked-resources`: what dead runs left behind: workers without an agent, unused files in /dev/shm, processes
-blocked in the kernel, zombies.
+"""Check `leaked-resources`: shared memory that dead runs of Phalanx left behind. (Their workers die with the agent.)
 
 Reads /proc below `CheckContext.root`; of other users' processes only what is readable for all users.
 """
 
 import os
-import re
+import stat
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.cluster.health.context import CheckContext, read_small_file
-from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
-from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.health.finding import CheckContext, FindingValue, HealthFinding, HealthVerdict
+from phalanx.cluster.system_files import read_small_file
 from phalanx.formatting import BYTES_PER_MIB
+from phalanx.run.in_memory_checkpoint import DIR_PREFIX
 
-FORKSERVER_MODULE = "phalanx.jobs.agent.fork_server"
-"""Module in the command line of fork servers and workers."""
-INIT_PROCESS_NAMES = frozenset({"init", "systemd", "tini", "dumb-init", "catatonit"})
-"""Processes that adopt orphans."""
-NUM_LOOKS, LOOK_INTERVAL_S = 3, 0.1
-"""A process counts as blocked when it is uninterruptible in all of these samples; a moment of it is normal."""
+SHM_PREFIXES = (DIR_PREFIX, "nccl-", "torch_")
+"""What workers create in /dev/shm: in-memory checkpoints, and files of NCCL and torch."""
+IN_MEMORY_IDLE_S = 3600.0
+"""Seconds without a change after which in-memory checkpoints count as abandoned."""
 MAX_SHOWN = 5
 
 
-@dataclass(frozen=True)
-class ProcessInfo:
-    """One process. `state`: R running, S sleeping, D uninterruptible, Z zombie."""
-
-    pid: int
-    parent: int
-    name: str
-    state: str
-    command: tuple[str, ...]
-    is_own: bool
-    """Whether it belongs to `CheckContext.uid`; always true for root."""
-
-
-UNKNOWN_PARENT = ProcessInfo(1, 0, "init", "S", (), False)
-"""Placeholder for a parent that is not visible."""
-
-
-def list_processes(context: CheckContext) -> list[ProcessInfo]:
-    """List all processes by pid."""
-    folder = context.root / "proc"
-    found = (_read_process(each, context.uid) for each in folder.iterdir() if each.name.isdigit())
-    return sorted((each for each in found if each is not None), key=lambda each: each.pid)
-
-
-def _read_process(folder: Path, uid: int) -> ProcessInfo | None:
-    stat = read_small_file(folder / "stat")
-    begin, end = stat.find("("), stat.rfind(")")
-    try:
-        mine = uid in (0, folder.stat().st_uid)
-        state, parent = stat[end + 1 :].split()[:2]
-        command = tuple(word for word in read_small_file(folder / "cmdline").split("\0") if word)
-    except (OSError, ValueError):  # it ended meanwhile
-        return None
-    return ProcessInfo(int(folder.name), int(parent), stat[begin + 1 : end], state, command, mine)
-
-
-def find_orphans(found: list[ProcessInfo], environment_of: Callable[[int], str]) -> list[ProcessInfo]:
-    """Find workers without a supervisor: those of a dead agent, and adopted ones of torchrun.
-
-    `environment_of` returns the environment of a process, empty if not readable.
-    """
-    by_pid = {each.pid: each for each in found}
-    return [each for each in found if each.is_own and each.state != "Z" and _is_orphan(each, by_pid, environment_of)]
-
-
-def _is_orphan(process: ProcessInfo, by_pid: dict[int, ProcessInfo], environment_of: Callable[[int], str]) -> bool:
-    top = process
-    while (
-        FORKSERVER_MODULE in top.command
-        and FORKSERVER_MODULE in (above := by_pid.get(top.parent, UNKNOWN_PARENT)).command
-    ):
-        top = above
-    # an adopted process has lost its parent; pids in command lines may belong to another namespace
-    if by_pid.get(top.parent, UNKNOWN_PARENT).name not in INIT_PROCESS_NAMES:
-        return False
-    if FORKSERVER_MODULE in process.command:
-        return True
-    words = environment_of(process.pid)
-    return all(re.search(rf"(^|\0){name}=", words) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-
-
-def find_abandoned_shm(context: CheckContext, found: list[ProcessInfo]) -> dict[str, int]:
-    """Return bytes by name of the user's files in /dev/shm (root: all files) that no process has open or mapped."""
-    folder = context.root / "dev/shm"
-    files_by_name = {each.name: each for each in folder.iterdir()} if folder.is_dir() else {}
-    files = {}
-    for name, path in files_by_name.items():
+def find_abandoned_shm(context: CheckContext) -> dict[str, int]:
+    """Return bytes by name of what Phalanx' workers of this user (root: of all) left in /dev/shm: files that no process
+    has open or mapped, and in-memory checkpoints that did not change for long."""
+    shm = context.root / "dev/shm"
+    sizes: dict[str, int] = {}
+    for path in shm.iterdir() if shm.is_dir() else ():
         try:
-            stat = path.lstat()
-        except FileNotFoundError:  # its owner has just removed it
+            status = path.lstat()
+            if not path.name.startswith(SHM_PREFIXES) or context.uid not in (0, status.st_uid):
+                continue
+            if stat.S_ISREG(status.st_mode):
+                sizes[path.name] = status.st_size
+            elif stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > IN_MEMORY_IDLE_S:
+                sizes[path.name] = sum(file.lstat().st_size for file in path.rglob("*"))
+        except OSError:  # its owner has just removed it
             continue
-        if context.uid in (0, stat.st_uid) and path.is_file() and not path.is_symlink():
-            files[name] = stat.st_size
-    if not files:
-        return {}
-    used = {name for each in found if each.is_own for name in _shm_names_of(context.root / "proc" / str(each.pid))}
-    return {name: size for name, size in files.items() if name not in used and not _is_semaphore(name)}
+    if sizes:
+        for process_dir in (context.root / "proc").glob("[0-9]*"):
+            for name in _shm_names_of(process_dir):
+                sizes.pop(name, None)
+    return sizes
 
 
-def _shm_names_of(folder: Path) -> Iterator[str]:
+def _shm_names_of(process_dir: Path) -> Iterator[str]:
     """Yield the names below /dev/shm that a process has open or mapped."""
-    for line in read_small_file(folder / "maps").splitlines():
+    for line in read_small_file(process_dir / "maps").splitlines():
         if "/dev/shm/" in line:
             yield line.partition("/dev/shm/")[2]
     try:
-        descriptors = list((folder / "fd").iterdir())
+        descriptors = list((process_dir / "fd").iterdir())
     except OSError:  # it ended, or is not readable
         return
-    for each in descriptors:
+    for descriptor in descriptors:
         try:
-            link = os.readlink(each)
+            link = os.readlink(descriptor)
         except OSError:  # closed meanwhile, like the descriptor of our own listing
             continue
         if link.startswith("/dev/shm/"):
             yield link.removeprefix("/dev/shm/")
 
 
-def _is_semaphore(name: str) -> bool:
-    """Whether a file is a named semaphore: these take 32 bytes, and databases never remove theirs."""
-    return name.startswith("sem.")
-
-
-def check_leaked_resources(context: CheckContext, sleep: Callable[[float], None] = time.sleep) -> list[HealthFinding]:
-    found = list_processes(context)
-    left = find_orphans(found, lambda pid: read_small_file(context.root / "proc" / str(pid) / "environ"))
-    return [
-        _orphan_finding(left),
-        _shm_finding(find_abandoned_shm(context, found)),
-        _blocked_finding(context, found, sleep),
-    ]
-
-
-def _orphan_finding(orphans_left: list[ProcessInfo]) -> HealthFinding:
-    figures: dict[str, FindingValue] = {"pids": " ".join(str(each.pid) for each in orphans_left)}
-    if not orphans_left:
-        return HealthFinding("leaked-resources/workers", HealthVerdict.PASS, "no worker without its agent", figures)
-    numbers = ", ".join(str(each.pid) for each in orphans_left[:MAX_SHOWN]) + (
-        " ..." if len(orphans_left) > MAX_SHOWN else ""
-    )
-    text = f"{len(orphans_left)} workers without an agent still hold memory or devices: end them (kill {numbers})"
-    return HealthFinding("leaked-resources/workers", HealthVerdict.FAIL, text, figures)
-
-
-def _shm_finding(files: dict[str, int]) -> HealthFinding:
-    size = sum(files.values())
-    figures: dict[str, FindingValue] = {"num_files": len(files), "size_bytes": size}
-    if not files:
-        return HealthFinding("leaked-resources/shm", HealthVerdict.PASS, "no unused file in /dev/shm", figures)
-    names = ", ".join(sorted(files)[:MAX_SHOWN]) + (" ..." if len(files) > MAX_SHOWN else "")
-    text = f"{len(files)} files in /dev/shm ({size / BYTES_PER_MIB:.1f} MiB) that no process has open: {names}"
-    return HealthFinding("leaked-resources/shm", HealthVerdict.WARN, text, figures)
-
-
-def _blocked_finding(context: CheckContext, found: list[ProcessInfo], sleep: Callable[[float], None]) -> HealthFinding:
-    blocked = _find_blocked(found)
-    for _ in range(NUM_LOOKS - 1):
-        if blocked:
-            sleep(LOOK_INTERVAL_S)
-            blocked &= _find_blocked(list_processes(context))
-    zombies = [each for each in found if each.state == "Z"]
-    names = {each.pid: each.name for each in found}
-    figures: dict[str, FindingValue] = {"stuck": len(blocked), "zombies": len(zombies)}
-    if (verdict := evaluate_threshold("uninterruptible processes", len(blocked))) is not HealthVerdict.PASS:
-        shown = ", ".join(f"{names[pid]} ({pid})" for pid in sorted(blocked)[:MAX_SHOWN])
-        text = f"{len(blocked)} processes wait within the kernel, as for a dead disk or GPU: {shown}"
-        return HealthFinding("leaked-resources/uninterruptible", verdict, text, figures)
-    verdict = evaluate_threshold("zombies", len(zombies))
-    return HealthFinding(
-        "leaked-resources/uninterruptible", verdict, f"none waits within the kernel; {len(zombies)} zombies", figures
-    )
-
-
-def _find_blocked(found: list[ProcessInfo]) -> set[int]:
-    """Return pids in state D, except kernel threads, which have no command line and are often in this state."""
-    return {each.pid for each in found if each.state == "D" and each.command}
+def check_leaked_resources(context: CheckContext) -> list[HealthFinding]:
+    sizes = find_abandoned_shm(context)
+    total = sum(sizes.values())
+    figures: dict[str, FindingValue] = {"num_files": len(sizes), "size_bytes": total}
+    if not sizes:
+        return [HealthFinding("leaked-resources", HealthVerdict.PASS, "nothing left in /dev/shm", figures)]
+    names = ", ".join(sorted(sizes)[:MAX_SHOWN]) + (" ..." if len(sizes) > MAX_SHOWN else "")
+    reason = f"dead runs left {total / BYTES_PER_MIB:.1f} MiB in /dev/shm: {names}"
+    return [HealthFinding("leaked-resources", HealthVerdict.WARN, reason, figures)]

@@ -6,37 +6,34 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.cluster.calibration.background_load import count_busy_cores
 from phalanx.cluster.calibration.hardware_key import hardware_key
-from phalanx.cluster.calibration.reference_gemm import REFERENCE_OP, time_reference_gemm
+from phalanx.cluster.calibration.timing import REFERENCE_OP, time_reference_gemm
 from phalanx.cluster.discovery import Machine, discover_machine
-from phalanx.cluster.health.baseline import find_baseline
-from phalanx.cluster.health.context import CheckContext
-from phalanx.cluster.health.finding import FindingValue, HealthFinding, HealthVerdict
-from phalanx.cluster.health.thresholds import evaluate_threshold
+from phalanx.cluster.health.finding import CheckContext, FindingValue, HealthFinding, HealthVerdict, evaluate_threshold
+from phalanx.cluster.load import load_cluster
 from phalanx.cluster.spec import Measurements
+from phalanx.errors import RecipeError
 
 MEASUREMENT_S = 0.3
 MAX_REPEATS = 8
 """Maximum measurements of a slow device. Other load comes in bursts, and the best measurement counts."""
 REPEAT_INTERVAL_S = 0.3
 """Seconds between measurements, so that a burst can pass."""
+MAX_FILES_READ = 8
+"""Calibrations that are read, the newest first: each takes 0.5 s."""
+MIN_PEERS = 3
+"""Minimum number of devices or nodes for which a median identifies slow ones."""
 
 
 @dataclass(frozen=True)
 class MatmulTiming:
-    """The reference product on one device: its lowest time in seconds, and the clock over the maximum clock, if
-    known."""
+    """The reference product on one device: its lowest time in seconds."""
 
     time_s: float
     flops: float
-    clock_share: float | None = None
-    other_busy_cores: float | None = None
-    """Cores that other programs used during the measurement; CPU only."""
 
     @property
     def tflops(self) -> float:
@@ -47,25 +44,16 @@ def measure_matmul_timing(
     machine: Machine,
     run_in_process: Callable[[str, Any], Any],
     baseline: float | None,
-    root: Path = Path("/"),
-    clock: Callable[[], float] = time.monotonic,
-    own_cpu_time: Callable[[], float] = time.process_time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> MatmulTiming:
-    """Run `time_reference_gemm`, and repeat it up to `MAX_REPEATS` times while it is slower than the baseline allows.
-
-    `own_cpu_time` returns the CPU seconds of all threads of this process, which runs the measurement.
-    """
+    """Time the reference product, up to `MAX_REPEATS` times while it is slower than the baseline allows."""
     best: MatmulTiming | None = None
     for number in range(MAX_REPEATS):
         if number:
             sleep(REPEAT_INTERVAL_S)
-        timing = _measure_once(machine, run_in_process, root, clock, own_cpu_time)
-        clock_shares = [
-            each.clock_share for each in (best, timing) if each is not None and each.clock_share is not None
-        ]
-        best = timing if best is None or timing.time_s < best.time_s else best
-        best = replace(best, clock_share=max(clock_shares, default=None))
+        row = time_reference_gemm(machine, run_in_process, MEASUREMENT_S)
+        if best is None or row["seconds"] < best.time_s:
+            best = MatmulTiming(row["seconds"], row["flops"])
         if (
             baseline is None
             or evaluate_threshold("matmul slowdown", slowdown_share(best.time_s, baseline)) is HealthVerdict.PASS
@@ -73,21 +61,6 @@ def measure_matmul_timing(
             break
     assert best is not None
     return best
-
-
-def _measure_once(
-    machine: Machine,
-    run_in_process: Callable[[str, Any], Any],
-    root: Path,
-    clock: Callable[[], float],
-    own_cpu_time: Callable[[], float],
-) -> MatmulTiming:
-    found: dict[str, Any] = {}
-    started, cpu_started = clock(), own_cpu_time()
-    busy = count_busy_cores(root, lambda _: found.update(time_reference_gemm(machine, run_in_process, MEASUREMENT_S)))
-    own_cores = (own_cpu_time() - cpu_started) / max(clock() - started, 1e-9)
-    others = max(0.0, busy - own_cores) if busy is not None and machine.device == "cpu" else None
-    return MatmulTiming(found["timed"]["seconds"], found["timed"]["flops"], found["clock_share"], others)
 
 
 def slowdown_share(seconds: float, baseline: float) -> float:
@@ -124,9 +97,7 @@ def evaluate_matmul(
             "device": name,
             "time_s": timing.time_s,
             "tflops": timing.tflops,
-            "clock_share": timing.clock_share,
             "baseline_s": baseline,
-            "other_busy_cores": timing.other_busy_cores,
         }
         if baseline is None and len(timings) < MIN_PEERS:
             summary += "; nothing to compare with: `phalanx calibrate` remembers this machine's rate"
@@ -135,36 +106,30 @@ def evaluate_matmul(
             verdict = evaluate_threshold("matmul slowdown", share)
             summary += f", {format_relative_speed(share)} {reference}"
             if verdict is not HealthVerdict.PASS:
-                summary += _explain_slowness(timing.other_busy_cores)
-        if timing.clock_share is not None and verdict is HealthVerdict.PASS:
-            verdict = evaluate_threshold("clock under load", timing.clock_share)
-            summary += (
-                f"; clock at {timing.clock_share:.0%} of its maximum" if verdict is not HealthVerdict.PASS else ""
-            )
+                summary += "; see heat and power limits, or what else runs here"
         found.append(HealthFinding(check, verdict, summary, figures))
     return found
 
 
-def _explain_slowness(other_busy_cores: float | None) -> str:
-    """Return a possible cause of a slow device."""
-    if other_busy_cores is not None and evaluate_threshold("busy cores", other_busy_cores) is not HealthVerdict.PASS:
-        return f"; other programs used {other_busy_cores:.1f} cores: end them, or run again on an idle machine"
-    return "; see heat and power limits, or what else runs here"
-
-
-MIN_PEERS = 3
-"""Minimum number of devices or nodes for which a median identifies slow ones."""
+def find_calibration(context: CheckContext, key: dict[str, str]) -> Measurements | None:
+    """Return the newest calibration with this key, except for the number of GPUs: one may be lost."""
+    required = {name: text for name, text in key.items() if name != "count"}
+    files = sorted((context.cache_dir / "clusters").glob("*.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files[:MAX_FILES_READ]:
+        try:
+            measured = load_cluster(str(path)).measured
+        except RecipeError:  # incomplete, or of another version: `phalanx calibrate` rewrites it
+            continue
+        if measured is not None and required.items() <= measured.key.items():
+            return measured
+    return None
 
 
 def check_matmul(context: CheckContext) -> list[HealthFinding]:
     machine = discover_machine(context.root)
-    cluster = find_baseline(context, hardware_key(machine, context.root), ignored_fields={"count"})
-    measurements = cluster.measured if cluster else None
+    measurements = find_calibration(context, hardware_key(machine, context.root))
     baseline = baseline_seconds(measurements)
-    each = [
-        measure_matmul_timing(machine, call_on_device(index), baseline, context.root)
-        for index in range(machine.device_count)
-    ]
+    each = [measure_matmul_timing(machine, call_on_device(index), baseline) for index in range(machine.device_count)]
     return evaluate_matmul(machine.device_name, each, baseline, measurements.when[:10] if measurements else "")
 
 

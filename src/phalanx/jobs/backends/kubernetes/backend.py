@@ -19,15 +19,34 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import LogReader, NoSuchJobError, SubmitRequest, add_inherited_variables, read_secrets
+from phalanx.jobs.backends.base import (
+    Backend,
+    BackendNode,
+    LogReader,
+    NoSuchJobError,
+    SubmitRequest,
+    add_inherited_variables,
+    group_running_jobs,
+    read_secrets,
+)
 from phalanx.jobs.backends.kubernetes import manifest
-from phalanx.jobs.backends.kubernetes.client import KubernetesClient, connect, send_signal_to_pod
-from phalanx.jobs.backends.kubernetes.errors import ObjectNotFoundError, translate_api_errors
-from phalanx.jobs.backends.kubernetes.log_streams import PodLogStreams
-from phalanx.jobs.backends.kubernetes.nodes import make_cordon, make_uncordon, parse_node
+from phalanx.jobs.backends.kubernetes.client import (
+    KubernetesClient,
+    ObjectNotFoundError,
+    PodLogStreams,
+    connect,
+    send_signal_to_pod,
+    translate_api_errors,
+)
 from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
-from phalanx.jobs.backends.kubernetes.status import parse_status, pod_index, select_latest_pods
-from phalanx.jobs.backends.nodes import BackendNode, group_running_jobs
+from phalanx.jobs.backends.kubernetes.status import (
+    make_cordon,
+    make_uncordon,
+    parse_node,
+    parse_status,
+    pod_index,
+    select_latest_pods,
+)
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
@@ -46,21 +65,19 @@ REQUEST_TIMEOUTS_S = (10.0, 60.0)
 """Timeouts of a connection and of an answer."""
 
 
-class KubernetesBackend:
-    """The Kubernetes backend. `config`: a kubeconfig file; `context`: one of its contexts. The defaults are those of
-    `kubectl`, or the service account of a pod."""
+class KubernetesBackend(Backend):
+    """The Kubernetes backend. `config`: a kubeconfig file; the default is that of `kubectl`, or the service account of
+    a pod."""
 
     name = "kubernetes"
 
     def __init__(
         self,
         config: Path | None = None,
-        context: str | None = None,
         environ: Mapping[str, str] = os.environ,
         token: Callable[[], str] = lambda: secrets.token_hex(32),
     ):
-        self._config, self._context = config, context
-        self._environ, self._token = environ, token
+        self._config, self._environ, self._token = config, environ, token
         self._connection: tuple[KubernetesClient, str] | None = None
         self._known_names: dict[str, str] = {}
         """Names of jobs that were submitted or cancelled here, since the cluster forgets deleted jobs."""
@@ -345,7 +362,7 @@ class KubernetesBackend:
     def _connect(self) -> tuple[KubernetesClient, str]:
         """The client, and the namespace that the configuration names."""
         if self._connection is None:
-            self._connection = connect(self._config, self._context, self._environ)
+            self._connection = connect(self._config, self._environ)
             logger.debug("connected to Kubernetes, namespace %s", self._connection[1])
         return self._connection
 

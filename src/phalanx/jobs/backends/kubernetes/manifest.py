@@ -68,8 +68,8 @@ def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
         "parallelism": job.num_nodes,
         "completions": job.num_nodes,
         "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": make_pod_failure_policy(),
+        "backoffLimit": 0 if job.min_nodes is None else options.max_restarts * job.num_nodes,
+        "podFailurePolicy": make_pod_failure_policy(job.min_nodes is not None),
         "template": make_pod_template(job, options),
     }
     if job.time_limit_s is not None:
@@ -77,7 +77,7 @@ def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
     spec: Manifest = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "coordinator": {"replicatedJob": workers, "jobIndex": 0, "podIndex": 0},
-        "failurePolicy": make_failure_policy(options.max_restarts),
+        "failurePolicy": make_failure_policy(options.max_restarts, job.min_nodes is not None),
         "ttlSecondsAfterFinished": TTL_AFTER_FINISHED_S,
         "replicatedJobs": [{"name": workers, "replicas": 1, "template": {"spec": template}}],
     }
@@ -97,14 +97,19 @@ def make_eviction(namespace: str, pod: str) -> Manifest:
     return {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
 
 
-def make_pod_failure_policy() -> Manifest:
+def make_pod_failure_policy(is_elastic: bool = False) -> Manifest:
     """Fail the Job at the first failed pod, with a message that contains the exit code for `make_failure_policy`.
 
-    Without the first rule, an evicted pod would be recreated alone while the others wait for it.
+    Without the first rule, an evicted pod would be recreated alone while the others wait for it. The pods of a job that
+    may run with fewer nodes do not wait, so a pod that is evicted, killed or unfit is recreated.
     """
+    restart_codes = (ExitCode.UNFINISHED,) if is_elastic else RESTART_EXIT_CODES
     return {
         "rules": [
-            {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {
+                "action": "Ignore" if is_elastic else "FailJob",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
             *(
                 {
                     "action": "FailJob",
@@ -114,19 +119,21 @@ def make_pod_failure_policy() -> Manifest:
                         "values": sorted(map(int, codes)),
                     },
                 }
-                for codes in (RESTART_EXIT_CODES, FINAL_EXIT_CODES)
+                for codes in (restart_codes, FINAL_EXIT_CODES)
             ),
         ]
     }
 
 
-def make_failure_policy(max_restarts: int) -> Manifest:
-    """Restart the JobSet after a disruption, which does not count, or after an unfinished run.
+def make_failure_policy(max_restarts: int, is_elastic: bool = False) -> Manifest:
+    """Restart the JobSet after a disruption, which does not count, or after an unfinished run. `is_elastic`: also when
+    its pods failed too often one by one.
 
     All other failures are final, including the time limit.
     """
     codes = "|".join(str(int(code)) for code in RESTART_EXIT_CODES)
     restart = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    lost_pods = {"name": "lost-pods", "action": "RestartJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]}
     return {
         "maxRestarts": max_restarts,
         "restartStrategy": "BlockingRecreate",
@@ -137,6 +144,7 @@ def make_failure_policy(max_restarts: int) -> Manifest:
             {"name": "not-finished", "action": "RestartJobSet"}
             | restart
             | {"onJobFailureMessagePatterns": [f"failed with exit code ({codes}) "]},
+            *([lost_pods] if is_elastic else []),
             {"name": "final", "action": "FailJobSet"},
         ],
     }
@@ -199,7 +207,7 @@ def make_trainjob(job: Job, options: KubernetesOptions) -> Manifest:
 def make_environment(job: Job, options: KubernetesOptions) -> list[Manifest]:
     """The variables of the node contract, the job's own, and its secrets by reference."""
     name = make_object_name(job, options)
-    plain = {**job.environment, "PHALANX_NUM_NODES": str(job.num_nodes)}
+    plain = {**job.environment, "PHALANX_NUM_NODES": job.nodes_variable}
     plain["PHALANX_LEADER_ADDR"] = f"{name}-{options.worker_group_name}-0-0.{name}:{LEADER_PORT}"
     own = (TOKEN_VARIABLE, *job.secrets, "PHALANX_NODE_RANK", NODE_NAME_VARIABLE)
     secrets = own[:-2]

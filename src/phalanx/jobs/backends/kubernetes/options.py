@@ -1,14 +1,12 @@
-"""Backend options of a job on Kubernetes, and valid object names. Parses and validates text; `manifest.py` renders the
-objects."""
+"""Backend options of a job on Kubernetes, and names of objects. Parses text; `manifest.py` renders the objects."""
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.options import backend_option
+from phalanx.jobs.backends.options import backend_option, check_option_names, parse_count
 from phalanx.jobs.spec import Job
 
 OptionT = TypeVar("OptionT")
@@ -17,8 +15,6 @@ LABEL_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 """RFC 1123: the names of namespaces, queues and most else."""
 SERVICE_PATTERN = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """RFC 1035: the names of services, which a JobSet's becomes."""
-LABEL_KEY_PATTERN = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-LABEL_VALUE_PATTERN = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 TAINT_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 WORKLOAD_KINDS = ("jobset", "trainjob")
 POD_SUFFIX_CHARS = len("-abcde")
@@ -55,38 +51,28 @@ class KubernetesOptions:
 
 
 def parse_options(job: Job) -> KubernetesOptions:
-    """A job's options; UsageError names the first that is wrong, and what would be right."""
-    readers: dict[str, Callable[[str], Any]] = {
-        "image": _parse_image,
+    """A job's options; UsageError names the first that is wrong, and what would be right. What they name is checked by
+    the cluster."""
+    check_option_names(job, "kubernetes", KubernetesOptions)
+    parsers: dict[str, Callable[[str], Any]] = {
         "kind": _parse_kind,
-        "namespace": _parse_label,
-        "runtime": _parse_subdomain,
-        "queue": _parse_label,
-        "priority-class": _parse_subdomain,
-        "topology-required": _parse_label_key,
-        "topology-preferred": _parse_label_key,
-        "service-account": _parse_subdomain,
         "pvc": lambda text: _parse_list(text, _parse_claim),
         "node-selector": lambda text: dict(_parse_list(text, _parse_selector)),
         "tolerations": lambda text: _parse_list(text, _parse_toleration),
-        "max-restarts": _parse_count,
+        "max-restarts": lambda text: parse_count(job, "max-restarts", KubernetesOptions.max_restarts),
     }
-    found: dict[str, Any] = {}
-    for name, text in job.backend_options.items():
-        if name not in readers:
-            near = difflib.get_close_matches(name, readers, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"
-            raise UsageError(f"job {job.name}: kubernetes has no option {name!r}; {hint}")
-        try:
-            found[name.replace("-", "_")] = readers[name](text)
-        except ValueError as error:
-            raise UsageError(f"job {job.name}: option {name}={text}: {error}") from None
-    if "image" not in found:
+    if not job.backend_options.get("image"):
         raise UsageError(
             f"job {job.name}: Kubernetes starts jobs from a container image, and none is given; name one that holds "
             "Phalanx and what the recipe needs with the option image=REGISTRY/NAME:TAG"
         )
-    options = KubernetesOptions(**found)
+    values: dict[str, Any] = {}
+    for name, text in job.backend_options.items():
+        try:
+            values[name.replace("-", "_")] = parsers.get(name, str)(text)
+        except ValueError as error:
+            raise UsageError(f"job {job.name}: option {name}={text}: {error}") from None
+    options = KubernetesOptions(**values)
     _check_combinations(job, options)
     return options
 
@@ -111,8 +97,6 @@ def make_object_name(job: Job, options: KubernetesOptions) -> str:
 
 def _check_combinations(job: Job, options: KubernetesOptions) -> None:
     where = f"job {job.name}"
-    if options.topology_required and options.topology_preferred:
-        raise UsageError(f"{where}: options topology-required and topology-preferred exclude each other; give one")
     if (options.topology_required or options.topology_preferred) and options.queue is None:
         raise UsageError(f"{where}: it is Kueue that places by topology; name one of its queues with queue=NAME")
     if job.priority and options.priority_class is None:
@@ -132,62 +116,24 @@ def _parse_list(text: str, read: Callable[[str], OptionT]) -> tuple[OptionT, ...
     return tuple(read(part.strip()) for part in text.split(","))
 
 
-def _match_pattern(pattern: re.Pattern[str], text: str, expected: str, longest: int = 63) -> str:
-    if len(text) > longest or not pattern.fullmatch(text):
-        raise ValueError(f"expected {expected}")
-    return text
-
-
-def _parse_label(text: str) -> str:
-    return _match_pattern(
-        LABEL_PATTERN, text, "up to 63 small letters, digits and '-', with a letter or digit at both ends"
-    )
-
-
-def _parse_subdomain(text: str) -> str:
-    for part in text.split("."):
-        _parse_label(part)
-    return _match_pattern(re.compile(".*"), text, "at most 253 characters", 253)
-
-
-def _parse_label_key(text: str) -> str:
-    return _match_pattern(LABEL_KEY_PATTERN, text, "the key of a label, such as cloud.provider.com/topology-block", 317)
-
-
-def _parse_label_value(text: str) -> str:
-    return _match_pattern(LABEL_VALUE_PATTERN, text, "as value of a label up to 63 letters, digits, '.', '_' and '-'")
-
-
-def _parse_image(text: str) -> str:
-    if not text or len(text) > 500 or not text.isprintable() or " " in text:
-        raise ValueError("expected an image, such as REGISTRY/NAME:TAG")
-    return text
-
-
 def _parse_kind(text: str) -> str:
     if text not in WORKLOAD_KINDS:
         raise ValueError(f"expected one of {', '.join(WORKLOAD_KINDS)}")
     return text
 
 
-def _parse_count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise ValueError("expected a whole number, 0 or more")
-    return int(text)
-
-
 def _parse_claim(text: str) -> tuple[str, str]:
     claim, colon, path = text.partition(":")
     if not colon or not path.startswith("/") or ":" in path:
         raise ValueError("expected CLAIM:/PATH, several divided by commas")
-    return _parse_subdomain(claim), path
+    return claim, path
 
 
 def _parse_selector(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError("expected KEY=VALUE, several divided by commas")
-    return _parse_label_key(key), _parse_label_value(value)
+    return key, value
 
 
 def _parse_toleration(text: str) -> Mapping[str, Any]:
@@ -198,7 +144,7 @@ def _parse_toleration(text: str) -> Mapping[str, Any]:
         raise ValueError(
             f"{effect!r} is no effect of a taint; expected KEY[=VALUE][:EFFECT] with {', '.join(TAINT_EFFECTS)}"
         )
-    toleration: dict[str, Any] = {"key": _parse_label_key(key), "operator": "Equal" if equals else "Exists"}
+    toleration: dict[str, Any] = {"key": key, "operator": "Equal" if equals else "Exists"}
     if equals:
-        toleration["value"] = _parse_label_value(value)
+        toleration["value"] = value
     return toleration | ({"effect": effect} if effect else {})

@@ -1,4 +1,6 @@
-"""Convert Kubernetes objects to a `JobStatus`. Pure: the objects come from the API server, and no requests are made."""
+"""Convert Kubernetes objects to the status of jobs and nodes. Pure: the objects come from the API
+server; no requests are made.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from phalanx.errors import ExitCode
-from phalanx.jobs.backends.base import PAUSED_PREFIX
+from phalanx.jobs.backends.base import PAUSED_PREFIX, BackendNode, NodeService
 from phalanx.jobs.backends.kubernetes.manifest import (
     CONTAINER_NAME,
     INDEX_ANNOTATION,
@@ -30,6 +32,10 @@ EXIT_CODE_MEANINGS: Mapping[int | None, str] = {
     ExitCode.UNFINISHED: "it stopped before its end",
     ExitCode.UNFIT_NODE: "it found its node unfit",
 }
+
+REASON_ANNOTATION, ACTOR_ANNOTATION = "phalanx-drain-reason", "phalanx-drain-actor"
+"""Annotations of a node that Phalanx has cordoned."""
+GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 
 
 def parse_status(
@@ -171,3 +177,49 @@ def _pod_started_at(pod: KubernetesObject) -> float | None:
 
 def _pod_attempt(pod: KubernetesObject) -> int:
     return int(pod["metadata"].get("labels", {}).get(ATTEMPT_LABEL, 0))
+
+
+def parse_node(
+    node: KubernetesObject, pods: Iterable[KubernetesObject], jobs: Mapping[str, tuple[str, ...]]
+) -> BackendNode:
+    """Return a node. `pods`: those of jobs on any node; `jobs`: ids of the jobs on each node, by its name."""
+    metadata, spec, status = node["metadata"], node.get("spec") or {}, node.get("status") or {}
+    name, annotations = metadata["name"], metadata.get("annotations") or {}
+    is_ready = find_condition(status, "Ready") is not None
+    is_cordoned = bool(spec.get("unschedulable"))
+    own_pods = (pod for pod in pods if pod["spec"].get("nodeName") == name)
+    reason = annotations.get(REASON_ANNOTATION) if is_cordoned else None
+    if reason is not None and (actor := annotations.get(ACTOR_ANNOTATION)):
+        reason = f"{reason} ({actor})"
+    return BackendNode(
+        name=name,
+        state=("Ready" if is_ready else "NotReady") + (",SchedulingDisabled" if is_cordoned else ""),  # as in kubectl
+        service=NodeService.DRAINED if is_cordoned else NodeService.OPEN if is_ready else NodeService.DOWN,
+        jobs=jobs.get(name, ()),
+        reason=reason if is_ready or reason else _why_not_ready(status),
+        num_gpus=sum(int((status.get("capacity") or {}).get(resource, 0)) for resource in GPU_RESOURCES),
+        host_names=tuple(pod["spec"].get("hostname") or pod["metadata"]["name"] for pod in own_pods),
+    )
+
+
+def make_cordon(reason: str, actor: str) -> dict[str, Any]:
+    """Return the change that cordons a node."""
+    return {
+        "metadata": {"annotations": {REASON_ANNOTATION: reason, ACTOR_ANNOTATION: actor}},
+        "spec": {"unschedulable": True},
+    }
+
+
+def make_uncordon() -> dict[str, Any]:
+    """Return the change that uncordons a node. None removes an annotation."""
+    return {
+        "metadata": {"annotations": {REASON_ANNOTATION: None, ACTOR_ANNOTATION: None}},
+        "spec": {"unschedulable": False},
+    }
+
+
+def _why_not_ready(status: KubernetesObject) -> str | None:
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "Ready":
+            return str(condition.get("message") or condition.get("reason"))
+    return "its kubelet has not reported"

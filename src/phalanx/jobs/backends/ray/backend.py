@@ -16,12 +16,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import NoSuchJobError, SubmitRequest, add_inherited_variables, read_secrets
-from phalanx.jobs.backends.nodes import BackendNode, group_running_jobs
+from phalanx.jobs.backends.base import (
+    Backend,
+    BackendNode,
+    NodeService,
+    NoSuchJobError,
+    SubmitRequest,
+    add_inherited_variables,
+    group_running_jobs,
+    read_secrets,
+)
+from phalanx.jobs.backends.options import backend_option, check_option_names, parse_count
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
@@ -32,10 +42,9 @@ from phalanx.jobs.backends.ray.driver_spec import (
     secrets_path,
     strip_ray_preamble,
 )
-from phalanx.jobs.backends.ray.nodes import parse_node
-from phalanx.jobs.backends.ray.options import parse_options
 from phalanx.jobs.spec import SNAPSHOT_DIGEST_VARIABLE, Job, JobState, JobStatus, is_array_member, state_from_exit_code
 
+PLACEMENT_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -56,7 +65,42 @@ SIGNAL_TIMEOUT_S, SIGNAL_POLL_INTERVAL_S = 30.0, 0.1
 """Seconds for a signal to be delivered, and between two polls of whether it was."""
 
 
-class RayBackend:
+@dataclass(frozen=True)
+class RayOptions:
+    """A job's options, checked."""
+
+    address: str | None = backend_option(
+        "Address of the dashboard.", "URL", shown_default="RAY_API_SERVER_ADDRESS, RAY_ADDRESS, else port 8265 here"
+    )
+    strategy: str | None = backend_option(
+        "Placement strategy of the nodes.",
+        "|".join(PLACEMENT_STRATEGIES),
+        shown_default="STRICT_SPREAD with several nodes, else PACK",
+    )
+    patience: int = backend_option("Seconds to wait for machines.", "NUMBER", 600)
+    max_restarts: int = backend_option("Maximum number of restarts.", "NUMBER", 10)
+    python: str = backend_option("Python of the cluster's machines, which has Phalanx.", "PATH", "python")
+
+
+def parse_options(job: Job) -> RayOptions:
+    """A job's options; UsageError names the first that is wrong, and what would be right."""
+    check_option_names(job, "ray", RayOptions)
+    given = job.backend_options
+    strategy = given.get("strategy")
+    if strategy not in (None, *PLACEMENT_STRATEGIES):
+        raise UsageError(
+            f"job {job.name}: option strategy={strategy}: expected one of {', '.join(PLACEMENT_STRATEGIES)}"
+        )
+    return RayOptions(
+        address=given.get("address"),
+        strategy=strategy,
+        patience=parse_count(job, "patience", RayOptions.patience),
+        max_restarts=parse_count(job, "max-restarts", RayOptions.max_restarts),
+        python=given.get("python", RayOptions.python),
+    )
+
+
+class RayBackend(Backend):
     """The Ray backend. `address`: that of the dashboard."""
 
     name = "ray"
@@ -288,6 +332,7 @@ def make_driver_spec(job: Job) -> DriverSpec:
         strategy=options.strategy or ("STRICT_SPREAD" if job.num_nodes > 1 else "PACK"),
         placement_timeout_s=float(options.patience),
         max_restarts=options.max_restarts,
+        min_nodes=job.min_nodes,
     )
 
 
@@ -325,6 +370,20 @@ def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
     )
 
 
+def parse_node(node: Any, jobs: Mapping[str, tuple[str, ...]]) -> BackendNode:
+    """Return a machine from its `NodeState`. `jobs`: ids of the jobs on each node, by its address."""
+    is_alive = node.state == "ALIVE"
+    return BackendNode(
+        name=node.node_ip,
+        state=node.state.lower(),
+        service=NodeService.OPEN if is_alive else NodeService.DOWN,
+        jobs=jobs.get(node.node_ip, ()),
+        reason=None if is_alive else node.state_message or None,
+        num_gpus=int((node.resources_total or {}).get("GPU", 0)),
+        host_names=(node.node_name,) if node.node_name not in (None, "", node.node_ip) else (),
+    )
+
+
 def _check_job(job: Job) -> None:
     """Raise UsageError for what Ray cannot do."""
     job_text = f"job {job.name}"
@@ -339,10 +398,6 @@ def _check_job(job: Job) -> None:
         )
     if job.priority:
         raise UsageError(f"{job_text}: Ray has no priorities; omit the priority")
-    if len(json.dumps(job.command)) + len(json.dumps(dict(job.environment))) > 100_000:
-        raise UsageError(
-            f"{job_text}: its command and environment are over 100,000 characters long; put them into a file"
-        )
 
 
 def _run(client: Any, command: str, deadline: float) -> Any:

@@ -26,16 +26,17 @@ from phalanx.jobs.backends.ray.driver_spec import (
     NO_NODE,
     DriverSpec,
     actor_name,
+    count_fitting_nodes,
     decide_exit_code,
     describe_shortage,
     killed,
     list_unfit_nodes,
     secrets_path,
 )
-from phalanx.jobs.backends.ray.node_actor import NodeActor
-from phalanx.jobs.backends.ray.pause_switch import RAY_NAMESPACE, open_pause_switch, set_pause
+from phalanx.jobs.backends.ray.node_actor import RAY_NAMESPACE, NodeActor, open_pause_switch, set_pause
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S
 from phalanx.logging_config import configure_logging
+from phalanx.run.node_env import EXPECTED_VARIABLE
 
 POLL_INTERVAL_S = 0.5
 """Seconds between two looks at clocks and signals."""
@@ -151,15 +152,18 @@ class RayDriver:
         label_selector = (
             {NODE_ID_LABEL: f"!in({','.join(sorted(self._excluded_nodes))})"} if self._excluded_nodes else None
         )
+        num_nodes = task.num_nodes
+        if task.min_nodes is not None:
+            fitting = count_fitting_nodes(task, [one["Resources"] for one in self._list_usable_machines()])
+            num_nodes = max(task.min_nodes, min(fitting, num_nodes))
         group = self._ray.util.placement_group(
-            [task.make_bundle()] * task.num_nodes,
+            [task.make_bundle()] * num_nodes,
             strategy=task.strategy,
-            bundle_label_selector=None if label_selector is None else [label_selector] * task.num_nodes,
+            bundle_label_selector=None if label_selector is None else [label_selector] * num_nodes,
         )
         waiting, deadline, last = group.ready(), time.monotonic() + task.placement_timeout_s, ""
         while not self._ray.wait([waiting], timeout=POLL_INTERVAL_S)[0]:
-            alive = [one for one in self._ray.nodes() if one["Alive"] and one["NodeID"] not in self._excluded_nodes]
-            shortage = describe_shortage(task, [one["Resources"] for one in alive])
+            shortage = describe_shortage(task, [one["Resources"] for one in self._list_usable_machines()])
             reason = shortage or "other jobs hold what it needs"
             hopeless = bool(self._excluded_nodes) and shortage is not None
             if not self._is_stopping and self._find_pause() is not None:
@@ -172,6 +176,9 @@ class RayDriver:
                 print_driver_line(f"waits for its machines: {reason}")
             last = reason
         return group
+
+    def _list_usable_machines(self) -> list[Any]:
+        return [one for one in self._ray.nodes() if one["Alive"] and one["NodeID"] not in self._excluded_nodes]
 
     def _get_results(self, asked: list[Any]) -> list[Any]:
         """Return the answers of the nodes. Raises PlacementError on timeout, or when the job is to end."""
@@ -191,6 +198,7 @@ class RayDriver:
         """Start the command on each node of a group."""
         ray, task = self._ray, self._spec
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        where = ray.util.placement_group_table(group)["bundles_to_node_id"]
         actors = [
             ray.remote(NodeActor)
             .options(
@@ -201,15 +209,15 @@ class RayDriver:
                 scheduling_strategy=strategy(group, placement_group_bundle_index=node),
             )
             .remote()
-            for node in range(task.num_nodes)
+            for node in range(len(where))
         ]
         (port,) = self._get_results([actors[0].find_free_port.remote()])
         table = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes()}
-        where = ray.util.placement_group_table(group)["bundles_to_node_id"]
-        machines = [where[node] for node in range(task.num_nodes)]
+        machines = [where[node] for node in range(len(where))]
         print_driver_line(f"attempt {number} on {', '.join(table[machine] for machine in machines)}")
         token = secrets.token_hex(32)
-        common = {**task.environment, **self._secret_values, "PHALANX_NUM_NODES": str(task.num_nodes)}
+        common = {**task.environment, **self._secret_values, "PHALANX_NUM_NODES": task.nodes_variable}
+        common[EXPECTED_VARIABLE] = str(len(machines))
         common["PHALANX_LEADER_ADDR"] = f"{table[machines[0]]}:{port}"
         self._get_results(
             [
@@ -247,12 +255,13 @@ class RayDriver:
             self._enforce_deadlines(attempt)
         for actor in attempt.actors:
             ray.kill(actor)
-        return decide_exit_code(attempt.ended)
+        return decide_exit_code(attempt.ended, self._spec.min_nodes)
 
     def _enforce_deadlines(self, attempt: RayAttempt) -> None:
         """Ask nodes to save and end when there is a reason, and kill those that did not within the warning."""
         now = time.monotonic()
-        any_failed = any(code != 0 for _, code in attempt.ended)
+        num_failed = sum(code != 0 for _, code in attempt.ended)
+        any_failed = num_failed > len(attempt.actors) - (self._spec.min_nodes or len(attempt.actors))
         is_paused = self._find_pause() is not None
         if attempt.kill_at is None and (any_failed or is_paused or self._is_stopping or self._is_time_to_save()):
             attempt.is_paused = is_paused

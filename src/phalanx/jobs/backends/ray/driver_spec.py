@@ -51,6 +51,8 @@ class DriverSpec:
     placement_timeout_s: float
     """Seconds to wait for machines."""
     max_restarts: int
+    min_nodes: int | None = None
+    """With how many nodes it may run; None: only with all of them."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -59,6 +61,11 @@ class DriverSpec:
     def from_json(text: str) -> "DriverSpec":
         fields = json.loads(text)
         return DriverSpec(**fields | {key: tuple(fields[key]) for key in ("command", "secrets")})
+
+    @property
+    def nodes_variable(self) -> str:
+        """The value of PHALANX_NUM_NODES: N, or MIN:MAX."""
+        return str(self.num_nodes) if self.min_nodes is None else f"{self.min_nodes}:{self.num_nodes}"
 
     def make_bundle(self) -> dict[str, float]:
         """Return the resources of one node as a Ray bundle."""
@@ -80,14 +87,14 @@ def actor_name(job_id: str, node: int) -> str:
     return f"{job_id}/{node}"
 
 
-def decide_exit_code(ended: Sequence[tuple[int, int]]) -> int:
+def decide_exit_code(ended: Sequence[tuple[int, int]], min_nodes: int | None = None) -> int:
     """Return the exit code of an attempt from (node, code) pairs in the order in which the nodes ended.
 
     The first failure decides if its code is meaningful, else the leader, node 0, does. A killed node makes the attempt
     unfinished, so that it can be restarted.
     """
     bad = [(node, code) for node, code in ended if code != 0]
-    if not bad:
+    if not bad or (min_nodes is not None and len(bad) < len(ended)):  # a node ends with 0 only when the run is done
         return int(ExitCode.DONE)
     first = bad[0][1]
     if first in MEANINGFUL_EXIT_CODES:
@@ -109,8 +116,8 @@ def list_unfit_nodes(ended: Sequence[tuple[int, int]]) -> list[int]:
     return [node for node, code in ended if code == ExitCode.UNFIT_NODE]
 
 
-def describe_shortage(spec: DriverSpec, machine_resources: Sequence[Mapping[str, float]]) -> str | None:
-    """Return why the nodes of a job do not fit on machines with these resources; None if they fit."""
+def count_fitting_nodes(spec: DriverSpec, machine_resources: Sequence[Mapping[str, float]]) -> int:
+    """Return how many nodes of a job fit on machines with these resources."""
     requested = spec.make_bundle()
     fits_per_machine = [
         min(int(machine.get(key, 0) // amount) for key, amount in requested.items()) for machine in machine_resources
@@ -119,14 +126,21 @@ def describe_shortage(spec: DriverSpec, machine_resources: Sequence[Mapping[str,
     found = sum(min(fits, 1) if spread else fits for fits in fits_per_machine)
     if spec.strategy == "STRICT_PACK":
         found = max(fits_per_machine, default=0)
-    if found >= spec.num_nodes:
+    return found
+
+
+def describe_shortage(spec: DriverSpec, machine_resources: Sequence[Mapping[str, float]]) -> str | None:
+    """Return why the nodes of a job do not fit on machines with these resources; None if they fit."""
+    found = count_fitting_nodes(spec, machine_resources)
+    if found >= (spec.min_nodes or spec.num_nodes):
         return None
-    needs = ", ".join(f"{amount:g} {key}" for key, amount in requested.items())
+    needs = ", ".join(f"{amount:g} {key}" for key, amount in spec.make_bundle().items())
+    spread = spec.strategy == "STRICT_SPREAD"
     placement_text = (
         "each on a separate machine" if spread else "on one machine" if "STRICT" in spec.strategy else "on any machines"
     )
     return (
-        f"the job needs {spec.num_nodes} nodes with {needs}, {placement_text}; {found} fit on "
+        f"the job needs {spec.min_nodes or spec.num_nodes} nodes with {needs}, {placement_text}; {found} fit on "
         f"{len(machine_resources)} machines"
     )
 

@@ -1,5 +1,8 @@
-"""One node of a job on Ray: the body of an actor, which starts the job's command once, and forwards its output and
-signals. The command dies with the actor. Does not import Ray; the driver turns the class into an actor."""
+"""Actors of a job on Ray: one a node, which starts the job's command once and forwards its output and signals, and one
+next to the job's driver, which knows whether the job is paused. The command dies with its actor.
+
+Does not import Ray; the driver turns the classes into actors.
+"""
 
 import contextlib
 import os
@@ -11,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import ExitCode
-from phalanx.jobs.backends.ray.driver_spec import SNAPSHOT_FILE
+from phalanx.jobs.backends.ray.driver_spec import NO_NODE, NOT_PAUSED, SNAPSHOT_FILE
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.process_lifetime import die_with_parent
 from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
@@ -24,6 +29,9 @@ OUTPUT_TIMEOUT_S = 10.0
 """Seconds to read the remaining output of a command that has ended."""
 MAX_LINES_PER_READ = 1000
 """Lines that are handed on at once."""
+RAY_NAMESPACE = "phalanx"
+PAUSE_POLL_INTERVAL_S = 1.0
+"""Seconds between two questions of a driver."""
 
 
 class NodeActor:
@@ -131,3 +139,62 @@ def exec_command(parent: int, command: list[str]) -> None:
 
 if __name__ == "__main__":
     exec_command(int(sys.argv[1]), sys.argv[2:])
+
+
+class PauseSwitch:
+    """The actor."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def get_reason(self) -> str | None:
+        """Return why the job is paused; None if it is not."""
+        return self._reason
+
+    def set_reason(self, reason: str | None) -> str | None:
+        """Pause the job, or with None resume it. Returns the reason of before."""
+        before, self._reason = self._reason, reason
+        return before
+
+
+class PauseReader:
+    """Reads the switch of a job, at most once a second. An actor that is restarted has forgotten the reason: the job
+    resumes."""
+
+    def __init__(self, ray: Any, switch: Any, clock: Callable[[], float] = time.monotonic):
+        self._ray, self._switch, self._clock = ray, switch, clock
+        self._reason: str | None = None
+        self._next_poll = clock()
+
+    def __call__(self) -> str | None:
+        """Return why the job is paused; None if it is not."""
+        if self._clock() >= self._next_poll:
+            self._next_poll = self._clock() + PAUSE_POLL_INTERVAL_S
+            try:
+                self._reason = self._ray.get(self._switch.get_reason.remote())
+            except self._ray.exceptions.ActorUnavailableError:
+                return self._reason  # it is being restarted
+        return self._reason
+
+
+def open_pause_switch(ray: Any, job_id: str) -> PauseReader:
+    """Start the switch of a job on the machine of its driver, which it does not outlive."""
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    options = {"name": _switch_name(job_id), "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    return PauseReader(ray, ray.remote(PauseSwitch).options(**options).remote())
+
+
+def set_pause(ray: Any, job_id: str, reason: str | None) -> int:
+    """Pause a job, or resume it with None: 0, NO_NODE if it has no driver, NOT_PAUSED if it was not paused."""
+    try:
+        switch = ray.get_actor(_switch_name(job_id), namespace=RAY_NAMESPACE)
+        before = ray.get(switch.set_reason.remote(reason))
+    except (ValueError, ray.exceptions.RayActorError):  # there is no such actor, or it has just ended
+        return NO_NODE
+    return NOT_PAUSED if reason is None and before is None else 0
+
+
+def _switch_name(job_id: str) -> str:
+    return f"{job_id}/pause"

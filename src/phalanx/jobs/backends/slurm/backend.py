@@ -18,6 +18,7 @@ from pathlib import Path
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import (
     PAUSED_PREFIX,
+    Backend,
     LogReader,
     NoSuchJobError,
     SubmitRequest,
@@ -27,32 +28,37 @@ from phalanx.jobs.backends.base import (
 from phalanx.jobs.backends.slurm.batch_script import (
     BATCH_FILE,
     CANCELLED_FILE,
+    ID_FILE,
     LOG_FILE,
     RUN_FILE,
     SECRETS_FILE,
     TOKEN_FILE,
     UNFIT_FILE,
-    render_array_scripts,
-    render_scripts,
-)
-from phalanx.jobs.backends.slurm.job_dirs import (
-    ID_FILE,
     SlurmJobDirs,
     read_result_file,
+    render_array_scripts,
+    render_scripts,
     write_job_dir,
     write_private_file,
 )
-from phalanx.jobs.backends.slurm.node_changes import SlurmNodes
-from phalanx.jobs.backends.slurm.node_share import SIZES_COMMAND, NodeSize, add_node_share, parse_node_sizes
-from phalanx.jobs.backends.slurm.programs import RunProgram, clean_error, run_program
+from phalanx.jobs.backends.slurm.programs import (
+    SIZES_COMMAND,
+    NodeSize,
+    RunProgram,
+    SlurmNodes,
+    add_node_share,
+    clean_error,
+    parse_node_sizes,
+    run_program,
+)
 from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.backends.slurm.status import (
     COMPLETING_REASON,
     QUEUE_FORMAT,
+    UNSET_VALUES,
+    expand_hostlist,
     is_command,
     is_held,
-    parse_expected_starts,
-    parse_fields,
     parse_live_status,
     parse_past_status,
     parse_queue,
@@ -83,7 +89,7 @@ class _Queue:
     error: UsageError | None = None
 
 
-class SlurmBackend(SlurmNodes):
+class SlurmBackend(SlurmNodes, Backend):
     """The Slurm backend. `run_program` runs Slurm's programs; `jobs_dir` contains the directories of jobs. One squeue
     answers for all jobs, and is reused for QUEUE_MAX_AGE_S while jobs are polled."""
 
@@ -109,20 +115,21 @@ class SlurmBackend(SlurmNodes):
         folder = self._dirs.make_new_path(job.name)
         return self._make_request((job,), folder, render_scripts(job, version, folder))
 
-    def render_array(self, jobs: Sequence[Job]) -> SubmitRequest:
-        """The scripts of a job array."""
+    def render_array(self, jobs: Sequence[Job]) -> list[SubmitRequest]:
+        """Return the scripts of a job array: one request for all members."""
         version, jobs = self.get_version(), [self._complete(job) for job in jobs]
         folder = self._dirs.make_new_path(jobs[0].array_name or jobs[0].name)
         request = self._make_request(jobs, folder, render_array_scripts(jobs, version, folder))
-        return replace(request, array_jobs=tuple(jobs))
+        return [replace(request, array_jobs=tuple(jobs))]
 
     def submit(self, request: SubmitRequest) -> str:
         """Write the job's folder, ask Slurm whether it could run the job, and send it."""
         (id,) = self._submit_files(request, request.job.name, {"": request.job})
         return id
 
-    def submit_array(self, request: SubmitRequest) -> list[str]:
+    def submit_array(self, requests: Sequence[SubmitRequest]) -> list[str]:
         """Send a job array. The members' ids are ARRAY_INDEX."""
+        (request,) = requests
         job = request.job
         members = {str(index): member for index, member in enumerate(request.array_jobs)}
         return self._submit_files(request, job.array_name or job.name, members)
@@ -144,11 +151,6 @@ class SlurmBackend(SlurmNodes):
         ordered = sorted(folders, key=lambda id: [int(number) for number in id.split("_")])
         return [self._get_status(id, folders[id], queue) for id in ordered]
 
-    def predict_starts(self, ends: Mapping[str, float]) -> dict[str, float]:
-        """Return when Slurm expects the user's pending jobs to start: by its own backfill, from time limits."""
-        code, out, _ = self._run_program(["squeue", "--me", "--array", "--noheader", "--start", "--format=%i %S"])
-        return {} if code else parse_expected_starts(out)
-
     def release(self, job_id: str) -> bool:
         """Release a job that is held because of unfit nodes, and exclude these nodes. Returns False for any other
         job."""
@@ -156,10 +158,13 @@ class SlurmBackend(SlurmNodes):
         marker = folder / UNFIT_FILE
         if not marker.exists() or is_paused(folder):
             return False
-        found = self._query_job(job_id, folder)
-        if found is None or found.get("JobState") != "PENDING":
+        found = self._query_queue([job_id], max_age_s=0.0).jobs.get(job_id, {})
+        if found.get("JobState") != "PENDING" or not is_command(found, self._dirs.script_suffix(folder)):
             return False  # its script is still at its end
-        unfit = [*found.get("ExcNodeList", "").split(), *marker.read_text().split()]
+        excluded = self._run_checked(
+            ["squeue", f"--jobs={job_id}", "--noheader", "--format=%x"], f"job {job_id}"
+        ).strip()
+        unfit = [*expand_hostlist("" if excluded in UNSET_VALUES else excluded), *marker.read_text().split()]
         self._run_checked(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(unfit)}"], f"job {job_id}")
         self._run_checked(["scontrol", "release", job_id], f"job {job_id}")
         self._queue = None
@@ -191,11 +196,13 @@ class SlurmBackend(SlurmNodes):
             raise
 
     def resume(self, job_id: str) -> bool:
-        """Release a job that `pause` has held; without its unfit nodes, if it has any."""
+        """Release a job that is held by `pause` or because of unfit nodes; without these nodes."""
         folder = self._find_job_dir(job_id)
         status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
-        if not is_paused(folder) or status.state.is_final:
+        if status.state.is_final:
             return False
+        if not is_paused(folder):
+            return self.release(job_id)
         if not (folder / UNFIT_FILE).exists():
             self._run_checked(["scontrol", "release", job_id], f"job {job_id}")
         self._queue = None
@@ -343,19 +350,9 @@ class SlurmBackend(SlurmNodes):
             status = replace(status, reason=f"{PAUSED_PREFIX}{pause_reason}")
         elif (folder / UNFIT_FILE).exists():
             unfit = ", ".join((folder / UNFIT_FILE).read_text().split())
-            remedy = f"`phalanx jobs release {id} --on slurm` continues it on other nodes"
+            remedy = f"`phalanx jobs resume {id} --on slurm` continues it on other nodes"
             status = replace(status, reason=f"is held because of unfit nodes ({unfit}): {remedy}")
         return replace(status, run_dir=run)
-
-    def _query_job(self, id: str, folder: Path) -> dict[str, str] | None:
-        """Return Slurm's fields of a job; None when Slurm has forgotten it, or has reused its id."""
-        code, out, err = self._run_program(["scontrol", "show", "job", id])
-        if code and NO_JOBS_TEXT in err:
-            return None
-        if code:
-            raise UsageError(f"slurm does not answer: {clean_error(err)}")
-        found = parse_fields(out)
-        return found if is_command(found, self._dirs.script_suffix(folder)) else None
 
     def _check_accepted(self, job: Job, test: Sequence[str]) -> None:
         """Whether Slurm could ever run a job. That nodes are out of service for now is no reason to refuse it."""

@@ -1,24 +1,106 @@
-"""Render the scripts of a job on Slurm: one that Slurm starts on the first node, and one that srun starts on each node.
-Pure: `backend.py` submits them.
+"""The directories of jobs on Slurm, and their scripts: one that Slurm starts on the first node, and one that srun
+starts on each node. `backend.py` submits them.
 
-A job, or a member of an array, writes all files to its directory, on a file system that all nodes share: `log`,
-`token.<attempt>`, `code.<attempt>.<node>`, `result`, `deaths` (consecutive ones), and `unfit` with the nodes to
-exclude. The snapshot is unpacked in `code`.
+A job, or a member of an array below the directory of the array, writes all files to its directory, on a file system
+that all nodes share: `log`, `token.<attempt>`, `code.<attempt>.<node>`, `result`, `deaths` (consecutive ones), and
+`unfit` with the nodes to exclude. The snapshot is unpacked in `code`.
 """
 
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.backends.slurm.sbatch_options import SbatchOptions, Version, parse_options
+from phalanx.jobs.backends.slurm.status import SlurmResult, parse_result
+from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, with_unpacked_snapshot
+from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
+from phalanx.run.node_env import EXPECTED_VARIABLE
+from phalanx.run.private_files import make_state_dir
 
+ID_FILE = "id"
+LOCK_TIMEOUT_S = 300.0
+"""Seconds to wait for another process that submits."""
 BATCH_FILE, NODE_FILE, SECRETS_FILE, SNAPSHOT_DIR = "batch.sh", "node.sh", "secrets.sh", "code"
 TOKEN_FILE = "token.{attempt}"
 """Exists when the script of an attempt handles signals."""
 LOG_FILE, RESULT_FILE, UNFIT_FILE, CANCELLED_FILE, RUN_FILE = "log", "result", "unfit", "cancelled", "run"
+
+
+class SlurmJobDirs:
+    """The directories of jobs in `root`."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def job_name(self, folder: Path) -> str:
+        """The name of a job; that of an array's member ends with its index."""
+        name = self.find_array_dir(folder).name.rpartition("-")[0]
+        return name if folder.parent == self.root else f"{name}.{folder.name}"
+
+    def make_new_path(self, name: str) -> Path:
+        """The first path that no job of this name has had."""
+        used = [found.name.rpartition("-") for found in self.root.glob(f"{name}-*")]
+        numbers = [int(number) for before, _, number in used if before == name and number.isdecimal()]
+        return self.root / f"{name}-{max(numbers, default=0) + 1}"
+
+    def find_array_dir(self, folder: Path) -> Path:
+        """The directory of the array that a job belongs to, or its own."""
+        return folder if folder.parent == self.root else folder.parent
+
+    def script_suffix(self, folder: Path) -> str:
+        """How the path of a job's batch script ends."""
+        return f"/{self.find_array_dir(folder).name}/{BATCH_FILE}"
+
+    def list_all(self) -> dict[str, Path]:
+        """The jobs' directories by id; of two with one id, as after a new start of Slurm's numbers, the later one."""
+        found = [*self.root.glob(f"*/{ID_FILE}"), *self.root.glob(f"*/[0-9]*/{ID_FILE}")]
+        files = sorted(found, key=lambda file: file.stat().st_mtime)
+        return {file.read_text().strip(): file.parent for file in files}
+
+    @contextmanager
+    def hold_lock(self) -> Iterator[None]:
+        """Prevent other processes from submitting here during the block."""
+        make_state_dir(self.root)
+        with open(self.root / ".lock", "w") as lock, ExitStack() as stack:
+            what = f"another command, which is submitting to Slurm in {self.root}"
+            try:
+                acquired = acquire_lock(lock.fileno(), LOCK_TIMEOUT_S, what)
+            except LocksUnsupportedError:
+                acquired = stack.enter_context(lock_on_this_machine(lock.fileno(), LOCK_TIMEOUT_S, what))
+            if not acquired:
+                raise UsageError(
+                    f"{self.root}: another command has been submitting there for {LOCK_TIMEOUT_S:.0f} s; "
+                    "`ps -ef | grep phalanx` shows it: end it if it hangs, and submit again"
+                )
+            yield
+
+
+def write_job_dir(folder: Path, job: Job, secrets: dict[str, str]) -> None:
+    """Write the files of a job's directory other than its scripts."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if secrets:
+        write_private_file(folder / SECRETS_FILE, render_secret_file(secrets))
+    if job.run_dir is not None:
+        write_private_file(folder / RUN_FILE, f"{job.run_dir}\n")
+    if job.snapshot is not None:
+        unpack_snapshot(job.snapshot.tar, folder / SNAPSHOT_DIR)
+
+
+def write_private_file(path: Path, text: str) -> None:
+    """A file that only its owner can read."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", errors="surrogateescape") as file:
+        file.write(text)
+
+
+def read_result_file(folder: Path) -> SlurmResult | None:
+    """Read what the last attempt of a job left behind, if there is any."""
+    path = folder / RESULT_FILE
+    return parse_result(path.read_text()) if path.exists() else None
 
 
 def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
@@ -63,6 +145,7 @@ def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_d
 
     `member_dirs`: working directories of the members of an array; each member has a directory in `folder`.
     """
+    num_granted = "${#nodes[@]}"
     output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
     output = f"{output}/%a/{LOG_FILE}" if member_dirs else f"{output}/{LOG_FILE}"
     parallel_suffix = f"%{job.max_parallel}" if job.max_parallel else ""
@@ -80,6 +163,9 @@ def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_d
             for word in (*options.srun_options, *_container_options(job, (folder, job.working_dir, *member_dirs)))
         ),
         grace=SIGNAL_GRACE_S,
+        num_nodes=num_granted if job.min_nodes is None else f"{job.nodes_variable} {EXPECTED_VARIABLE}={num_granted}",
+        elastic_note="" if job.min_nodes is None else ". Another node leads where the first is lost: 0 of any is done",
+        or_done="" if job.min_nodes is None else " || $one == 0",
         requeues=options.max_requeues,
         unfinished=int(ExitCode.UNFINISHED),
         unfit=int(ExitCode.UNFIT_NODE),
@@ -157,7 +243,7 @@ rm -f "$folder"/token.* "$folder"/code.*
 token=$folder/token.$attempt
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$token")
 
-export PHALANX_NUM_NODES=${{#nodes[@]}} PHALANX_LEADER_ADDR=${{nodes[0]}}:$port PHALANX_TOKEN_FILE=$token
+export PHALANX_NUM_NODES={num_nodes} PHALANX_LEADER_ADDR=${{nodes[0]}}:$port PHALANX_TOKEN_FILE=$token
 {cores}
 srun --input=none --export=ALL --kill-on-bad-exit=1 --wait=60 \
   --nodes="${{#nodes[@]}}" --ntasks="${{#nodes[@]}}" --ntasks-per-node=1 "${{options[@]}}" \
@@ -183,13 +269,13 @@ wait "$step"
 code=$?
 
 # The exit code of the job is that of the first node, the leader. If it was killed because another node failed, take
-# that node's code.
+# that node's code{elastic_note}.
 leader=
 unfit=()
 others=
 for node in "${{nodes[@]}}"; do
   read -r one 2>/dev/null <"$folder/code.$attempt.$node" || one=
-  [[ $node == "${{nodes[0]}}" ]] && leader=$one
+  [[ $node == "${{nodes[0]}}"{or_done} ]] && leader=$one
   [[ $one == {unfit} ]] && unfit+=("$node")
   [[ -z $others && -n $one && $one != 0 && $one != {unfinished} && $one -lt 128 ]] && others=$one
 done

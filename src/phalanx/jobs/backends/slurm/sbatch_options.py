@@ -1,13 +1,11 @@
-"""Translate a job's resources and backend options to options of sbatch and srun, with the Slurm version that each
-needs. Validated here; `batch_script.py` renders them."""
+"""Translate a job's resources and backend options to options of sbatch and srun. Validated here; `batch_script.py`
+renders them."""
 
 import math
-import re
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.options import backend_option, option_names
+from phalanx.jobs.backends.options import backend_option, check_option_names, parse_count
 from phalanx.jobs.spec import Job
 
 Version = tuple[int, ...]
@@ -15,23 +13,22 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options of a job on Slurm. `since`: of one that sbatch takes by the same name, the first version that does; the
-    others become something else."""
+    """Options of a job on Slurm. `is_passed`: sbatch takes it by the same name; the others become something else."""
 
-    partition: str | None = backend_option("Partition.", "NAME", since=(0,))
-    account: str | None = backend_option("Account that is charged.", "NAME", since=(0,))
-    qos: str | None = backend_option("Quality of service.", "NAME", since=(0,))
-    reservation: str | None = backend_option("Reservation.", "NAME", since=(0,))
-    constraint: str | None = backend_option("Features of the nodes.", "FEATURES", since=(0,))
-    exclude: str | None = backend_option("Nodes to avoid.", "NODES", since=(0,))
-    nodelist: str | None = backend_option("Nodes to include.", "NODES", since=(0,))
-    gres: str | None = backend_option("Generic resources of a node.", "LIST", since=(0,))
+    partition: str | None = backend_option("Partition.", "NAME", is_passed=True)
+    account: str | None = backend_option("Account that is charged.", "NAME", is_passed=True)
+    qos: str | None = backend_option("Quality of service.", "NAME", is_passed=True)
+    reservation: str | None = backend_option("Reservation.", "NAME", is_passed=True)
+    constraint: str | None = backend_option("Features of the nodes.", "FEATURES", is_passed=True)
+    exclude: str | None = backend_option("Nodes to avoid.", "NODES", is_passed=True)
+    nodelist: str | None = backend_option("Nodes to include.", "NODES", is_passed=True)
+    gres: str | None = backend_option("Generic resources of a node.", "LIST", is_passed=True)
     switches: str | None = backend_option(
-        "Maximum number of leaf switches, and how long to wait for them.", "COUNT[@TIME]", since=(0,)
+        "Maximum number of leaf switches, and how long to wait for them.", "COUNT[@TIME]", is_passed=True
     )
-    segment: str | None = backend_option("Nodes of a block segment, from Slurm 24.05 on.", "NUMBER", since=(24, 5))
-    comment: str | None = backend_option("Comment.", "TEXT", since=(0,))
-    dependency: str | None = backend_option("Jobs to wait for, such as afterok:12.", "LIST", since=(0,))
+    segment: str | None = backend_option("Nodes of a block segment, from Slurm 24.05 on.", "NUMBER", is_passed=True)
+    comment: str | None = backend_option("Comment.", "TEXT", is_passed=True)
+    dependency: str | None = backend_option("Jobs to wait for, such as afterok:12.", "LIST", is_passed=True)
     exclusive: str = backend_option("Whole nodes; user: shared with jobs of the same user.", "yes|no|user", "no")
     container_image: str | None = backend_option("Container image, by pyxis.", "IMAGE")
     container_mounts: str | None = backend_option("Mounts of that container.", "SRC:DST,...")
@@ -39,9 +36,9 @@ class SlurmOptions:
     max_requeues: int = backend_option("Maximum number of requeues.", "NUMBER", 100)
 
 
-PASSTHROUGH_OPTIONS: dict[str, Version] = {
-    each.name: each.metadata["since"] for each in fields(SlurmOptions) if "since" in each.metadata
-}
+PASSTHROUGH_OPTIONS = tuple(each.name for each in fields(SlurmOptions) if "is_passed" in each.metadata)
+EXPEDITE_VERSION: Version = (25, 11)
+"""The first Slurm that starts a requeued job before all others, and without the usual two minutes of waiting."""
 MAX_WARNING_S = 65535
 """Seconds, of --signal."""
 LIMIT_CHECK_INTERVAL_S, MAX_SCRIPT_START_S = 30, 15
@@ -72,8 +69,9 @@ class SbatchOptions:
 
 def parse_options(job: Job, version: Version) -> SbatchOptions:
     """Parse the backend options. Raises UsageError with the first invalid option and the expected value."""
+    check_option_names(job, "slurm", SlurmOptions)
     for name, text in job.backend_options.items():
-        _check_option(job, name, text, version)
+        _check_option(job, name, text)
     given = job.backend_options
     if "container-mounts" in given and "container-image" not in given:
         raise UsageError(f"job {job.name}: option container-mounts needs container-image")
@@ -82,48 +80,34 @@ def parse_options(job: Job, version: Version) -> SbatchOptions:
     exclusive = _exclusive_option(job)
     header = [
         f"--job-name={job.name}",
-        f"--nodes={job.num_nodes}",
-        "--ntasks-per-node=1",
+        f"--nodes={job.num_nodes}" if job.min_nodes is None else f"--nodes={job.min_nodes}-{job.num_nodes}",
+        # with a number of tasks Slurm grants the least number of nodes; --no-kill: the job outlives a lost node
+        *(["--ntasks-per-node=1"] if job.min_nodes is None else ["--no-kill"]),
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
         *([f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []),
         *_memory_option(job, exclusive),
         *_time_options(job),
         *([f"--nice={-job.priority}"] if job.priority else []),
         *([exclusive] if exclusive else []),
-        "--requeue",
+        "--requeue=expedite" if job.min_nodes is not None and version >= EXPEDITE_VERSION else "--requeue",
         "--open-mode=append",
         f"--export={','.join(EXPORTED_VARIABLES)}",  # and those of the job, by the scripts
         *(f"--{name}={given[name]}" for name in PASSTHROUGH_OPTIONS if name in given),
     ]
-    requeues = given.get("max-requeues", str(SlurmOptions.max_requeues))
-    if not re.fullmatch(r"[0-9]{1,6}", requeues):
-        raise UsageError(f"job {job.name}: option max-requeues={requeues}: expected a whole number, 0 or more")
+    max_requeues = parse_count(job, "max-requeues", SlurmOptions.max_requeues)
     step = [f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []
+    if job.min_nodes is not None:  # later options override those that the script gives
+        step += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
     if image := given.get("container-image"):
         step.append(f"--container-image={image}")
-    return SbatchOptions(tuple(header), tuple(step), given.get("apptainer-image"), int(requeues))
+    return SbatchOptions(tuple(header), tuple(step), given.get("apptainer-image"), max_requeues)
 
 
-def _check_option(job: Job, name: str, text: str, version: Version) -> None:
-    known = option_names(SlurmOptions)
-    if name not in known:
-        near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-        raise UsageError(f"job {job.name}: slurm has no option {name!r}; {hint}")
+def _check_option(job: Job, name: str, text: str) -> None:
     if name != "exclusive" and not text.strip():
         raise UsageError(f"job {job.name}: option {name} is empty; expected a value")
     if not text.isprintable() and text:
         raise UsageError(f"job {job.name}: option {name}={text!r}: a line break or control character cannot be in it")
-    needed = PASSTHROUGH_OPTIONS.get(name, (0,))
-    if version < needed:
-        raise UsageError(
-            f"job {job.name}: option {name} needs Slurm {format_version(needed)}; here is {format_version(version)}"
-        )
-
-
-def format_version(version: Version) -> str:
-    """Format a version as Slurm does: 24.05, 22.05.8."""
-    return ".".join([f"{version[0]}", *(f"{number:02}" for number in version[1:2]), *map(str, version[2:])])
 
 
 def _exclusive_option(job: Job) -> str | None:

@@ -1,5 +1,5 @@
-"""Parse the status of a job from `squeue`, from `scontrol show job` and from the result file of the job's script, since
-there may be no accounting database. Pure: text in, `JobStatus` out."""
+"""Parse the status of a job from `squeue` and from the result file of the job's script: there may be no accounting
+database. Pure: text in, `JobStatus` out."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,6 @@ from datetime import datetime
 
 from phalanx.jobs.spec import JobState, JobStatus, state_from_exit_code
 
-WHOLE_LINE_FIELDS = ("Command", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut")
-"""Fields with a value that extends to the end of the line."""
 QUEUE_COLUMNS = {
     "JobId": ("jobarrayid", 64),
     "JobState": ("state", 32),
@@ -21,7 +19,7 @@ QUEUE_COLUMNS = {
     "NodeList": ("nodelist", 1024),
     "Command": ("command", 1024),
 }
-"""Fields of `scontrol show job`, and the columns of `squeue --Format` with the same values: name and width, at which
+"""Fields of a job by the names of `scontrol show job`, and the columns of `squeue --Format`: name and width, at which
 squeue truncates. The command comes last: its path may hold any character, and squeue counts bytes."""
 QUEUE_FORMAT = ",".join(f"{name}:{width}" for name, width in QUEUE_COLUMNS.values())
 UNSET_VALUES = ("", "(null)", "N/A", "Unknown", "None", "NONE")
@@ -82,39 +80,20 @@ def parse_result(text: str) -> SlurmResult:
     return SlurmResult(int(found["code"]), int(found["attempt"]), tuple(found["nodes"].split()), float(found["ended"]))
 
 
-def parse_fields(text: str) -> dict[str, str]:
-    """Parse the output of `scontrol show job` to fields by name, without unset fields."""
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        name, equals, rest = line.strip().partition("=")
-        if equals and name in WHOLE_LINE_FIELDS:
-            found[name] = rest
-            continue
-        for word in line.split():
-            name, equals, value = word.partition("=")
-            if equals:
-                found.setdefault(name, value)
-    return {name: value for name, value in found.items() if value not in UNSET_VALUES}
-
-
-def parse_expected_starts(text: str) -> dict[str, float]:
-    """Expected starts (unix seconds) by job id, of lines `ID TIME`. Jobs without one (N/A) are left out."""
-    found = {}
-    for line in text.splitlines():
-        id, _, moment = line.partition(" ")
-        if (start := _parse_time(moment.strip())) is not None:
-            found[id] = start
-    return found
+def split_columns(line: str, columns: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Return the columns of a line of squeue or sinfo by their names. `columns`: Slurm's name and width of each."""
+    row, start = {}, 0
+    for name, (_, width) in columns.items():
+        row[name] = line[start : start + width].strip()
+        start += width
+    return row
 
 
 def parse_queue(text: str) -> dict[str, dict[str, str]]:
-    """What `squeue --noheader --Format=QUEUE_FORMAT` prints, by id: fields as of `parse_fields`."""
+    """What `squeue --noheader --Format=QUEUE_FORMAT` prints, by id: fields by name, without unset ones."""
     jobs = {}
     for line in text.removesuffix("\n").split("\n"):
-        found, start = {}, 0
-        for name, (_, width) in QUEUE_COLUMNS.items():
-            found[name] = line[start : start + width].strip()
-            start += width
+        found = split_columns(line, QUEUE_COLUMNS)
         found["Reason"] = found["Reason"].replace(" ", "_")  # as scontrol writes it
         if found["ExitCode"].isdecimal():  # a status as of wait(2)
             status = int(found["ExitCode"])

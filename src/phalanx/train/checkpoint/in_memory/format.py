@@ -2,7 +2,7 @@
 
     phalanx-in-memory-.../step-000000060-<token>/
         rank-00000.safetensors      as in a checkpoint
-        rank-00000.json             the rank's record (`rank_record.py`)
+        rank-00000.json             the rank's record (`shard_file.py`)
 
 A node holds shards of its own workers and of others. A copy is complete if the shards that are left, over all nodes,
 hold every tensor. Several shards may hold the same block, since each node keeps all that its workers hold.
@@ -23,7 +23,7 @@ from phalanx.train.checkpoint.format import (
     merge_rank_manifests,
 )
 from phalanx.train.checkpoint.load import verify_files
-from phalanx.train.checkpoint.rank_record import RankRecord, decode_record
+from phalanx.train.checkpoint.shard_file import RankRecord, decode_record
 
 NUM_TENSORS_KEY = "tensors"
 """Key of `meta`: the number of tensors in the whole state. It shows when tensors were lost together with a worker."""

@@ -5,12 +5,23 @@ State that only one node holds is also replicated to the next node (`replication
 newest two copies are kept; one of them while the next is written. `restore.py` restores from copies.
 """
 
+import contextlib
 import secrets
-from collections.abc import Mapping
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
+
+from phalanx.cluster.discovery import read_cgroup_memory
+from phalanx.cluster.system_files import is_memory_backed
 from phalanx.errors import UsageError, is_storage_error
+from phalanx.formatting import format_bytes
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import (
     begin_epoch,
@@ -19,18 +30,13 @@ from phalanx.run.in_memory_checkpoint import (
     remove_node_dir,
     truncate_history,
 )
-from phalanx.train.checkpoint.in_memory.capacity import (
-    CopyNeeds,
-    explain_missing_space,
-    find_available_bytes,
-    is_memory_backed,
-)
-from phalanx.train.checkpoint.in_memory.destination import NodeFolder
+from phalanx.train.checkpoint.format import rank_file_name
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, prune_copies
-from phalanx.train.checkpoint.in_memory.peers import ReplicaPeers
-from phalanx.train.checkpoint.ownership import OwnedTensors
-from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.save_context import SaveContext
+from phalanx.train.checkpoint.in_memory.replication import ReplicaPeers
+from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.save import CheckpointSaver, OwnedTensors, SaveContext
+from phalanx.train.checkpoint.shard_file import RankRecord, write_record, write_with_checksums
+from phalanx.train.checkpoint.staging import ShardFileSpec
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.object_collectives import (
     NodeMap,
@@ -39,6 +45,118 @@ from phalanx.train.distributed.object_collectives import (
     gather_node_map,
 )
 from phalanx.train.distributed.parallel_model import LocalTensor
+
+COPIES_PER_NODE = 2
+"""Copies that a node keeps."""
+MAX_FREE_MEMORY_FRACTION = 0.5
+"""Maximum fraction of the free memory that copies may take."""
+
+
+class CopyNeeds(NamedTuple):
+    """What the copies of one worker need, and the place for them on its node."""
+
+    size_bytes: int
+    """Bytes of a copy of this worker's part."""
+    is_exposed: bool
+    """Whether the next node keeps a replica of it."""
+    available_bytes: int = 0
+    in_memory: bool = False
+    """Whether the node's folder takes memory."""
+    problem: str = ""
+    """Why the node has no folder; then nothing else about it is known."""
+
+
+def find_available_bytes(folder: Path) -> int:
+    """Return the bytes that copies may take in `folder`, including those of the copies that are there already."""
+    available_bytes = shutil.disk_usage(folder).free
+    if is_memory_backed(folder):
+        limit = read_cgroup_memory(Path("/"))
+        available = psutil.virtual_memory().available
+        available_bytes = min(
+            available_bytes, int(MAX_FREE_MEMORY_FRACTION * min(available, available if limit is None else limit))
+        )
+    present = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            present += path.stat().st_size
+    return available_bytes + present
+
+
+def explain_missing_space(needs: Sequence[CopyNeeds], node_map: NodeMap) -> str:
+    """Return why copies do not fit on one of the nodes, given the needs of all workers by rank; "" if they fit."""
+    for node in range(node_map.num_nodes):
+        ranks = node_map.ranks_on(node)
+        own = sum(needs[rank].size_bytes for rank in ranks)
+        replica_bytes = sum(
+            each.size_bytes
+            for rank, each in enumerate(needs)
+            if each.is_exposed and node_map.replica_rank(rank) in ranks
+        )
+        available_bytes = min(needs[rank].available_bytes for rank in ranks)
+        buffers = own if needs[ranks[0]].in_memory else 0
+        needed = COPIES_PER_NODE * (own + replica_bytes) + buffers
+        if needed > available_bytes:
+            where = f"on node {node} " if node_map.num_nodes > 1 else ""
+            return f"they need {format_bytes(needed)} {where}and may take {format_bytes(available_bytes)}"
+    return ""
+
+
+SendToReplica = Callable[[RankRecord, Bytes, threading.Event], None]
+"""Sends a shard to the node that keeps its replica. Raises OSError on failure, and once the event is set."""
+
+
+class NodeFolder:
+    """The destination of one rank's shards in its node's folder.
+
+    `epoch_token` names the epoch in the run's history. `before_write` is called in the background before anything is
+    written. The workers of a node check free space together, before the first copy."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        epoch_token: str,
+        before_write: Callable[[int], None],
+        send_to_replica: SendToReplica | None = None,
+    ):
+        self.rank, self.epoch_token = rank, epoch_token
+        self._folder, self._before_write, self._send_to_replica = folder, before_write, send_to_replica
+        self.cpu_s = 0.0
+        """Core seconds that the background work took for the last shard."""
+
+    def check_space(self, nbytes: int) -> None:
+        pass
+
+    def shard_path(self, step: int) -> Path:
+        return self._folder / format_copy_name(step, self.epoch_token) / rank_file_name(self.rank)
+
+    def write(
+        self, step: int, image: Bytes, file_spec: ShardFileSpec, meta: dict[str, Any], cancelled: threading.Event
+    ) -> None:
+        """Write the shard's file, then its record; then replicate both."""
+        self._before_write(step)
+        path = self.shard_path(step)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        chunks = write_with_checksums(path, image, cancelled)
+        record = file_spec.make_record(chunks, step, self.epoch_token, self.rank, meta)
+        write_record(path.parent, record)
+        if self._send_to_replica is not None:
+            self._send_to_replica(record, image, cancelled)
+        self.cpu_s = time.thread_time()  # each save runs in a new thread
+
+    def commit(self, step: int, meta: dict[str, Any]) -> tuple[Path, int]:
+        """Return the copy's folder and the bytes of this rank's shard: a copy exists when all ranks have written."""
+        path = self.shard_path(step)
+        return path.parent, path.stat().st_size
+
+    def remove_own(self, step: int) -> None:
+        """Remove this rank's shard; the last rank of the node removes the copy's folder. What storage refuses to remove
+        goes with the next copy, or with the node's folder."""
+        path = self.shard_path(step)
+        with suppress(OSError):
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
 
 
 class NodeCopies:
@@ -101,8 +219,8 @@ class NodeCopies:
             prune_copies(self._copy_dir)
 
     def leave(self) -> None:
-        """Abandon the copy in flight, if any, without waiting for other workers, which may be gone. Complete copies
-        stay. No copy can start after it."""
+        """Abandon the copy in flight, if any, without waiting for other workers. Complete copies stay. No copy can
+        start after it."""
         self._peers.shut_down()
         self.saver.cancel()
         self._peers.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.pipelines import stages_of
+from phalanx.recipe.parallelism_checks import stages_of
 from phalanx.recipe.schema import Parallelism
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, make_stage_group
@@ -28,7 +28,6 @@ from phalanx.train.distributed.pipeline.schedule import (
     SPLIT_BACKWARD_SCHEDULES,
     Pipeline,
     assign_stage_owners,
-    check_micro_batches,
 )
 from phalanx.train.distributed.shard_spec import DimShard
 
@@ -42,7 +41,6 @@ def partition_model(
 ) -> StagePartition:
     """Partition the model into stages. Raises RecipeError if it cannot be cut like this."""
     count = stages_of(parallelism)
-    assign_stage_owners(parallelism.pipeline_schedule, count, parallelism.pipeline)
     if len(model_plan.blocks) < count:
         raise RecipeError(
             f"parallelism.pipeline: {count} stages ({parallelism.pipeline_schedule} on {parallelism.pipeline} ranks) "
@@ -62,9 +60,7 @@ def partition_model(
     # The cost of a block is its number of parameters; the last also has those that only the loss uses (the head).
     weights = [float(sum(sizes[name] for name in names)) for names in inside.values()]
     after = float(sum(sizes[name] for name in dataflow.required_params[-1].difference(*inside.values())))
-    bounds = balance_stage_bounds(
-        len(model_plan.blocks), count, weights, head_cost=after, blocks_per_stage=parallelism.layers_per_stage
-    )
+    bounds = balance_stage_bounds(weights, count, head_cost=after, blocks_per_stage=parallelism.layers_per_stage)
     return partition_stages(dataflow, bounds)
 
 
@@ -101,10 +97,9 @@ class PipelineRunner:
             names[:] = [name for name, _, _ in sums]
             return tuple(value for _, total, num_terms in sums for value in (total, num_terms))
 
-        results = self.pipeline.evaluate([batch], flat)
-        if results is None:
+        values = self.pipeline.evaluate(batch, flat)
+        if values is None:
             return []
-        (values,) = results
         return list(zip(names, values[::2], values[1::2], strict=True))
 
 
@@ -115,19 +110,15 @@ def build_pipeline(
     mesh: Mesh,
     dist_env: DistEnv,
     config: ParallelConfig,
-    micro_batches: int,
     seed: Callable[[int], None],
     get_loss_scale: Callable[[], float] | None,
 ) -> tuple[ParallelModel, PipelineRunner]:
     """Build this worker's stages of `model`, parallelized, and the pipeline that runs them. The stages take over the
-    model's parameters; nothing else should hold the model afterwards. `micro_batches` is their number in a step in one
-    part of the batch. The many parameters replace a recipe: a pipeline is also built and compared on its own. Raises
-    RecipeError if model, parallelism and schedule do not fit."""
+    model's parameters; nothing else should hold the model afterwards. Raises RecipeError if the model does not fit."""
     parallelism = mesh.parallelism
     assert mesh.pipeline_group is not None
     model_plan = plan_model(model, parallelism, config)
     partition = partition_model(model, loss_fn, batch, parallelism, model_plan)
-    check_micro_batches(parallelism.pipeline_schedule, micro_batches, partition.num_stages, parallelism.pipeline)
     stage_owners = assign_stage_owners(parallelism.pipeline_schedule, partition.num_stages, parallelism.pipeline)
     own_stages = [stage for stage, owner in enumerate(stage_owners) if owner == mesh.coordinates["pipeline"]]
     tied_params = _make_tie_groups(partition, stage_owners, mesh, dist_env)
@@ -144,7 +135,6 @@ def build_pipeline(
         dim_shards, partial_grads = dim_shards | new_dim_shards, partial_grads | new_partial_grads
         if loss_fn.lm_head is not None and vocab_group is not None:
             loss_fn.lm_head = loss_fn.lm_head.with_group(vocab_group)
-    check_single_buffer_owner(partition, own_stages, [stage.model for stage in stages.values()])
     buffers_owned_elsewhere = _find_buffers_owned_elsewhere(
         buffer_owners, own_stages, [stage.model for stage in stages.values()]
     )
@@ -219,20 +209,3 @@ def _find_buffers_owned_elsewhere(
     names = {name for model in models for name, _ in model.named_buffers()}
     names |= {EXTRA_STATE_PREFIX + name for model in models for name in find_extra_state_modules(model)}
     return frozenset(name for name in names if buffer_owners[name] not in own_stages)
-
-
-def check_single_buffer_owner(
-    partition: StagePartition, own_stages: Sequence[int], models: Sequence[nn.Module]
-) -> None:
-    """Raise RecipeError for a buffer that forwards change and that several stages of this rank have: each would have
-    its own values under one name."""
-    for name in sorted(partition.dataflow.changed_buffers):
-        stages_with_buffer = [
-            stage for stage, model in zip(own_stages, models, strict=True) if name in dict(model.named_buffers())
-        ]
-        if len(stages_with_buffer) > 1:
-            raise RecipeError(
-                f"parallelism.pipeline_schedule: forwards change {name}, of which stages {stages_with_buffer[0]} and "
-                f"{stages_with_buffer[1]} "
-                "of one rank would each have their own; use a schedule with one stage a rank, such as 1f1b"
-            )

@@ -6,7 +6,6 @@ and skip connections are found. Dependencies that autograd does not record (thro
 found. `partition.py` cuts the model.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,34 +56,24 @@ class Dataflow:
     outputs: tuple[BlockOutput, ...]  # [n]
     unused_params: frozenset[str]  # parameters that nothing depends on
     reused_params: frozenset[str]  # parameters that are applied to something that depends on them already
-    changed_buffers: Mapping[str, frozenset[int]]
-    """Buffers outside the blocks that a training forward changes, by first name, and the blocks during or directly
-    after which they change. A change before the first block counts as in it."""
+    changed_buffers: frozenset[str]  # buffers outside the blocks that a training forward changes, by first name
 
 
-def trace_dataflow(
-    model: nn.Module, blocks: Sequence[str], loss_fn: ModelLossFn, batch: Any, *, use_real_data: bool = False
-) -> Dataflow:
+def trace_dataflow(model: nn.Module, blocks: Sequence[str], loss_fn: ModelLossFn, batch: Any) -> Dataflow:
     """Run the loss once and record dependencies. Model and batch are left unchanged.
 
     `blocks` are names of modules in execution order. Tensors are fake, with shapes and dtypes but no data, so this
-    takes no memory, and model and batch may be on the meta device. `use_real_data` runs with real data, on the device
-    of model and batch, for a forward that depends on values. Raises RecipeError if the model cannot run like this, or
-    if its blocks do not run one after another.
+    takes no memory, and model and batch may be on the meta device. Raises RecipeError if the model cannot run like
+    this, or if its blocks do not run one after another.
     """
     if not blocks:
         raise RecipeError(
             "parallelism.pipeline: the model has no repeated blocks to cut between; use parallelism.pipeline=1"
         )
-    devices = {p.device for p in model.parameters() if use_real_data and p.device.type not in ("cpu", "meta")}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng(devices=list(devices)))
-        if not use_real_data:
-            stack.enter_context(fake_tensor_mode())
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake_tensor_mode():
 
         def substitute(x: Tensor) -> Tensor:
-            return x.detach().clone() if use_real_data else torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
         parameters = {name: substitute(parameter) for name, parameter in model.named_parameters()}
         for parameter in parameters.values():
@@ -102,9 +91,8 @@ def trace_dataflow(
         except RecipeError:
             raise
         except Exception as error:
-            how = "" if use_real_data else " without data"
             raise RecipeError(
-                f"parallelism.pipeline: the model cannot be cut into stages, since its forward{how} fails: "
+                f"parallelism.pipeline: the model cannot be cut into stages, since its forward without data fails: "
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             ) from error
         finally:
@@ -160,14 +148,14 @@ class _DataflowTracer:
             own = {names[id(p)] for p in module.parameters(recurse=False)}
             if own and id(module) not in inside:
                 self._handles.append(module.register_forward_hook(self._make_no_grad_hook(own)))
-        self._changed_buffers: dict[str, set[int]] = {}
+        self._changed_buffers: set[str] = set()
         within = {id(buffer) for module in modules for buffer in module.buffers()}
         self._buffers = {name for name, buffer in model.named_buffers() if id(buffer) not in within}
         self._buffer_versions = self._buffer_versions_of(buffers)
         for name, module in model.named_modules():
-            if id(module) not in inside and updates_running_stats(module):
+            if updates_running_stats(module):  # without incrementing the version counter
                 own = {f"{name}.{buffer}" if name else buffer for buffer, _ in module.named_buffers(recurse=False)}
-                self._handles.append(module.register_forward_hook(self._make_statistics_hook(own & self._buffers)))
+                self._changed_buffers |= own & self._buffers
         self._handles.append(model.register_forward_hook(lambda *_: self._record_changed_buffers()))
 
     def remove_hooks(self) -> None:
@@ -198,35 +186,19 @@ class _DataflowTracer:
             tuple(self._outputs),
             idle,
             frozenset(self._reused_params),
-            {name: frozenset(block_indices) for name, block_indices in self._changed_buffers.items()},
+            frozenset(self._changed_buffers),
         )
 
     def _buffer_versions_of(self, buffers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
         return {name: (buffer, tensor_version(buffer)) for name, buffer in buffers.items() if name in self._buffers}
 
-    def _current_block(self) -> int:
-        """Return the block that the forward has reached."""
-        return max(0, len(self._outputs) - 1)
-
-    def _record_changed_buffers(self, block_index: int | None = None) -> None:
-        """Record which buffers were written to, or replaced, since the last call."""
+    def _record_changed_buffers(self) -> None:
+        """Record which buffers the forward has written to, or replaced."""
         now = self._buffer_versions_of(dict(self._model.named_buffers()))
         for name, (buffer, version) in now.items():
             before, count = self._buffer_versions.get(name, (None, 0))
             if buffer is not before or version != count:
-                self._changed_buffers.setdefault(name, set()).add(
-                    self._current_block() if block_index is None else block_index
-                )
-        self._buffer_versions = now
-
-    def _make_statistics_hook(self, own: set[str]) -> Callable[..., None]:
-        """Running statistics are written to without incrementing the version counter."""
-
-        def hook(*_: Any) -> None:
-            for name in own:
-                self._changed_buffers.setdefault(name, set()).add(self._current_block())
-
-        return hook
+                self._changed_buffers.add(name)
 
     def _make_pre_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -235,7 +207,6 @@ class _DataflowTracer:
                     f"parallelism.pipeline: block {self._blocks[index]} runs out of order or more than once, so stages "
                     f"cannot be cut; use parallelism.pipeline=1"
                 )
-            self._record_changed_buffers()
             if index:
                 self._takes_previous_output.append(get_first_argument(args, kwargs) is self._last_output)
 
@@ -243,7 +214,6 @@ class _DataflowTracer:
 
     def _make_post_hook(self, index: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            self._record_changed_buffers(index)
             self._required_params.append(self._trace_graph(output) | self._block_params[index])
             returned = _describe_output(output, get_first_argument(args, kwargs))
             self._outputs.append(returned)

@@ -7,8 +7,6 @@ parameters a stage needs: embeddings on the first stage, the head on the last, a
 every block reads on all of them, whatever their names. `schedule.py` runs the stages.
 """
 
-import bisect
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,10 +28,6 @@ from phalanx.train.distributed.stubs import (
     make_placeholder,
 )
 
-EMBEDDING_AND_HEAD_COST_BLOCKS = (
-    0.25  # cost of embedding and head, in blocks, if no weights are given: only enough to break ties
-)
-
 
 class TiedStages(NamedTuple):
     """A parameter of which several stages have a copy: their gradients must be added, and it counts once."""
@@ -43,27 +37,15 @@ class TiedStages(NamedTuple):
 
 
 def balance_stage_bounds(
-    blocks: int,
-    stages: int,
-    weights: Sequence[float] | None = None,
-    *,
-    embedding_cost: float = 0.0,
-    head_cost: float = 0.0,
-    blocks_per_stage: Sequence[int] | None = None,
+    weights: Sequence[float], stages: int, *, head_cost: float = 0.0, blocks_per_stage: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Return bounds [stages + 1] of the stages' blocks: stage k has blocks [bounds[k], bounds[k + 1]), at least one.
 
-    Without weights the numbers of blocks are as even as possible, and the first and last stage, which also have
-    embedding and head, get the smaller ones. `weights` [blocks] is the cost of each block (parameters, FLOPs, seconds),
-    `embedding_cost` and `head_cost` those of embedding and head in the same unit; the cost of the most expensive stage
-    is minimized. `blocks_per_stage` [stages] sets the numbers of blocks directly. Raises RecipeError if they do not
-    fit.
+    `weights` [blocks] is the cost of each block, `head_cost` what the last stage has in addition; the cost of the most
+    expensive stage is minimized. `blocks_per_stage` [stages] sets the numbers of blocks directly. Raises RecipeError if
+    they do not fit.
     """
-    if stages > blocks:
-        raise RecipeError(
-            f"parallelism.pipeline: {stages} stages need as many blocks, but the model has {blocks}; "
-            f"use {blocks} stages or fewer"
-        )
+    blocks = len(weights)
     if blocks_per_stage is not None:
         if len(blocks_per_stage) != stages or sum(blocks_per_stage) != blocks or min(blocks_per_stage) < 1:
             raise RecipeError(
@@ -72,18 +54,10 @@ def balance_stage_bounds(
                 f"add up to the {blocks} blocks of the model"
             )
         return tuple(sum(blocks_per_stage[:stage]) for stage in range(stages + 1))
-    if weights is None:
-        weights, embedding_cost, head_cost = (
-            [1.0] * blocks,
-            EMBEDDING_AND_HEAD_COST_BLOCKS,
-            EMBEDDING_AND_HEAD_COST_BLOCKS,
-        )
-    elif len(weights) != blocks:
-        raise ValueError(f"{len(weights)} weights for {blocks} blocks")
     total = [sum(weights[:count]) for count in range(blocks + 1)]
 
     def cost(first: int, end: int) -> float:
-        return total[end] - total[first] + (embedding_cost if first == 0 else 0) + (head_cost if end == blocks else 0)
+        return total[end] - total[first] + (head_cost if end == blocks else 0)
 
     # best[end]: (cost of the most expensive stage, sum of squares, bounds) of the stages that hold blocks [0, end)
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
@@ -114,10 +88,6 @@ class StagePartition:
     def block_names(self, stage: int) -> tuple[str, ...]:
         """Return the names of a stage's own blocks."""
         return self.dataflow.blocks[self.bounds[stage] : self.bounds[stage + 1]]
-
-    def stage_of_block(self, block: int) -> int:
-        """Return the stage that computes a block."""
-        return bisect.bisect_right(self.bounds, block) - 1
 
     def parameter_names(self, stage: int) -> frozenset[str]:
         """Return the names of a stage's parameters. Unused parameters are on the last stage."""
@@ -159,9 +129,8 @@ def partition_stages(dataflow: Dataflow, bounds: Sequence[int]) -> StagePartitio
 
 def assign_buffer_owners(model: nn.Module, partition: StagePartition) -> dict[str, int]:
     """Return the stage that saves each buffer (by name) and each extra state (by logical name) of the whole model. In a
-    block it is the block's stage. A buffer outside that forwards change belongs to the stage that computes the change;
-    others to the last stage with the module, the only one to finish the forward. Raises RecipeError for a buffer that
-    several stages would change."""
+    block it is the block's stage; outside, the last stage with the module. Raises RecipeError for a buffer that
+    forwards change and of which several stages have a copy."""
     named = dict(model.named_modules(remove_duplicate=False))
     blocks = {id(named[name]) for name in partition.dataflow.blocks}
     stages_by_module: dict[str, list[int]] = {name: [] for name in named}
@@ -183,17 +152,12 @@ def assign_buffer_owners(model: nn.Module, partition: StagePartition) -> dict[st
     found = {EXTRA_STATE_PREFIX + name: stages_by_module[name][-1] for name in find_extra_state_modules(model)}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         stages_with_module = stages_by_module[name.rpartition(".")[0]]
-        block_indices = partition.dataflow.changed_buffers.get(first[id(buffer)], ())
-        stages = sorted(
-            {partition.stage_of_block(block_index) for block_index in block_indices} & set(stages_with_module)
-        )
-        if len(stages) > 1:
+        if len(stages_with_module) > 1 and first[id(buffer)] in partition.dataflow.changed_buffers:
             raise RecipeError(
-                f"parallelism.pipeline: forwards change {name} in stage {stages[0]} and in stage {stages[1]}, and "
-                "neither has what the other does to it; use parallelism.pipeline=1, or a buffer for each of the two "
-                "places"
+                f"parallelism.pipeline: forwards change {name}, of which several stages have a copy; keep it in a "
+                "block or in a module with parameters, or use parallelism.pipeline=1"
             )
-        found[name] = (stages or stages_with_module)[-1]
+        found[name] = stages_with_module[-1]
     return found
 
 
@@ -301,8 +265,7 @@ class StageModule(nn.Module):
     On the last stage `results` holds the loss function's result for each, detached.
 
     In training mode `seed(micro_batch)` seeds the random numbers before each forward; after each block, also one of
-    another stage, they are seeded again (`ops/random_draws.py`). `context` makes a new context for each forward:
-    autocast.
+    another stage, they are seeded again (`ops/random_draws.py`).
     """
 
     def __init__(
@@ -313,7 +276,6 @@ class StageModule(nn.Module):
         loss_fn: ModelLossFn,
         *,
         seed: Callable[[int], None] | None = None,
-        context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ):
         super().__init__()
         self.model = partial_model.model
@@ -328,7 +290,6 @@ class StageModule(nn.Module):
         self._batches: Sequence[Any] = ()
         self._current_loss_fn = loss_fn
         self._seed = seed
-        self._context = context
 
     def set_batches(self, batches: Sequence[Any], loss_fn: ModelLossFn | None = None) -> None:
         """Set the batches of the next forwards and, if given, another loss function for them."""
@@ -348,8 +309,7 @@ class StageModule(nn.Module):
         if partial_model.stage_input is not None:
             partial_model.stage_input.hidden = hidden
         try:
-            with self._context():
-                result = self._current_loss_fn(self.model, batch)
+            result = self._current_loss_fn(self.model, batch)
         except StageEndSignal as end:
             return self._prepare_output(end.hidden)
         finally:

@@ -12,8 +12,7 @@ as sums over micro-batches. The caller reduces them over tied parameters, replic
 """
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +28,11 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from phalanx.errors import RecipeError
 from phalanx.pytree import iterate_tensors
-from phalanx.recipe.batch_scaling import list_divisors
-from phalanx.recipe.pipelines import fitting, stages_problem
 from phalanx.train.distributed.object_collectives import format_dtype, parse_dtype, recv_json, send_json
 from phalanx.train.distributed.pipeline.dataflow import ModelLossFn
 from phalanx.train.distributed.pipeline.partition import StageModule
 
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 # Schedules that split the backward. They need the graph of every operation, so blocks must not be compiled, and they
 # add to `.grad` without running post-accumulate hooks.
 SPLIT_BACKWARD_SCHEDULES = ("zero-bubble",)
@@ -45,36 +40,10 @@ SPLIT_BACKWARD_SCHEDULES = ("zero-bubble",)
 
 def assign_stage_owners(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
     """Return the rank of each stage: round-robin (0, 1, 0, 1), or as a V (0, 1, 1, 0) for zero-bubble with two stages
-    per rank. Raises RecipeError if the schedule does not support this number of stages and ranks."""
-    if schedule not in PIPELINE_SCHEDULES:
-        raise RecipeError(f"parallelism.pipeline: no schedule {schedule!r}; expected {', '.join(PIPELINE_SCHEDULES)}")
-    if problem := stages_problem(schedule, stages, ranks):
-        raise RecipeError(f"parallelism.pipeline: {problem}")
+    per rank."""
     if schedule == "zero-bubble" and stages == 2 * ranks:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
-
-
-def check_micro_batches(schedule: str, micro_batches: int, stages: int, ranks: int, samples: int | None = None) -> None:
-    """Raise RecipeError if the schedule cannot run with this number of micro-batches per step. `samples` is the number
-    of samples that the pipeline gets per step; the error then lists valid values of batch.micro_size, otherwise numbers
-    of micro-batches."""
-    if fitting(schedule, micro_batches, stages, ranks):
-        return
-    if samples is None:
-        valid_counts = [n for n in range(1, 2 * max(micro_batches, stages) + 1) if fitting(schedule, n, stages, ranks)]
-        valid_counts = sorted(sorted(valid_counts, key=lambda n: abs(n - micro_batches))[:4])
-        valid = f"{', '.join(map(str, valid_counts))} would fit"
-    else:
-        sizes = [m for m in list_divisors(samples) if fitting(schedule, samples // m, stages, ranks)]
-        if sizes:
-            valid = f"batch.micro_size of {', '.join(map(str, sizes))} would fit"
-        else:
-            valid = f"no batch.micro_size fits the {samples} samples of a step; raise batch.global_size"
-    raise RecipeError(
-        f"batch.micro_size: {schedule} with {stages} stages on {ranks} ranks cannot run {micro_batches} micro-batches "
-        f"a step; {valid}"
-    )
 
 
 class ActivationSpec(NamedTuple):
@@ -119,9 +88,6 @@ class Pipeline:
         self.device = device
         self.stage_owners = assign_stage_owners(schedule, num_stages, group.size())
         self._rank = group.rank()
-        own = [stage for stage, owner in enumerate(self.stage_owners) if owner == self._rank]
-        if own != list(self.stages):
-            raise ValueError(f"rank {self._rank} has stages {own} under {schedule}, not {list(self.stages)}")
         if schedule in SPLIT_BACKWARD_SCHEDULES:
             for module in itertools.chain(*(stage.modules() for stage in stages.values())):
                 # These schedules look up parameters in the graph before the backward. It has only unsharded ones;
@@ -134,9 +100,8 @@ class Pipeline:
 
     def step(self, batches: Sequence[Any]) -> list[Any] | None:
         """Run forward and backward of all micro-batches. Return, on the rank with the last stage, the loss function's
-        result for each, detached (the first element is the sum of losses); None on other ranks. Raises RecipeError if
-        the schedule does not support their number."""
-        check_micro_batches(self.schedule, len(batches), self.num_stages, self.group.size())
+        result for each, detached (the first element is the sum of losses); None on other ranks. The recipe's checks
+        ensure that the schedule supports their number."""
         torch_schedule = self._get_torch_schedule(batches)
         for stage in self.stages.values():
             stage.set_batches(batches)
@@ -152,17 +117,25 @@ class Pipeline:
             raise error.__cause__ from None
         return self._take_results()
 
-    def evaluate(self, batches: Sequence[Any], loss_fn: ModelLossFn | None = None) -> list[Any] | None:
-        """Run forward of any number of batches of one shape, without gradients. Return, on the rank with the last
-        stage, the result of the loss function (`loss_fn`, or that of the stages) for each; None on other ranks."""
-        if not batches:
-            return [] if self._has_last else None
-        with torch.no_grad():
-            stage_ios = self._get_stage_ios(batches)
-            for stage in self.stages.values():
-                stage.set_batches(batches, loss_fn)
-            self._run_forward(len(batches), stage_ios)
-        return self._take_results()
+    @torch.no_grad()
+    def evaluate(self, batch: Any, loss_fn: ModelLossFn | None = None) -> Any:
+        """Run forward of a batch, without gradients. Return, on the rank with the last stage, the result of the loss
+        function (`loss_fn`, or that of the stages); None on other ranks. A rank does not wait for later stages, so
+        several batches in a row fill the pipeline."""
+        stage_ios = self._get_stage_ios([batch])
+        hidden: Tensor | None = None
+        for index, stage in self.stages.items():
+            stage.set_batches([batch], loss_fn)
+            stage.micro_batch_index = 0
+            received = stage_ios[index].received
+            if received is not None and self.stage_owners[index - 1] != self._rank:
+                hidden = received.make_example(self.device)
+                dist.recv(hidden, self._global_rank(index - 1), self.group)
+            hidden = stage(hidden)
+            if not stage.is_last and self.stage_owners[index + 1] != self._rank:
+                dist.send(hidden, self._global_rank(index + 1), self.group)
+        results = self._take_results()
+        return None if results is None else results[0]
 
     @property
     def _has_last(self) -> bool:
@@ -252,105 +225,6 @@ class Pipeline:
 
     def _global_rank(self, stage: int) -> int:
         return dist.get_global_rank(self.group, self.stage_owners[stage])
-
-    def _run_forward(self, count: int, stage_ios: Mapping[int, StageIO]) -> None:
-        """Run forward of micro-batches 0..count-1 through this rank's stages, in groups of the number of ranks."""
-        ranks = self.group.size()
-        groups = [range(first, min(first + ranks, count)) for first in range(0, count, ranks)]
-        task_groups = [
-            [(index, micro_batch_index) for index in range(self.num_stages) for micro_batch_index in group]
-            for group in groups
-        ]
-        p2p = _ActivationP2P(itertools.chain(*task_groups), self.stage_owners, stage_ios, self.group, self.device)
-        local_outputs: dict[int, Tensor] = {}  # by micro-batch, from one stage of this rank to the next
-        for tasks in task_groups:
-            p2p.start_group()
-            for index, micro_batch_index in tasks:
-                if self.stage_owners[index] != self._rank:
-                    continue
-                hidden = None
-                if index > 0:
-                    is_local = self.stage_owners[index - 1] == self._rank
-                    hidden = (
-                        local_outputs.pop(micro_batch_index)
-                        if is_local
-                        else p2p.receive((index - 1, micro_batch_index))
-                    )
-                stage = self.stages[index]
-                stage.micro_batch_index = micro_batch_index
-                hidden = stage(hidden)
-                if stage.is_last:
-                    continue
-                if self.stage_owners[index + 1] == self._rank:
-                    local_outputs[micro_batch_index] = hidden
-                else:
-                    p2p.send((index, micro_batch_index), hidden)
-        p2p.close()
-
-
-ActivationHop = tuple[int, int]  # the output of a stage for a micro-batch, to be sent to the next stage
-
-
-class _ActivationP2P:
-    """Activations between ranks. Both sides of a pair of ranks start the messages between them in the same order, that
-    of `tasks` (stage, micro-batch), as NCCL requires: a receive is posted before a later send is."""
-
-    def __init__(
-        self,
-        tasks: Iterable[ActivationHop],
-        owners: Sequence[int],
-        stage_ios: Mapping[int, StageIO],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ):
-        self._owners, self._stage_ios, self._group, self._device = owners, stage_ios, group, device
-        self._rank = group.rank()
-        self._hops: dict[int, deque[ActivationHop]] = {}  # by peer: not started yet
-        for stage, micro_batch_index in tasks:
-            ends = set(owners[stage : stage + 2])
-            if len(ends) == 2 and self._rank in ends:
-                self._hops.setdefault((ends - {self._rank}).pop(), deque()).append((stage, micro_batch_index))
-        self._pending_recvs: dict[ActivationHop, tuple[Tensor, Any]] = {}
-        self._pending_sends: deque[list[tuple[Tensor, Any]]] = deque()
-
-    def receive(self, hop: ActivationHop) -> Tensor:
-        """Receive the output of the previous stage."""
-        while hop not in self._pending_recvs:
-            self._post_recv(self._owners[hop[0]])
-        buffer, work = self._pending_recvs.pop(hop)
-        work.wait()
-        return buffer
-
-    def send(self, hop: ActivationHop, hidden: Tensor) -> None:
-        """Send to the next stage, without waiting."""
-        peer = self._owners[hop[0] + 1]
-        while self._hops[peer][0] != hop:
-            self._post_recv(peer)
-        self._hops[peer].popleft()
-        work = dist.isend(hidden, dist.get_global_rank(self._group, peer), self._group)
-        self._pending_sends[-1].append((hidden, work))
-
-    def start_group(self) -> None:
-        """Release the sends of two groups ago. Their receives are certainly posted, so waiting cannot deadlock."""
-        self._pending_sends.append([])
-        while len(self._pending_sends) > 2:
-            self._wait_sends(self._pending_sends.popleft())
-
-    def close(self) -> None:
-        """Wait for all sends."""
-        for sent in self._pending_sends:
-            self._wait_sends(sent)
-
-    def _post_recv(self, peer: int) -> None:
-        hop = self._hops[peer].popleft()
-        activation = self._stage_ios[hop[0] + 1].received
-        assert activation is not None
-        buffer = activation.make_example(self._device)
-        self._pending_recvs[hop] = buffer, dist.irecv(buffer, dist.get_global_rank(self._group, peer), self._group)
-
-    def _wait_sends(self, sent: list[tuple[Tensor, Any]]) -> None:
-        for _, work in sent:
-            work.wait()
 
 
 class _IndexedStage(PipelineStage):

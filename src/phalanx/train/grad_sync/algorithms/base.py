@@ -39,14 +39,13 @@ class PendingWorks:
 @dataclass(frozen=True)
 class CommContext:
     """The communication context of an algorithm: `rank` of `world_size`, in `group` and `second_group`, two groups of
-    the same workers. `node_of_rank` is the node number of each rank."""
+    the same workers."""
 
     rank: int
     world_size: int
     group: Group
     second_group: Group
     device: torch.device
-    node_of_rank: Sequence[int]
 
     @property
     def on_cpu(self) -> bool:
@@ -54,7 +53,7 @@ class CommContext:
         return self.device.type == "cpu"
 
 
-class GradSyncAlgorithm(Protocol):
+class GradSyncAlgorithm:
     """Sums buckets.
 
     `carries_metrics`: sums are plain fp32, so metric slots can be part of a bucket. `is_two_phase`: it has a second
@@ -62,47 +61,22 @@ class GradSyncAlgorithm(Protocol):
     `is_low_rank`: buckets also need `projection_bases`. `num_channels`: the number of buckets that may be in the same
     phase at once; above 1 only if the algorithm can tell their messages from each other."""
 
-    carries_metrics: bool
-    is_two_phase: bool
-    uses_error_feedback: bool
-    is_low_rank: bool
-    num_channels: int
-
-    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
-        """Send what others need of bucket `bucket_index`, which is full."""
-
-    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
-        """Process what the first phase received, and start the second."""
-
-    def finish(self, bucket_index: int, bucket: Bucket) -> None:
-        """Process what the second phase received, and leave the sum in the bucket's buffer."""
-
-
-class AlgorithmFactory(Protocol):
-    """Makes an algorithm for the buckets of a reducer."""
-
-    carries_metrics: bool
-    is_two_phase: bool
-    uses_error_feedback: bool
-    is_low_rank: bool
-
-    def __call__(self, comm: CommContext, buckets: Sequence[Bucket]) -> GradSyncAlgorithm: ...
-
-
-class LosslessAlgorithm:
-    """An algorithm without error feedback."""
-
     carries_metrics = True
     is_two_phase = True
     uses_error_feedback = False
     is_low_rank = False
     num_channels = 1
 
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        self._comm = comm
+
     def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        """Send what others need of bucket `bucket_index`, which is full."""
         return None
 
     def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        """Process what the first phase received, and start the second."""
         return None
 
     def finish(self, bucket_index: int, bucket: Bucket) -> None:
-        pass
+        """Process what the second phase received, and leave the sum in the bucket's buffer."""

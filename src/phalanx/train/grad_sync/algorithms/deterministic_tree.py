@@ -1,5 +1,7 @@
-"""Add micro-batch gradients in the fixed tree of `summation_tree.py`: the same bits for any number of workers
-(`determinism: elastic`).
+"""Add micro-batch gradients in a fixed binary tree: the same bits for any number of workers (`determinism: elastic`).
+
+A node over leaves [first, last) splits off the largest power of two below its size as its left child. The tree depends
+only on the number of micro-batches, and not on which worker computes which.
 
 Each worker receives the tree nodes of its part of the bucket and adds them; then the sums are all-gathered
 (`p2p_scatter_gather.py`). If every worker has one node, as with powers of two, the bytes are those of a ring: 2 (n -
@@ -10,19 +12,75 @@ do not change, since each element is summed separately.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
-from phalanx.train.grad_sync.algorithms.base import CommContext, LosslessAlgorithm, PendingWork, PendingWorks
+from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork, PendingWorks
 from phalanx.train.grad_sync.algorithms.p2p import P2P_CHANNELS
 from phalanx.train.grad_sync.algorithms.p2p_scatter_gather import P2PScatterGather
 from phalanx.train.grad_sync.buckets import GRAD_ALIGNMENT_ELEMENTS, Bucket
-from phalanx.train.grad_sync.summation_tree import TreeNode, sum_tree
+
+TreeNode = tuple[int, int]
+"""Leaves [first, last)."""
+
+NodeValue = TypeVar("NodeValue")
 
 
-class DeterministicTree(LosslessAlgorithm):
+def split_point(node: TreeNode) -> int:
+    """Return the leaf at which an inner node splits into its two children."""
+    first, last = node
+    return first + (1 << ((last - first - 1).bit_length() - 1))
+
+
+def cover_range(num_micro_batches: int, first: int, last: int) -> list[TreeNode]:
+    """Return the smallest set of tree nodes that together cover exactly the leaves [first, last), in order."""
+
+    def visit(node: TreeNode) -> list[TreeNode]:
+        if node[1] <= first or last <= node[0]:
+            return []
+        if first <= node[0] and node[1] <= last:
+            return [node]
+        middle = split_point(node)
+        return visit((node[0], middle)) + visit((middle, node[1]))
+
+    return visit((0, num_micro_batches)) if first < last else []
+
+
+def count_merges_after(num_micro_batches: int, first: int, micro_batch_index: int) -> int:
+    """Return the number of merges of the two topmost nodes on a stack of finished nodes, once `micro_batch_index` is
+    pushed, on a worker that owns the leaves from `first`."""
+
+    def path(node: TreeNode, above: list[TreeNode]) -> list[TreeNode]:
+        if node[1] - node[0] == 1:
+            return above
+        middle = split_point(node)
+        return path((node[0], middle) if micro_batch_index < middle else (middle, node[1]), [*above, node])
+
+    return sum(1 for node in path((0, num_micro_batches), []) if node[0] >= first and node[1] == micro_batch_index + 1)
+
+
+def sum_tree(
+    num_micro_batches: int,
+    nodes: Sequence[TreeNode],
+    values: Sequence[NodeValue],
+    add: Callable[[NodeValue, NodeValue], NodeValue],
+) -> NodeValue:
+    """Evaluate the tree from the values of nodes that cover it."""
+    known = dict(zip(nodes, values, strict=True))
+
+    def visit(node: TreeNode) -> NodeValue:
+        if node in known:
+            return known[node]
+        middle = split_point(node)
+        return add(visit((node[0], middle)), visit((middle, node[1])))
+
+    return visit((0, num_micro_batches))
+
+
+class DeterministicTree(GradSyncAlgorithm):
     """`tree_nodes_by_rank`: for each worker, the nodes of the tree over `num_micro_batches` that it has in
     `bucket.tree_nodes`. `max_bytes`: maximum bytes of a chunk. Buffers are reused between steps, because the first use
     of memory is slow."""
@@ -37,12 +95,10 @@ class DeterministicTree(LosslessAlgorithm):
         tree_nodes_by_rank: Sequence[Sequence[TreeNode]],
         max_bytes: float,
     ):
-        self._comm, self._num_micro_batches, self._tree_nodes_by_rank, self._max_bytes = (
-            comm,
-            num_micro_batches,
-            tree_nodes_by_rank,
-            max_bytes,
-        )
+        super().__init__(comm, ())
+        self._num_micro_batches = num_micro_batches
+        self._tree_nodes_by_rank = tree_nodes_by_rank
+        self._max_bytes = max_bytes
         self._scatter_gather = P2PScatterGather(comm)
         self._chunks: dict[int, list[_BucketChunk]] = {}
 

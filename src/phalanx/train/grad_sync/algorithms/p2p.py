@@ -1,4 +1,4 @@
-"""Point-to-point messages, from which the classic algorithms are built."""
+"""Point-to-point messages, and the reduction tree and parameter server of FireCaffe (Iandola et al. 2016, sec. 5)."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.train.grad_sync.algorithms.base import CommContext, LosslessAlgorithm
+from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork
+from phalanx.train.grad_sync.buckets import Bucket
 from phalanx.train.ops.collectives import Group
 
 P2PMessages = Iterable[tuple[int, Tensor]]
@@ -23,13 +24,13 @@ FIRST_BUCKET_TAG = 2
 """Tag of the messages of the first bucket; the next buckets use the tags after it."""
 
 
-class P2PAlgorithm(LosslessAlgorithm):
+class P2PAlgorithm(GradSyncAlgorithm):
     """An algorithm of point-to-point messages only: its second phase reduces, and its `finish` broadcasts."""
 
     num_channels = P2P_CHANNELS
 
-    def __init__(self, comm: CommContext, buckets: object):
-        self._comm = comm
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        super().__init__(comm, buckets)
         self._channel = P2PChannel(comm.second_group, (comm.second_group,) if comm.on_cpu else ())
         if not comm.on_cpu:  # NCCL needs a collective of all workers before point-to-point messages
             dist.all_reduce(torch.zeros((), device=comm.device), group=comm.second_group)
@@ -80,3 +81,61 @@ def abort_groups_on_error(groups: Iterable[Group]) -> Iterator[None]:
                 if unanswered is not None:
                     unanswered.wait(timedelta(milliseconds=1))
         raise
+
+
+class BinomialTree(P2PAlgorithm):
+    """Reduce whole buckets to rank 0, then broadcast them: 2 log2(n) sequential messages of |W|. The parent of a rank
+    is the rank with its lowest set bit cleared."""
+
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        super().__init__(comm, buckets)
+        self._has_several_buckets = len(buckets) > 1
+        rank, world_size = comm.rank, comm.world_size
+        lowest = rank & -rank or world_size  # rank 0 has no parent, and children up to the end of the world
+        steps = [1 << bit for bit in range(world_size.bit_length()) if 1 << bit < lowest]
+        self._parent = rank - lowest if rank else None
+        self._children = [rank + step for step in steps if rank + step < world_size]
+
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        flat, channel = bucket.buffer.flat, self._channel.for_bucket(bucket_index)
+        received = {child: torch.empty_like(flat) for child in self._children}
+        channel.send_recv(receive=received.items())
+        for each in received.values():  # the smallest subtree first
+            flat.add_(each)
+        if self._parent is not None:
+            channel.send_recv([(self._parent, flat)])
+        return None
+
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        flat, channel = bucket.buffer.flat, self._channel.for_bucket(bucket_index)
+        if self._parent is not None:
+            channel.send_recv(receive=[(self._parent, flat)])
+        messages = [(child, flat) for child in reversed(self._children)]
+        if self._has_several_buckets:  # all at once, while other buckets are reduced
+            channel.send_recv(messages)
+            return
+        for message in messages:  # the largest subtree first, since it has the longest path
+            channel.send_recv([message])
+
+
+class ParameterServer(P2PAlgorithm):
+    """Rank 0 receives all gradients, adds them in rank order, and sends the sum to all: (n - 1) |W| into one port, then
+    out. It needs memory for the bucket of every worker, on CPUs for three buckets of each."""
+
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        flat, channel = bucket.buffer.flat, self._channel.for_bucket(bucket_index)
+        if self._comm.rank:
+            channel.send_recv([(0, flat)])
+            return None
+        received = {client: torch.empty_like(flat) for client in range(1, self._comm.world_size)}
+        channel.send_recv(receive=received.items())
+        for gradients in received.values():
+            flat.add_(gradients)
+        return None
+
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        flat, channel = bucket.buffer.flat, self._channel.for_bucket(bucket_index)
+        if self._comm.rank:
+            channel.send_recv(receive=[(0, flat)])
+        else:
+            channel.send_recv([(client, flat) for client in range(1, self._comm.world_size)])

@@ -15,7 +15,6 @@ from torch import Tensor
 from phalanx.compat import all_gather_into
 from phalanx.train.grad_sync.algorithms.base import CommContext, PendingWork, PendingWorks
 from phalanx.train.grad_sync.algorithms.p2p import P2PChannel, abort_groups_on_error
-from phalanx.train.grad_sync.algorithms.ring import ring_all_gather
 from phalanx.train.ops.collectives import Group
 
 ALL_TO_ALL_TAG = 2026
@@ -49,9 +48,15 @@ class P2PScatterGather:
             return all_gather_into(whole, own, self._comm.second_group, wait=False)
         rank, world_size = self._comm.rank, self._comm.world_size
         whole.view(world_size, -1)[rank].copy_(own)
-        return _DeferredTask(
-            partial(ring_all_gather, self._channel.for_bucket(bucket_index), whole, range(world_size), rank)
-        )
+        return _DeferredTask(partial(_ring_all_gather, self._channel.for_bucket(bucket_index), whole, world_size, rank))
+
+
+def _ring_all_gather(channel: P2PChannel, whole: Tensor, world_size: int, rank: int) -> None:
+    """Gather the parts of all workers to `whole`, which has this worker's part."""
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    parts = whole.tensor_split(world_size)
+    for step in range(world_size - 1):
+        channel.send_recv([(right, parts[(rank - step) % world_size])], [(left, parts[(rank - step - 1) % world_size])])
 
 
 @dataclass(frozen=True)

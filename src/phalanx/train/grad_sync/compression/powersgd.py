@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.distributed.dtensor_utils import to_local
-from phalanx.train.grad_sync.algorithms.base import CommContext, PendingWork
+from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork
 from phalanx.train.grad_sync.buckets import Bucket
 from phalanx.train.ops.collectives import Group
 
@@ -26,17 +26,15 @@ BASIS_SEED = 71
 """Seed of the initial bases, which are equal on all workers."""
 
 
-class PowerSGDCompression:
+class PowerSGDCompression(GradSyncAlgorithm):
     """Its two phases are all-reduces: of P together with the uncompressed gradients, and of Q."""
 
     carries_metrics = False
-    is_two_phase = True
     uses_error_feedback = True
     is_low_rank = True
-    num_channels = 1
 
     def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
-        self._comm = comm
+        super().__init__(comm, buckets)
         self._low_rank_buffers = [_PowerSGDBuffers(bucket) for bucket in buckets]
 
     def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:

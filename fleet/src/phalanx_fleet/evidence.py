@@ -1,0 +1,216 @@
+"""Evidence against nodes, from the minutes of their agents, the events of runs, and what the building and their margins
+say of cooling. What counts, and what follows, is data/evidence.yaml. Pure, but for the table of nodes.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from ruamel.yaml import YAML
+
+from phalanx.cluster.health.checks.kernel_log import XidAction, find_xid
+from phalanx.errors import ExitCode
+from phalanx.run.event_types import Event, StragglerDetected, WorkerFailure, WorkerStarted
+from phalanx.run.telemetry_minutes import NodeMinute
+from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.node_states import NodeChange, NodeState, NodeStates
+from phalanx_fleet.telemetry.service_reading import RackSample
+
+COUNTER_EVIDENCE = {
+    "ecc_uncorrected_total": ("ecc-uncorrected", "uncorrected memory errors"),
+    "pcie_replays_total": ("pcie-replays", "PCIe replays"),
+    "nvlink_errors_total": ("nvlink-errors", "NVLink errors"),
+}
+"""Counters of an accelerator that are evidence: its kind, and what is counted."""
+ERRORS_PATTERN = re.compile(rb'"xids"|"(?:%s)":(?! *0(?:\.0)?[,}])' % "|".join(COUNTER_EVIDENCE).encode())
+"""In the line of a minute with errors: Xid errors, or a counter that increased."""
+EVIDENCE_ACTOR = "evidence"
+"""Actor of a change that evidence made, in the history of a node."""
+MAX_SHOWN_EVIDENCE = 3
+MAX_REASON_CHARS = 500
+"""Characters of a reason: names of devices are what a run says."""
+
+
+@dataclass(frozen=True)
+class EvidenceRule:
+    """What follows from a kind of evidence, from the figure `at_least` on."""
+
+    state: NodeState
+    at_least: float
+    advice: str
+
+
+@dataclass(frozen=True)
+class NodeEvidence:
+    """Something speaks against a node, which an agent calls `node`, at `time` (seconds since the epoch)."""
+
+    node: str
+    kind: str
+    time: float
+    text: str
+
+
+EvidenceTable = Mapping[str, EvidenceRule]
+
+
+@cache
+def read_evidence_table() -> EvidenceTable:
+    """The rules by the kind of evidence."""
+    rows = YAML(typ="safe", pure=True).load((files("phalanx_fleet") / "data/evidence.yaml").read_text())
+    return {kind: EvidenceRule(NodeState(row["state"]), row["at_least"], row["advice"]) for kind, row in rows.items()}
+
+
+def find_evidence(minutes: Iterable[NodeMinute], events: Iterable[Event], table: EvidenceTable) -> list[NodeEvidence]:
+    """Return what makes a node suspect, by time. `minutes` and `events` are those of one run, in order."""
+    found = (*_find_in_minutes(minutes, table), *_find_in_events(events, table))
+    return sorted(found, key=lambda evidence: evidence.time)
+
+
+def apply_evidence(states: NodeStates, evidence: Iterable[NodeEvidence]) -> list[NodeChange]:
+    """Bring healthy nodes with evidence into the state `suspect`, and return the changes. Evidence from before the
+    newest change of a node was known when it changed: so to apply it again changes nothing."""
+    by_node: dict[str, list[NodeEvidence]] = {}
+    for each in evidence:
+        by_node.setdefault(each.node, []).append(each)
+    changes = []
+    for node, items in by_node.items():
+        last = states.find(node)
+        new = [each for each in items if last is None or each.time > last.time]
+        if not new or (last is not None and last.state is not NodeState.HEALTHY):
+            continue
+        texts = list(dict.fromkeys(each.text for each in new))
+        more = f"; and {len(texts) - MAX_SHOWN_EVIDENCE} more" if len(texts) > MAX_SHOWN_EVIDENCE else ""
+        reason = "; ".join(texts[:MAX_SHOWN_EVIDENCE])[:MAX_REASON_CHARS] + more
+        change = states.change_healthy(node, NodeState.SUSPECT, reason, EVIDENCE_ACTOR)
+        if change is not None:
+            changes.append(change)
+    return changes
+
+
+def may_have_errors(line: bytes) -> bool:
+    """Whether a line may be a minute with errors, by its bytes."""
+    return ERRORS_PATTERN.search(line) is not None
+
+
+def has_errors(minute: NodeMinute) -> bool:
+    """Whether a minute may be evidence."""
+    return any(
+        device.xids or any(device.increases.get(column) for column in COUNTER_EVIDENCE)
+        for device in minute.devices.values()
+    )
+
+
+def _find_in_minutes(minutes: Iterable[NodeMinute], table: EvidenceTable) -> Iterator[NodeEvidence]:
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for minute in minutes:
+        for id, device in minute.devices.items():
+            for number in device.xids:
+                counts[minute.node, id, number] += 1
+                yield from _judge_xid(minute, id, number, counts[minute.node, id, number], table)
+            for column, (kind, noun) in COUNTER_EVIDENCE.items():
+                count = device.increases.get(column, 0.0)
+                if is_suspicious(table, kind, count):
+                    text = f"{count:.0f} {noun} on {id} within a minute: {table[kind].advice}"
+                    yield NodeEvidence(minute.node, kind, minute.time, text)
+
+
+def _judge_xid(minute: NodeMinute, id: str, number: int, count: int, table: EvidenceTable) -> Iterator[NodeEvidence]:
+    """`count`: how many times this Xid came on this accelerator, so far. One that the catalog does not have says
+    nothing."""
+    entry = find_xid(number)
+    if entry is None:
+        return
+    # the worse of both: what came back may ask for less than it did at first
+    severity = list(XidAction).index
+    action = entry.action if count == 1 else max(entry.action, entry.repeated, key=severity)
+    kind = f"xid-{action}"
+    if is_suspicious(table, kind, 1.0):
+        again = "" if count == 1 else f", {count} times"
+        text = f"Xid {number} on {id}{again} ({entry.meaning}): {table[kind].advice}"
+        yield NodeEvidence(minute.node, kind, minute.time, text)
+
+
+def _find_in_events(events: Iterable[Event], table: EvidenceTable) -> Iterator[NodeEvidence]:
+    hosts: dict[int, str] = {}
+    for event in events:
+        if isinstance(event, WorkerStarted):
+            hosts[event.rank] = event.host
+        elif isinstance(event, StragglerDetected | WorkerFailure):
+            node = event.host or hosts.get(event.rank)
+            found = _judge_event(event, table)
+            if node is not None and found is not None:
+                kind, text = found
+                yield NodeEvidence(node, kind, event.time, f"{text}: {table[kind].advice}")
+
+
+def _judge_event(event: StragglerDetected | WorkerFailure, table: EvidenceTable) -> tuple[str, str] | None:
+    """The kind of evidence of an event, and what happened; None where it is none."""
+    if isinstance(event, StragglerDetected):
+        kind, figure = "straggler", event.slowdown
+        text = f"rank {event.rank} takes {event.slowdown:.1f} times as long as its peers"
+    elif event.cause == "gpu_failed":
+        kind, figure, text = "gpu-failed", 1.0, f"the GPU of rank {event.rank} failed"
+    elif event.cause == "exit_code" and event.exit_code == ExitCode.UNFIT_NODE:
+        kind, figure, text = "unfit-node", 1.0, f"a run left it as unfit ({event.message})"
+    else:
+        return None
+    return (kind, text) if is_suspicious(table, kind, figure) else None
+
+
+def is_suspicious(table: EvidenceTable, kind: str, figure: float) -> bool:
+    """Whether a figure of this kind makes a node suspect."""
+    rule = table.get(kind)
+    return rule is not None and rule.state is NodeState.SUSPECT and figure >= rule.at_least
+
+
+@dataclass(frozen=True)
+class CoolingFinding:
+    """Something is wrong with the cooling of a node. `kind`: of the table of evidence."""
+
+    kind: str
+    text: str
+
+
+def find_cooling_findings(
+    rack: str | None,
+    samples: Sequence[RackSample],
+    cdu_racks: Mapping[str, Sequence[str]],
+    reading: LatestReading | None,
+    now: float,
+) -> list[CoolingFinding]:
+    """Return what is wrong with a node's cooling; nothing where values are missing.
+
+    Args:
+        rack: The node's rack, if it is known.
+        samples: The newest readings of racks and CDUs.
+        cdu_racks: The racks that each CDU supplies.
+        reading: The newest reading of the node.
+        now: Seconds since the epoch.
+    """
+    found = []
+    for sample in samples:
+        is_cdu = sample.equipment == "CDU"
+        if rack is None or (rack not in cdu_racks.get(sample.id, ()) if is_cdu else sample.id != rack):
+            continue
+        place = f"{sample.equipment} {sample.id}"
+        if sample.has_leak:
+            found.append(CoolingFinding("leak", f"{place} reports a leak"))
+        if sample.flow_l_per_min == 0 and reading is not None and not reading.is_late(now):
+            found.append(CoolingFinding("no-flow", f"{place} has no flow"))
+    if reading is not None and not reading.is_late(now) and reading.margin_k is not None and reading.margin_k <= 0:
+        found.append(CoolingFinding("throttling", "an accelerator is at the temperature from which it slows down"))
+    return found
+
+
+def make_cooling_evidence(
+    node: str, findings: Sequence[CoolingFinding], table: EvidenceTable, now: float
+) -> list[NodeEvidence]:
+    """Return the evidence in the findings of a node."""
+    return [
+        NodeEvidence(node, each.kind, now, f"{each.text}: {table[each.kind].advice}")
+        for each in findings
+        if is_suspicious(table, each.kind, 1.0)
+    ]

@@ -1,0 +1,1 @@
+"""Read racks, coolant distribution units and management controllers of nodes."""

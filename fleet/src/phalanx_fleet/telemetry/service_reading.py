@@ -1,0 +1,54 @@
+"""What services outside a node give: readings of the node and of its rack, with their age."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from phalanx.telemetry.sample import SourceReading, TelemetrySource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RackSample:
+    """The liquid and power of a rack or of a coolant distribution unit (CDU), by the building management system, by
+    Modbus or by Redfish. Of a CDU: its secondary side, which the racks are on."""
+
+    id: str
+    """Of a rack its location id, which building and cluster share; of a CDU the building's object id."""
+    name: str = ""
+    equipment: Literal["rack", "CDU"] = "rack"
+    supply_temperature_c: float | None = None
+    return_temperature_c: float | None = None
+    flow_l_per_min: float | None = None
+    differential_pressure_pa: float | None = None
+    valve_position: float | None = None
+    """0 closed, 1 open."""
+    power_w: float | None = None
+    has_leak: bool | None = None
+    has_leak_sensor_fault: bool | None = None
+    set_point_c: float | None = None
+    """What the controller of a CDU holds its supply at."""
+    failed_pumps: float | None = None
+    """Pumps of a CDU that do not turn, or that it reports as failed."""
+    age_s: float | None = None
+    """Seconds since the oldest of these values was measured; None without any."""
+    ages_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Of single values, where they are not all of one age."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceReading(SourceReading):
+    """What a service reads at one time: devices, parts of the host, racks."""
+
+    racks: tuple[RackSample, ...] = ()
+    host_age_s: float = 0.0
+    """Seconds since the values of the host were measured: a service that answers slowly is asked in the background."""
+    renewal_s: float = 0.0
+    """Seconds between new values of devices where the service renews them more slowly than it is read; else 0."""
+
+
+class ServiceSource(TelemetrySource, Protocol):
+    """Reads a service."""
+
+    def read(self) -> ServiceReading:
+        """Read all values now. A value that cannot be read is None; the source itself never raises for that."""
+        ...

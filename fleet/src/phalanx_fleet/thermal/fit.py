@@ -1,0 +1,336 @@
+"""Fit the thermal model of all kinds of devices in a set of series.
+
+Steady heat, T = T0 + R P, from hours or minutes: R comes from differences within weeks of one device, so that neither a
+slow change of the inlet nor its place in the server or hall counts as resistance. T0 is the mean over these weeks and
+devices: an inlet that is not measured drifts with the season, so a device's T0 is followed from its own last days
+(`follow_inlet`), and is no constant of it. Where the inlet of all devices of a kind is measured, T = T_inlet + dT0 + R
+P is fitted, too: dT0 does not drift.
+
+Steps, from samples every few seconds: x <- P + (x - P) exp(-dt / tau), T = T0 + R1 x1 + R2 x2. The first pole is the
+die, the second the sink. Power is what is read at the end of an interval: with samples of 5 s the fast pole is bounded,
+not measured.
+
+Throttling: at its busy end a healthy device has its power pinned, by its cap, and its temperature floats with the
+inlet. One that throttles has its temperature pinned, and its power floats below the cap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import DataError
+from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values, average_steady
+from phalanx_fleet.thermal.model_file import KindConstants, StepConstants, ThermalModelFile
+
+PLATEAU_WIDTH_K = 1.5
+"""Control and rounding of a core temperature at its limit: 84 +- 1 C on an A100."""
+MIN_PLATEAU_C = 75.0
+"""No accelerator for servers slows down below."""
+MIN_PLATEAU_SAMPLES = 12
+MIN_IMPLIED_SPREAD_K = 4.0
+"""What the spread of power on a plateau would do to the temperature. Devices at their cap: up to 2.2 K, since a cap is
+held within 5 %; an A100 that throttles: 11 K."""
+MAX_THROTTLED_MARGIN_K = 0.5
+"""Margin as a whole number of kelvins: 0 is at the limit."""
+FIT_WINDOW_S = 28 * DAY_S
+INLET_WINDOW_S = 7 * DAY_S
+MIN_INLET_SAMPLES = 6
+MIN_POWER_SPREAD_W = 10.0
+"""Standard deviation of power within windows, below which a device says nothing about R."""
+MIN_FIT_SAMPLES = 24
+MAX_T0_C = 70.0
+"""Air comes in below 45 C, coolant below 60 C. The servers of the tests have 80 to 91 in degrees Fahrenheit."""
+MAX_STEP_PERIOD_S = 10.0
+"""Period up to which samples show the time constants of a device."""
+FAST_TAUS_S = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
+SLOW_TAUS_S = (8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 25.0, 30.0, 60.0)
+MIN_STEP_SPREAD_W = 30.0
+"""Standard deviation of power, below which a device has no steps."""
+SIGNIFICANT_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class TemperaturePlateau:
+    """The temperature at which a device is pinned, and the power that it gets there (median)."""
+
+    temperature_c: float
+    power_w: float
+    num_samples: int
+    is_throttled: NDArray[np.bool_]
+    """By sample."""
+
+
+def find_plateau(series: DeviceSeries, r_k_per_w: float) -> TemperaturePlateau | None:
+    """Find the samples at which the device throttles; None without enough of them. Margins count where they are known,
+    else the pattern of power and temperature."""
+    if len(series.time_s) < MIN_PLATEAU_SAMPLES:
+        return None
+    at_limit = series.margin_k <= MAX_THROTTLED_MARGIN_K  # False where it is missing
+    if np.count_nonzero(at_limit) >= MIN_PLATEAU_SAMPLES:
+        return _make_plateau(series, at_limit)
+    if np.all(~np.isnan(series.margin_k)):
+        return None
+    top_c = float(np.quantile(series.temperature_c, 0.998))
+    at_top = series.temperature_c >= top_c - PLATEAU_WIDTH_K
+    if top_c < MIN_PLATEAU_C or np.count_nonzero(at_top) < MIN_PLATEAU_SAMPLES:
+        return None
+    low_w, high_w = np.quantile(series.power_w[at_top], [0.1, 0.9])
+    return _make_plateau(series, at_top) if r_k_per_w * (high_w - low_w) >= MIN_IMPLIED_SPREAD_K else None
+
+
+def _make_plateau(series: DeviceSeries, chosen: NDArray[np.bool_]) -> TemperaturePlateau:
+    return TemperaturePlateau(
+        temperature_c=float(np.median(series.temperature_c[chosen])),
+        power_w=float(np.median(series.power_w[chosen])),
+        num_samples=int(np.count_nonzero(chosen)),
+        is_throttled=chosen,
+    )
+
+
+@dataclass(frozen=True)
+class SteadyFit:
+    """T0 and R of a kind, and how well they describe what they were fitted to."""
+
+    t0_c: float
+    r_k_per_w: float
+    rmse_k: float
+    """Around T0 of each window."""
+    t0_over_inlet_k: float | None
+    """T0 over the inlet; None where the inlet of a device is not measured."""
+    max_power_w: float
+    num_devices: int
+    num_samples: int
+
+
+def fit_steady(series: Sequence[DeviceSeries]) -> SteadyFit:
+    """Fit T0 and R of devices of one kind; hours in which one throttles are left out. R is the median of the devices',
+    so that one that fouls does not change it. DataError where power varies too little."""
+    fits = [found for each in series if (found := fit_device(each)) is not None]
+    if not fits:
+        kind = series[0].kind if series else "no device"
+        raise DataError(
+            f"{kind}: power varies by less than {MIN_POWER_SPREAD_W:g} W, there are less than {MIN_FIT_SAMPLES} "
+            "samples, or temperature does not rise with power, so its resistance cannot be found; add samples at rest "
+            "and under load"
+        )
+    over_inlet = [each.over_inlet for each in fits if each.over_inlet is not None]
+    has_inlet = len(over_inlet) == len(fits)
+    used = over_inlet if has_inlet else fits
+    r_k_per_w = float(np.median([each.r_k_per_w for each in used]))
+    errors = np.concatenate([each.errors_of(r_k_per_w) for each in used])
+    if (t0_c := _find_t0(fits, r_k_per_w)) > MAX_T0_C:
+        raise DataError(
+            f"{series[0].kind}: without power a device would have {t0_c:.0f} °C; expected core temperatures in °C, not "
+            "in °F, and the power of the device"
+        )
+    return SteadyFit(
+        t0_c=t0_c,
+        r_k_per_w=r_k_per_w,
+        rmse_k=float(np.sqrt(np.mean(errors**2))),
+        t0_over_inlet_k=_find_t0(over_inlet, r_k_per_w) if has_inlet else None,
+        max_power_w=max(each.max_power_w for each in fits),
+        num_devices=len(fits),
+        num_samples=len(errors),
+    )
+
+
+def _find_t0(fits: "Sequence[DeviceFit]", r_k_per_w: float) -> float:
+    return float(np.median([np.mean(each.mean_temperature_c - r_k_per_w * each.mean_power_w) for each in fits]))
+
+
+@dataclass(frozen=True)
+class DeviceFit:
+    """R of one device, with its samples as differences from the means of their windows."""
+
+    r_k_per_w: float
+    power_difference_w: Values
+    temperature_difference_k: Values
+    mean_power_w: Values
+    """By window."""
+    mean_temperature_c: Values
+    max_power_w: float
+    over_inlet: "DeviceFit | None" = None
+    """The same of the temperature over the inlet, where that is measured."""
+
+    def errors_of(self, r_k_per_w: float) -> Values:
+        """Return the error of each sample in K for a resistance."""
+        return self.temperature_difference_k - r_k_per_w * self.power_difference_w
+
+
+def fit_device(series: DeviceSeries) -> DeviceFit | None:
+    """Fit R of one device to hours or minutes; None where power varies too little."""
+    first = _fit_within_windows(series)
+    if first is None:
+        return None
+    plateau = find_plateau(series, first.r_k_per_w)
+    free = series if plateau is None else series.select(~plateau.is_throttled)
+    found = first if plateau is None else _fit_within_windows(free) or first
+    return replace(found, over_inlet=_fit_within_windows(subtract_inlet(free)))
+
+
+def subtract_inlet(series: DeviceSeries) -> DeviceSeries:
+    """Return the samples of which the inlet is known, with the temperature over it."""
+    known = series.select(~np.isnan(series.inlet_c))
+    return replace(known, temperature_c=known.temperature_c - known.inlet_c)
+
+
+def _fit_within_windows(series: DeviceSeries) -> DeviceFit | None:
+    if len(series.time_s) < MIN_FIT_SAMPLES:
+        return None
+    window = np.floor((series.time_s - series.time_s[0]) / FIT_WINDOW_S).astype(np.int64)
+    _, place, counts = np.unique(window, return_inverse=True, return_counts=True)
+    mean_power = np.bincount(place, series.power_w) / counts
+    mean_temperature = np.bincount(place, series.temperature_c) / counts
+    power = series.power_w - mean_power[place]
+    temperature = series.temperature_c - mean_temperature[place]
+    if float(np.std(power)) < MIN_POWER_SPREAD_W:
+        return None
+    slope = float(power @ temperature / (power @ power))
+    if slope <= 0:
+        return None
+    return DeviceFit(slope, power, temperature, mean_power, mean_temperature, float(np.quantile(series.power_w, 0.998)))
+
+
+def follow_inlet(series: DeviceSeries, t0_c: float, r_k_per_w: float) -> Values:
+    """Return T0 at each sample: the median of T - R P over the 7 days before it, without itself, or that of the kind
+    where these have too few samples."""
+    rest = series.temperature_c - r_k_per_w * series.power_w
+    starts = np.searchsorted(series.time_s, series.time_s - INLET_WINDOW_S)
+    return np.array(
+        [
+            np.median(rest[start:index]) if index - start >= MIN_INLET_SAMPLES else t0_c
+            for index, start in enumerate(starts)
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class StepFit:
+    """Two poles of a kind. Their resistances sum up to that of steady heat."""
+
+    r_fast_k_per_w: float
+    tau_fast_s: float
+    r_slow_k_per_w: float
+    tau_slow_s: float
+    rmse_k: float
+    period_s: float
+
+    @property
+    def r_k_per_w(self) -> float:
+        """Resistance from inlet to core."""
+        return self.r_fast_k_per_w + self.r_slow_k_per_w
+
+
+def has_steps(series: DeviceSeries) -> bool:
+    """Whether samples are frequent enough, and power varies enough, for a fit."""
+    return (
+        len(series.time_s) > 60
+        and 0 < series.period_s <= MAX_STEP_PERIOD_S
+        and float(np.std(series.power_w)) >= MIN_STEP_SPREAD_W
+    )
+
+
+def fit_steps(series: Sequence[DeviceSeries]) -> StepFit:
+    """Fit two poles to devices of one kind, each around its own mean. DataError where none has steps."""
+    chosen = [each for each in series if has_steps(each)]
+    if not chosen:
+        raise DataError(
+            f"{series[0].kind if series else 'no device'}: no device with samples every {MAX_STEP_PERIOD_S:g} s or "
+            f"less of which the power varies by {MIN_STEP_SPREAD_W:g} W"
+        )
+    filtered = [_subtract_mean(filter_power(each, (*FAST_TAUS_S, *SLOW_TAUS_S))) for each in chosen]
+    powers = np.vstack(filtered)
+    temperatures = np.concatenate([each.temperature_c - each.temperature_c.mean() for each in chosen])
+    best: StepFit | None = None
+    for fast, slow in product(range(len(FAST_TAUS_S)), range(len(SLOW_TAUS_S))):
+        columns = powers[:, (fast, len(FAST_TAUS_S) + slow)]
+        for r_fast, r_slow in _list_resistances(columns, temperatures):
+            rmse = float(np.sqrt(np.mean((temperatures - columns @ (r_fast, r_slow)) ** 2)))
+            if best is None or rmse < best.rmse_k:
+                period_s = float(np.median([each.period_s for each in chosen]))
+                best = StepFit(r_fast, FAST_TAUS_S[fast], r_slow, SLOW_TAUS_S[slow], rmse, period_s)
+    if best is None:
+        raise DataError(f"{chosen[0].kind}: temperature falls when power rises; check that both are of one device")
+    return best
+
+
+def _list_resistances(columns: Values, temperatures: Values) -> list[tuple[float, float]]:
+    """Return least squares of both poles, or of one alone where the other would be negative: a device may have one."""
+    (r_fast, r_slow), *_ = np.linalg.lstsq(columns, temperatures, rcond=None)
+    if r_fast >= 0 and r_slow >= 0:
+        return [(float(r_fast), float(r_slow))]
+    fast_alone, slow_alone = (columns.T @ temperatures / np.sum(columns**2, axis=0)).tolist()
+    return [each for each in ((fast_alone, 0.0), (0.0, slow_alone)) if max(each) > 0]
+
+
+def filter_power(series: DeviceSeries, taus_s: Sequence[float]) -> Values:
+    """Return the power after a first-order lag, by sample and time constant. It starts as steady."""
+    taus = np.asarray(taus_s, dtype=float)
+    found = np.empty((len(series.time_s), len(taus)))
+    state = np.full(len(taus), series.power_w[0])
+    found[0] = state
+    for index, dt in enumerate(np.diff(series.time_s), 1):
+        power = series.power_w[index]
+        state = power + (state - power) * np.exp(-dt / taus)
+        found[index] = state
+    return found
+
+
+def predict_rise(series: DeviceSeries, fit: StepFit) -> Values:
+    """Return the rise of the core above T0 in K at each sample."""
+    resistances = np.array([fit.r_fast_k_per_w, fit.r_slow_k_per_w])
+    return np.asarray(filter_power(series, (fit.tau_fast_s, fit.tau_slow_s)) @ resistances)
+
+
+def _subtract_mean(values: Values) -> Values:
+    return np.asarray(values - values.mean(axis=0))
+
+
+def fit_thermal_model(series: Sequence[DeviceSeries]) -> tuple[ThermalModelFile, list[str]]:
+    """Fit each kind; return the model, and what could not be fitted. DataError if nothing could."""
+    by_kind: dict[str, list[DeviceSeries]] = {}
+    for each in series:
+        by_kind.setdefault(each.kind, []).append(each)
+    kinds: dict[str, KindConstants] = {}
+    problems: list[str] = []
+    for kind, members in sorted(by_kind.items()):
+        try:
+            kinds[kind] = _fit_kind(members)
+        except DataError as error:
+            problems.append(str(error))
+    if not kinds:
+        raise DataError("; ".join(problems) or "no device")
+    return ThermalModelFile(kinds=kinds), problems
+
+
+def _fit_kind(series: Sequence[DeviceSeries]) -> KindConstants:
+    steady = fit_steady([average_steady(each) for each in series])
+    steps = fit_steps(series) if any(map(has_steps, series)) else None
+    return KindConstants(
+        t0_c=_round(steady.t0_c),
+        t0_over_inlet_k=None if steady.t0_over_inlet_k is None else _round(steady.t0_over_inlet_k),
+        r_k_per_w=_round(steady.r_k_per_w),
+        rmse_k=_round(steady.rmse_k),
+        max_power_w=_round(steady.max_power_w),
+        num_devices=steady.num_devices,
+        num_samples=steady.num_samples,
+        steps=None if steps is None else _make_constants(steps),
+    )
+
+
+def _make_constants(fit: StepFit) -> StepConstants:
+    return StepConstants(
+        r_fast_k_per_w=_round(fit.r_fast_k_per_w),
+        tau_fast_s=fit.tau_fast_s,
+        r_slow_k_per_w=_round(fit.r_slow_k_per_w),
+        tau_slow_s=fit.tau_slow_s,
+        rmse_k=_round(fit.rmse_k),
+        period_s=_round(fit.period_s),
+    )
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -1,1 +1,0 @@
-"""Reconfiguration of the surviving replicas after a loss."""

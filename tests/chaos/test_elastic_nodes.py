@@ -1,0 +1,142 @@
+"""Runs with `--nodes MIN:MAX`: nodes are lost and return, and the run trains on those that are there."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ExitCode
+from phalanx.run.event_types import AttemptStarted, InMemoryRestored, WorkerFailure
+from run_nodes import Nodes, make_nodes
+from train_harness import HarnessRun, TrainHarness, count_steps, plan_fault, wait_until, write_faults
+
+ELASTIC = {"determinism": "elastic"}
+
+
+@pytest.fixture
+def nodes(lab: TrainHarness, tmp_path: Path) -> Iterator[Nodes]:
+    nodes = make_nodes(lab, tmp_path)
+    nodes.count, nodes.num_nodes = 3, "1:3"
+    with nodes.stack:
+        yield nodes
+
+
+def world_sizes(ended: HarnessRun) -> list[int]:
+    return [event.world_size for event in ended.events_of_kind(AttemptStarted)]
+
+
+def test_three_nodes_then_two_then_one_then_three_end_in_the_undisturbed_bits(
+    lab: TrainHarness, nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.changes = {**ELASTIC, "steps": 150}
+    until = tmp_path / "returned"
+    write_faults(
+        nodes.run,
+        [
+            plan_fault(5, "kill-agent", ranks=[2], attempt=0),
+            plan_fault(9, "kill-agent", ranks=[1], attempt=1),
+            plan_fault(10, "slow", attempt=2, delay=0.5, until=str(until)),
+        ],
+    )
+    leader, first, second = nodes.start(0), nodes.start(1), nodes.start(2)
+    first.wait(timeout=60)
+    wait_until(lambda: "training on 1 of 3" in nodes.run.events.read_text())
+    returned = nodes.start(1), nodes.start(2)
+    wait_until(lambda: "saving a checkpoint, then restarting on" in nodes.run.events.read_text(), 60)
+    until.touch()
+    ended = nodes.end(leader, *returned)
+    assert second.wait(timeout=20) == -signal.SIGKILL
+    sizes = world_sizes(ended)
+    assert (sizes[:3], sizes[-1]) == ([3, 2, 1], 3), sizes
+    assert ended.digest == lab.train_reference(nodes.changes, 3).digest
+    assert [event.what for event in ended.events_of_kind(WorkerFailure)] == ["node lost", "node lost"]
+
+
+def test_shards_are_divided_again_and_read_from_the_memory_of_the_surviving_nodes(
+    lab: TrainHarness, nodes: Nodes
+) -> None:
+    nodes.changes = {"parallelism": {"shard": 3}, "checkpoint": {"every": None, "in_memory_every": 1}}
+    write_faults(nodes.run, [plan_fault(7, "kill-agent", ranks=[2])])
+    leader, member, lost = nodes.start(0), nodes.start(1), nodes.start(2)
+    ended = nodes.end(leader, member)
+    assert lost.wait(timeout=20) == -signal.SIGKILL
+    assert world_sizes(ended) == [3, 2]
+    (restored,) = ended.events_of_kind(InMemoryRestored)
+    assert restored.step > restored.checkpoint_step
+    assert ended.losses == pytest.approx(lab.train_reference({}, 3).losses, abs=1e-6, rel=0)
+
+
+def test_a_recipe_that_cannot_be_divided_among_the_least_nodes_is_refused_before_any_work(nodes: Nodes) -> None:
+    nodes.changes = {"batch": {"global_size": 8, "micro_size": "auto"}}
+    nodes.count, nodes.num_nodes = 4, "3:4"
+    leader, *others = (nodes.start(node) for node in range(4))
+    ended = nodes.end(leader, *others)
+    assert ended.code == ExitCode.RECIPE
+    assert "the run cannot train on 3 of 4 nodes" in str(ended.message)
+    assert "8 samples cannot be divided among 3 workers" in str(ended.message)
+    assert not nodes.run.path.exists()
+
+
+def test_an_unfit_node_leaves_and_the_others_train_on(nodes: Nodes) -> None:
+    nodes.changes = {"fault_tolerance": {"max_restarts": 2}}
+    write_faults(nodes.run, [plan_fault(1, "lose-gpu", ranks=[2], attempt=None)])
+    leader, member, unfit = (nodes.start(node) for node in range(3))
+    ended = nodes.end(leader, member)
+    assert ended.code == ExitCode.DONE, ended.message
+    assert unfit.wait(timeout=20) == ExitCode.UNFIT_NODE
+    assert world_sizes(ended)[-1] == 2
+
+
+def test_another_node_leads_when_the_leader_is_lost_and_the_lost_one_returns_as_a_node(
+    lab: TrainHarness, nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.changes = {**ELASTIC, "steps": 150}
+    until = tmp_path / "returned"
+    write_faults(
+        nodes.run,
+        [
+            plan_fault(5, "kill-agent", ranks=[0], attempt=0),
+            plan_fault(10, "slow", attempt=1, delay=0.5, until=str(until)),
+        ],
+    )
+    leader, *members = (nodes.start(node) for node in range(3))
+    assert leader.wait(timeout=60) == -signal.SIGKILL
+    wait_until(lambda: "training on 2 of 3 nodes" in nodes.run.events.read_text(), 60)
+    returned = nodes.start(0)
+    wait_until(lambda: "saving a checkpoint, then restarting on 3 nodes" in nodes.run.events.read_text(), 60)
+    until.touch()
+    said = [process.communicate(timeout=60)[1] for process in (*members, returned)]
+    assert [process.returncode for process in (*members, returned)] == [0, 0, 0], said
+    ended = HarnessRun(nodes.run, 0, None)
+    assert world_sizes(ended) == [3, 2, 3]
+    assert ended.digest == lab.train_reference(nodes.changes, 3).digest
+    assert sum("this node leads the run now" in text for text in said) == 1
+
+
+def test_a_leading_node_that_is_unfit_hands_over(nodes: Nodes) -> None:
+    nodes.changes = {"fault_tolerance": {"max_restarts": 2}}
+    write_faults(nodes.run, [plan_fault(1, "lose-gpu", ranks=[0], attempt=number) for number in (0, 1)])
+    leader, *members = (nodes.start(node) for node in range(3))
+    assert leader.wait(timeout=60) == ExitCode.UNFIT_NODE
+    said = [process.communicate(timeout=60)[1] for process in members]
+    assert [process.returncode for process in members] == [0, 0], said
+    sizes = world_sizes(HarnessRun(nodes.run, 0, None))
+    assert sizes[-1] == 2, (sizes, said)
+
+
+def test_a_node_that_is_asked_to_go_leaves_after_a_save_and_the_others_train_on(
+    lab: TrainHarness, nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.changes = {**ELASTIC, "steps": 150}
+    until = tmp_path / "gone"
+    write_faults(nodes.run, [plan_fault(1, "slow", attempt=0, delay=0.2, until=str(until))])
+    leader, member, evicted = (nodes.start(node) for node in range(3))
+    wait_until(lambda: count_steps(nodes.run) >= 3, 60)
+    evicted.send_signal(signal.SIGTERM)
+    assert evicted.wait(timeout=30) == ExitCode.UNFINISHED
+    until.touch()
+    ended = nodes.end(leader, member)
+    assert world_sizes(ended) == [3, 2]
+    assert ended.events_of_kind(WorkerFailure) == []
+    assert ended.digest == lab.train_reference(nodes.changes, 3).digest

@@ -1,0 +1,16 @@
+"""A disk without room, for this process."""
+
+import contextlib
+import resource
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Files of this process cannot grow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
