@@ -150,7 +150,7 @@ gpu-session-kit: ## Download what benchmarks/gpu_session.py needs on a machine w
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d build/gpu-session-kit \
 		pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection xxhash \
-		pytest pytest-timeout pluggy iniconfig packaging pygments psutil ruamel.yaml ruamel.yaml.clib nvidia-ml-py \
+		pytest pytest-timeout pluggy iniconfig packaging pygments psutil obstore ruamel.yaml ruamel.yaml.clib nvidia-ml-py \
 		prometheus-client starlette uvicorn anyio idna h11 click typing-extensions liger-kernel==0.8.5
 
 clean: ## Remove what was built; the runs in runs/ and the virtual environment stay.

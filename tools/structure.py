@@ -33,12 +33,13 @@ BUDGETS = {
     "src/phalanx/recipe": 2_600,
     "src/phalanx/run": 3_250,
     "src/phalanx/serve": 2_000,
+    "src/phalanx/storage": 800,
     "src/phalanx/telemetry": 1_450,
     "src/phalanx/train": 21_150,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
-GOALS = {"src/phalanx": 70_000, "fleet/src": 17_400, "tests": 74_000}
+GOALS = {"src/phalanx": 73_500, "fleet/src": 17_400, "tests": 74_000}
 MOST_PARAMETERS = 7
 REASON = re.compile(r"\bThe (many )?(parameters|arguments)\s+(are|replace)\b")
 """How the sentence of a docstring begins that says why a function takes more."""

@@ -101,6 +101,17 @@ class Run:
         return self.path / "checkpoints"
 
     @property
+    def store(self) -> Path:
+        """The file of a local scratch directory that says which URL is the run."""
+        return self.path / "store.json"
+
+    @property
+    def store_url(self) -> str | None:
+        """The URL of a run that is kept in an object store; this directory is then one node's scratch of it."""
+        url = (self.read_json(self.store) or {}).get("url")
+        return url if isinstance(url, str) else None
+
+    @property
     def telemetry(self) -> Path:
         """Directory of the nodes' telemetry: NODE.jsonl of each (`telemetry_minutes`)."""
         return self.path / "telemetry"

@@ -1,0 +1,165 @@
+"""The node-local copies of objects: made once a node, shared by the processes and jobs of a user, evicted by age.
+
+    CACHE/store/<hash of URL, names, sizes and ETags>/
+        files/NAME...     the objects
+        entry.json        written last: URL and the xxh3 of each file
+
+An entry without entry.json was not finished and is made again. A process holds a shared lock on the entries that it
+uses; an entry that is locked is not evicted.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+import xxhash
+
+from phalanx.errors import UsageError
+from phalanx.formatting import format_bytes
+from phalanx.run.cache import CACHE_ADVICE, cache_root
+from phalanx.run.directory import write_json
+from phalanx.run.lock import acquire_lock
+from phalanx.safe_files import read_json
+from phalanx.storage.errors import NotFound
+from phalanx.storage.store import ObjectInfo, open_store
+from phalanx.storage.url import StoreUrl, is_url, parse_url
+
+ENTRY_FILE = "entry.json"
+CACHE_LIMIT_VARIABLE = "PHALANX_STORE_CACHE_GIB"
+"""Environment variable with the size of the cache in GiB; by default half of what is free on its disk."""
+_LOCK_TIMEOUT_S = 86400.0
+_entry_locks: dict[tuple[int, Path], int] = {}
+
+
+def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
+    """A path as it is; of a URL the path of its node-local copy, which is downloaded if it is not there.
+
+    The copy of an object is a file; of a prefix a directory with all objects below it, or those whose names match one
+    of `patterns`. Raises UsageError for what is not there or too large, StoreUnavailable when the store fails.
+    """
+    if not is_url(location):
+        return Path(location)
+    url = parse_url(str(location))
+    if url.scheme == "hf":
+        from phalanx.storage.hub import download_snapshot
+
+        return download_snapshot(url, patterns)
+    return _localize_objects(url, patterns)
+
+
+def _localize_objects(url: StoreUrl, patterns: Sequence[str]) -> Path:
+    objects = find_objects(url, patterns)
+    identity = json.dumps([str(url), objects], sort_keys=True).encode()
+    entry = cache_root() / "store" / xxhash.xxh3_64_hexdigest(identity)
+    path = entry / "files" / (url.name or url.bucket)
+    if _hold(entry) and _is_complete(entry):
+        os.utime(entry / ENTRY_FILE)
+        return path
+    _lock_exclusively(entry, str(url))
+    if not _is_complete(entry):
+        _download(url, objects, entry, path)
+    fcntl.flock(_entry_locks[os.getpid(), entry], fcntl.LOCK_SH)
+    return path
+
+
+def find_objects(url: StoreUrl, patterns: Sequence[str] = ()) -> list[ObjectInfo]:
+    """The objects of a URL: the one with its key, or those below it. Raises UsageError if there are none."""
+    store = open_store(url)
+    if url.scheme in ("http", "https"):  # servers of files do not list them
+        return [store.head(url.key)]
+    objects = store.list_objects(url.key)
+    start = len(url.key) + 1 if url.key else 0
+    if patterns:
+        objects = [each for each in objects if any(fnmatch(each.key[start:], pattern) for pattern in patterns)]
+    if not objects:
+        raise NotFound(f"{url}: no object has this key, and none has a key below it")
+    return objects
+
+
+def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: Path) -> None:
+    needed = sum(each.size for each in objects)
+    _evict(entry.parent, needed, str(url))
+    shutil.rmtree(entry / "files", ignore_errors=True)
+    checksums, store = {}, open_store(url)
+    for each in objects:
+        target = path if each.key == url.key else path / (each.key[len(url.key) + 1 :] if url.key else each.key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store.download(each, target)
+        checksums[str(target.relative_to(entry))] = _checksum(target)
+    write_json(entry / ENTRY_FILE, {"url": str(url), "bytes": needed, "files": checksums})
+
+
+def _is_complete(entry: Path) -> bool:
+    """Whether every file of an entry is what was downloaded. One that a disk damaged is downloaded again."""
+    try:
+        files = read_json(entry / ENTRY_FILE)["files"]
+        return all(_checksum(entry / name) == checksum for name, checksum in files.items())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _checksum(path: Path) -> str:
+    hasher = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _hold(entry: Path) -> bool:
+    """Open an entry's lock and share it until this process ends; whether that was possible at once."""
+    key = (os.getpid(), entry)
+    if key not in _entry_locks:
+        try:
+            entry.mkdir(parents=True, exist_ok=True)
+            _entry_locks[key] = os.open(entry / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(f"{entry}: cannot be written: {error.strerror}; {CACHE_ADVICE}") from None
+    try:
+        fcntl.flock(_entry_locks[key], fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_exclusively(entry: Path, what: str) -> None:
+    fd = _entry_locks[os.getpid(), entry]
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    acquire_lock(fd, _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
+
+
+def _evict(directory: Path, needed: int, what: str) -> None:
+    """Make room: remove the entries that were not used for longest. UsageError if `needed` bytes do not fit."""
+    free = shutil.disk_usage(directory).free
+    entries = sorted(directory.glob(f"*/{ENTRY_FILE}"), key=lambda path: path.stat().st_mtime)
+    sizes = {path.parent: read_json(path)["bytes"] for path in entries}
+    held = sum(sizes.values())
+    given = os.environ.get(CACHE_LIMIT_VARIABLE)
+    limit = float(given) * 2**30 if given else (free + held) / 2
+    for entry, size in sizes.items():
+        if held + needed <= limit:
+            break
+        if _remove_unused(entry):
+            held -= size
+    if held + needed > limit or needed > shutil.disk_usage(directory).free:
+        raise UsageError(
+            f"{what}: its {format_bytes(needed)} do not fit into the cache {directory}, of {format_bytes(int(limit))}, "
+            f"of which {format_bytes(held)} are in use; set {CACHE_LIMIT_VARIABLE} or PHALANX_CACHE_DIR"
+        )
+
+
+def _remove_unused(entry: Path) -> bool:
+    fd = os.open(entry / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (entry / ENTRY_FILE).unlink()
+        shutil.rmtree(entry / "files")
+    except BlockingIOError:  # in use
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,71 @@
+"""What a store answers, as one of Phalanx's errors or as a reason to try again."""
+
+import errno
+import re
+
+from phalanx.errors import DataError, UsageError
+
+_NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
+_WRONG_CREDENTIALS = re.compile(
+    r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|Forbidden|Unauthorized|401|403", re.IGNORECASE
+)
+_EXPIRED = re.compile(r"ExpiredToken|TokenExpired|token (has|is) expired|RequestTimeTooSkewed", re.IGNORECASE)
+_HOST_NOT_FOUND = re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE)
+_REASON = re.compile(r"<Code>(\w+)</Code>|\b(?:status|with) (\d{3} [A-Z][A-Za-z ]+)")
+_SECRETS = re.compile(
+    r"<AWSAccessKeyId>.*?</AWSAccessKeyId>|(Signature|Credential|Token|sig)=[^&\s,\"]+", re.IGNORECASE
+)
+
+
+class NotFound(UsageError):
+    """No object has this key."""
+
+
+class ObjectChanged(DataError):
+    """An object is not what it was when this run began to read it."""
+
+
+class ObjectExists(Exception):
+    """A conditional write found that another writer was first."""
+
+
+class StoreUnavailable(OSError):
+    """A store did not answer, or answered with an error that passes. A storage error: a restart may succeed."""
+
+    def __init__(self, url: str, reason: str):
+        super().__init__(errno.EIO, reason, url)
+
+
+def describe(error: Exception) -> str:
+    """The reason that a store gave, in one short line without any secret."""
+    text = " ".join(_SECRETS.sub("", str(error)).split())
+    if found := _REASON.search(text):
+        return found[1] or found[2]
+    for pattern, reason in (
+        (_HOST_NOT_FOUND, "its host is not found"),
+        (re.compile("[Cc]onnection refused|tcp connect"), "nothing answers there"),
+        (re.compile("timed? ?out", re.IGNORECASE), "no answer in time"),
+    ):
+        if pattern.search(text):
+            return reason
+    return text[:160]
+
+
+def is_expired(error: Exception) -> bool:
+    """Whether credentials were good once: a client that reads them again may have newer ones."""
+    return _EXPIRED.search(str(error)) is not None
+
+
+def refuse(url: str, error: Exception) -> UsageError | None:
+    """The error of the user for what no retry cures; None for what may pass."""
+    text = str(error)
+    if _NO_BUCKET.search(text):
+        return UsageError(f"{url}: the bucket does not exist; check its name and the region or endpoint")
+    if type(error).__name__ in ("UnauthenticatedError", "PermissionDeniedError") or _WRONG_CREDENTIALS.search(text):
+        return UsageError(
+            f"{url}: access is denied ({describe(error)}); check the credentials in the environment or profile, "
+            "and what they may do there"
+        )
+    if type(error).__name__ in ("UnknownConfigurationKeyError", "InvalidPathError", "NotSupportedError"):
+        return UsageError(f"{url}: {describe(error)}")
+    return None

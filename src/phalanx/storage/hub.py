@@ -1,0 +1,80 @@
+"""`hf://`: models and data sets of the Hugging Face hub, by huggingface_hub and its own cache.
+
+`hf://OWNER/NAME[@REVISION][/PATH]` is a model, `hf://datasets/OWNER/NAME[@REVISION][/PATH]` a data set.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.errors import UsageError
+from phalanx.storage.errors import StoreUnavailable
+from phalanx.storage.url import StoreUrl
+
+logger = logging.getLogger(__name__)
+
+
+class HubLocation(NamedTuple):
+    """A repository of the hub, a revision of it, and a path in it ("" for all)."""
+
+    kind: str  # model or dataset
+    repository: str
+    revision: str | None
+    path: str
+
+
+def parse_hub_url(url: StoreUrl) -> HubLocation:
+    """Parse `hf://` by its parts. Raises UsageError for one that names no repository."""
+    parts = [url.bucket, *filter(None, url.key.split("/"))]
+    kind = "model"
+    if parts[0] in ("datasets", "models"):
+        kind = parts.pop(0).removesuffix("s")
+    if len(parts) < 2:
+        raise UsageError(f"{url}: expected hf://OWNER/NAME or hf://datasets/OWNER/NAME, with @REVISION to pin one")
+    name, _, revision = parts[1].partition("@")
+    return HubLocation(kind, f"{parts[0]}/{name}", revision or None, "/".join(parts[2:]))
+
+
+def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
+    """Download a repository, or a path in it, and return its local path. The log says the commit that a revision
+    is at. Raises UsageError for what is not there or gated, StoreUnavailable when the hub does not answer."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError:
+        raise UsageError(f"{url}: needs the `huggingface_hub` package: pip install 'phalanx[huggingface]'") from None
+    where = parse_hub_url(url)
+    allowed = [f"{where.path}/{pattern}" if where.path else pattern for pattern in patterns]
+    if where.path and not patterns:
+        allowed = [where.path, f"{where.path}/*"]
+    try:
+        root = Path(
+            snapshot_download(
+                where.repository, repo_type=where.kind, revision=where.revision, allow_patterns=allowed or None
+            )
+        )
+    except GatedRepoError:
+        raise UsageError(
+            f"{url}: access is gated; accept its terms on the hub, and set HF_TOKEN to a token that may read it"
+        ) from None
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise UsageError(f"{url}: not on the hub ({type(error).__name__}); check the name and revision") from None
+    except LocalEntryNotFoundError:
+        raise UsageError(
+            f"{url}: the hub cannot be reached, and there is no local copy; download it where there is a network, or "
+            "set HF_ENDPOINT to a mirror"
+        ) from None
+    except HfHubHTTPError as error:
+        raise StoreUnavailable(str(url), str(error).splitlines()[0]) from None
+    logger.info("%s: commit %s", url, root.name)
+    path = root / where.path
+    if not path.exists():
+        raise UsageError(f"{url}: the repository has no {where.path}")
+    return path

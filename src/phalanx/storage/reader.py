@@ -1,0 +1,69 @@
+"""Reading an object as a seekable file, with the next range on its way."""
+
+import io
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import BinaryIO
+
+from phalanx.storage.store import RANGE_BYTES, ObjectInfo, Store, open_store
+from phalanx.storage.url import StoreUrl, is_url, parse_url
+
+_RANGES_AHEAD = 2
+
+
+class _RangeReader(io.RawIOBase):
+    """The bytes of one object. Ranges are requested ahead of a reader that goes forward; host memory: four ranges."""
+
+    def __init__(self, store: Store, info: ObjectInfo):
+        self._store, self._info, self._position = store, info, 0
+        self._pool = ThreadPoolExecutor(_RANGES_AHEAD, thread_name_prefix="store-reader")
+        self._ranges: dict[int, Future[memoryview]] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.size}[whence]
+        self._position = max(start + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
+        if self._position >= self._info.size:
+            return 0
+        number, offset = divmod(self._position, RANGE_BYTES)
+        wanted = range(number, number + 1 + _RANGES_AHEAD)
+        for each in wanted:
+            if each not in self._ranges and each * RANGE_BYTES < self._info.size:
+                self._ranges[each] = self._pool.submit(self._fetch, each)
+        for each in [each for each in self._ranges if each not in wanted]:
+            self._ranges.pop(each).cancel()
+        data = self._ranges[number].result()[offset : offset + len(buffer)]
+        memoryview(buffer)[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._ranges.clear()
+        super().close()
+
+    def _fetch(self, number: int) -> memoryview:
+        start = number * RANGE_BYTES
+        return self._store.read_range(self._info.key, start, min(start + RANGE_BYTES, self._info.size), self._info.etag)
+
+
+def open_object(url: StoreUrl, info: ObjectInfo | None = None) -> BinaryIO:
+    """An object as a buffered binary file. `info`: as it was listed; ObjectChanged if it is another by now."""
+    store = open_store(url)
+    return io.BufferedReader(_RangeReader(store, info or store.head(url.key)), 1 << 20)
+
+
+def open_location(location: str) -> BinaryIO:
+    """A file, or the object of a URL, for reading."""
+    return open_object(parse_url(location)) if is_url(location) else open(location, "rb")

@@ -1,0 +1,293 @@
+"""One bucket: reads, writes and lists of its objects, with retries that are counted.
+
+obstore's clients are safe between threads but not across fork, so each process makes its own.
+"""
+
+import configparser
+import contextlib
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from phalanx.errors import UsageError
+from phalanx.storage.errors import (
+    NotFound,
+    ObjectChanged,
+    ObjectExists,
+    StoreUnavailable,
+    describe,
+    is_expired,
+    refuse,
+)
+from phalanx.storage.url import StoreUrl, parse_url
+
+if TYPE_CHECKING:
+    import obstore.store
+
+logger = logging.getLogger(__name__)
+
+RANGE_BYTES = 8 << 20
+"""Bytes of one request of a large read or upload."""
+PARALLEL_REQUESTS = 8
+"""Requests of one transfer at once; with RANGE_BYTES they bound its memory to 64 MiB."""
+FIRST_CONTACT_S = 20.0
+"""Seconds to retry before the first answer of a store: a wrong endpoint should be known before any long work."""
+RETRY_S = 300.0
+"""Seconds to retry once a store has answered before."""
+_REQUEST_TIMEOUT = timedelta(seconds=60)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 15.0
+
+ResultT = TypeVar("ResultT")
+
+
+class ObjectInfo(NamedTuple):
+    """An object as a store lists it. `etag` changes with its content; it is no checksum. `modified`: seconds since
+    1970 by the store's clock."""
+
+    key: str
+    size: int
+    etag: str
+    modified: float
+
+
+@dataclass
+class StoreCounters:
+    """What this process asked of a store. `retries` has the reasons."""
+
+    requests: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    retries: Counter[str] = field(default_factory=Counter)
+
+
+class Store:
+    """The objects of one bucket. Methods are safe between threads. They raise UsageError for what the user can cure,
+    NotFound for a key without an object, and StoreUnavailable, a storage error, when the store does not answer."""
+
+    def __init__(
+        self,
+        url: StoreUrl,
+        make_client: Callable[[StoreUrl], "obstore.store.ObjectStore"],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.url = StoreUrl(url.scheme, url.bucket)
+        self.counters = StoreCounters()
+        self._make_client, self._clock, self._sleep = make_client, clock, sleep
+        self._client = make_client(url)
+        self._answered = False
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size and ETag of an object."""
+        import obstore
+
+        return _info(self._call(key, lambda client: obstore.head(client, key)))
+
+    def list_objects(self, prefix: str) -> list[ObjectInfo]:
+        """Every object below `prefix/`, or the object `prefix` itself; in the order of keys. Empty if there is none."""
+        import obstore
+
+        def fetch(client: "obstore.store.ObjectStore") -> list[Any]:
+            found = [each for chunk in obstore.list(client, prefix or None) for each in chunk]
+            if not found and prefix:
+                with contextlib.suppress(FileNotFoundError):
+                    found = [obstore.head(client, prefix)]
+            return found
+
+        return sorted(map(_info, self._call(prefix, fetch)))
+
+    def list_names(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
+        """The next parts of keys below `prefix/` that others follow, and the objects directly below it."""
+        import obstore
+
+        found = self._call(prefix, lambda client: obstore.list_with_delimiter(client, prefix or None))
+        names = sorted(each.rstrip("/").rpartition("/")[2] for each in found["common_prefixes"])
+        return names, sorted(map(_info, found["objects"]))
+
+    def read(self, key: str) -> bytes:
+        """A small object as a whole."""
+        import obstore
+
+        data: bytes = self._call(key, lambda client: bytes(obstore.get(client, key).bytes()))
+        self.counters.bytes_read += len(data)
+        return data
+
+    def read_range(self, key: str, start: int, stop: int, etag: str = "") -> memoryview:
+        """The bytes [start, stop) of an object; ObjectChanged if it no longer has the ETag."""
+        import obstore
+
+        def fetch(client: "obstore.store.ObjectStore") -> memoryview:
+            options: Any = {"range": (start, stop)} | ({"if_match": etag} if etag else {})
+            data = memoryview(obstore.get(client, key, options=options).bytes())
+            if len(data) != stop - start:
+                raise ConnectionError(f"{len(data)} of {stop - start} bytes arrived")
+            return data
+
+        data = self._call(key, fetch) if stop > start else memoryview(b"")
+        self.counters.bytes_read += len(data)
+        return data
+
+    def read_parallel(self, info: ObjectInfo, put: Callable[[int, memoryview], None]) -> None:
+        """Read an object by several ranges at once; `put` gets each with its offset, from several threads."""
+
+        def fetch(start: int) -> None:
+            put(start, self.read_range(info.key, start, min(start + RANGE_BYTES, info.size), info.etag))
+
+        with ThreadPoolExecutor(PARALLEL_REQUESTS, thread_name_prefix="store") as pool:
+            for done in [pool.submit(fetch, start) for start in range(0, info.size, RANGE_BYTES)]:
+                done.result()
+
+    def download(self, info: ObjectInfo, path: Path) -> None:
+        """Read an object into a new file."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.truncate(fd, info.size)
+            self.read_parallel(info, lambda start, data: _write_at(fd, data, start))
+        finally:
+            os.close(fd)
+
+    def write(self, key: str, data: "bytes | memoryview", if_absent: bool = False) -> None:
+        """Write an object of one request, whole or not at all. `if_absent`: ObjectExists if there is one."""
+        import obstore
+
+        def put(client: "obstore.store.ObjectStore") -> None:
+            obstore.put(client, key, data, mode="create" if if_absent else "overwrite", use_multipart=False)
+
+        self._call(key, put)
+        self.counters.bytes_written += len(data)
+
+    def upload(self, key: str, path: Path) -> None:
+        """Write a file as an object, in parallel parts; it is listed once it is whole."""
+        import obstore
+
+        def put(client: "obstore.store.ObjectStore") -> None:
+            size = path.stat().st_size
+            part = max(RANGE_BYTES, -(-size // 10_000))  # a store takes at most 10,000 parts
+            obstore.put(client, key, path, chunk_size=part, max_concurrency=PARALLEL_REQUESTS)
+
+        self._call(key, put)
+        self.counters.bytes_written += path.stat().st_size
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; what is not there is no error."""
+        import obstore
+
+        with contextlib.suppress(NotFound):
+            if keys:
+                self._call(keys[0], lambda client: obstore.delete(client, list(keys)))
+
+    def _call(self, key: str, request: Callable[["obstore.store.ObjectStore"], ResultT]) -> ResultT:
+        """Make a request, and again with growing pauses as long as its failure may pass."""
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        url, started, pause = str(self.url / key), self._clock(), _FIRST_PAUSE_S
+        while True:
+            self.counters.requests += 1
+            try:
+                result = request(self._client)
+            except FileNotFoundError as error:
+                raise refuse(url, error) or NotFound(f"{url}: there is no such object") from None
+            except AlreadyExistsError:
+                raise ObjectExists(url) from None
+            except PreconditionError:
+                raise ObjectChanged(f"{url}: the object was changed while this run reads it") from None
+            except (BaseError, ConnectionError, TimeoutError, PermissionError) as error:
+                expired, reason = is_expired(error) or self._answered, describe(error)
+                refused = refuse(url, error)
+                if refused is not None and not expired:
+                    raise refused from None
+                if self._clock() - started > (RETRY_S if self._answered else FIRST_CONTACT_S):
+                    raise refused or StoreUnavailable(url, reason) from None
+                if refused is not None or is_expired(error):  # credentials may have been renewed meanwhile
+                    self._client = self._make_client(self.url)
+                self.counters.retries[reason] += 1
+                logger.warning("%s: %s; trying again in %.1f s", url, reason, pause)
+                self._sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                self._answered = True
+                return result
+
+
+_stores: dict[tuple[int, str, str], Store] = {}
+
+
+def open_store(url: StoreUrl | str) -> Store:
+    """The store of a URL, one a bucket and process. No request is made."""
+    url = parse_url(url) if isinstance(url, str) else url
+    key = (os.getpid(), url.scheme, url.bucket)
+    if key not in _stores:
+        _stores[key] = Store(url, make_client)
+    return _stores[key]
+
+
+def all_counters() -> Mapping[str, StoreCounters]:
+    """What this process asked of each bucket."""
+    return {str(store.url): store.counters for (pid, *_), store in _stores.items() if pid == os.getpid()}
+
+
+def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "obstore.store.ObjectStore":
+    """A client with the credentials of the environment, a profile or the machine's role. Its own retries are off."""
+    from obstore import store
+
+    options: Any = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
+    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
+    if url.scheme == "s3":
+        config = _read_profile(environ)
+        endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or config.get("endpoint", "")
+        options["allow_http"] = endpoint.startswith("http://")
+        if not any(environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION")):
+            config.setdefault("region", "us-east-1")
+        given: Any = config
+        return store.S3Store(url.bucket, client_options=options, retry_config=retry, config=given)
+    if url.scheme == "gs":
+        options["allow_http"] = True  # an emulator's; Google's own addresses are https
+        return store.GCSStore(url.bucket, client_options=options, retry_config=retry)
+    if url.scheme == "az":
+        options["allow_http"] = environ.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true")
+        return store.AzureStore(url.bucket, client_options=options, retry_config=retry)
+    if url.scheme in ("http", "https"):
+        options["allow_http"] = url.scheme == "http"
+        return store.HTTPStore.from_url(f"{url.scheme}://{url.bucket}", client_options=options, retry_config=retry)
+    if url.scheme == "file":
+        return store.LocalStore("/")
+    raise UsageError(f"{url}: {url.scheme}:// has no objects that can be read by keys")
+
+
+def _read_profile(environ: Mapping[str, str]) -> dict[str, str]:
+    """Credentials of the profile AWS_PROFILE (`default`) in ~/.aws, where the environment has none."""
+    if environ.get("AWS_ACCESS_KEY_ID"):
+        return {}
+    profile, home = environ.get("AWS_PROFILE") or "default", Path(environ.get("HOME", "/")) / ".aws"
+    files = configparser.ConfigParser(interpolation=None)
+    credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or str(home / "credentials")
+    files.read([environ.get("AWS_CONFIG_FILE") or str(home / "config"), credentials])
+    found = {
+        key: value
+        for section in (f"profile {profile}", profile)
+        if files.has_section(section)
+        for key, value in files.items(section)
+    }
+    if not found and environ.get("AWS_PROFILE"):
+        raise UsageError(f"AWS_PROFILE: there is no profile {profile!r} in {home}; `aws configure` makes one")
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key"}
+    names |= {"aws_session_token": "session_token", "region": "region", "endpoint_url": "endpoint"}
+    return {name: found[key] for key, name in names.items() if key in found}
+
+
+def _info(meta: Any) -> ObjectInfo:
+    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
+
+
+def _write_at(fd: int, data: memoryview, start: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, start)
+        data, start = data[written:], start + written

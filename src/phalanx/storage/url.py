@@ -1,0 +1,74 @@
+"""URLs of objects: parsing them, and telling them from paths."""
+
+import re
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from phalanx.errors import UsageError
+
+SCHEMES = ("s3", "gs", "az", "https", "http", "hf", "file")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_SIGNATURE = re.compile(r"[?&](X-Amz-|X-Goog-|sig=|AWSAccessKeyId=)", re.IGNORECASE)
+_EXAMPLES = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, https://HOST/PATH or hf://OWNER/NAME"
+
+
+def is_url(location: object) -> bool:
+    """Whether a location is a URL and no path: `SCHEME://...`."""
+    return isinstance(location, str) and _URL.match(location) is not None
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """The URL of an object, or of all objects whose keys begin with `key/`. Keys are as stored, not percent-encoded.
+
+    `bucket` is a bucket of S3 or GCS, a container of Azure, or the host of an HTTP server; empty for `file:///PATH`, a
+    directory that is used as a store: without rename, append and locks.
+    """
+
+    scheme: str
+    bucket: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}" if self.key else f"{self.scheme}://{self.bucket}"
+
+    def __truediv__(self, name: str) -> "StoreUrl":
+        return replace(self, key=f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "StoreUrl":
+        """The URL without the last part of its key."""
+        return replace(self, key=self.key.rpartition("/")[0])
+
+
+def parse_url(text: str) -> StoreUrl:
+    """Parse a URL. Raises UsageError for another scheme, no bucket, a key that no store can have, and for credentials
+    in the URL, which would get into recipes and logs."""
+    match = _URL.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text}: not a URL; expected {_EXAMPLES}")
+    scheme, rest = match[1].lower(), match[2]
+    if ("@" in rest.partition("/")[0] and scheme != "hf") or _SIGNATURE.search(text):
+        shown = f"{scheme}://{rest.partition('@')[2] if '@' in rest else rest.partition('?')[0]}"
+        raise UsageError(
+            f"{shown}: the URL holds credentials; remove them, and set them in the environment or a profile, "
+            "such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        )
+    if scheme not in SCHEMES:
+        raise UsageError(f"{text}: no store is known for {scheme}://; expected {_EXAMPLES}")
+    bucket, _, key = rest.partition("/")
+    if not bucket and scheme != "file":
+        raise UsageError(f"{text}: names no bucket; expected {_EXAMPLES}")
+    if scheme in ("http", "https"):
+        parts = urlsplit(text)
+        if parts.query or parts.fragment:
+            raise UsageError(f"{text}: a URL with a query or fragment cannot be read; expected https://HOST/PATH")
+    key = key.strip("/")
+    if any(part in ("", ".", "..") for part in key.split("/")) and key:
+        raise UsageError(f"{text}: the key has an empty part, `.` or `..`; stores do not resolve them")
+    return StoreUrl(scheme, bucket, key)
