@@ -218,7 +218,9 @@ def resolve_run(
     loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
-    data, evaluate = prepare_all_sources(given.data, given.evaluation, folder, report_progress=progress)
+    data, evaluate = prepare_all_sources(
+        given.data, given.evaluation, folder, report_progress=progress, seed=given.seed
+    )
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
@@ -277,7 +279,8 @@ def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
 
 def describe_data(data: RunData, recipe: Recipe) -> str:
     """Describe the training and validation samples of a run in one line."""
-    text = f"{format_plural(data.num_train_samples, 'sample')} an epoch"
+    about = "about " if recipe.data.prepare == "stream" else ""  # it is not all prepared
+    text = f"{about}{format_plural(data.num_train_samples, 'sample')} an epoch"
     if data.padding_fraction is not None:
         text += f", {format_percent(data.padding_fraction)} of their positions padding"
     if recipe.evaluation.every is None:
@@ -286,7 +289,8 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
     text += f"; validation on {format_plural(sum(counts), 'sample')}"
     if len(counts) > 1:
         text += f" ({' + '.join(map(str, counts))} by source)"
-    if recipe.evaluation.source is None and any(counts) and data.info.kind == "tokens" and not recipe.data.packing:
+    shares_documents = recipe.data.packing is None and recipe.data.prepare == "first"
+    if recipe.evaluation.source is None and any(counts) and data.info.kind == "tokens" and shares_documents:
         text += ", cut from documents that are trained on, too"
     return text
 

@@ -1,15 +1,36 @@
 """Where `phalanx train` keeps data that it prepared automatically, and what a model must know of data before."""
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, read_manifest
-from phalanx.data.prepare import prepare_source
-from phalanx.data.prepare_plan import PrepareProgress, ignore_progress, make_prepare_plan
+from phalanx.data.prepare import prepare_source, prepare_stream
+from phalanx.data.prepare_plan import (
+    PreparePlan,
+    PrepareProgress,
+    ignore_progress,
+    make_prepare_plan,
+    read_done_file,
+)
 from phalanx.data.reader import DataInfo
+from phalanx.data.stream import (
+    StreamDescription,
+    check_stream_error,
+    forget_stream_error,
+    is_being_prepared,
+    is_stream,
+    piece_order,
+    report_stream_error,
+)
 from phalanx.data.tokenizers import check_tokenizer, load_tokenizer
+from phalanx.deadline import POLL_INTERVAL_S
+from phalanx.errors import ExitCode, PhalanxError, RecipeError, describe_os_error
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
+from phalanx.run.call_process import CallProcess
 
 
 def prepare_cached(
@@ -18,21 +39,78 @@ def prepare_cached(
     recipe_dir: Path,
     cache_dir: Path | None = None,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
+    order: tuple[float, int] = (0.0, 0),
 ) -> Path:
     """The dataset directory of `source` (paths relative to `recipe_dir`): prepared into the cache, or found there.
 
     It is found again as long as the files that match, their sizes and times, and the tokenizer are the same. Any
     number of processes may ask at once: one prepares, the others wait. A `prepare_one` source is returned as it is.
-    RecipeError where another tokenizer made it.
+    RecipeError where another tokenizer made it. A stream is returned once its preparation has begun; `order` has the
+    share for validation and the seed, by which the pieces are prepared in the order in which they are read.
     """
     if source.prepared is not None:
         check_tokenizer(data, recipe_dir, recipe_dir / source.prepared)
         return recipe_dir / source.prepared
     plan = make_prepare_plan(source, data, recipe_dir)
     dataset_dir = (cache_dir or cache_root()) / "data" / plan.cache_key
+    if data.prepare == "stream":
+        return _start_stream(source, data, recipe_dir, dataset_dir.with_name(f"{dataset_dir.name}.stream"), plan, order)
     if is_dataset(dataset_dir):
         return dataset_dir
     return prepare_source(source, data, recipe_dir, dataset_dir, report_progress=report_progress)
+
+
+_preparing: list[CallProcess] = []
+"""Processes that prepare streams; they end with this one."""
+
+
+def _start_stream(
+    source: DataSource, data: DataConfig, recipe_dir: Path, directory: Path, plan: PreparePlan, order: tuple[float, int]
+) -> Path:
+    """Have a stream prepared in the background, unless it is or another process does so; return its directory once it
+    is described. Raises what the preparation says is wrong by then."""
+    if plan.kind not in ("text", "jsonl", "parquet"):
+        raise RecipeError(f"data.prepare: found stream for {plan.kind}, expected `first`: only text is streamed")
+    validation, training = piece_order(len(plan.pieces), *order, StreamDescription.from_plan(plan).identity)
+    directory.mkdir(parents=True, exist_ok=True)
+    is_finished = all(read_done_file(directory, number) for number in range(len(plan.pieces)))
+    if is_finished and is_dataset(directory):
+        return directory
+    if not is_being_prepared(directory):
+        forget_stream_error(directory)
+        process = CallProcess()
+        payload: dict[str, Any] = {
+            "source": source.model_dump(),
+            "data": data.model_dump(),
+            "directory": str(directory),
+        }
+        payload |= {"recipe_dir": str(recipe_dir.absolute()), "first_pieces": [*validation, *training]}
+        process.send_call(f"{__name__}:prepare_in_background", payload)
+        _preparing.append(process)
+        while not (is_stream(directory) and is_dataset(directory)):
+            check_stream_error(directory)
+            if process.process.poll() is not None:
+                raise PhalanxError(f"{directory}: the process that prepares it was killed", ExitCode.UNFINISHED)
+            time.sleep(POLL_INTERVAL_S)
+    return directory
+
+
+def prepare_in_background(payload: dict[str, Any]) -> None:
+    """Prepare a stream; readers learn of an error by a file."""
+    os.nice(10)  # training goes first
+    directory = Path(payload["directory"])
+    try:
+        prepare_stream(
+            DataSource.model_validate(payload["source"]),
+            DataConfig.model_validate(payload["data"]),
+            Path(payload["recipe_dir"]),
+            directory,
+            payload["first_pieces"],
+        )
+    except PhalanxError as error:
+        report_stream_error(directory, error)
+    except OSError as error:
+        report_stream_error(directory, PhalanxError(describe_os_error(error), ExitCode.UNFINISHED))
 
 
 def prepare_all_sources(
@@ -41,23 +119,27 @@ def prepare_all_sources(
     recipe_dir: Path,
     cache_dir: Path | None = None,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
+    seed: int = 0,
 ) -> tuple[DataConfig, EvaluationConfig]:
     """The same `data` and `evaluation` with every source `prepare_one`, as `open_data` wants them; paths are absolute.
 
     They share one tokenizer: a BPE is trained on the first source and used for all.
     """
-    first, *others = data.source if isinstance(data.source, list) else [data.source]
+    leading, *others = data.source if isinstance(data.source, list) else [data.source]
+
+    order = (0.0 if evaluation.source else evaluation.holdout_fraction, seed)
 
     def prepare_one(source: DataSource, data: DataConfig) -> DataSource:
-        dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress).absolute()
+        dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress, order).absolute()
         return DataSource(prepared=str(dataset_path), weight=source.weight)
 
-    sources = [prepare_one(first, data)]
+    sources = [prepare_one(leading, data)]
     tokenizer_path = Path(sources[0].prepared or "") / TOKENIZER_FILE
     if isinstance(data.tokenizer, BpeTokenizerConfig) and tokenizer_path.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer_path)})
     sources += [prepare_one(source, data) for source in others]
-    validation_source = None if evaluation.source is None else prepare_one(evaluation.source, data)
+    first = data.model_copy(update={"prepare": "first"})
+    validation_source = None if evaluation.source is None else prepare_one(evaluation.source, first)
     return data.model_copy(update={"source": sources}), evaluation.model_copy(update={"source": validation_source})
 
 

@@ -24,6 +24,8 @@ DATASET_FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 28
 """Bytes of a manifest."""
 MANIFEST_FILE = "manifest.json"
+STREAM_FILE = "stream.json"
+"""What a dataset directory has that is, or was, prepared while a run trains on it (`stream.py`)."""
 TOKENIZER_FILE = "tokenizer.json"
 """The tokenizer of a dataset that has one of its own."""
 _SHARD_FILE_REGEX = r"shard-\d{5,}\.(bin|idx)"
@@ -133,6 +135,8 @@ def read_manifest(folder: Path) -> DatasetManifest:
         raise DataError(
             f"{path}: was changed: its contents have the fingerprint {manifest.fingerprint}, but it says {fingerprint}"
         )
+    if not manifest.shards and not (folder / STREAM_FILE).is_file():
+        raise DataError(f"{path}: not a dataset manifest (no shards)")
     try:
         _validate_manifest(manifest)
     except (ValueError, TypeError, AttributeError) as error:
@@ -160,8 +164,6 @@ def _validate_manifest(manifest: DatasetManifest) -> None:
         is_tokenizer_description(manifest.tokenizer, manifest.vocab or 0) if tokens else manifest.tokenizer is None
     ):
         raise ValueError(f"tokenizer {manifest.tokenizer}")
-    if not manifest.shards:
-        raise ValueError("no shards")
     for shard in manifest.shards:
         if not all(re.fullmatch(_SHARD_FILE_REGEX, str(name)) for name in (shard.file, shard.sidecar)):
             raise ValueError(f"files {shard.file!r}, {shard.sidecar!r}")

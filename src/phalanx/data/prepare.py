@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -39,6 +39,7 @@ from phalanx.data.prepare_plan import (
     read_piece_file,
     write_piece_file,
 )
+from phalanx.data.stream import LOCK_FILE, StreamDescription, forget_stream_error
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
 from phalanx.deadline import POLL_INTERVAL_S, Deadline
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, ExitCode, PhalanxError, RecipeError, UsageError
@@ -81,7 +82,7 @@ def prepare_source(
             logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
             if claim is not None:
                 try:
-                    _write_dataset(plan, claim, num_workers or count_free_cores(), reporter)
+                    _write_dataset(plan, claim, num_workers or count_free_cores(), reporter, data.prepare == "stream")
                 except PhalanxError as error:
                     if error.code != ExitCode.UNFINISHED:  # the fix makes another plan, with no use for this work
                         shutil.rmtree(claim.working_dir)
@@ -139,16 +140,41 @@ def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator
             yield _WorkingDir(partial, lock.fileno())
 
 
-def _write_dataset(plan: PreparePlan, working_dir: _WorkingDir, num_workers: int, reporter: ProgressReporter) -> None:
+def prepare_stream(
+    source: DataSource, data: DataConfig, recipe_dir: Path, directory: Path, first_pieces: Sequence[int]
+) -> None:
+    """Prepare `source` in `directory`, in which others read finished shards at once: `first_pieces` of the plan before
+    others. Waits while another process does so."""
+    plan = make_prepare_plan(source, data, recipe_dir)
+    reporter = ProgressReporter(plan.total_bytes, ignore_progress, lambda: 0.0)
+    with open(directory / LOCK_FILE, "w") as lock:
+        acquire_lock(lock.fileno(), inf, "")
+        forget_stream_error(directory)
+        working_dir = _WorkingDir(directory, lock.fileno())
+        _write_dataset(plan, working_dir, count_free_cores(), reporter, True, first_pieces)
+
+
+def _write_dataset(
+    plan: PreparePlan,
+    working_dir: _WorkingDir,
+    num_workers: int,
+    reporter: ProgressReporter,
+    is_stream: bool = False,
+    first_pieces: Sequence[int] = (),
+) -> None:
     """Write everything that a plan asks for and that is not there yet."""
     folder = working_dir.working_dir
     for file in plan.files:
         check_file_format(file.path, plan.kind)
     _discard_other_plan(plan.cache_key, folder)
     _write_tokenizer(plan, folder, reporter)
+    if is_stream and not is_dataset(folder):
+        StreamDescription.from_plan(plan).write(folder)
+        _build_manifest(plan, (), folder).write(folder)
     job = PrepareJob.from_plan(plan, folder)
     pending: dict[int, PreparePiece] = {}
-    for number, piece in enumerate(plan.pieces):
+    for number in dict.fromkeys([*first_pieces, *range(len(plan.pieces))]):
+        piece = plan.pieces[number]
         if (done := read_done_file(folder, number)) is None:
             pending[number] = piece
         else:

@@ -31,6 +31,7 @@ from phalanx.data.order import (
 )
 from phalanx.data.packing import PackedWindows, list_documents, pack_documents
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
+from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
 from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
 
@@ -41,6 +42,7 @@ the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int
 IGNORE_INDEX = -100
 PADDING_TOKEN = 0  # any would do: it is no target, and no earlier token attends to it
 _LOCATED_SAMPLES = 1 << 13  # samples that are located at once: enough to amortize numpy's cost per call
+_LOCATED_STREAM_SAMPLES = 1 << 8  # of a stream, of which these must have been prepared
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class PreparedDataset:
     def __init__(self, folder: Path, seq_len: int):
         self.folder = folder
         self.manifest = manifest = read_manifest(folder)
+        self.fingerprint = manifest.fingerprint
         for entry in manifest.shards:
             check_shard_size(folder, entry)
         tokens = manifest.kind == "tokens"
@@ -121,6 +124,10 @@ class PackedDataset(PreparedDataset):
         return self._windows.num_tokens[sample]
 
 
+AnyDataset = PreparedDataset | StreamedDataset
+AnyOrder = ShuffleOrder | StreamOrder
+
+
 class Mixture(Protocol):
     """Which source has the sample of a number."""
 
@@ -146,13 +153,15 @@ class SampleReader:
 
     def __init__(
         self,
-        datasets: Sequence[PreparedDataset],
-        orders: Sequence[ShuffleOrder],
+        datasets: Sequence[AnyDataset],
+        orders: Sequence[AnyOrder],
         mixture: Mixture,
         is_validation: bool,
     ):
         self._datasets, self._orders, self._mixture = datasets, orders, mixture
         self._is_validation = is_validation
+        is_streamed = any(isinstance(dataset, StreamedDataset) for dataset in datasets)
+        self._block_size = _LOCATED_STREAM_SAMPLES if is_streamed else _LOCATED_SAMPLES
         self._located = _LocatedSamples(-1, [], [])
         self._tokens_before = (-1, np.zeros(0, np.int64))
         self.num_samples_by_source = [
@@ -188,17 +197,17 @@ class SampleReader:
         """Tokens of those samples that are no padding. Reads nothing."""
         total = 0
         for sample_number in range(
-            first_sample // _LOCATED_SAMPLES * _LOCATED_SAMPLES, first_sample + count, _LOCATED_SAMPLES
+            first_sample // self._block_size * self._block_size, first_sample + count, self._block_size
         ):
             first, before = self._tokens_before
             if first != sample_number:
-                tokens = np.zeros(_LOCATED_SAMPLES, np.int64)
+                tokens = np.zeros(self._block_size, np.int64)
                 for dataset, own, sample in self._find_samples(sample_number):
                     tokens[own] = dataset.count_tokens(sample)
                 before = np.concatenate([[0], np.cumsum(tokens)])
                 self._tokens_before = sample_number, before
             start, stop = np.clip(
-                (first_sample - sample_number, first_sample + count - sample_number), 0, _LOCATED_SAMPLES
+                (first_sample - sample_number, first_sample + count - sample_number), 0, self._block_size
             )
             total += int(before[stop] - before[start])
         return total
@@ -208,10 +217,10 @@ class SampleReader:
         locations: list[SampleRanges] = []
         while len(locations) < count:
             sample_number = first_sample + len(locations)
-            block = self._locate_block(sample_number // _LOCATED_SAMPLES * _LOCATED_SAMPLES)
+            block = self._locate_block(sample_number // self._block_size * self._block_size)
             part = slice(
                 sample_number - block.first_sample,
-                min(sample_number - block.first_sample + count - len(locations), _LOCATED_SAMPLES),
+                min(sample_number - block.first_sample + count - len(locations), self._block_size),
             )
             locations += [
                 [(self._datasets[source].open_shard(shard), start, stop) for shard, start, stop in ranges]
@@ -222,17 +231,17 @@ class SampleReader:
     def _locate_block(self, first: int) -> _LocatedSamples:
         located = self._located  # replaced as a whole, so that two threads may read at once
         if located.first_sample != first:
-            located = _LocatedSamples(first, [0] * _LOCATED_SAMPLES, [()] * _LOCATED_SAMPLES)
+            located = _LocatedSamples(first, [0] * self._block_size, [()] * self._block_size)
             for number, (dataset, own, sample) in enumerate(self._find_samples(first)):
                 for place, ranges in zip(own.tolist(), dataset.locate(sample), strict=True):
                     located.source[place], located.ranges[place] = number, ranges
             self._located = located
         return located
 
-    def _find_samples(self, first: int) -> Iterator[tuple[PreparedDataset, Int64Array, Int64Array]]:
+    def _find_samples(self, first: int) -> Iterator[tuple[AnyDataset, Int64Array, Int64Array]]:
         """For each dataset, which of the samples first .. first + 8191 are its, and their numbers in it. A validation
         set ends before."""
-        number = np.arange(first, first + _LOCATED_SAMPLES)
+        number = np.arange(first, first + self._block_size)
         source, index = self._mixture.locate(number[: self.num_samples - first] if self._is_validation else number)
         for source_index, (dataset, order) in enumerate(zip(self._datasets, self._orders, strict=True)):
             own = np.flatnonzero(source == source_index)
@@ -336,8 +345,8 @@ def _document_start_mask(located: list[SampleRanges], length: int) -> npt.NDArra
 class _Source:
     """A source's samples to train on and to validate on, each with its order."""
 
-    train: tuple[PreparedDataset, ShuffleOrder]
-    validation: tuple[PreparedDataset, ShuffleOrder]
+    train: tuple[AnyDataset, AnyOrder]
+    validation: tuple[AnyDataset, AnyOrder]
     weight: float
     padding_fraction: float | None = None
 
@@ -371,7 +380,7 @@ def open_data(
         _common_info([*datasets, scored[0].validation[0]], data.seq_len, has_validation=True)
     sizes = [source.num_validation for source in scored]
     fingerprint_inputs: dict[str, Any] = {
-        "datasets": [dataset.manifest.fingerprint for dataset in datasets],
+        "datasets": [dataset.fingerprint for dataset in datasets],
         "mixture": reduce_weights(weights),
         "held": [source.num_validation for source in sources],
         "sequence": info.seq_len,
@@ -379,6 +388,8 @@ def open_data(
     }
     if len(sources) > 1:
         fingerprint_inputs["order"] = 2  # the second way to mix sources
+    if data.prepare == "stream":
+        fingerprint_inputs["stream_window"] = data.stream_window
     if data.packing is not None:
         fingerprint_inputs["packing"] = data.packing
     shares = [source.weight * source.padding_fraction for source in sources if source.padding_fraction is not None]
@@ -409,6 +420,10 @@ def _open_source(
         kind = next(kind for kind in data_schema.SOURCE_KINDS if getattr(source, kind) is not None)
         raise RecipeError(f"{key}: found {kind}, expected `prepared`: a run's resolved.yaml names prepared directories")
     folder = Path(source.prepared)
+    if data.prepare == "stream" and key == "data.source" and is_stream(folder):
+        stream = StreamedDataset(folder, data.seq_len)
+        window_order = StreamOrder(stream, data.stream_window, holdout_fraction, seed)
+        return _Source((stream, window_order), (StreamedDataset(folder, data.seq_len), window_order), source.weight)
     dataset = PreparedDataset(folder, data.seq_len)
     if data.packing == "whole" and dataset.manifest.kind == "tokens":
         return _open_packed(dataset, data.seq_len, holdout_fraction, seed, source.weight)
@@ -458,7 +473,7 @@ def _mixing_requirements(manifest: DatasetManifest) -> dict[str, Any]:
     }
 
 
-def _common_info(datasets: Sequence[PreparedDataset], seq_len: int, has_validation: bool = False) -> DataInfo:
+def _common_info(datasets: Sequence[AnyDataset], seq_len: int, has_validation: bool = False) -> DataInfo:
     """The facts that all datasets share; RecipeError when one is of another kind. `has_validation`: the last of them is
     that of `evaluation.source`."""
     first = datasets[0].manifest

@@ -89,6 +89,18 @@ class DataConfig(ConfigModel):
     document is cut only if it is longer than `seq_len`, and the rest of a sample is padded; validation shares no
     document with training."""
 
+    prepare: Literal["first", "stream"] = "first"
+    """When data are prepared: before the first step, or while training runs. A stream starts once its first window is
+    prepared, and shuffles within windows."""
+    stream_window: Count = 8
+    """Pieces of a stream (4 to 256 MiB of source files each) that are shuffled together."""
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.prepare == "stream" and self.packing is not None:
+            raise ValueError("packing needs all documents at once; expected prepare: first")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _drop_retired_key(cls, values: Any) -> Any:

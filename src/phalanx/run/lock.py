@@ -71,6 +71,18 @@ def acquire_lock(fd: int, timeout_s: float, what: str = "", report: Callable[[st
         raise LocksUnsupportedError(f"{where}: the file system has no locks ({error.strerror})") from None
 
 
+def is_locked(path: os.PathLike[str]) -> bool:
+    """Whether a process holds the lock of a file; a file that is not there has none."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not acquire_lock(fd, 0.0, "")
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def lock_on_this_machine(fd: int, timeout_s: float, what: str = "") -> Iterator[bool]:
     """Yield whether this process became, within `timeout_s` seconds, the only one of this machine in such a block for

@@ -38,7 +38,7 @@ _entry_locks: dict[tuple[int, Path], int] = {}
 def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
     """A path as it is; of a URL the path of its node-local copy, which is downloaded if it is not there.
 
-    The copy of an object is a file; of a prefix a directory with all objects below it, or those whose names match one
+    The copy of an object is a file; of a prefix a directory with all objects below it, or those that match one
     of `patterns`. Raises UsageError for what is not there or too large, StoreUnavailable when the store fails.
     """
     if not is_url(location):
@@ -133,7 +133,7 @@ def _lock_exclusively(entry: Path, what: str) -> None:
 
 
 def _evict(directory: Path, needed: int, what: str) -> None:
-    """Make room: remove the entries that were not used for longest. UsageError if `needed` bytes do not fit."""
+    """Free space: remove the entries that were not used for longest. UsageError if `needed` bytes do not fit."""
     free = shutil.disk_usage(directory).free
     entries = sorted(directory.glob(f"*/{ENTRY_FILE}"), key=lambda path: path.stat().st_mtime)
     sizes = {path.parent: read_json(path)["bytes"] for path in entries}

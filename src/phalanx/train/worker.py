@@ -206,10 +206,11 @@ def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> Reso
     where the nodes do not share it."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
     all_sources = [*sources, *([recipe.evaluation.source] if recipe.evaluation.source else [])]
-    if all(is_dataset(folder / source.prepared) for source in all_sources if source.prepared is not None):
+    is_here = all(is_dataset(folder / source.prepared) for source in all_sources if source.prepared is not None)
+    if is_here and recipe.data.prepare == "first":
         return recipe
     given_recipe = load_recipe(run.recipe).recipe
-    data, evaluate = prepare_all_sources(given_recipe.data, given_recipe.evaluation, folder)
+    data, evaluate = prepare_all_sources(given_recipe.data, given_recipe.evaluation, folder, seed=given_recipe.seed)
     return recipe.model_copy(update={"data": data, "evaluation": evaluate})
 
 

@@ -1,0 +1,40 @@
+"""Training on a source that is prepared meanwhile: the samples and the digest are those of the prepared source."""
+
+import random
+
+import pytest
+
+from phalanx.errors import ExitCode
+from train_harness import TrainHarness, Values, plan_fault
+
+STREAM: Values = {
+    "data": {"source": {"text": "stream-*.txt"}, "prepare": "stream", "stream_window": 2},
+    "evaluation": {"every": 6, "max_samples": 6},
+    "determinism": "elastic",
+}
+
+
+@pytest.fixture(scope="module")
+def streamed(lab: TrainHarness) -> TrainHarness:
+    """Files of five pieces."""
+    for number in range(5):
+        letters = random.Random(number).choices("abcdefgh \n", k=4_500_000)
+        (lab.folder / f"stream-{number}.txt").write_text("".join(letters))
+    return lab
+
+
+def test_a_killed_stream_ends_on_another_world_in_the_digest_of_the_finished_source(streamed: TrainHarness) -> None:
+    killed = streamed.train(STREAM, 2, faults=[plan_fault(7)])
+    assert streamed.train(STREAM, 1).digest == killed.digest
+
+
+def test_a_source_that_cannot_be_read_ends_the_run_with_its_reason(streamed: TrainHarness) -> None:
+    for number in range(3):
+        line = '{"text": "' + "abcdefgh " * 400_000 + '"}\n'
+        (streamed.folder / f"broken-{number}.jsonl").write_text(line + ("not JSON\n" if number == 1 else ""))
+    data = {"source": {"text": None, "jsonl": "broken-*.jsonl"}, "prepare": "stream", "stream_window": 2}
+    recipe = streamed.recipe_file({**STREAM, "data": data})
+    ended = streamed.command("train", recipe, "--run", streamed.new_run().path)
+    assert ended.returncode == ExitCode.DATA, ended.stderr
+    assert "broken-1.jsonl" in ended.stderr
+    assert "Traceback" not in ended.stderr
