@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ExitCode
-from phalanx.run.event_types import AttemptStarted, InMemoryRestored, WorkerFailure
+from phalanx.run.event_types import AttemptStarted, InMemoryRestored, StepDone, WorkerFailure
 from run_nodes import Nodes, make_nodes
 from train_harness import HarnessRun, TrainHarness, count_steps, plan_fault, wait_until, write_faults
 
@@ -140,3 +140,51 @@ def test_a_node_that_is_asked_to_go_leaves_after_a_save_and_the_others_train_on(
     assert world_sizes(ended) == [3, 2]
     assert ended.events_of_kind(WorkerFailure) == []
     assert ended.digest == lab.train_reference(nodes.changes, 3).digest
+
+
+def test_a_leading_node_that_is_asked_to_go_hands_over_after_a_save(
+    lab: TrainHarness, nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.changes = {**ELASTIC, "steps": 40}
+    until = tmp_path / "gone"
+    write_faults(nodes.run, [plan_fault(1, "slow", attempt=0, delay=0.2, until=str(until))])
+    evicted, *members = (nodes.start(node) for node in range(3))
+    wait_until(lambda: count_steps(nodes.run) >= 3, 60)
+    evicted.send_signal(signal.SIGTERM)
+    assert evicted.wait(timeout=30) == ExitCode.UNFINISHED
+    until.touch()
+    said = [process.communicate(timeout=60)[1] for process in members]
+    assert [process.returncode for process in members] == [0, 0], said
+    assert sum("this node leads the run now" in text for text in said) == 1
+    ended = HarnessRun(nodes.run, 0, None)
+    assert world_sizes(ended) == [3, 2]
+    assert [event.step for event in ended.events_of_kind(StepDone)] == list(range(1, 41))
+    assert ended.events_of_kind(WorkerFailure) == []
+    assert ended.digest == lab.train_reference(nodes.changes, 3).digest
+
+
+@pytest.mark.parametrize("event", ["saving a checkpoint", "this node leaves"])
+def test_all_nodes_leave_when_all_are_asked_to_go(nodes: Nodes, event: str) -> None:
+    """The other nodes are asked while the leader saves, or when it hands over."""
+    nodes.changes = {"steps": 10_000}
+    write_faults(nodes.run, [plan_fault(1, "slow", attempt=None, delay=0.2)])
+    leader, *members = (nodes.start(node) for node in range(3))
+    wait_until(lambda: count_steps(nodes.run) >= 3, 60)
+    leader.send_signal(signal.SIGTERM)
+    wait_until(lambda: event in nodes.run.events.read_text())
+    for member in members:
+        member.send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=30)[1] for process in (leader, *members)]
+    assert [process.returncode for process in (leader, *members)] == [ExitCode.UNFINISHED] * 3, said
+    if event == "saving a checkpoint":  # else another node may begin to lead before it is asked to go
+        assert world_sizes(HarnessRun(nodes.run, ExitCode.UNFINISHED, None)) == [3]
+
+
+def test_all_nodes_leave_when_too_few_are_left_without_the_leading_one(nodes: Nodes) -> None:
+    nodes.changes, nodes.num_nodes = {"steps": 10_000}, "2:3"
+    write_faults(nodes.run, [plan_fault(1, "slow", attempt=None, delay=0.2)])
+    leader, member = (nodes.start(node, PHALANX_NUM_EXPECTED_NODES="2") for node in range(2))
+    wait_until(lambda: count_steps(nodes.run) >= 3, 60)
+    leader.send_signal(signal.SIGTERM)
+    ended = nodes.end(leader, member)
+    assert (ended.code, world_sizes(ended)) == (ExitCode.UNFINISHED, [2])

@@ -112,7 +112,10 @@ def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_e
         count_workers(loaded, nproc_per_node, node_env)
         node_agent = NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node, run=run)
         with node_agent, record_telemetry(run, lambda: find_local_gpu_ids(nproc_per_node)):
-            return node_agent.serve()
+            ended = node_agent.serve()
+        if isinstance(ended, Takeover) and node_agent.signals.received:
+            raise KeyboardInterrupt  # asked to leave while it took over
+        return ended
     except PhalanxError as error:
         with contextlib.suppress(UsageError):  # without a token no connection can be made
             report_departure(node_env, load_token(), error)

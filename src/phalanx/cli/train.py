@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,8 @@ def train(
         return train_as_worker(arguments, sys.stderr)
     node_env = NodeEnv.from_environment(os.environ)
     if node_env.node_rank or is_led_by_another(arguments, node_env):
+        # While a node that takes over has no agent, SIGTERM cleans up like Ctrl-C: it ends with 75.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         ended = run_node_agent(arguments, dry_run, sys.stderr, node_env)
         if isinstance(ended, ExitCode):
             return int(ended)

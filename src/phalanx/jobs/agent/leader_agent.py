@@ -145,9 +145,14 @@ class LeaderAgent(LeaderState):
     def supervise(self, world_size: int, command: Command, first_attempt: int) -> RunOutcome:
         """Run attempts until one ends the run, or `max_restarts` in a row saved nothing new."""
         try:
-            return self._supervise(world_size, command, first_attempt)
+            outcome = self._supervise(world_size, command, first_attempt)
         except StopRequestedError as error:
-            return RunOutcome(error.code, None, str(error))
+            outcome = RunOutcome(error.code, None, str(error))
+        if self.stopping and outcome.code is ExitCode.UNFINISHED:
+            self.hand_over()
+            if self.node_group.hands_over:
+                self.warn("this node leaves; the run continues on the other nodes")
+        return outcome
 
     def _supervise(self, world_size: int, command: Command, first_attempt: int) -> RunOutcome:
         try:

@@ -78,6 +78,7 @@ class LeaderState:
         self.stopping = False
         self.stopping_since = 0.0  # when the first stop request arrived
         self.force_stop = False  # a second stop request arrived
+        self._stops_run = False  # a stop request concerns all nodes: any but SIGTERM to this agent, as of an eviction
         self.signals = SignalQueue()
         self._last_sigterm_at: float | None = None
         self.rendezvous_ids = itertools.count(1)  # of no two attempts the same
@@ -132,6 +133,7 @@ class LeaderState:
             )
             if number == signal.SIGTERM:
                 self._last_sigterm_at = now
+            self._stops_run |= number != signal.SIGTERM
             self._num_stop_requests += number != signal.SIGUSR1 and not is_repeat
             if not self.stopping:
                 self.stopping, self.stopping_since = True, now
@@ -161,8 +163,8 @@ class LeaderState:
         return num_present if self.world_divider is None else self.world_divider.find_num_nodes(num_present)
 
     def hand_over(self) -> None:
-        """Have another node lead when this one leaves, unless the run was asked to stop."""
-        if not self.stopping:
+        """Have another node lead when this one leaves, unless all nodes were asked to stop."""
+        if not self._stops_run:
             self.node_group.hand_over()
 
     def list_departure_reasons(self) -> list[str]:

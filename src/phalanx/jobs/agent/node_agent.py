@@ -113,6 +113,7 @@ class NodeAgent:
         self.node_env, self.leader_address, self.token = node_env, node_env.leader_address, token
         self.out, self.environment, self.clock = out, environment, clock
         self.signals = SignalQueue()
+        self._num_forwarded = 0  # of its signals
         self._ranks: list[int] = []  # of the workers of this attempt, by local rank
         self._live_ranks: set[int] = set()
         self._exit_deadline = 0.0  # when missing exit reports are overdue
@@ -226,7 +227,7 @@ class NodeAgent:
     def _take_over(self) -> bool:
         """Lead the run if its leader is lost. Returns whether this node leads. One that has just taken over has
         LEADER_START_TIMEOUT_S to listen."""
-        if self._elastic_run is None or self._own_address is None or self._leader is None:
+        if self._elastic_run is None or self._own_address is None or self._leader is None or self.signals.received:
             return False
         is_new = self._leader != self._last_leader
         if not is_new or self.clock() - self._leader_seen_at > LEADER_START_TIMEOUT_S:
@@ -339,10 +340,11 @@ class NodeAgent:
 
     def _forward_signals(self, connection: AuthConnection) -> None:
         """Forward a stop request to the leader: it stops the whole run. SIGTERM, as of an eviction, only concerns this
-        node where the others can train on."""
-        if self.signals.received:
+        node where the others can train on. The signals stay in the queue: this node leaves, also if the leader is lost
+        before it can answer."""
+        if len(self.signals.received) > self._num_forwarded:
+            self._num_forwarded = len(self.signals.received)
             is_machine_leaving = self._elastic_run is not None and set(self.signals.received) == {signal.SIGTERM}
-            self.signals.received.clear()
             connection.send(StopRequested(only_this_node=is_machine_leaving))
 
     def _kill_workers(self, local_node: LocalNode, is_lost: Callable[[], bool]) -> bool:

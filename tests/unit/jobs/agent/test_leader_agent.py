@@ -754,6 +754,32 @@ def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Lea
     assert sent_signals(stage) == [signal.SIGTERM, signal.SIGKILL]
 
 
+@pytest.mark.parametrize(
+    ("signals", "min_nodes", "hands_over"),
+    [
+        ([signal.SIGTERM], 1, True),
+        ([signal.SIGTERM, signal.SIGTERM], 1, True),
+        ([signal.SIGTERM], 2, False),
+        ([signal.SIGINT], 1, False),
+        ([signal.SIGTERM, signal.SIGUSR1], 1, False),  # as of another node's request to stop the run
+    ],
+)
+def test_only_a_sigterm_to_the_leader_itself_makes_another_node_lead(
+    agent: LeaderAgent,
+    stage: Stage,
+    signals: list[int],
+    min_nodes: int,
+    hands_over: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second_node(agent, stage).send = lambda *_: None  # type: ignore[method-assign]
+    agent.node_group.min_nodes = min_nodes
+    agent.signals.received += signals
+    agent.handle_signals()
+    outcome, _ = supervise(agent, [attempt({0: 75, 1: 75})], monkeypatch)
+    assert (outcome.code, agent.node_group.hands_over) == (ExitCode.UNFINISHED, hands_over)
+
+
 # --- hangs ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Which nodes a run has, who may be one of them, and which workers each gets."""
 
 import io
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +27,12 @@ from phalanx.jobs.agent.node_group import (
     make_hello,
     words_of,
 )
+from phalanx.run import Run
 from phalanx.run.authentication import derive_store_key
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.event_types import StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
+from phalanx.run.leader_address import write_leader_address
 from phalanx.run.messages import Message, make_socket_pair, receive, send
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.process_messages import (
@@ -40,6 +43,7 @@ from phalanx.run.process_messages import (
     Ping,
     SendSignal,
     StartStore,
+    StopRequested,
     WorkerExited,
 )
 
@@ -333,6 +337,26 @@ def test_a_node_leaves_as_its_leader_says(
     assert out.getvalue() == printed
     ends[0].close()
     assert receive(ends[1]) == (None if code is None else [SendSignal(signal=9)])
+
+
+def test_a_node_that_was_asked_to_go_does_not_lead_where_its_leader_is_lost(here: LocalNode, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with ControlServer(("127.0.0.1", 0), TOKEN) as door:
+        address = (door.address, door.port)
+        write_leader_address(run, address, 0)
+        wire = connect_to_leader(address, TOKEN)
+        wire.send(make_hello(1, 3))
+        leader, _ = door.joins.get(timeout=5)
+        member = NodeAgent(NodeEnv(1, 3, address, min_nodes=1), TOKEN, io.StringIO(), {}, run=run)
+        with member:
+            member.signals.received.append(signal.SIGTERM)
+            member._forward_signals(wire)
+            assert leader.receive() == [StopRequested(only_this_node=True)]
+            leader.close()
+            assert member._serve_connection(wire, here, lambda: False) is None
+            assert member._connect_to_leader(time.monotonic() + 60) is None
+            assert not member._take_over()
+        wire.close()
 
 
 def test_the_key_of_an_attempt_is_made_on_each_node_and_never_travels(ends: list[socket.socket]) -> None:
