@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 
 import ceph_cluster as helper
 from ceph_cluster import CEPH_MISSING, CephCluster, GatewayRequest, ceph_cluster
 
-obstore = pytest.importorskip("obstore")
 if CEPH_MISSING is not None:
     pytest.skip(CEPH_MISSING, allow_module_level=True)
 

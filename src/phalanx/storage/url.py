@@ -57,7 +57,7 @@ def parse_url(text: str) -> StoreUrl:
         shown = f"{scheme}://{rest.partition('@')[2] if '@' in rest else rest.partition('?')[0]}"
         raise UsageError(
             f"{shown}: the URL holds credentials; remove them, and set them in the environment or a profile, "
-            "such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            "such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if scheme not in SCHEMES:
         raise UsageError(f"{text}: no store is known for {scheme}://; expected {_EXAMPLES}")
