@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,15 +13,17 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import faults
 import phalanx
 from chromium import Page
 from fake_nodes import add_minute
 from make_run import T0, Maker, healthy, troubled
 from phalanx.app.job_handle import JobHandle
 from phalanx.jobs.spec import JobState
-from phalanx.run import read_events
+from phalanx.run import Run, read_events
 from phalanx.run.event_types import StepDone, WorkerStarted
 from serve_process import TIMEOUT_S, ServeProcess, find_violations, wait_until
+from train_harness import plan_fault, write_faults
 
 RECIPE = """\
 name: small
@@ -32,7 +35,8 @@ steps: 1000000
 precision: fp32
 compile: false
 num_threads: 1
-checkpoint: {every: 200}
+checkpoint: {every: 10}
+callbacks: ["faults:Faults"]
 """
 TOKEN = "a-token-for-the-test"
 CHART_POINTS = "drawnCharts[0]?.plot.data[0].length ?? 0"
@@ -63,6 +67,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHandle]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("a few words of no meaning. " * 200)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    shutil.copy(faults.__file__, tmp_path)
+    # steps without a pause would keep a core busy with nothing that the pages show
+    write_faults(Run(tmp_path / "runs" / "small"), [plan_fault(1, "slow", delay=0.05, attempt=None)])
     job = phalanx.submit(tmp_path / "recipe.yaml")
     yield job
     job.cancel()
@@ -222,7 +229,8 @@ def test_a_run_is_shown_over_time_with_its_nodes_and_its_log_while_it_is_renewed
     (maker.path / "telemetry").mkdir()
     (maker.path / "logs").mkdir()
     add_minute(maker.path, "node-1", T0, watts=123.0)
-    wait_until(lambda: "alive" in (page.visit(f"{serve.base}/"), text_of(page, "#runs"))[1])
+    page.visit(f"{serve.base}/")
+    wait_until(lambda: "alive" in text_of(page, "#runs"))
     open_run(page, serve, "alive")
     assert text_of(page, ".axis [aria-current]") == "step"
     page.evaluate("[...document.querySelectorAll('.axis a')].find((link) => link.innerText === 'time').click()")
