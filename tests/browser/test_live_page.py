@@ -76,12 +76,26 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHandle]:
     job.wait(timeout_s=TIMEOUT_S)
 
 
+def make_runs(folder: Path) -> Path:
+    for number, name in enumerate(("first", "second")):
+        healthy(folder / name, seed=number)
+    troubled(folder / "troubled")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """A server for tests that only look at its pages."""
+    folder = tmp_path_factory.mktemp("shared")
+    state = {"PHALANX_STATE_DIR": str(folder / "state"), "PHALANX_CACHE_DIR": str(folder / "cache")}
+    server = ServeProcess(str(make_runs(folder / "runs")), **state)
+    yield server
+    assert server.end() == (0, "")
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    for number, name in enumerate(("first", "second")):
-        healthy(tmp_path / "runs" / name, seed=number)
-    troubled(tmp_path / "runs" / "troubled")
-    return tmp_path / "runs"
+    return make_runs(tmp_path / "runs")
 
 
 @pytest.fixture
@@ -146,8 +160,8 @@ def test_a_job_is_watched_through_a_fault_and_cancelled_with_the_token_only(page
         server.end()
 
 
-def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: ServeProcess) -> None:
-    open_run(page, serve, "troubled")
+def test_no_page_has_a_serious_finding_of_accessibility(page: Page, shared_serve: ServeProcess) -> None:
+    open_run(page, shared_serve, "troubled")
     run_page = page.evaluate("location.pathname")
     ids = [wait_until(lambda: page.evaluate("location.pathname.split('/').pop()"))] * 2
     for path in (
@@ -158,27 +172,27 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
         f"/compare?run={ids[0]}&run={ids[1]}",
         "/nothing",
     ):
-        page.visit(f"{serve.base}{path}")
+        page.visit(f"{shared_serve.base}{path}")
         assert find_violations(page) == [], path
 
 
-def test_no_page_is_wider_than_a_phone_of_400_pixels(page: Page, serve: ServeProcess, tmp_path: Path) -> None:
+def test_no_page_is_wider_than_a_phone_of_400_pixels(page: Page, shared_serve: ServeProcess, tmp_path: Path) -> None:
     page.resize(400, 800)
-    open_run(page, serve, "troubled")
+    open_run(page, shared_serve, "troubled")
     run_page = page.evaluate("location.pathname")
     for name, path in {"run": run_page, "runs": "/", "jobs": "/jobs", "logs": f"{run_page}/logs"}.items():
-        page.visit(f"{serve.base}{path}")
+        page.visit(f"{shared_serve.base}{path}")
         (tmp_path / f"{name}-400.png").write_bytes(page.picture())
         widths = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert widths == [400, 400], path
     page.resize(1100, 900)
 
 
-def test_dark_colors_change_the_background(page: Page, serve: ServeProcess, tmp_path: Path) -> None:
-    open_run(page, serve, "troubled")
+def test_dark_colors_change_the_background(page: Page, shared_serve: ServeProcess, tmp_path: Path) -> None:
+    open_run(page, shared_serve, "troubled")
     run_page = page.evaluate("location.pathname")
     for name, path in {"run": run_page, "runs": "/"}.items():
-        page.visit(f"{serve.base}{path}")
+        page.visit(f"{shared_serve.base}{path}")
         corners = []
         for scheme in ("light", "dark"):
             page.prefer_colors(scheme)
@@ -190,8 +204,8 @@ def test_dark_colors_change_the_background(page: Page, serve: ServeProcess, tmp_
     page.prefer_colors("light")
 
 
-def test_the_pages_are_in_reach_of_the_keyboard(page: Page, serve: ServeProcess) -> None:
-    page.visit(f"{serve.base}/")
+def test_the_pages_are_in_reach_of_the_keyboard(page: Page, shared_serve: ServeProcess) -> None:
+    page.visit(f"{shared_serve.base}/")
     for _ in range(3):
         press(page, "Tab", 9)
     assert page.evaluate("document.activeElement.innerText") == "Jobs"
@@ -297,8 +311,8 @@ def test_a_hostile_run_directory_is_shown_and_nothing_of_it_runs(page: Page, tmp
         server.end()
 
 
-def test_a_second_server_on_a_port_says_so(serve: ServeProcess) -> None:
-    port = serve.base.rpartition(":")[2]
+def test_a_second_server_on_a_port_says_so(shared_serve: ServeProcess) -> None:
+    port = shared_serve.base.rpartition(":")[2]
     second = subprocess.run(
         [sys.executable, "-m", "phalanx", "serve", "--port", port], capture_output=True, text=True, timeout=60
     )
