@@ -63,8 +63,8 @@ train: $(CORE_INSTALLED) ## Install Phalanx, train the example on real text, rep
 # Short files come last: with a long one at the end (the soak takes a minute), one of both processes would idle.
 PYTEST_ON_BOTH_CORES := -m pytest -m "not slow" --durations 20 -n 2 --dist loadfile --no-loadscope-reorder
 
-test: venv ## Run the tests that take less than 15 minutes together.
-	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/world fleet/tests/world tests/browser tests/unit fleet/tests/unit
+test: venv ## Run unit tests and training on several processes.
+	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/world fleet/tests/world tests/unit fleet/tests/unit
 
 test-faults: venv ## Test that runs survive injected faults and damaged files: about as long as `make test`.
 	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz fleet/tests/fuzz
@@ -72,11 +72,17 @@ test-faults: venv ## Test that runs survive injected faults and damaged files: a
 parity: venv ## Compare every parallelism with one process: pairs of models, precisions, optimizers, dropout and data.
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py
 
-test-all: venv ## Run all tests, also those that take minutes each.
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/world tests/chaos tests/unit tests/browser tests/fuzz tests/soak fleet/tests
+# A Slurm serves one process of pytest; everything else has ports and directories of its own.
+ON_SLURM := $(wildcard tests/cluster/test_slurm_*.py fleet/tests/cluster/test_slurm_*.py)
+IGNORE_SLURM := $(addprefix --ignore ,$(ON_SLURM))
 
-test-cluster: venv ## Test on a real Slurm, Ray, Redfish, MQTT and Prometheus, made on this machine; Slurm needs root.
-	$(BIN)/python -m pytest tests/cluster fleet/tests/cluster
+test-all: venv ## Run all tests without Slurm, also those that take minutes each.
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(IGNORE_SLURM) \
+		tests/world tests/cluster tests/chaos tests/unit tests/browser tests/fuzz tests/soak fleet/tests
+
+test-cluster: venv ## Test on real backends, launchers, servers and a browser, made on this machine; Slurm needs root.
+	$(BIN)/python $(PYTEST_ON_BOTH_CORES) $(IGNORE_SLURM) tests/cluster fleet/tests/cluster tests/browser fleet/tests/browser
+	$(BIN)/python -m pytest $(ON_SLURM)
 
 # PART=1 leaves out what is marked as slow: .ci/run has ten minutes for it.
 test-emulated: build/emulated/venv/.installed ## Test the GPU path on an emulated GPU; takes torch's CUDA build (4.7 GB).

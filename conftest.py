@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx.autoconfig import resolve
+from process_worlds import ProcessWorlds
 from train_harness import TrainHarness
 
 if TYPE_CHECKING:
@@ -99,6 +100,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
     folder = tmp_path_factory.mktemp("lab")
     with in_memory(folder / "runs") as runs, TrainHarness(folder, runs) as lab:
         yield lab
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessWorlds]:
+    """This file's processes."""
+    world = ProcessWorlds(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
 
 
 @pytest.fixture

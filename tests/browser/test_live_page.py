@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,15 +13,17 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import faults
 import phalanx
 from chromium import Page
 from fake_nodes import add_minute
 from make_run import T0, Maker, healthy, troubled
 from phalanx.app.job_handle import JobHandle
 from phalanx.jobs.spec import JobState
-from phalanx.run import read_events
+from phalanx.run import Run, read_events
 from phalanx.run.event_types import StepDone, WorkerStarted
 from serve_process import TIMEOUT_S, ServeProcess, find_violations, wait_until
+from train_harness import plan_fault, write_faults
 
 RECIPE = """\
 name: small
@@ -32,7 +35,8 @@ steps: 1000000
 precision: fp32
 compile: false
 num_threads: 1
-checkpoint: {every: 200}
+checkpoint: {every: 10}
+callbacks: ["faults:Faults"]
 """
 TOKEN = "a-token-for-the-test"
 CHART_POINTS = "drawnCharts[0]?.plot.data[0].length ?? 0"
@@ -63,18 +67,35 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHandle]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("a few words of no meaning. " * 200)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    shutil.copy(faults.__file__, tmp_path)
+    # steps without a pause would keep a core busy with nothing that the pages show
+    write_faults(Run(tmp_path / "runs" / "small"), [plan_fault(1, "slow", delay=0.05, attempt=None)])
     job = phalanx.submit(tmp_path / "recipe.yaml")
     yield job
     job.cancel()
     job.wait(timeout_s=TIMEOUT_S)
 
 
+def make_runs(folder: Path) -> Path:
+    for number, name in enumerate(("first", "second")):
+        healthy(folder / name, seed=number)
+    troubled(folder / "troubled")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """A server for tests that only look at its pages."""
+    folder = tmp_path_factory.mktemp("shared")
+    state = {"PHALANX_STATE_DIR": str(folder / "state"), "PHALANX_CACHE_DIR": str(folder / "cache")}
+    server = ServeProcess(str(make_runs(folder / "runs")), **state)
+    yield server
+    assert server.end() == (0, "")
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    for number, name in enumerate(("first", "second")):
-        healthy(tmp_path / "runs" / name, seed=number)
-    troubled(tmp_path / "runs" / "troubled")
-    return tmp_path / "runs"
+    return make_runs(tmp_path / "runs")
 
 
 @pytest.fixture
@@ -139,8 +160,8 @@ def test_a_job_is_watched_through_a_fault_and_cancelled_with_the_token_only(page
         server.end()
 
 
-def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: ServeProcess) -> None:
-    open_run(page, serve, "troubled")
+def test_no_page_has_a_serious_finding_of_accessibility(page: Page, shared_serve: ServeProcess) -> None:
+    open_run(page, shared_serve, "troubled")
     run_page = page.evaluate("location.pathname")
     ids = [wait_until(lambda: page.evaluate("location.pathname.split('/').pop()"))] * 2
     for path in (
@@ -151,27 +172,27 @@ def test_no_page_has_a_serious_finding_of_accessibility(page: Page, serve: Serve
         f"/compare?run={ids[0]}&run={ids[1]}",
         "/nothing",
     ):
-        page.visit(f"{serve.base}{path}")
+        page.visit(f"{shared_serve.base}{path}")
         assert find_violations(page) == [], path
 
 
-def test_no_page_is_wider_than_a_phone_of_400_pixels(page: Page, serve: ServeProcess, tmp_path: Path) -> None:
+def test_no_page_is_wider_than_a_phone_of_400_pixels(page: Page, shared_serve: ServeProcess, tmp_path: Path) -> None:
     page.resize(400, 800)
-    open_run(page, serve, "troubled")
+    open_run(page, shared_serve, "troubled")
     run_page = page.evaluate("location.pathname")
     for name, path in {"run": run_page, "runs": "/", "jobs": "/jobs", "logs": f"{run_page}/logs"}.items():
-        page.visit(f"{serve.base}{path}")
+        page.visit(f"{shared_serve.base}{path}")
         (tmp_path / f"{name}-400.png").write_bytes(page.picture())
         widths = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert widths == [400, 400], path
     page.resize(1100, 900)
 
 
-def test_dark_colors_change_the_background(page: Page, serve: ServeProcess, tmp_path: Path) -> None:
-    open_run(page, serve, "troubled")
+def test_dark_colors_change_the_background(page: Page, shared_serve: ServeProcess, tmp_path: Path) -> None:
+    open_run(page, shared_serve, "troubled")
     run_page = page.evaluate("location.pathname")
     for name, path in {"run": run_page, "runs": "/"}.items():
-        page.visit(f"{serve.base}{path}")
+        page.visit(f"{shared_serve.base}{path}")
         corners = []
         for scheme in ("light", "dark"):
             page.prefer_colors(scheme)
@@ -183,8 +204,8 @@ def test_dark_colors_change_the_background(page: Page, serve: ServeProcess, tmp_
     page.prefer_colors("light")
 
 
-def test_the_pages_are_in_reach_of_the_keyboard(page: Page, serve: ServeProcess) -> None:
-    page.visit(f"{serve.base}/")
+def test_the_pages_are_in_reach_of_the_keyboard(page: Page, shared_serve: ServeProcess) -> None:
+    page.visit(f"{shared_serve.base}/")
     for _ in range(3):
         press(page, "Tab", 9)
     assert page.evaluate("document.activeElement.innerText") == "Jobs"
@@ -222,7 +243,8 @@ def test_a_run_is_shown_over_time_with_its_nodes_and_its_log_while_it_is_renewed
     (maker.path / "telemetry").mkdir()
     (maker.path / "logs").mkdir()
     add_minute(maker.path, "node-1", T0, watts=123.0)
-    wait_until(lambda: "alive" in (page.visit(f"{serve.base}/"), text_of(page, "#runs"))[1])
+    page.visit(f"{serve.base}/")
+    wait_until(lambda: "alive" in text_of(page, "#runs"))
     open_run(page, serve, "alive")
     assert text_of(page, ".axis [aria-current]") == "step"
     page.evaluate("[...document.querySelectorAll('.axis a')].find((link) => link.innerText === 'time').click()")
@@ -289,8 +311,8 @@ def test_a_hostile_run_directory_is_shown_and_nothing_of_it_runs(page: Page, tmp
         server.end()
 
 
-def test_a_second_server_on_a_port_says_so(serve: ServeProcess) -> None:
-    port = serve.base.rpartition(":")[2]
+def test_a_second_server_on_a_port_says_so(shared_serve: ServeProcess) -> None:
+    port = shared_serve.base.rpartition(":")[2]
     second = subprocess.run(
         [sys.executable, "-m", "phalanx", "serve", "--port", port], capture_output=True, text=True, timeout=60
     )

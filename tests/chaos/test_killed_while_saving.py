@@ -1,7 +1,9 @@
-"""A worker that is killed at each moment of a save: the run restarts from the checkpoint that is whole, and no part of
-another is left."""
+"""A worker, or a saver without a run, that is killed at each moment of a save: the run restarts from the checkpoint
+that is whole, and no part of another is left."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,17 @@ def test_the_run_restarts_from_the_checkpoint_that_is_whole(
     assert left == set(map(format_checkpoint_name, steps))
     assert steps == [18, 9]
     assert list_live_workers(ended) == []
+
+
+def kill_children(*arguments: object) -> None:
+    script = Path(__file__).parents[1] / "helpers" / "kill_savers.py"
+    done = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_kill_at_a_random_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    kill_children("random", tmp_path, 20, 25)
+
+
+def test_a_kill_before_any_call_to_the_file_system_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    kill_children("calls", tmp_path)

@@ -1,5 +1,5 @@
 """Kinds of models that people train, as small as can be, with tasks of their own where they need them; copied beside
-the recipes of the lab. Each class is a kind: what `tests/world/test_model_kinds.py` says of it."""
+the recipes of the lab. Each class is a kind: what `tests/chaos/test_model_kinds.py` says of it."""
 
 import torch
 from torch import nn

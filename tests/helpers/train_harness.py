@@ -22,6 +22,7 @@ import pytest
 
 from phalanx.app.prepare_run import RunRequest, prepare_run
 from phalanx.app.supervise import supervise_run
+from phalanx.cli import main
 from phalanx.errors import ExitCode
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.recipe import Recipe
@@ -240,6 +241,16 @@ class TrainHarness:
         with self.start(*arguments, module=module) as process:
             out, errors = process.communicate(timeout=100)
         return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+    def call_command(
+        self, capsys: pytest.CaptureFixture[str], *arguments: str | Path
+    ) -> "subprocess.CompletedProcess[str]":
+        """The command line in this process, with the fork server of the lab: it imports nothing again."""
+        with self.environment(), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", "200")
+            patch.setattr("phalanx.app.train.ForkServerClient", lambda **_: contextlib.nullcontext(self.fork_server))
+            code = main.main([*map(str, arguments)])
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     def from_command_line(self, run: Run, code: int) -> HarnessRun:
         """A run that the command line trained."""

@@ -25,6 +25,12 @@ def frozen_experts(vocab_size, seq_len, **arguments):
     return model
 
 
+def with_float8(vocab_size, seq_len, **arguments):
+    """A transformer of which each layer that fits takes fp8 on any device."""
+    os.environ["PHALANX_FLOAT8"] = "always"  # of the worker or trial that builds it
+    return transformer(vocab_size, seq_len, **arguments)
+
+
 def partly_frozen(vocab_size, seq_len, num_frozen=0, **arguments):
     """A transformer whose first blocks do not train."""
     model = transformer(vocab_size, seq_len, **arguments)

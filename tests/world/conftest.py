@@ -1,18 +1,6 @@
-"""Processes for the test files that compute in worlds of their own."""
-
-from collections.abc import Iterator
+"""What the test files of Hugging Face models begin with."""
 
 import pytest
-
-from process_worlds import ProcessWorlds
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessWorlds]:
-    """This file's processes."""
-    world = ProcessWorlds(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """Input that cannot run, through the command line: one line or two, the exit code of the table, nothing on disk."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
-from phalanx.cli import main
 from phalanx.errors import ExitCode
 from phalanx.recipe.yaml_loader import to_yaml
 from train_harness import BASE_RECIPE, TrainHarness, Values, merge_recipes
@@ -54,18 +52,6 @@ AS_A_PROCESS = {"model that does not import"}
 this one, with the lab's fork server."""
 
 
-def run_command(
-    lab: TrainHarness, case: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> tuple[int, str, str]:
-    """Exit code, output and messages of the command line."""
-    if case in AS_A_PROCESS:
-        ended = lab.command(*words)
-        return ended.returncode, ended.stdout, ended.stderr
-    with lab.environment(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.app.train.ForkServerClient", lambda **_: contextlib.nullcontext(lab.fork_server))
-        return main.main(words), *capsys.readouterr()
-
-
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(
     lab: TrainHarness, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
@@ -81,14 +67,15 @@ def test_bad_input_is_told_in_a_line_or_two_and_leaves_nothing_behind(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lab, "cache", cache)
         words = ["train", str(recipe), *arguments, "--run", str(run)]
-        code, output, errors = run_command(lab, case, words, capsys)
-    assert code == ExitCode.RECIPE, errors
+        ended = lab.command(*words) if case in AS_A_PROCESS else lab.call_command(capsys, *words)
+    errors = ended.stderr
+    assert ended.returncode == ExitCode.RECIPE, errors
     lines = errors.strip().splitlines()
     assert 1 <= len(lines) <= 2, errors
     assert lines[0].startswith("error: ")
     assert all(part in errors for part in parts), errors
     assert "Traceback" not in errors
-    assert output == ""
+    assert ended.stdout == ""
     assert not run.exists()
     assert sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts) == before
     left = sorted(

@@ -4,44 +4,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from phalanx.app.calibrate import SCRATCH_PREFIX, call_in_subprocess, call_on_ranks, create_scratch_dir
 from phalanx.cluster.calibration.runner import MeasurementFailed
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
+from train_harness import TrainHarness, wait_until
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServerClient]:
-    with ForkServerClient() as fork_server:
-        yield fork_server
+@pytest.fixture
+def fork_server(lab: TrainHarness) -> ForkServerClient:
+    return lab.fork_server
 
 
 SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
 ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34, "processes": 2}
 
 
-def test_a_world_measures_together(fork_server: ForkServerClient, tmp_path: Path) -> None:
-    value = call_on_ranks(
-        fork_server, tmp_path, "phalanx.cluster.calibration.collectives:measure_concurrently", {**ASKED, **SMALL}, 2
-    )
-    assert value["collectives"][0]["backend"] == "gloo"
-    assert value["products"][0]["processes"] == 2
-
-
-def test_a_second_world_meets_as_well(fork_server: ForkServerClient, tmp_path: Path) -> None:
+def test_worlds_measure_together_one_after_the_other(fork_server: ForkServerClient, tmp_path: Path) -> None:
+    payload = {**ASKED, **SMALL, "seconds": 0.2}
     for _ in range(2):
-        call_on_ranks(
-            fork_server,
-            tmp_path,
-            "phalanx.cluster.calibration.collectives:measure_concurrently",
-            {**ASKED, **SMALL, "seconds": 0.2},
-            2,
+        value = call_on_ranks(
+            fork_server, tmp_path, "phalanx.cluster.calibration.collectives:measure_concurrently", payload, 2
         )
+        assert value["collectives"][0]["backend"] == "gloo"
+        assert value["products"][0]["processes"] == 2
 
 
 def test_a_member_that_fails_ends_the_others(fork_server: ForkServerClient, tmp_path: Path) -> None:
@@ -77,10 +68,9 @@ def test_an_interrupted_probe_leaves_nothing(tmp_path: Path) -> None:
     folder.mkdir()
     command = [sys.executable, "-m", "phalanx", "calibrate", "--quick", "--out", str(out), "--dir", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while not list(folder.glob(f"{SCRATCH_PREFIX}*")) and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(3)  # into the measuring
+    wait_until(lambda: list(folder.glob(f"{SCRATCH_PREFIX}*")), 60)
+    below = psutil.Process(process.pid)
+    wait_until(lambda: len(below.children(recursive=True)) > 1, 60, "a measurement below the fork server")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == ExitCode.UNFINISHED

@@ -13,7 +13,7 @@ from phalanx.run.event_types import StepDone
 from train_harness import HarnessRun, TrainHarness, Values
 
 TOLERANCE = 1e-5
-STEPS = 20
+STEPS = 10
 TRAINING: Values = {
     "steps": STEPS,
     "batch": {"global_size": 8, "micro_size": 2},

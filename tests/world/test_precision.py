@@ -1,13 +1,12 @@
 """Precisions with a model divided over two processes: fp16, whose loss scale all must change alike, and fp8, of which
 nothing may travel."""
 
-import os
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from phalanx.recipe.devices import FP8_VARIABLE
 from phalanx.run.event_types import NonFiniteStep, StepDone
 from phalanx.train.checkpoint import list_checkpoints, load_tensors
 from train_harness import HarnessRun, TrainHarness, Values
@@ -45,7 +44,7 @@ NOISE_FACTOR = 2.5
 
 def test_fp16_is_one_computation_in_every_layout(lab: TrainHarness) -> None:
     """As bf16 is in the parity matrix."""
-    changes = {**TRAINING, "precision": "fp16", "steps": 20}
+    changes = {**TRAINING, "precision": "fp16", "steps": 10}
 
     def train(micro_size: int, layout: Values, workers: int) -> HarnessRun:
         batch = {"global_size": 8, "micro_size": micro_size}
@@ -76,18 +75,14 @@ def scale_of(run: HarnessRun) -> dict[str, float]:
     return {name: float(value) for name, value in tensors.items() if name.startswith("scaler/")}
 
 
-@pytest.fixture(scope="module")
-def fp8_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainHarness]:
-    """A lab whose workers take fp8 on a CPU, too, and for every layer that fits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PHALANX_FLOAT8", "always")
-        folder = tmp_path_factory.mktemp("fp8")
-        with TrainHarness(folder, folder / "runs") as lab:
-            yield lab
-    assert "PHALANX_FLOAT8" not in os.environ
+@pytest.fixture
+def fp8_lab(lab: TrainHarness, monkeypatch: pytest.MonkeyPatch) -> TrainHarness:
+    """The lab where recipes may ask for fp8 on a CPU."""
+    monkeypatch.setenv(FP8_VARIABLE, "always")
+    return lab
 
 
-FP8: Values = {**TRAINING, "precision": "fp8", "steps": 12}
+FP8: Values = {**TRAINING, "model": {**MODEL, "build": "user_models:with_float8"}, "precision": "fp8", "steps": 12}
 
 
 @pytest.mark.slow

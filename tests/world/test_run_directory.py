@@ -5,11 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError
+from phalanx.app.prepare_run import RunRequest, prepare_run
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.recipe import Recipe
+from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Event, Run
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import (
@@ -21,7 +26,7 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerStarted,
 )
-from train_harness import HarnessRun, TrainHarness, Values, plan_fault
+from train_harness import BASE_RECIPE, HarnessRun, TrainHarness, Values, plan_fault
 
 
 def by_attempt(ended: HarnessRun) -> dict[int, list[int]]:
@@ -34,6 +39,19 @@ def by_attempt(ended: HarnessRun) -> dict[int, list[int]]:
         elif isinstance(event, StepDone):
             steps.setdefault(attempt, []).append(event.step)
     return steps
+
+
+@pytest.fixture(scope="module")
+def stop(lab: TrainHarness) -> Callable[[int], Run]:
+    """Copies of a run that was stopped after step 6, which is trained once for each number of workers."""
+    stopped: dict[int, Run] = {}
+
+    def copy(nproc: int) -> Run:
+        if nproc not in stopped:
+            stopped[nproc] = lab.train({}, nproc, faults=[plan_fault(6, "term")]).run
+        return Run(Path(shutil.copytree(stopped[nproc].path, lab.new_run().path)))
+
+    return copy
 
 
 def test_every_step_stands_once_in_an_attempt_with_parts_that_sum_to_its_seconds(lab: TrainHarness) -> None:
@@ -97,7 +115,9 @@ def test_a_batch_for_each_worker_is_settled_when_the_run_begins(lab: TrainHarnes
     ] * 2
 
 
-def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(lab: TrainHarness) -> None:
+def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(
+    lab: TrainHarness, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended = lab.train_reference({}, 2)
     result = ended.result
     assert set(result) == {
@@ -114,29 +134,44 @@ def test_the_result_has_its_fields_and_the_digest_that_the_command_line_prints(l
     assert result["final_loss"] == ended.losses[-1]
     assert (result["num_units"], result["num_restarts"]) == (12 * 12 * 32, 0)
     assert 0 < result["duration_s"] < 60
-    printed = lab.command("checkpoint", "digest", ended.run.path)
+    printed = lab.call_command(capsys, "checkpoint", "digest", ended.run.path)
     assert printed.stdout.strip() == ended.digest
 
 
-def test_a_run_can_be_moved_and_goes_on_where_it_is_then(lab: TrainHarness, tmp_path: Path) -> None:
-    stopped = lab.train({}, 2, faults=[plan_fault(6, "term")])
-    moved = Run(Path(shutil.move(stopped.run.path, tmp_path / "elsewhere")))
+def test_a_run_can_be_moved_and_goes_on_where_it_is_then(
+    lab: TrainHarness, stop: Callable[[int], Run], tmp_path: Path
+) -> None:
+    stopped = stop(2)
+    moved = Run(Path(shutil.move(stopped.path, tmp_path / "elsewhere")))
     ended = lab.train({}, 2, moved)
     assert ended.digest == lab.train_reference({}, 2).digest
-    assert not stopped.run.path.exists()
+    assert not stopped.path.exists()
 
 
-def test_two_processes_cannot_train_one_run(lab: TrainHarness) -> None:
-    run, recipe, refused = lab.new_run(), lab.recipe_file({}, "twice"), []
+class NoTrials:
+    """Stands in for the fork server of a run that gets no further than its lock."""
+
+    def call(self, function: str, payload: Any) -> Any:
+        return ""
+
+    def preload(self, function: str, payload: Any) -> None:
+        pass
+
+
+def test_a_run_is_not_trained_twice_at_a_time(lab: TrainHarness) -> None:
+    """The lock is of a process that opens the run, so the second may be this one."""
+    run, refused = lab.new_run(), []
+    loaded = LoadedRecipe(Recipe.model_validate(BASE_RECIPE), None, lab.folder, {})
 
     def show(event: Event) -> None:
         if isinstance(event, AttemptStarted):
-            refused.append(lab.command("train", recipe, "--run", run.path))
+            with pytest.raises(UsageError) as caught, prepare_run(RunRequest(loaded, run, 1), NoTrials()):
+                pass
+            refused.append(str(caught.value))
 
     assert lab.train({}, 1, run, show=show).digest == lab.train_reference({}, 1).digest
-    (second,) = refused
-    assert second.returncode == ExitCode.USAGE
-    assert "another process is training this run" in second.stderr
+    (reason,) = refused
+    assert "another process is training this run" in reason
 
 
 def test_a_finished_run_with_more_steps_goes_on_and_prints_the_jump_of_the_learning_rate(lab: TrainHarness) -> None:
@@ -162,9 +197,8 @@ def test_a_changed_recipe_is_refused_and_told_what_differs(lab: TrainHarness) ->
     assert (run.events.read_bytes(), run.resolved.read_bytes()) == before
 
 
-def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: TrainHarness) -> None:
-    stopped = lab.train({}, 1, faults=[plan_fault(6, "term")])
-    ended = lab.train({"optimizer": {"lr": 1e-3}}, 1, stopped.run, force=True)
+def test_force_goes_on_under_the_changed_recipe_and_records_it(lab: TrainHarness, stop: Callable[[int], Run]) -> None:
+    ended = lab.train({"optimizer": {"lr": 1e-3}}, 1, stop(1), force=True)
     assert ended.code == 0
     assert ended.events_of_kind(AttemptStarted)[-1].start_step == 6
     assert [event.text for event in ended.events_of_kind(RunWarning)] == ["forced: optimizer.lr: 0.003 -> 0.001"]
@@ -223,9 +257,10 @@ def test_a_run_is_done_with_closed_streams_among_files_called_like_modules(lab: 
 
 
 @pytest.mark.parametrize("damage", ["lost", "torn", "foreign"])
-def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(lab: TrainHarness, damage: str) -> None:
-    stopped = lab.train({}, 2, faults=[plan_fault(6, "term")])
-    run = stopped.run
+def test_a_run_goes_on_without_its_small_files_and_says_which_it_missed(
+    lab: TrainHarness, stop: Callable[[int], Run], damage: str
+) -> None:
+    run = stop(2)
     small = [
         run.plan,
         run.cluster,
@@ -265,8 +300,8 @@ def test_a_run_that_lost_its_recipes_goes_on_with_what_its_checkpoint_says(
     )
 
 
-def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: TrainHarness) -> None:
-    run = lab.train({}, 1, faults=[plan_fault(6, "term")]).run
+def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: TrainHarness, stop: Callable[[int], Run]) -> None:
+    run = stop(1)
     run.resolved.unlink()
     with pytest.raises(RecipeError, match=r"optimizer.lr"):
         lab.train({"optimizer": {"lr": 0.5}}, 1, run)
@@ -283,9 +318,9 @@ def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: TrainHarne
     ],
 )
 def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(
-    lab: TrainHarness, key: str, before: str, after: str
+    lab: TrainHarness, stop: Callable[[int], Run], key: str, before: str, after: str
 ) -> None:
-    run = lab.train({}, 1, faults=[plan_fault(6, "term")]).run
+    run = stop(1)
     text = run.resolved.read_text()
     assert before in text
     run.resolved.write_text(text.replace(before, after))

@@ -41,7 +41,9 @@ def train(lab: TrainHarness, layout: Values, run: Run | None = None, **more: Any
         "callbacks": [FAULTS_CALLBACK, "peak_memory:RecordPeak"],
     }
     changes |= {"steps": 1, "parallelism": layout, "evaluation": {"every": None}, "checkpoint": {"every": None}}
-    ended = lab.train({**changes, **more}, Parallelism(**layout).world, run)
+    changes |= more
+    world_size = Parallelism(**layout).world
+    ended = lab.train_reference(changes, world_size) if run is None else lab.train(changes, world_size, run)
     assert ended.code == 0, ended.message
     return ended
 
@@ -71,13 +73,14 @@ def test_a_worker_holds_its_part_and_no_more_than_one_tensor_beside_it(
 
 
 def test_who_goes_on_does_not_read_the_weights_again(lab: TrainHarness, model: nn.Module) -> None:
-    first = train(lab, {"shard": 2})
+    run = lab.new_run()
+    shutil.copytree(train(lab, {"shard": 2}).run.path, run.path)
     weights = lab.folder / "memory" / "model.safetensors"
     before = weights.read_bytes()
     tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, metadata={"format": "pt"})
     try:
-        ended = train(lab, {"shard": 2}, first.run, steps=2)
+        ended = train(lab, {"shard": 2}, run, steps=2)
     finally:
         weights.write_bytes(before)
     assert len(ended.losses) == 2

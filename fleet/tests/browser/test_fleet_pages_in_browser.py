@@ -22,13 +22,13 @@ NODE = os.uname().nodename
 PAGES = ("/nodes", "/power", "/cooling", f"/nodes/{NODE}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(browser: str) -> Iterator[Page]:
     with Page(browser) as page:
         yield page
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def agent() -> Iterator[AgentEndpoint]:
     """The agent of this machine, of which readings arrive each second."""
     try:
@@ -41,12 +41,13 @@ def agent() -> Iterator[AgentEndpoint]:
     endpoint.close()
 
 
-@pytest.fixture
-def serve(tmp_path: Path, agent: AgentEndpoint) -> Iterator[ServeProcess]:
-    healthy(tmp_path / "runs" / "first")
-    write_history(tmp_path / "state" / "history-hall-a.db")
-    arguments = [str(tmp_path / "runs"), "--fleet", str(FLEET), "--agent-port", str(agent.port)]
-    server = ServeProcess(*arguments, PHALANX_STATE_DIR=str(tmp_path / "state"))
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory, agent: AgentEndpoint) -> Iterator[ServeProcess]:
+    folder = tmp_path_factory.mktemp("serve")
+    healthy(folder / "runs" / "first")
+    write_history(folder / "state" / "history-hall-a.db")
+    arguments = [str(folder / "runs"), "--fleet", str(FLEET), "--agent-port", str(agent.port)]
+    server = ServeProcess(*arguments, PHALANX_STATE_DIR=str(folder / "state"))
     yield server
     assert server.end() == (0, "")
 
@@ -103,6 +104,8 @@ def test_pages_are_used_on_a_phone_in_the_dark(page: Page, serve: ServeProcess) 
         page.visit(f"{serve.base}{path}")
         assert page.evaluate("document.documentElement.scrollWidth <= 390"), path
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+    page.resize(1100, 900)
+    page.prefer_colors("light")
 
 
 def test_the_page_of_a_simulation_is_accessible_and_asks_for_nothing(page: Page, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_prometheus_server_gives_what_it_scraped_and_nothing_when_the_exporter
     exporter.set_power(350.5)
     wait_until(lambda: source.read().devices == (served(350.5),))
     exporter.stop()
-    wait_until(lambda: source.read().devices == () or source.read().devices[0].power_w is None)
+    wait_until(lambda: all(device.power_w is None for device in source.read().devices))
 
 
 def read_page(url: str) -> str:

@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -205,20 +204,6 @@ def test_a_checkpoint_that_was_moved_aside_comes_back_if_its_successor_never_cam
     assert list_checkpoints(tmp_path) == []
     assert clean_checkpoint_dir(tmp_path) == [tmp_path / "step-000000060.tmp-3"]
     verify_checkpoint(path)
-
-
-def kill_children(*arguments: object) -> None:
-    script = Path(__file__).parents[2] / "helpers" / "kill_savers.py"
-    done = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_kill_at_a_random_moment_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    kill_children("random", tmp_path, 20, 25)
-
-
-def test_a_kill_before_any_call_to_the_file_system_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    kill_children("calls", tmp_path)
 
 
 @pytest.fixture

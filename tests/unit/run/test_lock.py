@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -25,6 +27,24 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_lock_of_the_file_system_needs_no_word(run: Run) -> None:
     with lock_run(run) as note:
         assert note is None
+
+
+LOCK = """
+import sys
+from pathlib import Path
+from phalanx.run import Run
+from phalanx.run.lock import lock_run
+with lock_run(Run(Path(sys.argv[1]))):
+    pass
+"""
+
+
+def test_a_run_that_is_locked_is_refused_to_another_process(run: Run) -> None:
+    command = [sys.executable, "-c", LOCK, str(run.path)]
+    with lock_run(run):
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "another process is training this run" in refused.stderr
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 @pytest.mark.usefixtures("no_locks")

@@ -1,6 +1,5 @@
-"""Workers of trials: measured, killed, started again, failing. One fork server, which this file starts once."""
+"""Workers of trials: measured, killed, started again, failing; by the fork server of the lab."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,12 @@ from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.trial_workers import NUM_WARMUP_STEPS, TrialWorkers, WorkersFailedError
 from phalanx.run import Run
 from phalanx.run.process_messages import Command
+from train_harness import TrainHarness
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServerClient]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "helpers"))
-        client = ForkServerClient()
-    with client:
-        yield client
+@pytest.fixture
+def fork_server(lab: TrainHarness) -> ForkServerClient:
+    return lab.fork_server
 
 
 def make(folder: Path, function: str = "steps", num_workers: int = 1, **payload: Any) -> TrialWorkers:
