@@ -19,7 +19,7 @@ def is_url(location: object) -> bool:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """The URL of an object, or of all objects whose keys begin with `key/`. Keys are as stored, not percent-encoded.
+    """The URL of an object, or of all objects with keys that begin with `key/`. Keys are not percent-encoded.
 
     `bucket` is a bucket of S3 or GCS, a container of Azure, or the host of an HTTP server; empty for `file:///PATH`, a
     directory that is used as a store: without rename, append and locks.
