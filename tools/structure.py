@@ -21,11 +21,11 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
-    "src/phalanx/app": 3_450,
+    "src/phalanx/app": 3_500,
     "src/phalanx/autoconfig": 3_050,
     "src/phalanx/cli": 2_750,
     "src/phalanx/cluster": 5_050,
-    "src/phalanx/data": 3_950,
+    "src/phalanx/data": 4_250,
     "src/phalanx/jobs": 11_000,
     "src/phalanx/models": 1_150,
     "src/phalanx/observe": 4_200,
@@ -33,7 +33,7 @@ BUDGETS = {
     "src/phalanx/recipe": 2_600,
     "src/phalanx/run": 3_300,
     "src/phalanx/serve": 2_000,
-    "src/phalanx/storage": 800,
+    "src/phalanx/storage": 950,
     "src/phalanx/telemetry": 1_450,
     "src/phalanx/train": 21_150,
     "fleet/src": 17_400,

@@ -31,6 +31,7 @@ from phalanx.cluster.discovery import check_workers
 from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
 from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
+from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
@@ -43,7 +44,7 @@ from phalanx.recipe import (
     check_recipe,
     describe_batch_scaling,
     dump_recipe,
-    huggingface_directory,
+    huggingface_location,
     num_workers_for,
     scale_batch_with_workers,
 )
@@ -60,6 +61,14 @@ from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
 from phalanx.run.lock import lock_run
 from phalanx.safe_files import read_bytes
+from phalanx.storage.named import (
+    describe_version,
+    huggingface_directory,
+    localize_named,
+    localize_tokenizer,
+    pin_location,
+)
+from phalanx.storage.url import is_url
 from phalanx.train.lr_schedule import peak_learning_rate
 
 FINGERPRINT_KEY, TOKENIZER_KEY, DATA_SUMMARY_KEY = "data_fingerprint", "tokenizer", "data_summary"
@@ -182,7 +191,34 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     check_workers(machine, world, nodes)
     check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
     check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
+    with loaded.locate_errors():
+        find_origins(loaded.recipe, loaded.recipe_dir, begins)
     return machine, world
+
+
+def find_origins(recipe: Recipe, recipe_dir: Path, begins: bool) -> dict[str, dict[str, str]]:
+    """Download what a recipe reads by URL before training. Return by key its URL, and the commit or a hash of the
+    names, sizes and ETags: what was read there."""
+    origins = {}
+    named = {"model.build": recipe.model.build, "init_from": recipe.init_from if begins else None}
+    for key, value in named.items():
+        if value is not None and is_url(huggingface_location(value) or value):
+            pinned = pin_location(value, key)
+            path = huggingface_directory(pinned, None, key) or localize_named(pinned, None, key)
+            origins[key] = {"url": huggingface_location(pinned) or pinned, "version": describe_version(path)}
+    tokenizer = recipe.data.tokenizer
+    if isinstance(tokenizer, str) and is_url(tokenizer):
+        path = localize_tokenizer(tokenizer, recipe_dir)
+        origins["data.tokenizer"] = {"url": tokenizer, "version": describe_version(path)}
+    return origins
+
+
+def pin_origins(recipe: Recipe) -> Recipe:
+    """The recipe with the commits and the checkpoint that its URLs mean now: what all its workers read."""
+    build = pin_location(recipe.model.build, "model.build")
+    init_from = None if recipe.init_from is None else pin_location(recipe.init_from, "init_from")
+    model = recipe.model.model_copy(update={"build": build})
+    return recipe.model_copy(update={"model": model, "init_from": init_from})
 
 
 def find_machine(loaded: LoadedRecipe) -> Machine:
@@ -240,7 +276,7 @@ def resolve_run(
         if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
             check_same_image_processor(run, recipe, folder)
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
-    prepared = scale_batch_with_workers(prepared, world_size)
+    prepared = scale_batch_with_workers(pin_origins(prepared), world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
     plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
@@ -328,9 +364,15 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     write_json(run.plan, {**prepared.plan, **({} if described is None else {TOKENIZER_KEY: described})})
     prices = load_prices()
     write_json(run.cluster, {**prepared.cluster, **({} if prices is None else {"prices": prices.model_dump()})})
+    kept = run.read_json_or_empty(run.environment).get("origins", {})  # weights are only read when a run begins
+    origins = {**kept, **find_origins(prepared.recipe, prepared.recipe_dir, not run.has_checkpoint())}
     write_json(
         run.environment,
-        {**collect_environment(sys.argv, prepared.recipe_dir), "folder": str(prepared.recipe_dir.absolute())},
+        {
+            **collect_environment(sys.argv, prepared.recipe_dir),
+            "folder": str(prepared.recipe_dir.absolute()),
+            **({"origins": origins} if origins else {}),
+        },
     )
     record_trust(prepared.recipe, prepared.recipe_dir)
 
@@ -353,7 +395,7 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
     run = prepared.run
     recipe = prepared.recipe
     folder = prepared.recipe_dir
-    dataset = Path(str(list_sources(recipe.data, recipe.evaluation)[0].prepared))
+    dataset = open_dataset_files(str(list_sources(recipe.data, recipe.evaluation)[0].prepared)).directory
     if not is_dataset(dataset):  # as in a session
         return None
     described = read_manifest(dataset).tokenizer
@@ -368,7 +410,7 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
         **described,
         "of_model": model is not None and read_contained(model / TOKENIZER_FILE, model) == content,
     }
-    named = [] if recipe.data.tokenizer == "bytes" else [folder / str(recipe.data.tokenizer)]
+    named = [] if recipe.data.tokenizer == "bytes" else [localize_tokenizer(str(recipe.data.tokenizer), folder)]
     for path in (*named, *filter(None, [model])):
         directory = path if path.is_dir() else path.parent
         if read_contained(directory / TOKENIZER_FILE, directory) == content and not is_dataset(directory):

@@ -11,10 +11,11 @@ from pydantic import TypeAdapter
 import phalanx
 from phalanx.errors import RecipeError
 from phalanx.planner.model_profile import ModelProfile
-from phalanx.recipe import Recipe, huggingface_directory, import_object
+from phalanx.recipe import Recipe, import_object
 from phalanx.recipe.imports import describe_message, fill_arguments
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.cache import load_or_measure
+from phalanx.storage.named import huggingface_directory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +70,7 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
     directory = huggingface_directory(recipe.model.build, folder)
 
     def make() -> nn.Module:
-        if recipe.model.build.startswith("hf:") or recipe.lora is not None:
+        if directory is not None or recipe.lora is not None:
             from phalanx.train.distributed.meta_device import allocate_meta_parameters
             from phalanx.train.model_builder import build_model
 
@@ -144,9 +145,8 @@ def _compute_tracer_version() -> str:
 def _hash_model_code(build: str, folder: Path) -> str:
     """Hash the source that builds a model: the module's file and the other files in its folder."""
     module = build.partition(":")[0]
-    if build.startswith("hf:"):
-        config = folder / build.removeprefix("hf:") / "config.json"
-        return xxhash.xxh3_64_hexdigest(config.read_bytes()) if config.is_file() else ""
+    if (directory := huggingface_directory(build, folder)) is not None:
+        return xxhash.xxh3_64_hexdigest((directory / "config.json").read_bytes())
     module_file = folder / (module.replace(".", "/") + ".py")
     if module_file.is_file():
         files = sorted(folder.glob("*.py"))

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +13,7 @@ from phalanx import formatting
 from phalanx.cli.options import JsonOption
 from phalanx.errors import ExitCode, UsageError
 from phalanx.std_streams import escape_control_chars
+from phalanx.storage.url import is_url
 from phalanx.text_table import format_facts
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prepare, verify and inspect training data.")
 
-DatasetArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")]
+DatasetArgument = Annotated[str, typer.Argument(metavar="DIR|URL", help="Dataset directory, or its URL.")]
 _LINE_INTERVAL_S = 5.0  # seconds between progress lines where there is no terminal
 
 
 @app.command()
 def prepare(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Dataset directory to create.")],
+    out: Annotated[str, typer.Option("--out", metavar="DIR|URL", help="Dataset directory or URL to create.")],
     globs: Annotated[
         list[str] | None,
         typer.Argument(
@@ -73,48 +73,44 @@ def prepare(
     as_json: JsonOption = False,
 ) -> None:
     """Prepare text or images as checksummed shards. If interrupted, run the same command again to resume."""
-    from phalanx.app.data import inspect_dataset, prepare_source
+    from phalanx.app.data import inspect_dataset, prepare_to
 
     source, data = _parse_source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _parse_data(tokenizer)
     if not globs and tokenizer != "bytes":
         raise UsageError("--tokenizer is for text, and the source has images: omit it")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
     try:
         with show_progress() as progress:
-            prepare_source(source, data, Path.cwd(), out, num_workers=workers, report_progress=progress)
+            prepare_to(out, source, data, workers, progress)
     except KeyboardInterrupt:
-        print(
-            f"interrupted: finished shards are kept in {out}.partial; run the same command again to resume",
-            file=sys.stderr,
-        )
+        kept = "the cache" if is_url(out) else f"{out}.partial"
+        print(f"interrupted: finished shards are kept in {kept}; run the same command again to resume", file=sys.stderr)
         raise SystemExit(ExitCode.UNFINISHED) from None
     _print_dataset(inspect_dataset(out), as_json)
 
 
 @app.command()
 def verify(
-    folder: DatasetArgument,
+    dataset: DatasetArgument,
     as_json: JsonOption = False,
 ) -> None:
     """Verify every byte against its checksum. Exits with 65 and names the file and block if one is damaged."""
     from phalanx.app.data import verify_dataset
 
     with show_progress("verifying") as progress:
-        verified = verify_dataset(folder, progress)
+        verified = verify_dataset(dataset, progress)
     if as_json:
         print(json.dumps(asdict(verified), indent=2))
     else:
         rate = verified.size_bytes / max(verified.duration_s, 1e-9)
         print(
-            f"ok  {folder}: {formatting.format_plural(verified.num_shards, 'shard')}, "
+            f"ok  {dataset}: {formatting.format_plural(verified.num_shards, 'shard')}, "
             f"{formatting.format_bytes(verified.size_bytes)}, {formatting.format_bytes(rate)}/s"
         )
 
 
 @app.command()
 def inspect(
-    folder: DatasetArgument,
+    dataset: DatasetArgument,
     tokens: Annotated[int, typer.Option(min=0, metavar="N", help="Number of tokens to show as text.")] = 200,
     as_json: JsonOption = False,
 ) -> None:
@@ -124,7 +120,7 @@ def inspect(
     """
     from phalanx.app.data import inspect_dataset
 
-    _print_dataset(inspect_dataset(folder, tokens), as_json)
+    _print_dataset(inspect_dataset(dataset, tokens), as_json)
 
 
 def _parse_source(

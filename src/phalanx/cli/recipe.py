@@ -43,18 +43,23 @@ def check(
     """
     from phalanx import recipe as recipes
     from phalanx.recipe.imports import check_known_arguments
+    from phalanx.storage.named import huggingface_directory, name_recipe_key
+    from phalanx.storage.url import is_url, parse_url
 
     loaded = recipes.load_recipe(path, overrides or [])
     recipes.check_recipe(
         loaded.recipe, loaded.recipe_dir, world_size or recipes.num_workers_for(loaded.recipe, 1), loaded.location_of
     )
-    if (
-        recipes.huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
-        is None
-    ):
+    location = recipes.huggingface_location(loaded.recipe.model.build)
+    if location is None:
         with loaded.locate_errors():
             builder = recipes.import_object(loaded.recipe.model.build, loaded.recipe_dir, "model.build")
             check_known_arguments(builder, loaded.recipe.model.args)
+    elif is_url(location):  # only named: a check downloads nothing
+        with name_recipe_key(loaded.location_of("model.build")):
+            parse_url(location)
+    else:
+        huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
     for key, value in _list_import_paths(loaded.recipe):
         recipes.import_object(value, loaded.recipe_dir, loaded.location_of(key))
     # A recipe for phalanx.session has neither model nor data, but says how to train.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, read_manifest
 from phalanx.data.prepare import prepare_source, prepare_stream
 from phalanx.data.prepare_plan import (
@@ -16,6 +17,7 @@ from phalanx.data.prepare_plan import (
     read_done_file,
 )
 from phalanx.data.reader import DataInfo
+from phalanx.data.source_files import join_location
 from phalanx.data.stream import (
     StreamDescription,
     check_stream_error,
@@ -31,6 +33,8 @@ from phalanx.errors import ExitCode, PhalanxError, RecipeError, describe_os_erro
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
 from phalanx.run.cache import cache_root
 from phalanx.run.call_process import CallProcess
+from phalanx.storage.named import localize_tokenizer, name_recipe_key
+from phalanx.storage.url import is_url
 
 
 def prepare_cached(
@@ -40,24 +44,30 @@ def prepare_cached(
     cache_dir: Path | None = None,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
     order: tuple[float, int] = (0.0, 0),
+    num_workers: int | None = None,
 ) -> Path:
     """The dataset directory of `source` (paths relative to `recipe_dir`): prepared into the cache, or found there.
 
     It is found again as long as the files that match, their sizes and times, and the tokenizer are the same. Any
-    number of processes may ask at once: one prepares, the others wait. A `prepare_one` source is returned as it is.
-    RecipeError where another tokenizer made it. A stream is returned once its preparation has begun; `order` has the
-    share for validation and the seed, by which the pieces are prepared in the order in which they are read.
+    number of processes may ask at once: one prepares, the others wait. A `prepared` source is returned as it is; of
+    one at a URL, the local directory that has its manifest. RecipeError where another tokenizer made it. A stream is
+    returned once its preparation has begun; `order` has the share for validation and the seed, by which the pieces are
+    prepared in the order in which they are read.
     """
     if source.prepared is not None:
-        check_tokenizer(data, recipe_dir, recipe_dir / source.prepared)
-        return recipe_dir / source.prepared
+        with name_recipe_key("data.source"):
+            dataset = open_dataset_files(join_location(recipe_dir, source.prepared)).directory
+        check_tokenizer(data, recipe_dir, dataset)
+        return dataset
     plan = make_prepare_plan(source, data, recipe_dir)
     dataset_dir = (cache_dir or cache_root()) / "data" / plan.cache_key
     if data.prepare == "stream":
         return _start_stream(source, data, recipe_dir, dataset_dir.with_name(f"{dataset_dir.name}.stream"), plan, order)
     if is_dataset(dataset_dir):
         return dataset_dir
-    return prepare_source(source, data, recipe_dir, dataset_dir, report_progress=report_progress)
+    return prepare_source(
+        source, data, recipe_dir, dataset_dir, num_workers=num_workers, report_progress=report_progress
+    )
 
 
 _preparing: list[CallProcess] = []
@@ -121,7 +131,7 @@ def prepare_all_sources(
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
     seed: int = 0,
 ) -> tuple[DataConfig, EvaluationConfig]:
-    """The same `data` and `evaluation` with every source `prepare_one`, as `open_data` wants them; paths are absolute.
+    """The same `data` and `evaluation` with every source `prepared`, as `open_data` wants them; paths are absolute.
 
     They share one tokenizer: a BPE is trained on the first source and used for all.
     """
@@ -131,10 +141,11 @@ def prepare_all_sources(
 
     def prepare_one(source: DataSource, data: DataConfig) -> DataSource:
         dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress, order).absolute()
-        return DataSource(prepared=str(dataset_path), weight=source.weight)
+        location = source.prepared if is_url(source.prepared) else str(dataset_path)
+        return DataSource(prepared=location, weight=source.weight)
 
     sources = [prepare_one(leading, data)]
-    tokenizer_path = Path(sources[0].prepared or "") / TOKENIZER_FILE
+    tokenizer_path = open_dataset_files(sources[0].prepared or "").directory / TOKENIZER_FILE
     if isinstance(data.tokenizer, BpeTokenizerConfig) and tokenizer_path.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer_path)})
     sources += [prepare_one(source, data) for source in others]
@@ -148,8 +159,10 @@ def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:
     at, since only they tell their size and classes. RecipeError, DataError: what is asked is not there, or damaged."""
     source = data.source[0] if isinstance(data.source, list) else data.source
     if source.prepared is not None:
-        manifest = read_manifest(recipe_dir / source.prepared)
-        check_tokenizer(data, recipe_dir, recipe_dir / source.prepared)
+        with name_recipe_key("data.source"):
+            dataset = open_dataset_files(join_location(recipe_dir, source.prepared)).directory
+        manifest = read_manifest(dataset)
+        check_tokenizer(data, recipe_dir, dataset)
         seq_len = data.seq_len if manifest.kind == "tokens" else None
         return DataInfo(manifest.kind, manifest.vocab, manifest.classes, seq_len, manifest.shape, manifest.labels)
     if _is_text_source(source):
@@ -167,4 +180,4 @@ def _expected_vocab_size(data: DataConfig, recipe_dir: Path) -> int:
         return data.tokenizer.bpe
     if data.tokenizer == "bytes":
         return load_tokenizer("bytes").vocab_size
-    return load_tokenizer(recipe_dir / data.tokenizer).vocab_size
+    return load_tokenizer(localize_tokenizer(data.tokenizer, recipe_dir)).vocab_size

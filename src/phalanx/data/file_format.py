@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from phalanx.errors import DataError, UsageError
+from phalanx.storage.errors import StoreUnavailable
+from phalanx.storage.store import open_store
+from phalanx.storage.url import is_url, parse_url
 
 HEAD_BYTES = 512
 """Bytes by which a file is known."""
 BUFFER_BYTES = 1 << 18
+_OBJECT_HEAD_BYTES = 1 << 16
 MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO = 256 << 20, 200
 """Limit of an unpacked file: as many bytes as the first, or its packed size times the second. Text is packed to about a
 fifth, the most repetitive logs to a hundredth."""
@@ -52,15 +56,33 @@ def detect_compression(path: str | Path, first_bytes: bytes) -> str | None:
 
 def detect_file_compression(path: str | Path) -> str | None:
     """`detect_compression` of a file that lies there."""
-    with open(path, "rb") as file:
+    with _open_head(path) as file:
         return detect_compression(path, file.read(HEAD_BYTES))
+
+
+def _open_head(path: str | Path) -> BinaryIO:
+    """A file; of an object its first bytes."""
+    if not is_url(path):
+        return open(path, "rb")
+    url = parse_url(str(path))
+    store = open_store(url)
+    info = store.head(url.key)
+    return io.BytesIO(store.read_range(url.key, 0, min(info.size, _OBJECT_HEAD_BYTES), info.etag))
+
+
+def stream_size(raw: BinaryIO) -> int:
+    """Bytes of an open file or object."""
+    position = raw.tell()
+    size = raw.seek(0, os.SEEK_END)
+    raw.seek(position)
+    return size
 
 
 def open_compressed(raw: BinaryIO, compression: str, path: str | Path) -> BinaryIO:
     """What is packed in an open file, as a stream. Reading it raises DataError where it is `check_expansion`'s."""
     openers: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
     stream = _open_zstd(raw, path) if compression == "zstd" else openers[compression](raw)
-    return io.BufferedReader(_Unpacked(stream, os.fstat(raw.fileno()).st_size, path), BUFFER_BYTES)
+    return io.BufferedReader(_Unpacked(stream, stream_size(raw), path), BUFFER_BYTES)
 
 
 def check_expansion(path: str | Path, size: int, unpacked: int) -> None:
@@ -103,12 +125,14 @@ def check_file_format(path: str | Path, kind: str) -> None:
     """DataError when a file is of another kind than its source, as far as its first bytes say. One that cannot be read
     is found out later, with the words for that."""
     try:
-        with open(path, "rb") as file:
+        with _open_head(path) as file:
             first_bytes = file.read(HEAD_BYTES)
             compression = detect_compression(path, first_bytes)
             if compression is not None:
                 file.seek(0)
                 first_bytes = open_compressed(file, compression, path).read(HEAD_BYTES)
+    except StoreUnavailable:
+        raise
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):
         return
     found_format = next(

@@ -3,6 +3,7 @@
 A record is the label (uint32, little-endian) followed by the pixels (uint8, height x width x channels).
 """
 
+import io
 import math
 import os
 import struct
@@ -16,10 +17,12 @@ import numpy as np
 from phalanx.data.file_format import HEAD_BYTES, check_file_format, detect_compression, open_compressed
 from phalanx.data.manifest import LABEL_BYTES
 from phalanx.data.shard import ValueArray
-from phalanx.data.source_files import SourceFile, stat_source_file, walk_files
+from phalanx.data.source_files import SourceFile, join_location, list_source_objects, stat_source_file, walk_files
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
-from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.std_streams import escape_control_chars
+from phalanx.storage.reader import open_location
+from phalanx.storage.url import is_url
 
 _IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _UNSIGNED_BYTE = 8
@@ -40,7 +43,7 @@ class ImageSourceInfo(NamedTuple):
 
 def find_idx_pair(images: str, labels: str, folder: Path) -> ImageSourceInfo:
     """The pair of IDX files of one image set; DataError unless they belong together."""
-    files = [stat_source_file(folder / name) for name in (images, labels)]
+    files = [stat_source_file(join_location(folder, name)) for name in (images, labels)]
     for file in files:
         check_file_format(file.path, "idx")
     with _open_idx(files[0].path) as stream:
@@ -81,7 +84,7 @@ def read_idx_records(
 
 @contextmanager
 def _open_idx(path: str) -> Iterator[BinaryIO]:
-    with open(path, "rb") as raw:
+    with open_location(path) as raw:
         packed = detect_compression(path, raw.read(HEAD_BYTES))
         raw.seek(0)
         yield raw if packed is None else open_compressed(raw, packed, path)
@@ -109,24 +112,22 @@ def _read_idx_header(stream: BinaryIO, path: str, allowed: tuple[int, ...]) -> t
     return struct.unpack(f">{count}I", _read_exactly(stream, 4 * count, path))
 
 
-def find_image_dir(root: Path, image_size: tuple[int, int] | None) -> ImageSourceInfo:
-    """An image folder: every sub-folder is a class, numbered by name; the images lie anywhere below it. Links are
-    followed, and of links to one image in a class one counts."""
+def find_image_dir(root: str, image_size: tuple[int, int] | None) -> ImageSourceInfo:
+    """An image directory, or its URL: every sub-directory is a class, numbered by name; the images lie anywhere below
+    it. Links are followed, and of links to one image in a class one counts."""
     if image_size is None:
         raise RecipeError(f"data.source: images of {root} need a common size, for instance `size: [224, 224]`")
-    if not root.is_dir():
-        raise RecipeError(f"data.source: {root}: no such folder of images")
-    labels = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+    images = _find_image_objects(root) if is_url(root) else _find_image_files(Path(root))
+    labels = tuple(sorted(images))
     for label in labels:
         if escape_control_chars(label) != label:  # a manifest is read with them written out, and not as these classes
-            raise RecipeError(f"data.source: {root / label}: the name of a class has control characters; rename it")
-    files, parts, empty = [], [], []
+            raise RecipeError(f"data.source: {root}/{label}: the name of a class has control characters; rename it")
+    files, parts = [], []
     for number, label in enumerate(labels):
-        found = {os.path.realpath(path): path for path in reversed(_list_images(root / label))}
-        empty += [] if found else [root / label]
-        for path in sorted(found.values()):
-            files.append(file := stat_source_file(path))
+        for file in images[label]:
+            files.append(file)
             parts.append(FilePart(file.path, 0, 1, file.size, class_label=number))
+    empty = [f"{root}/{label}" for label in labels if not images[label]]
     if not files:
         raise RecipeError(f"data.source: {root} matches no file: it needs a sub-folder of images for each class")
     if empty:
@@ -135,6 +136,28 @@ def find_image_dir(root: Path, image_size: tuple[int, int] | None) -> ImageSourc
             "elsewhere"
         )
     return ImageSourceInfo(files, parts, (*image_size, 3), len(labels), labels)
+
+
+def _find_image_files(root: Path) -> dict[str, list[SourceFile]]:
+    """The images of each class in a directory."""
+    if not root.is_dir():
+        raise RecipeError(f"data.source: {root}: no such folder of images")
+    images = {}
+    for label in sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+        found = {os.path.realpath(path): path for path in reversed(_list_images(root / label))}
+        images[label] = [stat_source_file(path) for path in sorted(found.values())]
+    return images
+
+
+def _find_image_objects(url: str) -> dict[str, list[SourceFile]]:
+    """The images of each class below a URL."""
+    images: dict[str, list[SourceFile]] = {}
+    for name, file in list_source_objects(url):
+        label, slash, _ = name.partition("/")
+        if slash and not label.startswith("."):
+            of_class = images.setdefault(label, [])
+            of_class += [file] if Path(name).suffix.lower() in _IMAGE_SUFFIXES else []
+    return images
 
 
 def _list_images(folder: Path) -> list[Path]:
@@ -151,17 +174,27 @@ def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray
     except ImportError:
         raise UsageError("image folders need the `pillow` package: pip install 'phalanx[images]'") from None
     try:
-        with PIL.Image.open(part.path) as image:
+        with _open_image_file(part.path) as raw, PIL.Image.open(raw) as image:
             image.load()
             file_format = image.format
             PIL.ImageOps.exif_transpose(image, in_place=True)
             resized = _to_rgb(image, file_format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
     except _UnknownPixelRangeError as error:
         raise DataError(f"{part.path}: {error}") from None
+    except PhalanxError:
+        raise
     except Exception as error:  # noqa: BLE001 - its parsers of broken files raise nearly anything
         raise DataError(f"{part.path}: not an image that Pillow can read ({error or type(error).__name__})") from None
     label = np.array([part.class_label], "<u4").view(np.uint8)
     return np.concatenate([label, np.asarray(resized, np.uint8).ravel()])[None]
+
+
+def _open_image_file(path: str) -> BinaryIO:
+    """A file, or what is in an object: an error of the store is none of the image."""
+    if not is_url(path):
+        return open(path, "rb")
+    with translate_read_errors(path), open_location(path) as raw:
+        return io.BytesIO(raw.read())
 
 
 class _UnknownPixelRangeError(Exception):

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from phalanx.data.dataset_files import DatasetFiles, open_dataset_files
 from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, ShardEntry, read_manifest
 from phalanx.data.prepare_plan import PrepareProgress, ignore_progress
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer, show_tokens
 from phalanx.errors import DataError, describe_os_error, is_storage_error
+from phalanx.storage.errors import NotFound, StoreUnavailable
+from phalanx.storage.reader import open_location
 
 
 @dataclass(frozen=True)
@@ -64,55 +67,69 @@ class ImageContent(DatasetContent):
 
 
 def verify_dataset(
-    folder: Path,
+    location: str | Path,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> VerifiedDataset:
-    """Read a dataset directory from end to end and compare everything with its checksums.
+    """Read a dataset from end to end, where it lies, and compare everything with its checksums.
 
     DataError names the first bad file and block, and says how many more there are.
     """
-    manifest, started = read_manifest(folder), clock()
+    files, started = open_dataset_files(location), clock()
+    manifest, folder = read_manifest(files.directory), files.directory
     problems: list[str] = []
     if manifest.kind == "tokens":
         load_tokenizer(folder)
     blocks = bytes_done = count = 0
     for entry in manifest.shards:
         try:
-            problems += _find_bad_blocks(folder, entry)
+            problems += _find_bad_blocks(files, entry)
+        except StoreUnavailable:
+            raise
+        except NotFound as error:
+            problems.append(f"{error}: the shard is missing, from block 0 on")
         except DataError as error:
             problems.append(str(error))
         except OSError as error:
             if not is_storage_error(error):
                 raise
-            problems.append(f"{describe_os_error(error)}, in {folder / entry.file} or its .idx file")
+            problems.append(f"{describe_os_error(error)}, in {location}/{entry.file} or its .idx file")
         blocks += -(-entry.bytes // BLOCK_BYTES)
         bytes_done += entry.bytes
         count += entry.count
         report_progress(PrepareProgress(bytes_done, manifest.bytes, count, clock() - started))
     if problems:
-        raise DataError(problems[0] + (f"\n{len(problems) - 1} more like it in {folder}" if len(problems) > 1 else ""))
+        raise DataError(
+            problems[0] + (f"\n{len(problems) - 1} more like it in {location}" if len(problems) > 1 else "")
+        )
     return VerifiedDataset(len(manifest.shards), blocks, bytes_done, clock() - started, manifest.fingerprint)
 
 
-def _find_bad_blocks(folder: Path, entry: ShardEntry) -> list[str]:
-    check_shard_size(folder, entry)
+def _find_bad_blocks(files: DatasetFiles, entry: ShardEntry) -> list[str]:
     problems = []
-    path = folder / entry.file
-    with open(path, "rb") as file:
-        for block, expected in enumerate(read_sidecar(folder, entry).hashes):
+    if files.url is None:
+        check_shard_size(files.directory, entry)
+        path = str(files.directory / entry.file)
+    else:
+        files.fetch(entry.sidecar)
+        path = str(files.url / entry.file)
+    with open_location(path) as file:
+        for block, expected in enumerate(read_sidecar(files.directory, entry).hashes):
             data = file.read(BLOCK_BYTES)
             if xxh3_64_intdigest(data) != expected:
                 problems.append(f"{path} {describe_block(block, len(data))}")
     return problems
 
 
-def inspect_dataset(folder: Path, max_tokens: int = 200) -> TextContent | ImageContent:
-    """Describe a dataset directory, with its first `max_tokens` tokens decoded, or its first labels."""
+def inspect_dataset(location: str | Path, max_tokens: int = 200) -> TextContent | ImageContent:
+    """Describe a dataset, with its first `max_tokens` tokens decoded, or its first labels."""
+    files = open_dataset_files(location)
+    folder = files.directory
     manifest = read_manifest(folder)
+    files.fetch(manifest.shards[0].sidecar, manifest.shards[0].file)
     first = MappedShard(folder, manifest.shards[0], np.dtype(manifest.dtype))
     content = DatasetContent(
-        path=str(folder),
+        path=str(location),
         kind=manifest.kind,
         dtype=np.dtype(manifest.dtype).name,
         count=manifest.count,

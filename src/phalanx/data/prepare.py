@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -55,6 +56,7 @@ from phalanx.run.process_messages import CallProgress, CallReply
 
 logger = logging.getLogger(__name__)
 
+_FORMAT_CHECK_THREADS = 16
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
 
 
@@ -164,8 +166,9 @@ def _write_dataset(
 ) -> None:
     """Write everything that a plan asks for and that is not there yet."""
     folder = working_dir.working_dir
-    for file in plan.files:
-        check_file_format(file.path, plan.kind)
+    with ThreadPoolExecutor(_FORMAT_CHECK_THREADS) as pool:
+        for done in pool.map(lambda file: check_file_format(file.path, plan.kind), plan.files):
+            assert done is None
     _discard_other_plan(plan.cache_key, folder)
     _write_tokenizer(plan, folder, reporter)
     if is_stream and not is_dataset(folder):

@@ -18,7 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from phalanx.data.images import find_idx_pair, find_image_dir, read_idx_records, read_image_record
 from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, ShardEntry, narrowest_token_dtype
 from phalanx.data.shard import ShardWriter
-from phalanx.data.source_files import SourceFile, find_files, to_glob_list
+from phalanx.data.source_files import SourceFile, find_files, join_location, to_glob_list
 from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_parquet_file, split_source_file
 from phalanx.data.tokenizers import (
     NO_ENDS,
@@ -31,6 +31,7 @@ from phalanx.data.tokenizers import (
 from phalanx.errors import RecipeError
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource
 from phalanx.run.directory import write_json
+from phalanx.storage.named import localize_tokenizer
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 256 << 20  # bytes of a piece; between them it is a 64th of the whole
 
@@ -92,7 +93,7 @@ def make_prepare_plan(source: DataSource, data: DataConfig, recipe_dir: Path) ->
         images = find_idx_pair(source.idx.images, source.idx.labels, recipe_dir)
         pieces: list[PreparePiece] = [tuple(images.parts)]
     elif source.images is not None:
-        images = find_image_dir(recipe_dir / source.images, source.image_size)
+        images = find_image_dir(join_location(recipe_dir, source.images), source.image_size)
         pieces = _group_into_pieces(images.parts)
     else:
         return _make_text_plan(source, data, recipe_dir)
@@ -124,7 +125,7 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
     if isinstance(data.tokenizer, BpeTokenizerConfig):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":
-        tokenizer = str(find_tokenizer_file(recipe_dir / data.tokenizer))
+        tokenizer = str(find_tokenizer_file(localize_tokenizer(data.tokenizer, recipe_dir)))
         loaded = load_tokenizer(tokenizer)  # it says what is wrong before anything is written
         assert isinstance(loaded, HuggingFaceTokenizer)
         ends = loaded.ends

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
+from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, read_manifest
 from phalanx.data.order import (
     Int64Array,
@@ -34,6 +35,8 @@ from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
 from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
+from phalanx.storage.named import name_recipe_key
+from phalanx.storage.url import is_url
 
 Batch = dict[str, npt.NDArray[Any]]
 """`tokens`, `targets` int64 [b, s] (-100 = no target) and, with document masking, `documents` int32 [b, s] (number of
@@ -63,14 +66,18 @@ TokenRange = tuple[int, int, int]
 
 
 class PreparedDataset:
-    """The samples of one dataset directory, numbered 0 .. samples - 1. Its shards are opened when they are needed."""
+    """The samples of one dataset, numbered 0 .. samples - 1. Its shards are opened when they are needed."""
 
-    def __init__(self, folder: Path, seq_len: int):
-        self.folder = folder
+    def __init__(self, location: str, seq_len: int):
+        self.files = open_dataset_files(location)
+        self.location, folder = location, self.files.directory
         self.manifest = manifest = read_manifest(folder)
         self.fingerprint = manifest.fingerprint
-        for entry in manifest.shards:
-            check_shard_size(folder, entry)
+        if self.files.url is None:
+            for entry in manifest.shards:
+                check_shard_size(folder, entry)
+        else:
+            self.files.check_sizes(manifest)
         tokens = manifest.kind == "tokens"
         self._stride = seq_len if tokens else manifest.record
         self.sample_length = seq_len + 1 if tokens else manifest.record
@@ -93,9 +100,17 @@ class PreparedDataset:
     def open_shard(self, number: int) -> MappedShard:
         """A shard, mapped into memory."""
         if (shard := self._shards.get(number)) is None:
-            shard = MappedShard(self.folder, self.manifest.shards[number], np.dtype(self.manifest.dtype))
+            entry = self.manifest.shards[number]
+            self.files.fetch(entry.sidecar, entry.file)
+            shard = MappedShard(self.files.directory, entry, np.dtype(self.manifest.dtype))
             self._shards[number] = shard
         return shard
+
+    def fetch_ahead(self, located: list[tuple[TokenRange, ...]]) -> None:
+        """Download the shards of these ranges in the background, if they are in a store."""
+        if self.files.url is not None:
+            numbers = dict.fromkeys(shard for ranges in located for shard, _, _ in ranges)
+            self.files.fetch_ahead(self.manifest.shards[number] for number in numbers)
 
     def reset_verification(self) -> None:
         """Have everything that is read from now on verified again."""
@@ -106,8 +121,8 @@ class PreparedDataset:
 class PackedDataset(PreparedDataset):
     """Samples that are windows of whole documents."""
 
-    def __init__(self, folder: Path, windows: PackedWindows):
-        super().__init__(folder, windows.seq_len)
+    def __init__(self, location: str, windows: PackedWindows):
+        super().__init__(location, windows.seq_len)
         self._windows = windows
         self.num_samples = len(windows.ends)
 
@@ -233,7 +248,9 @@ class SampleReader:
         if located.first_sample != first:
             located = _LocatedSamples(first, [0] * self._block_size, [()] * self._block_size)
             for number, (dataset, own, sample) in enumerate(self._find_samples(first)):
-                for place, ranges in zip(own.tolist(), dataset.locate(sample), strict=True):
+                ranges_of_samples = dataset.locate(sample)
+                dataset.fetch_ahead(ranges_of_samples)
+                for place, ranges in zip(own.tolist(), ranges_of_samples, strict=True):
                     located.source[place], located.ranges[place] = number, ranges
             self._located = located
         return located
@@ -419,40 +436,44 @@ def _open_source(
     if source.prepared is None:
         kind = next(kind for kind in data_schema.SOURCE_KINDS if getattr(source, kind) is not None)
         raise RecipeError(f"{key}: found {kind}, expected `prepared`: a run's resolved.yaml names prepared directories")
-    folder = Path(source.prepared)
-    if data.prepare == "stream" and key == "data.source" and is_stream(folder):
-        stream = StreamedDataset(folder, data.seq_len)
+    location = source.prepared
+    if data.prepare == "stream" and key == "data.source" and not is_url(location) and is_stream(Path(location)):
+        directory = Path(location)
+        stream = StreamedDataset(directory, data.seq_len)
         window_order = StreamOrder(stream, data.stream_window, holdout_fraction, seed)
-        return _Source((stream, window_order), (StreamedDataset(folder, data.seq_len), window_order), source.weight)
-    dataset = PreparedDataset(folder, data.seq_len)
+        return _Source((stream, window_order), (StreamedDataset(directory, data.seq_len), window_order), source.weight)
+    with name_recipe_key(key):
+        dataset = PreparedDataset(location, data.seq_len)
     if data.packing == "whole" and dataset.manifest.kind == "tokens":
         return _open_packed(dataset, data.seq_len, holdout_fraction, seed, source.weight)
     if not dataset.num_samples:
         shards = dataset.manifest.shards
         in_shard = "" if len(shards) == 1 else f" in the longest of its {len(shards)} shards"
         raise RecipeError(
-            f"data.seq_len: {data.seq_len} tokens and the next need at least {data.seq_len + 1}, but {folder} has only "
-            f"{max(shard.count for shard in shards)} tokens{in_shard}"
+            f"data.seq_len: {data.seq_len} tokens and the next need at least {data.seq_len + 1}, but {location} has "
+            f"only {max(shard.count for shard in shards)} tokens{in_shard}"
         )
     size = dataset.num_samples
     order = ShuffleOrder(size, num_validation_samples(size, holdout_fraction), dataset.manifest.fingerprint, seed)
-    validation = PreparedDataset(folder, data.seq_len)  # verified at other times than the training data
+    validation = PreparedDataset(location, data.seq_len)  # verified at other times than the training data
     return _Source((dataset, order), (validation, order), source.weight)
 
 
 def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float, seed: int, weight: float) -> _Source:
     """Open a source and keep its documents whole, each in training or in validation."""
-    folder, manifest = dataset.folder, dataset.manifest
+    location, manifest = dataset.location, dataset.manifest
+    dataset.files.fetch(*(entry.sidecar for entry in manifest.shards))
+    folder = dataset.files.directory
     train, validation = (
         pack_documents(documents, seq_len) for documents in list_documents(folder, manifest, holdout_fraction)
     )
     num_validation = len(validation.ends)
     if holdout_fraction < 1 and not len(train.ends):
-        raise RecipeError(f"data.source: {folder} has no tokens to train on")
+        raise RecipeError(f"data.source: {location} has no tokens to train on")
     return _Source(
-        (PackedDataset(folder, train), ShuffleOrder(len(train.ends), 0, manifest.fingerprint, seed)),
+        (PackedDataset(location, train), ShuffleOrder(len(train.ends), 0, manifest.fingerprint, seed)),
         (
-            PackedDataset(folder, validation),
+            PackedDataset(location, validation),
             ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed),
         ),
         weight,
@@ -483,7 +504,7 @@ def _common_info(datasets: Sequence[AnyDataset], seq_len: int, has_validation: b
             other_value = _mixing_requirements(dataset.manifest)[key]
             if first_value != other_value and not (key == "labels" and None in (first_value, other_value)):
                 raise RecipeError(
-                    f"data.source: {datasets[0].folder} and {dataset.folder} ({other}) cannot be mixed: {key} is "
+                    f"data.source: {datasets[0].location} and {dataset.location} ({other}) cannot be mixed: {key} is "
                     f"{first_value} and {other_value}"
                 )
     seq_len_or_none = seq_len if first.kind == "tokens" else None

@@ -4,20 +4,30 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
-from glob import glob
+from glob import escape, glob
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.errors import RecipeError
+from phalanx.errors import RecipeError, UsageError
+from phalanx.storage.cache import find_objects
+from phalanx.storage.hub import download_snapshot
+from phalanx.storage.named import name_recipe_key
+from phalanx.storage.store import ObjectInfo, open_store
+from phalanx.storage.url import StoreUrl, is_url, parse_url
+
+_WILDCARD = re.compile(r"[*?\[]")
 
 
 class SourceFile(NamedTuple):
-    """A source file as it was found; size and time tell whether it changed since."""
+    """A source file, or an object by its URL, as it was found; size and version tell whether it changed since."""
 
     path: str
     size: int
-    mtime_ns: int
+    version: int | str
+    """When a file was modified, in ns; the ETag of an object."""
 
 
 def to_glob_list(globs: str | list[str]) -> list[str]:
@@ -30,16 +40,22 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
     found; RecipeError for a glob that has none.
 
     Relative globs are relative to `base_dir`; an excluding one that begins with `**/` means any place. A name that
-    exists as it stands is no pattern.
+    exists as it stands is no pattern. A glob may be a URL: it matches the objects of a store as it would files.
     """
     exclusions = [
-        (regex, _absolute_path(pattern, base_dir))
+        (regex, pattern if is_anywhere else _absolute_path(pattern, base_dir))
         for pattern in to_glob_list(exclude)
-        for regex in [_glob_to_regex(pattern if pattern.startswith("**/") else _absolute_pattern(pattern, base_dir))]
+        for is_anywhere in [pattern.startswith("**/") or is_url(pattern)]
+        for regex in [_glob_to_regex(pattern if is_anywhere else _absolute_pattern(pattern, base_dir))]
     ]
     found: dict[object, SourceFile] = {}
     real = cache(os.path.realpath)
     for pattern in to_glob_list(globs):
+        if is_url(pattern) and not pattern.startswith("hf://"):
+            objects = _find_objects(pattern, exclusions)
+            found.update((file.path, file) for file in objects if file.path not in found)
+            continue
+        pattern = _download_matches(pattern) if is_url(pattern) else pattern
         matching = sorted(_find_matches(pattern, base_dir))
         files = [path for path in matching if os.path.isfile(path)]
         not_excluded = [
@@ -58,8 +74,68 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
     return list(found.values())
 
 
+def _find_objects(pattern: str, exclusions: list[tuple[re.Pattern[str], str]]) -> list[SourceFile]:
+    """The objects that the glob of a URL matches and nothing excludes, sorted."""
+    with name_recipe_key("data.source"):
+        url = parse_url(pattern)
+        is_listable = url.scheme not in ("http", "https")  # servers of files do not list them
+        if not is_listable and _WILDCARD.search(url.key):
+            raise UsageError(f"{url}: objects of {url.scheme}:// cannot be listed; name each without wildcards")
+        listed = find_objects(replace(url, key=_fixed_prefix(url.key))) if url.key else []
+    regex = _path_regex(url.key or "**")
+    matching = [each for each in listed if each.key == url.key or regex.fullmatch(f"{each.key}/")]
+    files = [_describe_object(url, each) for each in matching]
+    kept = [
+        file for file in files if not any(file.path == name or regex.fullmatch(file.path) for regex, name in exclusions)
+    ]
+    if not kept:
+        all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
+        raise RecipeError(
+            f"data.source: {pattern!r} matches no object{all_excluded}; name objects, such as "
+            f"{replace(url, key=_fixed_prefix(url.key))}/**/*.txt"
+        )
+    return kept
+
+
+def _describe_object(url: StoreUrl, info: ObjectInfo) -> SourceFile:
+    return SourceFile(str(replace(url, key=info.key)), info.size, info.etag or str(info.modified))
+
+
+def list_source_objects(url: str) -> list[tuple[str, SourceFile]]:
+    """The objects below a URL, with their names relative to it."""
+    with name_recipe_key("data.source"):
+        root = parse_url(url)
+        return [(each.key[len(root.key) :].lstrip("/"), _describe_object(root, each)) for each in find_objects(root)]
+
+
+def _fixed_prefix(key: str) -> str:
+    """The part of a glob before the first name with a wildcard."""
+    return "/".join(takewhile(lambda name: not _WILDCARD.search(name), key.split("/")))
+
+
+def _download_matches(pattern: str) -> str:
+    """Download what the glob of an `hf://` URL may match, and return the glob of the copies."""
+    with name_recipe_key("data.source"):
+        url = parse_url(pattern)
+        if not _WILDCARD.search(url.key):
+            return str(download_snapshot(url))
+        prefix = _fixed_prefix(url.key)
+        rest = url.key.removeprefix(prefix).lstrip("/")
+        root = download_snapshot(replace(url, key=prefix), [rest, rest.replace("**/", "")])
+    return f"{escape(str(root))}/{rest}"
+
+
+def join_location(base_dir: Path, name: str) -> str:
+    """The path of a name relative to `base_dir`; a URL as it is."""
+    return name if is_url(name) else str(base_dir / name)
+
+
 def stat_source_file(path: str | Path) -> SourceFile:
-    """A file's size and time; RecipeError when it is not there, or is a pipe, a device or a folder."""
+    """Size and version of a file or object; RecipeError when it is not there, or a pipe, a device or a directory."""
+    if is_url(path):
+        with name_recipe_key("data.source"):
+            url = parse_url(str(path))
+            return _describe_object(url, open_store(url).head(url.key))
     try:
         stat_result = os.stat(path)
     except OSError as error:
@@ -100,17 +176,22 @@ def _find_matches(pattern: str, base_dir: Path) -> list[str]:
     head, recursive, rest = _absolute_pattern(pattern, base_dir).partition("/**")
     if not recursive or (rest and rest[0] != "/"):
         return glob(head + recursive + rest)
-    steps = ["**", *(step for step in rest.split("/") if step)]
-    if steps[-1] == "**":
-        steps.append("*")
-    regex = re.compile("".join(map(_step_to_regex, steps)), re.DOTALL)
-    with_hidden = any(step.startswith(".") for step in steps)
+    regex = _path_regex(f"**{rest}")
+    with_hidden = any(step.startswith(".") for step in rest.split("/"))
     return [
         path
         for directory in glob(head or "/")
         for path in walk_files(directory, with_hidden)
         if regex.fullmatch(f"{path.removeprefix(directory).lstrip('/')}/")
     ]
+
+
+def _path_regex(pattern: str) -> re.Pattern[str]:
+    """A glob as a regular expression for paths with a slash behind them; hidden files as `glob` treats them."""
+    steps = [step for step in pattern.split("/") if step]
+    if steps[-1] == "**":
+        steps.append("*")
+    return re.compile("".join(map(_step_to_regex, steps)), re.DOTALL)
 
 
 def _step_to_regex(step: str) -> str:

@@ -7,7 +7,6 @@ comes as `DocumentChunk`s of at most about a mebibyte; only a JSON line and some
 import io
 import json
 import lzma
-import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,9 +22,12 @@ from phalanx.data.file_format import (
     detect_compression,
     detect_file_compression,
     open_compressed,
+    stream_size,
 )
 from phalanx.data.source_files import SourceFile
-from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.storage.errors import StoreUnavailable
+from phalanx.storage.reader import open_location
 
 CHUNK_BYTES = 1 << 20
 CONTEXT_BYTES = 1 << 12
@@ -72,6 +74,11 @@ def translate_read_errors(path: str | Path) -> Iterator[None]:
         yield
     except MemoryError:
         raise DataError(f"{path}: a piece of it needs more memory than there is here; divide it") from None
+    except StoreUnavailable as error:
+        raise PhalanxError(
+            f"{path}: the store does not answer ({error.strerror}); run the same command again to continue from here",
+            ExitCode.UNFINISHED,
+        ) from None
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path}: cannot be read to its end ({getattr(error, 'strerror', None) or error})") from None
 
@@ -92,7 +99,7 @@ def split_source_file(file: SourceFile, part_bytes: int) -> list[FilePart]:
 def split_parquet_file(file: SourceFile) -> list[FilePart]:
     """A Parquet file's row groups."""
     check_file_format(file.path, "parquet")
-    with translate_read_errors(file.path), open(file.path, "rb") as raw:
+    with translate_read_errors(file.path), open_location(file.path) as raw:
         groups = _open_parquet(raw, file.path).metadata.num_row_groups
     # Weights assume equal row groups: they need only be good enough to balance the work.
     return [FilePart(file.path, group, group + 1, file.size // max(groups, 1)) for group in range(groups)]
@@ -100,7 +107,7 @@ def split_parquet_file(file: SourceFile) -> list[FilePart]:
 
 def iterate_documents(part: FilePart, source_kind: str, field: str) -> Iterator[DocumentChunk]:
     """The documents that begin in a part of a `text`, `jsonl` or `parquet` source (text: what lies in the part)."""
-    with translate_read_errors(part.path), open(part.path, "rb") as raw:
+    with translate_read_errors(part.path), open_location(part.path) as raw:
         if source_kind == "parquet":
             yield from _iterate_parquet(raw, part, field)
             return
@@ -259,7 +266,7 @@ def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str) -> Iterator[Docu
         raise RecipeError(
             f"{part.path}: no column {field!r}; it has {_format_names(names)}. Name it in data.source.text_field"
         )
-    size, given = os.fstat(raw.fileno()).st_size, 0
+    size, given = stream_size(raw), 0
     for group in range(part.start, part.stop):
         rows, where = max(table.metadata.row_group(group).num_rows, 1), f"{part.path}, row group {group}"
         for batch in _batches(table, group, field, where, size):

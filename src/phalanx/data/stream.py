@@ -49,9 +49,9 @@ class StreamDescription:
     def from_plan(cls, plan: PreparePlan) -> "StreamDescription":
         """Names and sizes of the files, relative to their common directory, and what they become. Times are left out: a
         copy of the files on another machine is the same stream."""
-        root = os.path.commonpath([os.path.dirname(file.path) for file in plan.files])
+        root = os.path.commonprefix([file.path for file in plan.files]).rpartition("/")[0]
         parts = {
-            "files": [(os.path.relpath(file.path, root), file.size) for file in plan.files],
+            "files": [(file.path.removeprefix(root), file.size) for file in plan.files],
             "pieces": [[(part.start, part.stop) for part in piece] for piece in plan.pieces],
             "kind": plan.kind,
             "field": plan.text_field,
@@ -134,7 +134,8 @@ class StreamedDataset:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.folder, self._stride, self.sample_length = directory, seq_len, seq_len + 1
+        self._directory, self.location = directory, str(directory)
+        self._stride, self.sample_length = seq_len, seq_len + 1
         self._clock, self._sleep = clock, sleep
         self.description = read_description(directory)
         self.fingerprint = self.description.identity
@@ -153,12 +154,12 @@ class StreamedDataset:
         if self._finished:
             return self._finished.get(piece)
         next_look = self._clock()
-        while (done := read_done_file(self.folder, piece)) is None:
+        while (done := read_done_file(self._directory, piece)) is None:
             if self._clock() >= next_look:
-                check_stream_error(self.folder)
-                if not is_being_prepared(self.folder) and read_done_file(self.folder, piece) is None:
+                check_stream_error(self._directory)
+                if not is_being_prepared(self._directory) and read_done_file(self._directory, piece) is None:
                     raise PhalanxError(
-                        f"{self.folder}: nothing prepares this stream any more; run the same command again",
+                        f"{self._directory}: nothing prepares this stream any more; run the same command again",
                         ExitCode.UNFINISHED,
                     )
                 next_look = self._clock() + _LOOK_INTERVAL_S
@@ -172,6 +173,9 @@ class StreamedDataset:
         stop = start + self.sample_length
         return [(each,) for each in zip(piece.tolist(), start.tolist(), stop.tolist(), strict=True)]
 
+    def fetch_ahead(self, located: list[tuple[tuple[int, int, int], ...]]) -> None:
+        """Nothing: the order of preparation is that of reading."""
+
     def count_tokens(self, sample: Int64Array) -> Int64Array:
         """Tokens of each sample that are no padding: all."""
         return np.full(len(sample), self._stride)
@@ -181,7 +185,7 @@ class StreamedDataset:
         if (shard := self._shards.get(piece)) is None:
             entry = self.wait_for(piece)
             assert entry is not None
-            shard = self._shards[piece] = MappedShard(self.folder, entry, np.dtype(self.manifest.dtype))
+            shard = self._shards[piece] = MappedShard(self._directory, entry, np.dtype(self.manifest.dtype))
         return shard
 
     def reset_verification(self) -> None:
@@ -261,7 +265,7 @@ class StreamOrder:
         self._ends.append((self._ends[-1] if self._ends else 0) + self._windows[-1].size)
         if number + 1 == self._windows_per_epoch and not self._ends[-1]:
             raise RecipeError(
-                f"data.seq_len: no piece of {self._dataset.folder} has {self._dataset.sample_length} tokens"
+                f"data.seq_len: no piece of {self._dataset.location} has {self._dataset.sample_length} tokens"
             )
 
     def _make_range(self, pieces: Sequence[int], *key: object) -> _SampleRange:

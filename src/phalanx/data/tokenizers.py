@@ -28,6 +28,7 @@ from phalanx.data.shard import ValueArray
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig
 from phalanx.safe_files import read_bytes, read_json, read_text
+from phalanx.storage.named import localize_tokenizer
 
 MAX_TOKENIZER_BYTES = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""
@@ -418,7 +419,7 @@ def check_tokenizer(data: DataConfig, folder: Path, dataset: Path) -> None:
         same = described["name"] == asked
     else:
         asked = data.tokenizer
-        stored = find_tokenizer_file(folder / asked)
+        stored = find_tokenizer_file(localize_tokenizer(asked, folder))
         if not stored.is_file():
             raise RecipeError(f"data.tokenizer: {stored}: no such tokenizer")
         same = described.get("xxh3") == xxh3_128_hexdigest(read_bytes(stored, MAX_TOKENIZER_BYTES))

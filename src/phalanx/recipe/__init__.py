@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from phalanx.recipe.checks import check_recipe, num_workers_for
     from phalanx.recipe.devices import check_device
     from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes, is_free_on_resume
-    from phalanx.recipe.imports import describe_exception, huggingface_directory, import_object
+    from phalanx.recipe.imports import describe_exception, huggingface_location, import_object
     from phalanx.recipe.load import LoadedRecipe, dump_recipe, expand_recipe, load_recipe, load_resolved_recipe
     from phalanx.recipe.schema import Recipe, ResolvedRecipe
     from phalanx.recipe.schema_keys import can_be_auto, json_schema
@@ -32,7 +32,7 @@ __all__ = [
     "diff_recipes",
     "dump_recipe",
     "expand_recipe",
-    "huggingface_directory",
+    "huggingface_location",
     "import_object",
     "incompatible_changes",
     "is_free_on_resume",
@@ -51,7 +51,7 @@ if not TYPE_CHECKING:
             "checks": ("check_recipe", "num_workers_for"),
             "devices": ("check_device",),
             "diff": ("RecipeDifference", "diff_recipes", "incompatible_changes", "is_free_on_resume"),
-            "imports": ("describe_exception", "huggingface_directory", "import_object"),
+            "imports": ("describe_exception", "huggingface_location", "import_object"),
             "schema_keys": ("can_be_auto", "json_schema"),
             "load": ("LoadedRecipe", "dump_recipe", "expand_recipe", "load_recipe", "load_resolved_recipe"),
             "schema": ("Recipe", "ResolvedRecipe"),

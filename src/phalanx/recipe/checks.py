@@ -8,7 +8,7 @@ from phalanx.recipe.batch_scaling import scale_batch_with_workers
 from phalanx.recipe.data_schema import SOURCE_KINDS, DataConfig, DataSource, EvaluationConfig
 from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
-from phalanx.recipe.imports import HF_PREFIX
+from phalanx.recipe.imports import HF_PREFIX, huggingface_location
 from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
 from phalanx.recipe.schema import (
     GradSyncConfig,
@@ -89,8 +89,10 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         known = f"expected {', '.join(BUILT_IN_TASKS)} or module:Class"
         yield "task", f"found {recipe.task!r}, {known}{suggest_nearest(recipe.task, tuple(BUILT_IN_TASKS))}"
     if recipe.init_from is not None and num_workers is not None:
-        path = recipe.init_from.removeprefix(HF_PREFIX)
-        if path == recipe.init_from and (folder / path / "config.json").is_file():
+        path = huggingface_location(recipe.init_from) or recipe.init_from
+        if "://" in path:  # a URL, which is looked up where there is a network
+            pass
+        elif path == recipe.init_from and (folder / path / "config.json").is_file():
             yield "init_from", f"{folder / path} is a Hugging Face directory, or an export; give {HF_PREFIX}{path}"
         elif not (folder / path).exists():
             noun = "checkpoint or run" if path == recipe.init_from else "directory"

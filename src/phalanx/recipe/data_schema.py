@@ -37,16 +37,16 @@ class DataSource(ConfigModel):
 
     model_config = ConfigDict(title="Source")
 
-    text: str | list[str] | None = Field(None, description="Glob(s) of text files; .gz and .xz are unpacked.")
-    jsonl: str | list[str] | None = Field(None, description="Glob(s) of JSON-lines files; `text_field` holds the text.")
-    parquet: str | list[str] | None = Field(None, description="Glob(s) of Parquet files; `text_field` is the column.")
+    text: str | list[str] | None = Field(None, description="Glob(s) or URLs of text files; .gz and .xz are unpacked.")
+    jsonl: str | list[str] | None = Field(None, description="Glob(s) or URLs of JSON lines; `text_field` has the text.")
+    parquet: str | list[str] | None = Field(None, description="Glob(s) or URLs of Parquet; `text_field` is the column.")
     idx: IdxFiles | None = None
     """Image set in IDX files."""
-    images: str | None = Field(None, description="A folder with one sub-folder of images for each class.")
-    prepared: str | None = Field(None, description="A directory that `phalanx data prepare` wrote.")
+    images: str | None = Field(None, description="Directory or URL with one sub-directory of images for each class.")
+    prepared: str | None = Field(None, description="What `phalanx data prepare` wrote: a directory or URL.")
     text_field: str = "text"
     """Name of the text field in JSON-lines and Parquet files."""
-    exclude: str | list[str] = Field(default_factory=list, description="Glob(s) of files to leave out.")
+    exclude: str | list[str] = Field(default_factory=list, description="Glob(s) or URLs of files to leave out.")
     image_size: tuple[Count, Count] | None = Field(None, description="Height and width for image folders.")
     weight: PositiveNumber = 1.0
     """Share of the samples that comes from this source, relative to the weights of the others."""
@@ -78,7 +78,7 @@ class DataConfig(ConfigModel):
     )
     """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
     tokenizer: str | BpeTokenizerConfig = Field(
-        "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path or directory."
+        "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path, directory or URL."
     )
     seq_len: Count = 256
     """Tokens of one training sample."""

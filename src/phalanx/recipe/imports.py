@@ -25,24 +25,12 @@ MAX_MESSAGE_CHARS = 600
 """Characters that are shown of an error message of a library or of the user's code: some have pages."""
 
 
-def huggingface_directory(build: str, recipe_dir: Path | None, key: str = "model.build") -> Path | None:
-    """The directory that `hf:PATH` names, PATH relative to `recipe_dir` (the recipe's); None for an import path.
-
-    RecipeError when it is no directory with a config.json.
-    """
-    if not build.startswith(HF_PREFIX):
-        return None
-    name = build.removeprefix(HF_PREFIX)
-    path = (recipe_dir or Path.cwd()) / Path(name).expanduser()
-    if not name or not path.is_dir():
-        raise RecipeError(
-            f"{key}: found {build!r}, expected hf:PATH of a Hugging Face directory; there is none at {path}"
-        )
-    if not (path / HF_CONFIG_FILE).is_file():
-        raise RecipeError(
-            f"{key}: {path} has no {HF_CONFIG_FILE}, so it is not a Hugging Face model; save_pretrained writes one"
-        )
-    return path
+def huggingface_location(build: str) -> str | None:
+    """The path or URL of the Hugging Face directory that `hf:PATH`, `hf:URL` or `hf://OWNER/NAME` names; None for
+    another value."""
+    if build.startswith(f"{HF_PREFIX}//"):
+        return build
+    return build.removeprefix(HF_PREFIX) if build.startswith(HF_PREFIX) else None
 
 
 def import_object(path: str, recipe_dir: Path | None = None, key: str = "import path") -> Any:

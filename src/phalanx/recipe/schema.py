@@ -29,7 +29,8 @@ class ModelConfig(ConfigModel):
     model_config = ConfigDict(title="Model")
 
     build: str = "phalanx.models:transformer"
-    """`module:callable`; the recipe's folder is on the import path. Or `hf:PATH` of a Hugging Face directory."""
+    """`module:callable`; the recipe's folder is on the import path. Or `hf:PATH` or `hf:URL` of a Hugging
+    Face directory, or `hf://OWNER/NAME[@REVISION]` of the hub."""
     args: Annotated[dict[str, Any], AfterValidator(check_finite)] = Field(default_factory=dict)
     """Arguments of the callable. `vocab_size`, `seq_len` and `num_classes` come from the data if the callable takes
     them. With `hf:PATH`, values that replace those of its config.json."""
@@ -291,7 +292,8 @@ class Recipe(ConfigModel):
     """Name of the run; `--run` defaults to runs/NAME."""
     model: ModelConfig = ModelConfig()
     init_from: str | None = None
-    """Weights to start from: a run, a checkpoint, or `hf:PATH` of a directory of safetensors, such as an export."""
+    """Weights to start from: a run, a checkpoint, or `hf:PATH` of a directory of safetensors, such as an export. Each
+    may be a URL."""
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters instead of the model's own weights.")
     task: str = "language-modeling"
     """The task: `language-modeling`, `classification`, or your own `module:Class`."""

@@ -22,7 +22,9 @@ NUMBER_KEYS = frozenset(
 TEXT_KEYS = frozenset(
     {"unit", "data_summary", "flops_rule", "device", "device_name", "data_sheet_source", "host", "status", "digest"}
 )
-MAPPING_KEYS = frozenset({"measured_matmul_tflops", "data_sheet_tflops", "predicted_breakdown_s", "session", "git"})
+MAPPING_KEYS = frozenset(
+    {"origins", "measured_matmul_tflops", "data_sheet_tflops", "predicted_breakdown_s", "session", "git"}
+)
 LIST_KEYS = frozenset({"auto_choices"})
 AUTO_CHOICE_KEYS = frozenset({"key", "value", "reason"})
 """Types of the values in the small JSON files of a run (plan.json, cluster.json, result.json), by key."""

@@ -48,11 +48,34 @@ def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
         from phalanx.storage.hub import download_snapshot
 
         return download_snapshot(url, patterns)
-    return _localize_objects(url, patterns)
+    return _localize_objects(url, find_objects(url, patterns))
 
 
-def _localize_objects(url: StoreUrl, patterns: Sequence[str]) -> Path:
-    objects = find_objects(url, patterns)
+def localize_files(url: StoreUrl, names: Sequence[str], reserve_bytes: int = 0) -> Path:
+    """The node-local directory with the objects of these names directly below a URL, which is not listed. The cache
+    keeps `reserve_bytes` more free for what `localize_into` adds to it."""
+    if url.scheme == "hf":
+        from phalanx.storage.hub import download_snapshot
+
+        return download_snapshot(url, names)
+    store = open_store(url)
+    return _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
+
+
+def localize_into(directory: Path, url: StoreUrl) -> None:
+    """Download one object into a directory that `localize_files` returned, unless this or another process has."""
+    path = directory / url.name
+    if path.exists():
+        return
+    with open(path.with_name(f".{url.name}.lock"), "w") as lock:
+        acquire_lock(lock.fileno(), _LOCK_TIMEOUT_S, f"the download of {url}, which another process makes")
+        if not path.exists():
+            store, unfinished = open_store(url), path.with_name(f".{url.name}.tmp")
+            store.download(store.head(url.key), unfinished)
+            os.replace(unfinished, path)
+
+
+def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_bytes: int = 0) -> Path:
     identity = json.dumps([str(url), objects], sort_keys=True).encode()
     entry = cache_root() / "store" / xxhash.xxh3_64_hexdigest(identity)
     path = entry / "files" / (url.name or url.bucket)
@@ -61,7 +84,7 @@ def _localize_objects(url: StoreUrl, patterns: Sequence[str]) -> Path:
         return path
     _lock_exclusively(entry, str(url))
     if not _is_complete(entry):
-        _download(url, objects, entry, path)
+        _download(url, objects, entry, path, reserve_bytes)
     fcntl.flock(_entry_locks[os.getpid(), entry], fcntl.LOCK_SH)
     return path
 
@@ -74,14 +97,18 @@ def find_objects(url: StoreUrl, patterns: Sequence[str] = ()) -> list[ObjectInfo
     objects = store.list_objects(url.key)
     start = len(url.key) + 1 if url.key else 0
     if patterns:
-        objects = [each for each in objects if any(fnmatch(each.key[start:], pattern) for pattern in patterns)]
+        objects = [
+            each
+            for each in objects
+            if each.key == url.key or any(fnmatch(each.key[start:], pattern) for pattern in patterns)
+        ]
     if not objects:
         raise NotFound(f"{url}: no object has this key, and none has a key below it")
     return objects
 
 
-def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: Path) -> None:
-    needed = sum(each.size for each in objects)
+def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: Path, reserve_bytes: int) -> None:
+    needed = sum(each.size for each in objects) + reserve_bytes
     _evict(entry.parent, needed, str(url))
     shutil.rmtree(entry / "files", ignore_errors=True)
     checksums, store = {}, open_store(url)

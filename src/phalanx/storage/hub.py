@@ -4,13 +4,14 @@
 """
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.errors import UsageError
 from phalanx.storage.errors import StoreUnavailable
-from phalanx.storage.url import StoreUrl
+from phalanx.storage.url import StoreUrl, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,14 @@ def parse_hub_url(url: StoreUrl) -> HubLocation:
     return HubLocation(kind, f"{parts[0]}/{name}", revision or None, "/".join(parts[2:]))
 
 
+def pin_revision(url: StoreUrl, commit: str) -> StoreUrl:
+    """The URL of the same at one commit."""
+    where = parse_hub_url(url)
+    kind = "datasets/" if where.kind == "dataset" else ""
+    pinned = parse_url(f"hf://{kind}{where.repository}@{commit}")
+    return pinned / where.path if where.path else pinned
+
+
 def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
     """Download a repository, or a path in it, and return its local path. The log says the commit that a revision
     is at. Raises UsageError for what is not there or gated, StoreUnavailable when the hub does not answer."""
@@ -48,8 +57,11 @@ def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
+        from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
         raise UsageError(f"{url}: needs the `huggingface_hub` package: pip install 'phalanx[huggingface]'") from None
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # each worker would write its own into the log
     where = parse_hub_url(url)
     allowed = [f"{where.path}/{pattern}" if where.path else pattern for pattern in patterns]
     if where.path and not patterns:

@@ -14,6 +14,7 @@ class _RangeReader(io.RawIOBase):
     """The bytes of one object. Ranges are requested ahead of a reader that goes forward; host memory: four ranges."""
 
     def __init__(self, store: Store, info: ObjectInfo):
+        self.name = str(store.url / info.key)
         self._store, self._info, self._position = store, info, 0
         self._pool = ThreadPoolExecutor(_RANGES_AHEAD, thread_name_prefix="store-reader")
         self._ranges: dict[int, Future[memoryview]] = {}
@@ -36,7 +37,8 @@ class _RangeReader(io.RawIOBase):
         if self._position >= self._info.size:
             return 0
         number, offset = divmod(self._position, RANGE_BYTES)
-        wanted = range(number, number + 1 + _RANGES_AHEAD)
+        goes_forward = number in self._ranges or number - 1 in self._ranges
+        wanted = range(number, number + 1 + (_RANGES_AHEAD if goes_forward else 0))
         for each in wanted:
             if each not in self._ranges and each * RANGE_BYTES < self._info.size:
                 self._ranges[each] = self._pool.submit(self._fetch, each)

@@ -18,6 +18,7 @@ from phalanx.recipe.data_schema import list_sources
 from phalanx.run import Run
 from phalanx.run.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
 from phalanx.std_streams import word_of
+from phalanx.storage.url import is_url
 from phalanx.train.checkpoint import (
     find_newest_good,
     format_checkpoint_name,
@@ -114,7 +115,7 @@ def check_data(recipe: ResolvedRecipe) -> None:
     """Raise DataError if prepared data of a resolved recipe are not named, or missing, as from a cache that was
     emptied. They are not prepared here: the run may come from another user, and its sources may name any files."""
     for source in list_sources(recipe.data, recipe.evaluation):
-        if source.prepared is None or not is_dataset(Path(source.prepared)):
+        if source.prepared is None or not (is_url(source.prepared) or is_dataset(Path(source.prepared))):
             raise DataError(
                 f"{source.prepared or 'data.source'}: the run's prepared data are gone; `phalanx train RECIPE "
                 "--dry-run`, with the recipe and the overrides that the run was started with, prepares them again"

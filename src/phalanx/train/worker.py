@@ -32,6 +32,7 @@ from phalanx.run.event_types import Compiled, RunWarning, WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
 from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import WorkerFinishing
+from phalanx.storage.url import is_url
 from phalanx.train.builder import build_context
 from phalanx.train.checkpoint import clean_checkpoint_dir, list_checkpoints
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
@@ -206,7 +207,8 @@ def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> Reso
     where the nodes do not share it."""
     sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
     all_sources = [*sources, *([recipe.evaluation.source] if recipe.evaluation.source else [])]
-    is_here = all(is_dataset(folder / source.prepared) for source in all_sources if source.prepared is not None)
+    prepared = [source.prepared for source in all_sources if source.prepared is not None]
+    is_here = all(is_url(location) or is_dataset(folder / location) for location in prepared)
     if is_here and recipe.data.prepare == "first":
         return recipe
     given_recipe = load_recipe(run.recipe).recipe

@@ -85,15 +85,15 @@ def test_a_url_has_a_bucket_and_a_key_as_stored(text: str, bucket: str, key: str
     "text", ["s3://", "ftp://host/x", "s3://bucket/a/../b", "s3://bucket/a//b", "https://host/x?version=1"]
 )
 def test_a_url_that_no_store_can_have_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="expected|stores do not"):
+    with pytest.raises(UsageError, match=r"expected|stores do not"):
         parse_url(text)
 
 
-@pytest.mark.parametrize("text", ["s3://KEYID:SECRET@bucket/x", "https://host/x?X-Amz-Signature=SECRET"])
+@pytest.mark.parametrize("text", ["s3://KEYID:hunter2@bucket/x", "https://host/x?X-Amz-Signature=hunter2"])
 def test_credentials_in_a_url_are_refused_without_showing_them(text: str) -> None:
     with pytest.raises(UsageError, match="holds credentials") as raised:
         parse_url(text)
-    assert "SECRET" not in str(raised.value)
+    assert "hunter2" not in str(raised.value)
 
 
 def test_paths_are_no_urls() -> None:

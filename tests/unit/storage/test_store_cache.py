@@ -77,7 +77,7 @@ def test_what_is_not_used_gives_way_to_what_is_needed(bucket: Path, monkeypatch:
     subprocess.run([sys.executable, "-c", code], check=True)  # a process that ended uses nothing
     (bucket / "other").write_bytes(b"o" * 1200)
     localize(f"file://{bucket}/other")
-    kept = [path for path in (Path(os.environ["PHALANX_CACHE_DIR"]) / "store").glob(f"*/{ENTRY_FILE}")]
+    kept = list((Path(os.environ["PHALANX_CACHE_DIR"]) / "store").glob(f"*/{ENTRY_FILE}"))
     assert len(kept) == 1
     (bucket / "third").write_bytes(b"t" * 1200)
     with pytest.raises(UsageError, match="do not fit into the cache"):

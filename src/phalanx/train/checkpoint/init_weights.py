@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.recipe import huggingface_directory
+from phalanx.storage.named import huggingface_directory, localize_named, pin_location
 from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, load_tensors, read_manifest
 from phalanx.train.checkpoint.load_plan import find_unused_entries
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persistent_buffers, load_extra_state
@@ -86,13 +86,13 @@ class CheckpointWeights:
 
 
 def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:
-    """Open the weights that `init_from` names (`hf:PATH`, a checkpoint, or a run: its newest checkpoint) for a whole
-    model, the parameters of which may be on the meta device. Only headers are read. Raises DataError for tensors that
-    are missing, differ in shape or have no place in the model, and for LoRA adapters that the model lacks, unless
-    `lora_added_later`."""
+    """Open the weights that `init_from` names (`hf:PATH`, a checkpoint, or a run: its newest checkpoint; each may be a
+    URL) for a whole model, the parameters of which may be on the meta device. Only headers are read. Raises DataError
+    for tensors that are missing, differ in shape or have no place in the model, and for LoRA adapters that the model
+    lacks, unless `lora_added_later`."""
     if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return open_hf_weights(directory, model)
-    path = find_newest_checkpoint(folder / where)
+    path = find_newest_checkpoint(localize_named(pin_location(where, "init_from"), folder, "init_from"))
     manifest = read_manifest(path)
     tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
     lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]

@@ -1,0 +1,111 @@
+"""What the keys of a recipe name by path or URL: its local path, what it is at this moment, and errors with the key."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from phalanx.errors import RecipeError, UsageError
+from phalanx.recipe.imports import HF_CONFIG_FILE, huggingface_location
+from phalanx.run.cache import cache_root
+from phalanx.run.companions import COMPANION_FILES, TOKENIZER_FILE
+from phalanx.storage.cache import localize
+from phalanx.storage.errors import StoreUnavailable
+from phalanx.storage.hub import pin_revision
+from phalanx.storage.store import open_store
+from phalanx.storage.url import StoreUrl, is_url, parse_url
+
+TOKENIZER_NAMES = (TOKENIZER_FILE, HF_CONFIG_FILE, *COMPANION_FILES)
+"""Files next to a tokenizer that say more about it."""
+_MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", *TOKENIZER_NAMES)
+"""Files of a Hugging Face directory; hubs have the same weights in other formats, too."""
+_CHECKPOINT_NAME = re.compile(r"step-\d+")
+_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
+
+
+@contextmanager
+def name_recipe_key(key: str) -> Iterator[None]:
+    """Begin what is wrong with a location by the recipe's key that names it."""
+    try:
+        yield
+    except UsageError as error:
+        raise RecipeError(f"{key}: {error}") from None
+    except StoreUnavailable as error:
+        raise StoreUnavailable(f"{key}: {error.filename}", str(error.strerror)) from None
+
+
+def localize_named(location: str, recipe_dir: Path | None, key: str, patterns: Sequence[str] = ()) -> Path:
+    """The path that `key` of a recipe names, relative to `recipe_dir`; of a URL its node-local copy, the same for as
+    long as this process lives. RecipeError where nothing is at the URL."""
+    if not is_url(location):
+        return (recipe_dir or Path.cwd()) / Path(location).expanduser()
+    with name_recipe_key(key):
+        return _localize_once(location, tuple(patterns), os.getpid())
+
+
+@cache
+def _localize_once(location: str, patterns: Sequence[str], _process: int) -> Path:
+    return localize(location, patterns)
+
+
+def localize_tokenizer(location: str, recipe_dir: Path) -> Path:
+    """The path of the tokenizer.json, or of its directory, that `data.tokenizer` names."""
+    if not location.endswith(".json") or not is_url(location) or location.startswith(("http://", "https://")):
+        return localize_named(location, recipe_dir, "data.tokenizer", TOKENIZER_NAMES)
+    directory, _, name = location.rpartition("/")
+    path = localize_named(directory, recipe_dir, "data.tokenizer", (name, *TOKENIZER_NAMES)) / name
+    if not path.is_file():
+        raise RecipeError(f"data.tokenizer: {location}: there is no such object")
+    return path
+
+
+def huggingface_directory(build: str, recipe_dir: Path | None, key: str = "model.build") -> Path | None:
+    """The directory that `hf:PATH` (PATH relative to `recipe_dir`, the recipe's), `hf:URL` or `hf://OWNER/NAME` names;
+    None for an import path. RecipeError when it is no directory with a config.json.
+    """
+    location = huggingface_location(build)
+    if location is None:
+        return None
+    path = localize_named(location, recipe_dir, key, _MODEL_PATTERNS)
+    if not location or not path.is_dir():
+        raise RecipeError(
+            f"{key}: found {build!r}, expected hf:PATH of a Hugging Face directory; there is none at {path}"
+        )
+    if not (path / HF_CONFIG_FILE).is_file():
+        where = location if is_url(location) else path
+        raise RecipeError(
+            f"{key}: {where} has no {HF_CONFIG_FILE}, so it is not a Hugging Face model; save_pretrained writes one"
+        )
+    return path
+
+
+def pin_location(location: str, key: str) -> str:
+    """What `model.build` or `init_from` names, as all workers of a run must read it: the commit of an `hf://` URL, and
+    of the URL of a run its newest checkpoint."""
+    named = huggingface_location(location)
+    if named is not None and named.startswith("hf://"):
+        commit = describe_version(localize_named(named, None, key, _MODEL_PATTERNS))
+        return str(pin_revision(parse_url(named), commit))
+    if named is not None or not is_url(location):
+        return location
+    with name_recipe_key(key):
+        return str(_find_newest_checkpoint(parse_url(location)))
+
+
+def _find_newest_checkpoint(url: StoreUrl) -> StoreUrl:
+    for parent in (url / "checkpoints", url):
+        names, _ = open_store(url).list_names(parent.key)
+        steps = [name for name in names if _CHECKPOINT_NAME.fullmatch(name)]
+        for name in sorted(steps, key=lambda name: int(name.removeprefix("step-")), reverse=True):
+            if open_store(url).list_objects((parent / name / "MANIFEST.json").key):
+                return parent / name
+    return url
+
+
+def describe_version(path: Path) -> str:
+    """What a node-local copy is a copy of: the commit of a hub's, else a hash of names, sizes and ETags."""
+    if match := _COMMIT.search(str(path)):
+        return match[1]
+    return path.relative_to(cache_root() / "store").parts[0]
