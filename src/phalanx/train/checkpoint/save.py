@@ -230,7 +230,7 @@ class CheckpointSaver:
         self.complete()
 
     def _get_file_spec(self, shards: Sequence[TensorShard]) -> ShardFileSpec:
-        key = [(p.name, p.tensor.dtype, p.tensor.shape, p.shape, p.offset) for p in shards]
+        key = [(p.name, p.tensor.dtype, p.tensor.shape, p.shape, p.offset, p.is_frozen) for p in shards]
         if key != self._file_spec_key:
             self._file_spec, self._file_spec_key = plan_shard_file(shards, rank_file_name(self._destination.rank)), key
         return self._file_spec
@@ -378,7 +378,11 @@ class OwnedTensors:
         """Return the blocks that this worker saves, by name."""
         return [
             TensorShard(
-                name, block.slice_local(state[name].tensor), state[name].global_blocks.global_shape, block.global_offset
+                name,
+                block.slice_local(state[name].tensor),
+                state[name].global_blocks.global_shape,
+                block.global_offset,
+                state[name].is_frozen,
             )
             for name in sorted(self.names)
             for block in state[name].global_blocks.blocks
