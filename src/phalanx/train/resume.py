@@ -13,7 +13,7 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.diff import diff_recipes, is_mathematics
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
-from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, InMemoryRestored, RunWarning
 from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import find_unused_entries, get_state_tensors
 from phalanx.train.checkpoint.restore import (
@@ -39,18 +39,24 @@ def resume_training(
     # All workers must agree on whether there are checkpoints, also where one of them does not see the files.
     checkpoints_seen = needs_checkpoint or has_checkpoint(context.run, context.recipe.checkpoint, context.dist_env)
     start_time = time.perf_counter()
+    store_url = find_store_url(context.run, context.recipe.checkpoint)
     restored = restore_newest(
         context.run,
         context.dist_env,
         context.app_state,
         lambda *bad: report_rejected_checkpoint(context, *bad),
         in_place=needs_checkpoint,
-        store_url=find_store_url(context.run, context.recipe.checkpoint),
+        store_url=store_url,
     )
     if restored is None:
         if checkpoints_seen:
             raise DataError(
                 f"{context.run.checkpoints}: no checkpoint here is good; run `phalanx checkpoint verify` to see why"
+            )
+        if store_url is not None and any(all_gather_json(context.dist_env, _has_saved(context))):
+            raise DataError(
+                f"{store_url}: no checkpoint is left, and the run has saved some; restore them, or use another --run "
+                "to start from the beginning"
             )
         prune_stale(context.run, context.dist_env, 0, None)
         return TrainState()
@@ -75,6 +81,12 @@ def resume_training(
     train_state = TrainState.from_meta(meta)
     prune_stale(context.run, context.dist_env, train_state.step, restored.path if restored.in_memory else None)
     return train_state
+
+
+def _has_saved(context: TrainContext) -> bool:
+    return context.dist_env.is_rank_zero and any(
+        isinstance(event, CheckpointSaved) for event in read_events(context.run.events)
+    )
 
 
 def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, Any], force: bool) -> None:

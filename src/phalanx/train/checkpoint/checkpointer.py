@@ -33,6 +33,7 @@ from phalanx.train.checkpoint.interval import InMemoryInterval, SaveInterval, St
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.save import OwnedTensors, SaveContext, SaveInFlight, check_all_saved
 from phalanx.train.checkpoint.store_destination import StoreDestination
+from phalanx.train.checkpoint.upload import CheckpointUploads
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 from phalanx.train.distributed.object_collectives import all_gather_json, all_reduce_max
 from phalanx.train.distributed.parallel_model import LocalTensor
@@ -122,6 +123,9 @@ class Checkpointer:
         self._durable_saver = CheckpointSaver(
             self._store or DurableDirectory(self._run.checkpoints, *who), save_context.staging
         )
+        self._uploads: CheckpointUploads | None = None
+        if config.upload is not None and self._store is None:
+            self._uploads = CheckpointUploads(save_context, config.upload)
         self._owned = OwnedTensors(save_context.mesh.index_along)
         # The checkpoints on the disk of a run at a URL are copies that were restored from.
         self._retention = Retention(self._run, config.keep if self._store is None else 0, self._report_event)
@@ -197,9 +201,13 @@ class Checkpointer:
         """Set the flags of this worker's save in flight."""
         if self._in_flight is not None:
             flags.written, flags.failed, flags.committed = self._in_flight.local_flags()
+        if self._uploads is not None:
+            self._uploads.raise_flags(flags)
 
     def step_done(self, flags: StepFlags) -> None:
-        """Advance the save in flight after a step, given the sums of the flags over all workers."""
+        """Advance the save and the upload in flight after a step, given the sums of the flags over all workers."""
+        if self._uploads is not None:
+            self._uploads.step_done(flags)
         save = self._in_flight
         if save is None:
             return
@@ -239,6 +247,10 @@ class Checkpointer:
     def close(self) -> None:
         """Finish the save in flight, then wait until old checkpoints and all in-memory checkpoints are removed."""
         self.wait_until_saved()
+        if self._uploads is not None:
+            if self.last_saved is not None:
+                self._uploads.add(self.last_saved, is_last=True)
+            self._uploads.wait()
         end_copies(self._context, self._copies)
         self._copies = self._in_flight = None
         self._retention.close()
@@ -306,11 +318,13 @@ class Checkpointer:
         self.last_saved = step
         if self._store is not None:
             self._store.continue_from(step)
+        if self._uploads is not None:
+            self._uploads.add(step)
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
         if self._dist_env.is_rank_zero if self._store is None else self._dist_env.local_rank == 0:
-            self._retention.remove_old(step)
+            self._retention.remove_old(step, () if self._uploads is None else self._uploads.steps_in_use)
 
     def _end_save(self, save: SaveInFlight) -> None:
         status = save.saver.poll()
@@ -323,6 +337,8 @@ class Checkpointer:
         )
         if self._dist_env.is_rank_zero and self._store is None and save.best_loss is not None:
             self._retention.record_best(save.step, save.best_loss)
+        if self._uploads is not None:
+            self._uploads.add(save.step)
         self._remove_old(save.step)
         save.saver.complete()
         self._in_flight = None

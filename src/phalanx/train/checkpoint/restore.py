@@ -204,7 +204,7 @@ def restore_newest(
 
 def find_store_url(run: Run, config: CheckpointConfig) -> str | None:
     """Return the URL below which a run has checkpoints in a store, if any."""
-    return run.store_url
+    return run.store_url or (config.upload.to if config.upload is not None else None)
 
 
 def has_checkpoint(run: Run, config: CheckpointConfig, dist_env: DistEnv) -> bool:

@@ -328,6 +328,7 @@ class SaveContext:
             steps before the commit must have been sent.
         environment: names the folder of in-memory checkpoints, the node, and the network for replicas.
         staging: host memory that the snapshots of all saves are copied to.
+        record_progress: is called now and then while a worker waits for the last upload.
     """
 
     run: Run
@@ -338,6 +339,7 @@ class SaveContext:
     flush: Callable[[], None] = lambda: None
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     staging: SharedStaging = field(default_factory=SharedStaging)
+    record_progress: Callable[[], None] = lambda: None
 
 
 PositionFn = Callable[[tuple[str, ...]], tuple[int, int]]
