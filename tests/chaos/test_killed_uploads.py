@@ -19,6 +19,14 @@ BASE: Values = {
 KILLS: Values = {"callbacks": [FAULTS_CALLBACK, "kill_uploads:KillUploads"], "fault_tolerance": {"max_restarts": 30}}
 
 
+def test_a_sharded_run_at_a_url_ends_with_the_digest_of_the_same_run_on_disk(lab: TrainHarness, tmp_path: Path) -> None:
+    run, changes = lab.new_run(), {"parallelism": {"shard": 2}, "steps": 4}
+    run.create()
+    write_json(run.store, {"url": f"file://{tmp_path}/bucket"})
+    assert lab.train(changes, 2, run).digest == lab.train_reference(changes, 2).digest
+    assert whole_steps(tmp_path / "bucket") == [4]
+
+
 @pytest.mark.parametrize("kind", ["upload", "run at a URL"])
 def test_20_kills_in_the_middle_of_writes_to_the_store(lab: TrainHarness, tmp_path: Path, kind: str) -> None:
     run, helper = lab.new_run(), Path(__file__).parents[1] / "helpers" / "kill_uploads.py"

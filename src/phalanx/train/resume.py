@@ -23,6 +23,8 @@ from phalanx.train.checkpoint.restore import (
     prune_stale,
     restore_newest,
 )
+from phalanx.train.checkpoint.store_fetch import StoreSource
+from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
 from phalanx.train.optim import trainable_parameters
@@ -181,6 +183,8 @@ def make_result(context: TrainContext, train_state: TrainState, status: str) -> 
 def _final_digest(context: TrainContext, train_state: TrainState) -> str:
     """The digest of the state with which the run ends. Where no worker holds it all, it is read from the checkpoint."""
     if not context.parallel_model.fully_replicated:
+        if (url := context.run.store_url) is not None:
+            StoreSource(context.run, DistEnv(), url).fetch(train_state.step)
         return digest_checkpoint(context.run.checkpoints / format_checkpoint_name(train_state.step))
     return compute_digest(
         get_state_tensors(context.model, context.optimizer, context.scaler).items(), train_state.samples_consumed
