@@ -7,6 +7,7 @@ from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSaved,
+    CheckpointUploaded,
     Compiled,
     EvaluationDone,
     EvaluationProgress,
@@ -59,6 +60,14 @@ USUAL: dict[type[RunEvent], dict[str, Any]] = {
         "size_bytes": 100,
         "duration_s": 0.5,
         "stall_s": 0.01,
+    },
+    CheckpointUploaded: {
+        "step": 1,
+        "url": "s3://bucket/run",
+        "sent_bytes": 1000,
+        "skipped_bytes": 24,
+        "duration_s": 0.5,
+        "retries": {"SlowDown": 2},
     },
     CheckpointFailed: {"step": 1, "reason": "no space left on device"},
     CheckpointRejected: {

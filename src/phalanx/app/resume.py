@@ -63,7 +63,8 @@ def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedReci
     with the data of `given`; their content is compared when the run resumes. Raises DataError when the run has lost its
     checkpoints.
     """
-    check_kept(run)
+    if run.store_url is None and given.checkpoint.upload is None:  # the workers look into a store: this process forks
+        check_kept(run)
     if run.resolved.is_file():
         resolved = load_resolved_recipe(run.resolved)
     elif not run.checkpoints.is_dir():

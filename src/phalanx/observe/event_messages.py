@@ -7,6 +7,7 @@ from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSaved,
+    CheckpointUploaded,
     Compiled,
     EvaluationDone,
     EvaluationProgress,
@@ -63,6 +64,12 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
             return (
                 f"saved checkpoint at step {event.step} ({formatting.format_bytes(event.size_bytes)}, "
                 f"{stall(event.stall_s)} stall)"
+            )
+        case CheckpointUploaded():
+            return (
+                f"uploaded checkpoint of step {event.step} to {event.url} "
+                f"({formatting.format_bytes(event.sent_bytes)} sent, {formatting.format_bytes(event.skipped_bytes)} "
+                f"there already, {formatting.format_duration(event.duration_s)})"
             )
         case CheckpointRejected():
             return f"checkpoint rejected: {event.path}/{event.file}: {event.reason}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import DataError
-from phalanx.formatting import format_plural
+from phalanx.formatting import format_bytes, format_plural
 from phalanx.observe import metrics
 from phalanx.observe.energy_cost import (
     CostSummary,
@@ -43,6 +43,7 @@ from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSaved,
+    CheckpointUploaded,
     NonFiniteStep,
     RunWarning,
     StragglerDetected,
@@ -113,6 +114,8 @@ class CheckpointSummary:
     last_step: int | None = None
     rejected: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    uploads: str = ""
+    """The uploads to a store."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +326,19 @@ def _summarize_checkpoints(history: RunHistory) -> CheckpointSummary:
         last_step=events[-1].step if events else None,
         rejected=tuple(f"{each.path}/{each.file}: {each.reason}" for each in history.of(CheckpointRejected)),
         failed=tuple(f"step {event.step}: {event.reason}" for event in history.of(CheckpointFailed)),
+        uploads=_summarize_uploads(history.of(CheckpointUploaded)),
+    )
+
+
+def _summarize_uploads(events: Sequence[CheckpointUploaded]) -> str:
+    if not events:
+        return ""
+    sent, skipped = sum(each.sent_bytes for each in events), sum(each.skipped_bytes for each in events)
+    retries = sum((Counter(each.retries) for each in events), Counter[str]())
+    listed = "".join(f", {count} x {reason}" for reason, count in retries.most_common())
+    return (
+        f"{len(events)} to {events[-1].url}, the last of step {events[-1].step}; {format_bytes(sent)} sent, "
+        f"{format_bytes(skipped)} there already; {format_plural(retries.total(), 'repeated request')}{listed}"
     )
 
 

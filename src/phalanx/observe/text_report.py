@@ -319,6 +319,7 @@ def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
         checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total"
     nonfinite_text = ", ".join(f"{what} {count}x" for what, count in summary.nonfinite_actions.items()) or "none"
     facts = [("restarts", restarts), ("non-finite steps", nonfinite_text), ("checkpoints", checkpoint_text)]
+    facts += [("uploads", checkpoints.uploads)] if checkpoints.uploads else []
     facts += [("save failed", text) for text in checkpoints.failed]
     facts += [("rejected", text) for text in checkpoints.rejected]
     facts += [("failure", text) for text in summary.failures]

@@ -254,6 +254,23 @@ class LocalSgdConfig(ConfigModel):
     outer_optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
 
 
+class UploadConfig(ConfigModel):
+    """Upload checkpoints from the disk to an object store, in the background while training continues."""
+
+    model_config = ConfigDict(title="Upload")
+
+    to: str
+    """URL, such as s3://BUCKET/RUN. Its checkpoints are in URL/checkpoints, and are restored where the disk has none
+    that is newer."""
+    every: StepCount | None = None
+    """Upload a checkpoint if N steps were done since the one before it there; null: each, unless the upload before is
+    still in flight. The last one is always uploaded."""
+    keep: Count | None = None
+    """Number of newest checkpoints to keep there, and the best; null: all."""
+    max_bandwidth: PositiveNumber | None = None
+    """Bytes per second that all workers together send; null: no limit."""
+
+
 class CheckpointConfig(ConfigModel):
     """Save every N steps; keep the newest `keep` checkpoints and the best by validation loss."""
 
@@ -266,6 +283,8 @@ class CheckpointConfig(ConfigModel):
     in_memory_every: StepCount | PercentText | None = "1%"
     """Copy the state into the memory of the nodes every N steps, or as often as takes this fraction of the time (`1%`);
     null: never. A lost worker or node then costs the steps since the last copy."""
+    upload: UploadConfig | None = None
+    """Upload checkpoints to an object store; null: no upload."""
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]

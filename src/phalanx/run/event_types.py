@@ -156,6 +156,19 @@ class CheckpointSaved(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointUploaded(RunEvent):
+    """The checkpoint of `step` is whole in the store at `url`. Blocks of `skipped_bytes` were there already. Requests
+    were tried again as often as `retries` says, by reason."""
+
+    step: int
+    url: str
+    sent_bytes: int
+    skipped_bytes: int
+    duration_s: float
+    retries: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(RunEvent):
     """The checkpoint of `step` could not be written; training continues."""
 
@@ -286,6 +299,7 @@ Event = (
     | EvaluationProgress
     | EvaluationDone
     | CheckpointSaved
+    | CheckpointUploaded
     | CheckpointFailed
     | CheckpointRejected
     | InMemoryIntervalChosen

@@ -13,10 +13,18 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.diff import diff_recipes, is_mathematics
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
-from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
-from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name, list_checkpoints
+from phalanx.run.event_types import AttemptStarted, CheckpointSaved, InMemoryRestored, RunWarning
+from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import find_unused_entries, get_state_tensors
-from phalanx.train.checkpoint.restore import RestoredCheckpoint, prune_stale, restore_newest
+from phalanx.train.checkpoint.restore import (
+    RestoredCheckpoint,
+    find_store_url,
+    has_checkpoint,
+    prune_stale,
+    restore_newest,
+)
+from phalanx.train.checkpoint.store_fetch import StoreSource
+from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
 from phalanx.train.optim import trainable_parameters
@@ -31,21 +39,26 @@ def resume_training(
     either, training starts at step 0; DataError when `needs_checkpoint` or any worker sees checkpoints. DataError, with
     the `hint`, when it was trained on data of another fingerprint."""
     # All workers must agree on whether there are checkpoints, also where one of them does not see the files.
-    checkpoints_seen = any(
-        all_gather_json(context.dist_env, needs_checkpoint or bool(list_checkpoints(context.run.checkpoints)))
-    )
+    checkpoints_seen = needs_checkpoint or has_checkpoint(context.run, context.recipe.checkpoint, context.dist_env)
     start_time = time.perf_counter()
+    store_url = find_store_url(context.run, context.recipe.checkpoint)
     restored = restore_newest(
         context.run,
         context.dist_env,
         context.app_state,
         lambda *bad: report_rejected_checkpoint(context, *bad),
         in_place=needs_checkpoint,
+        store_url=store_url,
     )
     if restored is None:
         if checkpoints_seen:
             raise DataError(
                 f"{context.run.checkpoints}: no checkpoint here is good; run `phalanx checkpoint verify` to see why"
+            )
+        if store_url is not None and any(all_gather_json(context.dist_env, _has_saved(context))):
+            raise DataError(
+                f"{store_url}: no checkpoint is left, and the run has saved some; restore them, or use another --run "
+                "to start from the beginning"
             )
         prune_stale(context.run, context.dist_env, 0, None)
         return TrainState()
@@ -70,6 +83,12 @@ def resume_training(
     train_state = TrainState.from_meta(meta)
     prune_stale(context.run, context.dist_env, train_state.step, restored.path if restored.in_memory else None)
     return train_state
+
+
+def _has_saved(context: TrainContext) -> bool:
+    return context.dist_env.is_rank_zero and any(
+        isinstance(event, CheckpointSaved) for event in read_events(context.run.events)
+    )
 
 
 def check_resumed_recipe(context: TrainContext, path: Path, meta: Mapping[str, Any], force: bool) -> None:
@@ -164,6 +183,8 @@ def make_result(context: TrainContext, train_state: TrainState, status: str) -> 
 def _final_digest(context: TrainContext, train_state: TrainState) -> str:
     """The digest of the state with which the run ends. Where no worker holds it all, it is read from the checkpoint."""
     if not context.parallel_model.fully_replicated:
+        if (url := context.run.store_url) is not None:
+            StoreSource(context.run, DistEnv(), url).fetch(train_state.step)
         return digest_checkpoint(context.run.checkpoints / format_checkpoint_name(train_state.step))
     return compute_digest(
         get_state_tensors(context.model, context.optimizer, context.scaler).items(), train_state.samples_consumed

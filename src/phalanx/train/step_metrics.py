@@ -26,7 +26,8 @@ class StepFlags:
     """What one worker says at a step (0 or 1), or the number of workers that say it.
 
     `stop`: it is asked to stop. `written`, `failed`, `committed`: the state of its save in flight. `buffers_changed`: a
-    forward changed buffers that must be synchronized.
+    forward changed buffers that must be synchronized. `uploaded`: its part of the upload in flight is in the store;
+    `upload_ended`: this part has failed, or the manifest is written.
     """
 
     stop: int = 0
@@ -34,6 +35,8 @@ class StepFlags:
     failed: int = 0
     committed: int = 0
     buffers_changed: int = 0
+    uploaded: int = 0
+    upload_ended: int = 0
 
     def counts(self) -> list[int]:
         """Return the values in their order in the metrics of a step."""

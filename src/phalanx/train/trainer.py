@@ -47,7 +47,15 @@ class Trainer(TrainerCallback):
         recipe, dist_env, report = context.recipe, context.dist_env, self._report_event
         mesh, local_sgd = context.parallel_model.mesh, context.parallel_model.local_sgd
         meta = {**common_meta, "trained_parameters": list(trainable_parameters(context.model))}
-        save_context = SaveContext(context.run, dist_env, mesh, meta, report, context.reporter.flush)
+        save_context = SaveContext(
+            context.run,
+            dist_env,
+            mesh,
+            meta,
+            report,
+            context.reporter.flush,
+            record_progress=lambda: context.heartbeat.record("ending"),
+        )
         self.checkpointer = Checkpointer(
             save_context, recipe.checkpoint, recipe.steps, LiveState(context.app_state), train_state
         )

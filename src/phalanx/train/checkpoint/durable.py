@@ -158,7 +158,7 @@ def commit_checkpoint(temporary: Path, final: Path, record_paths: Sequence[Path]
 def _read_record(path: Path) -> RankRecord:
     """Read a rank's record. The rank writes it last, after its data are on disk."""
     try:
-        return decode_record(path.read_bytes(), path)
+        return decode_record(path.read_bytes(), path, RankRecord)
     except (FileNotFoundError, CorruptCheckpointError):  # storage did not keep what the rank wrote
         raise OSError(errno.ENODATA, "a part that was written is missing or damaged", str(path)) from None
 
@@ -255,10 +255,10 @@ class Retention:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removals: list[Future[list[Path]]] = []
 
-    def remove_old(self, step: int) -> None:
-        """Remove old checkpoints, but not that of `step`, which is good."""
+    def remove_old(self, step: int, in_use: Collection[int] = ()) -> None:
+        """Remove old checkpoints, but not that of `step`, which is good, and those `in_use`."""
         self._report_failures()
-        self._removals.append(self._thread.submit(self._apply, step))
+        self._removals.append(self._thread.submit(self._apply, (step, *in_use)))
 
     def record_best(self, step: int, loss: float) -> None:
         """Record that this checkpoint has the lowest validation loss, before `remove_old`."""
@@ -273,9 +273,9 @@ class Retention:
         self._thread.shutdown()
         self._report_failures()
 
-    def _apply(self, step: int) -> list[Path]:
+    def _apply(self, steps: Collection[int]) -> list[Path]:
         best = self._run.read_json_or_empty(best_checkpoint_file(self._run)).get("step")
-        protected = [step, best] if isinstance(best, int) else [step]
+        protected = [*steps, best] if isinstance(best, int) else steps
         return apply_retention(self._run.checkpoints, self._keep, protected)
 
     def _report_failures(self) -> None:

@@ -25,12 +25,14 @@ _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What this rank writes of a logical tensor: `tensor` is the block at `offset` of a tensor of `shape`."""
+    """What this rank writes of a logical tensor: `tensor` is the block at `offset` of a tensor of `shape`. `is_frozen`:
+    training does not change it."""
 
     name: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    is_frozen: bool = False
 
     @classmethod
     def full_tensor(cls, name: str, tensor: torch.Tensor) -> "TensorShard":
@@ -69,13 +71,17 @@ class ShardFileSpec:
 
 
 def plan_shard_file(shards: Sequence[TensorShard], file: str) -> ShardFileSpec:
-    """Place the pieces in a safetensors file: the widest elements first, so that all are aligned, then by name."""
+    """Place the pieces in a safetensors file: the widest elements first, so that all are aligned; of one width what is
+    frozen, so that its bytes lie together and a store keeps their blocks once; then by name."""
     for shard in shards:
         if shard.tensor.dtype not in DTYPE_NAMES:
             raise UsageError(f"tensor {shard.name}: a checkpoint cannot hold {shard.tensor.dtype}")
-    order = sorted(
-        range(len(shards)), key=lambda i: (-shards[i].tensor.dtype.itemsize, shards[i].name, shards[i].offset)
-    )
+
+    def position(i: int) -> tuple[int, bool, str, tuple[int, ...]]:
+        shard = shards[i]
+        return -shard.tensor.dtype.itemsize, not shard.is_frozen, shard.name, shard.offset
+
+    order = sorted(range(len(shards)), key=position)
     spans = [(0, 0)] * len(shards)
     entries, end = [], 0
     for i in order:

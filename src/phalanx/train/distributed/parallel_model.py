@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LocalTensor:
     """A worker's part of a logical tensor: `tensor` (local, live), its blocks in the logical tensor (`global_blocks`),
-    and the mesh axes along which other ranks hold the same part."""
+    and the mesh axes along which other ranks hold the same part. `is_frozen`: training does not change it."""
 
     tensor: Tensor
     global_blocks: GlobalBlocks
     replicated_axes: tuple[str, ...]
+    is_frozen: bool = False
 
     @property
     def has_first_element(self) -> bool:
@@ -109,9 +110,8 @@ class ParallelModel:
             size = mesh.size(mesh.ndim - 1)  # the last dimension shards; one before it replicates
             rows = fsdp_row_range(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), size)
         global_blocks = compute_global_blocks(parameter.shape if shape is None else shape, dim_shards, rows)
-        return LocalTensor(
-            to_local(parameter if value is None else value), global_blocks, self.replicated_axes(name, parameter)
-        )
+        tensor, is_frozen = to_local(parameter if value is None else value), not parameter.requires_grad
+        return LocalTensor(tensor, global_blocks, self.replicated_axes(name, parameter), is_frozen)
 
     def is_sharded(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether workers hold parts of a parameter."""
