@@ -155,7 +155,7 @@ def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, li
     if best:
         chosen = run.read_json(best_checkpoint_file(run))
         if chosen is None:
-            raise UsageError(f"{run.path}: no best checkpoint is recorded; the run has not evaluated and saved yet")
+            raise UsageError(f"{run.location}: no best checkpoint is recorded; the run has not evaluated and saved yet")
         step = chosen.get("step")
         if type(step) is not int:
             raise DataError(f"{best_checkpoint_file(run)}: step is {step!r}, expected a number")
@@ -164,12 +164,12 @@ def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, li
         if not path.is_dir():
             known = ", ".join(path.name for path in list_checkpoints(run.checkpoints)) or "none"
             asked = f"the best checkpoint was that of step {step}, which is gone" if best else ""
-            raise UsageError(f"{run.path}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
+            raise UsageError(f"{run.location}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
         return path, []
     rejected: list[str] = []
     found = find_newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))
     if found is None:
-        raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.path}: no checkpoint yet")
+        raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.location}: no checkpoint yet")
     return found, [f"{each}; {found.name} is taken" for each in rejected]
 
 

@@ -1,0 +1,105 @@
+"""`--run URL`: a run without a shared disk. Events, logs and small files follow to the store; one machine trains it."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.errors import ExitCode
+from phalanx.run import Run, read_events
+from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone
+from train_harness import TrainHarness, Values, wait_until
+
+SMALL: Values = {"steps": 8, "evaluation": {"every": None}, "callbacks": []}
+LONG: Values = {**SMALL, "steps": 4000, "checkpoint": {"every": 2000}}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/run"
+
+
+def stored(tmp_path: Path, name: str) -> Path:
+    return tmp_path / "store/run" / name
+
+
+def count_stored_steps(lab: TrainHarness, url: str) -> int:
+    with lab.environment():
+        events = read_events(Run(url).events)  # type: ignore[arg-type]
+        return max((event.step for event in events if isinstance(event, StepDone)), default=0)
+
+
+def test_a_run_at_a_url_ends_with_the_digest_of_a_local_run(lab: TrainHarness, url: str, tmp_path: Path) -> None:
+    reference = lab.train_reference(SMALL)
+    recipe = lab.recipe_file(SMALL, "at-url")
+    ended = lab.command("train", recipe, "--run", url)
+    assert ended.returncode == ExitCode.DONE, ended.stderr
+    assert f"digest   {reference.digest}\nreport   phalanx report {url}" in ended.stderr
+    assert not list(stored(tmp_path, "lease").glob("*"))
+    assert stored(tmp_path, "result.json").is_file()
+    report = lab.command("report", url)
+    assert f"{url}, started" in report.stdout, report.stderr
+    assert "done: 8 of 8 steps" in report.stdout
+    again = lab.command("train", recipe, "--run", url)
+    assert f"{url}: finished at step 8" in again.stderr
+    dry = lab.command("train", recipe, "--run", url, "--dry-run")
+    assert dry.returncode == ExitCode.DONE, dry.stderr
+    assert not list(stored(tmp_path, "lease").glob("*"))
+
+
+def test_a_run_at_a_url_that_was_killed_resumes_at_once_on_its_machine(
+    lab: TrainHarness, url: str, tmp_path: Path
+) -> None:
+    text = str(lab.folder / "few.txt")  # the run's own recipe is in another directory
+    recipe = lab.recipe_file({**LONG, "data": {"source": {"text": text}}}, "at-url-killed")
+    with lab.start("train", recipe, "--run", url) as agent:
+        wait_until(lambda: list(stored(tmp_path, "events").glob("*")), 100, "events in the store")
+        second = lab.command("train", recipe, "--run", url)
+        assert second.returncode == ExitCode.USAGE
+        assert f"{url}: another process is training this run" in second.stderr
+        below = psutil.Process(agent.pid).children(recursive=True)
+        agent.kill()
+        agent.wait()
+    psutil.wait_procs(below, 10)
+    assert stored(tmp_path, "lease/00000001.json").exists()
+    with lab.start("train", "--run", url) as agent:  # with the run's own recipe
+        wait_until(lambda: stored(tmp_path, "lease/00000002.json").exists(), 100, "the next lease")
+        wait_until(lambda: len(list(stored(tmp_path, "logs").glob("attempt-0001*"))), 100, "logs of the next attempt")
+        agent.send_signal(signal.SIGTERM)
+        _, errors = agent.communicate(timeout=60)
+    assert agent.returncode == ExitCode.UNFINISHED, errors
+    assert f"resume with: phalanx train --run {url}" in errors
+    assert not list(stored(tmp_path, "lease").glob("*"))
+    with lab.environment():
+        events = list(read_events(Run(url).events))  # type: ignore[arg-type]
+    assert [event.attempt for event in events if isinstance(event, AttemptStarted)] == [0, 1]
+    assert isinstance(events[-1], RunEnded)  # the last events are written before the command ends
+
+
+def test_a_run_whose_lease_was_taken_over_stops_with_75(lab: TrainHarness, url: str, tmp_path: Path) -> None:
+    with lab.start("train", lab.recipe_file(LONG, "at-url-lost"), "--run", url) as agent:
+        wait_until(lambda: list(stored(tmp_path, "events").glob("*")), 100, "events in the store")
+        stored(tmp_path, "lease/00000002.json").write_text("{}")
+        _, errors = agent.communicate(timeout=60)
+    assert agent.returncode == ExitCode.UNFINISHED, errors
+    assert f"{url}: another process has taken over this run" in errors
+    assert not list(stored(tmp_path, "checkpoints").glob("*"))
+    assert stored(tmp_path, "lease/00000002.json").exists()
+
+
+def test_a_url_that_cannot_be_used_is_one_sentence_before_any_work(lab: TrainHarness, tmp_path: Path) -> None:
+    recipe = lab.recipe_file(SMALL, "at-url-wrong")
+    (tmp_path / "mine").write_text("no run")
+    for url in (f"file://{tmp_path}", "https://example.org/run", "s3:///run"):
+        ended = lab.command("train", recipe, "--run", url)
+        assert ended.returncode == ExitCode.USAGE, ended.stderr
+        assert len(ended.stderr.splitlines()) == 1, ended.stderr
+        assert ended.stderr.startswith("error: ")
+
+
+def test_a_job_passes_its_url_on(lab: TrainHarness, url: str) -> None:
+    ended = lab.command("jobs", "submit", lab.recipe_file(SMALL, "at-url-job"), "--run", url, "--dry-run")
+    assert f"--run {url}" in ended.stdout, ended.stderr
+    assert os.path.basename(url) in ended.stdout
