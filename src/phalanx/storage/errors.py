@@ -7,7 +7,7 @@ from phalanx.errors import DataError, UsageError
 
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
 _WRONG_CREDENTIALS = re.compile(
-    r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|Forbidden|Unauthorized|401|403", re.IGNORECASE
+    r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|Forbidden|Unauthorized|status:? 40[13]", re.IGNORECASE
 )
 _EXPIRED = re.compile(r"ExpiredToken|TokenExpired|token (has|is) expired|RequestTimeTooSkewed", re.IGNORECASE)
 _HOST_NOT_FOUND = re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -180,9 +181,10 @@ class Store:
         """Remove objects; what is not there is no error."""
         import obstore
 
-        with contextlib.suppress(NotFound):
-            if keys:
-                self._call(keys[0], lambda client: obstore.delete(client, list(keys)))
+        # A directory that is used as a store ends a list of deletes at the first file that is missing.
+        for some in [[key] for key in keys] if self.url.scheme == "file" else [list(keys)] if keys else []:
+            with contextlib.suppress(NotFound):
+                self._call(some[0], partial(obstore.delete, paths=some))
 
     def _call(self, key: str, request: Callable[["obstore.store.ObjectStore"], ResultT]) -> ResultT:
         """Make a request, and again with growing pauses as long as its failure may pass."""

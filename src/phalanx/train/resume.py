@@ -14,9 +14,15 @@ from phalanx.recipe.diff import diff_recipes, is_mathematics
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
-from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name, list_checkpoints
+from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import find_unused_entries, get_state_tensors
-from phalanx.train.checkpoint.restore import RestoredCheckpoint, prune_stale, restore_newest
+from phalanx.train.checkpoint.restore import (
+    RestoredCheckpoint,
+    find_store_url,
+    has_checkpoint,
+    prune_stale,
+    restore_newest,
+)
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
 from phalanx.train.optim import trainable_parameters
@@ -31,9 +37,7 @@ def resume_training(
     either, training starts at step 0; DataError when `needs_checkpoint` or any worker sees checkpoints. DataError, with
     the `hint`, when it was trained on data of another fingerprint."""
     # All workers must agree on whether there are checkpoints, also where one of them does not see the files.
-    checkpoints_seen = any(
-        all_gather_json(context.dist_env, needs_checkpoint or bool(list_checkpoints(context.run.checkpoints)))
-    )
+    checkpoints_seen = needs_checkpoint or has_checkpoint(context.run, context.recipe.checkpoint, context.dist_env)
     start_time = time.perf_counter()
     restored = restore_newest(
         context.run,
@@ -41,6 +45,7 @@ def resume_training(
         context.app_state,
         lambda *bad: report_rejected_checkpoint(context, *bad),
         in_place=needs_checkpoint,
+        store_url=find_store_url(context.run, context.recipe.checkpoint),
     )
     if restored is None:
         if checkpoints_seen:

@@ -16,7 +16,7 @@ from phalanx.run.event_types import NonFiniteStep, RunWarning, SkipReason, StepD
 from phalanx.run.events import ReportEventFn
 from phalanx.train.callbacks import TrainerCallback
 from phalanx.train.checkpoint.checkpointer import Checkpointer
-from phalanx.train.checkpoint.restore import restore_newest
+from phalanx.train.checkpoint.restore import find_store_url, restore_newest
 from phalanx.train.distributed.buffer_sync import BufferSync, format_names
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.evaluation import EvaluationPolicy
@@ -293,7 +293,13 @@ class NonFiniteSteps(TrainerCallback):
         context, train_state = self._context, self._train_state
         report_rejected = partial(report_rejected_checkpoint, context)
         restored = restore_newest(
-            context.run, context.dist_env, context.app_state, report_rejected, durable_only=True, in_place=True
+            context.run,
+            context.dist_env,
+            context.app_state,
+            report_rejected,
+            durable_only=True,
+            in_place=True,
+            store_url=find_store_url(context.run, context.recipe.checkpoint),
         )
         if restored is None:
             raise GaveUpError(

@@ -14,6 +14,7 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.run.event_types import CheckpointRejected
 from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat
+from phalanx.storage.url import StoreUrl
 from phalanx.train.callbacks import TrainerCallback, UserCallbacks
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
@@ -95,9 +96,9 @@ class TrainContext:
         )
 
 
-def report_rejected_checkpoint(context: TrainContext, path: Path, file: str, reason: str) -> None:
-    """Report that a checkpoint, on disk or in memory, is damaged and is not used."""
+def report_rejected_checkpoint(context: TrainContext, path: Path | StoreUrl, file: str, reason: str) -> None:
+    """Report that a checkpoint, on disk, in memory or in a store, is damaged and is not used."""
     if context.dist_env.is_rank_zero:
-        inside = path.is_relative_to(context.run.path)  # an in-memory checkpoint is not
-        relative = str(path.relative_to(context.run.path) if inside else path)
+        inside = isinstance(path, Path) and path.is_relative_to(context.run.path)  # an in-memory checkpoint is not
+        relative = str(path.relative_to(context.run.path) if isinstance(path, Path) and inside else path)
         context.reporter.report_event(CheckpointRejected(path=relative, file=file, reason=reason))

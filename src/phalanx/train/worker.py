@@ -33,11 +33,12 @@ from phalanx.run.heartbeat import open_heartbeat
 from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import WorkerFinishing
 from phalanx.train.builder import build_context
-from phalanx.train.checkpoint import clean_checkpoint_dir, list_checkpoints
+from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.checkpoint.restore import has_checkpoint
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
 from phalanx.train.distributed.failures import OutOfMemory, explain_out_of_memory, naming_causes
 from phalanx.train.distributed.module_state import get_extra_state, load_extra_state
-from phalanx.train.distributed.object_collectives import all_gather_json, assert_same_on_all_ranks
+from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.distributed.process_group import init_process_group, set_collective_timeout, shut_down_process_group
@@ -174,9 +175,9 @@ def _make_trainer(process: WorkerProcess, recipe: ResolvedRecipe, data: RunData,
         "model": describe_model(recipe.model, data.info, process.folder),
     }
     # All or none draw weights: one that does not see the checkpoints yet would else begin with its own.
-    has_checkpoint = any(all_gather_json(dist_env, bool(list_checkpoints(process.run.checkpoints))))
-    context = build_context(process, recipe, data, init_weights=not has_checkpoint)
-    train_state = resume_training(context, data.fingerprint, force, needs_checkpoint=has_checkpoint)
+    resumes = has_checkpoint(process.run, recipe.checkpoint, dist_env)
+    context = build_context(process, recipe, data, init_weights=not resumes)
+    train_state = resume_training(context, data.fingerprint, force, needs_checkpoint=resumes)
     if dist_env.is_rank_zero:
         report_start(context, data.num_train_samples, train_state)
     heartbeat.record("restoring")

@@ -17,7 +17,7 @@ from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_ten
 from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.checkpoint.save import SaveContext
-from phalanx.train.checkpoint.shard_file import decode_record
+from phalanx.train.checkpoint.shard_file import RankRecord, decode_record
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.step_metrics import StepFlags
 from phalanx.train.train_state import TrainState
@@ -231,7 +231,7 @@ def test_workers_divide_the_tensors_among_them(run: Run) -> None:
         saving.start(3, weights())
         writer_of(saving).poll_when_idle()
     records = sorted(run.checkpoints.glob("*/rank-*.json"))
-    shares = [decode_record(path.read_bytes(), path).tensors for path in records]
+    shares = [decode_record(path.read_bytes(), path, RankRecord).tensors for path in records]
     assert [list(share) for share in shares] == [["weight"], ["buffer"]]
     for saving in savings:
         saving.step_done(StepFlags(failed=1))

@@ -103,7 +103,7 @@ def test_a_flipped_bit_in_a_record_is_found(tmp_path: Path, place: int) -> None:
     content = bytearray(encode_record(save(tmp_path, 0, [piece(slice(0, 4))])))
     content[place] ^= 1
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.json: damaged"):
-        decode_record(bytes(content), tmp_path / "rank-00000.json")
+        decode_record(bytes(content), tmp_path / "rank-00000.json", RankRecord)
 
 
 def test_a_flipped_bit_in_a_parts_file_is_found(tmp_path: Path) -> None:

@@ -25,12 +25,14 @@ from phalanx.recipe.schema import CheckpointConfig
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, InMemoryCheckpointSaved, RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, record_checkpoint, truncate_history
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, format_checkpoint_name
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
 from phalanx.train.checkpoint.durable import Retention
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY
 from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies, end_copies
 from phalanx.train.checkpoint.interval import InMemoryInterval, SaveInterval, StepTimes
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.save import OwnedTensors, SaveContext, SaveInFlight, check_all_saved
+from phalanx.train.checkpoint.store_destination import StoreDestination
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 from phalanx.train.distributed.object_collectives import all_gather_json, all_reduce_max
 from phalanx.train.distributed.parallel_model import LocalTensor
@@ -113,12 +115,16 @@ class Checkpointer:
         self._run, self._report_event = save_context.run, save_context.report_event
         self._dist_env = dist_env = save_context.dist_env
         self._train_state = train_state
+        who = (dist_env.rank, dist_env.world_size, dist_env.attempt)
+        self._store: StoreDestination | None = None
+        if (url := self._run.store_url) is not None:
+            self._store = StoreDestination(CheckpointStore(url), *who, config.keep)
         self._durable_saver = CheckpointSaver(
-            DurableDirectory(self._run.checkpoints, dist_env.rank, dist_env.world_size, dist_env.attempt),
-            save_context.staging,
+            self._store or DurableDirectory(self._run.checkpoints, *who), save_context.staging
         )
         self._owned = OwnedTensors(save_context.mesh.index_along)
-        self._retention = Retention(self._run, config.keep, self._report_event)
+        # The checkpoints on the disk of a run at a URL are copies that were restored from.
+        self._retention = Retention(self._run, config.keep if self._store is None else 0, self._report_event)
         self._copies: NodeCopies | None = None  # None before the first copy, and where copies are off
         self.step_times = StepTimes()
         self._history_start = train_state.step  # copies of an earlier history are valid up to this step
@@ -298,10 +304,12 @@ class Checkpointer:
         """Continue from a checkpoint that was read. Old checkpoints are removed as after a save, since `keep` may be
         smaller now and the disk too full for a save."""
         self.last_saved = step
+        if self._store is not None:
+            self._store.continue_from(step)
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        if self._dist_env.is_rank_zero:
+        if self._dist_env.is_rank_zero if self._store is None else self._dist_env.local_rank == 0:
             self._retention.remove_old(step)
 
     def _end_save(self, save: SaveInFlight) -> None:
@@ -313,10 +321,10 @@ class Checkpointer:
             duration_s=status.duration_s,
             stall_s=save.saver.stall_s,
         )
-        if self._dist_env.is_rank_zero and save.best_loss is not None:
+        if self._dist_env.is_rank_zero and self._store is None and save.best_loss is not None:
             self._retention.record_best(save.step, save.best_loss)
         self._remove_old(save.step)
-        save.saver.cancel()
+        save.saver.complete()
         self._in_flight = None
         logger.info("saved step %d: %d bytes in %.3f s", event.step, event.size_bytes, event.duration_s)
         self.last_saved = self._train_state.last_saved_step = save.step

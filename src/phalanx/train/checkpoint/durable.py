@@ -158,7 +158,7 @@ def commit_checkpoint(temporary: Path, final: Path, record_paths: Sequence[Path]
 def _read_record(path: Path) -> RankRecord:
     """Read a rank's record. The rank writes it last, after its data are on disk."""
     try:
-        return decode_record(path.read_bytes(), path)
+        return decode_record(path.read_bytes(), path, RankRecord)
     except (FileNotFoundError, CorruptCheckpointError):  # storage did not keep what the rank wrote
         raise OSError(errno.ENODATA, "a part that was written is missing or damaged", str(path)) from None
 

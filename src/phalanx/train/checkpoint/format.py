@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from phalanx.errors import DataError, is_storage_error
 from phalanx.recipe.schema import LoraConfig
 from phalanx.safe_files import read_bytes
+from phalanx.storage.url import StoreUrl
 from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 CHECKPOINT_FORMAT = 1
@@ -54,7 +55,7 @@ class CorruptCheckpointError(DataError):
 
     `storage_error` is set if the file could not be read because storage failed: it may be readable later."""
 
-    def __init__(self, file: Path, reason: str, storage_error: OSError | None = None):
+    def __init__(self, file: Path | StoreUrl, reason: str, storage_error: OSError | None = None):
         super().__init__(f"{file}: {reason}")
         self.file = file
         self.reason = reason
@@ -284,8 +285,13 @@ def _manifest_hash(content: bytes) -> bytes:
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """Read and verify the manifest. Raises CorruptCheckpointError if it or its sidecar is missing, damaged or
     malformed, and DataError if a newer Phalanx wrote it."""
+    content = _read_manifest_file(checkpoint / MANIFEST_NAME)
+    return parse_manifest(checkpoint, content, _read_manifest_file(checkpoint / MANIFEST_HASH_NAME))
+
+
+def parse_manifest(checkpoint: Path | StoreUrl, content: bytes, sidecar: bytes) -> CheckpointManifest:
+    """Verify and parse the bytes of MANIFEST.json and MANIFEST.xxh3. Raises the errors of `read_manifest`."""
     file = checkpoint / MANIFEST_NAME
-    content, sidecar = _read_manifest_file(file), _read_manifest_file(checkpoint / MANIFEST_HASH_NAME)
     if sidecar != _manifest_hash(content):
         digest, _, check = sidecar.partition(b" ")
         if check != xxhash.xxh3_64_hexdigest(digest).encode() + b"\n":

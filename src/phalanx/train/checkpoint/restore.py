@@ -1,6 +1,6 @@
 """Restore the newest complete checkpoint of a run into the live state: the one entry to every source.
 
-Sources are the memory of this node, that of other nodes (in-memory checkpoints), and the disk.
+Sources are the memory of this node, that of other nodes (in-memory checkpoints), the disk, and the store of the run.
 Workers agree on the source, and nothing live changes before all of them have read and verified their part.
 
 In memory each worker verifies some of the shards on its node byte by byte, and the workers exchange what is good. A
@@ -10,6 +10,7 @@ Copies of another history (`run/in_memory_checkpoint.py`) are ignored by name.
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError, is_storage_error
+from phalanx.recipe.schema import CheckpointConfig
 from phalanx.run import Run
 from phalanx.run.in_memory_checkpoint import (
     create_node_dir,
@@ -30,6 +32,8 @@ from phalanx.run.in_memory_checkpoint import (
     read_epochs,
     truncate_history,
 )
+from phalanx.storage.stored_checkpoints import find_newest_stored_step
+from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint import (
     CheckpointManifest,
     CorruptCheckpointError,
@@ -50,6 +54,7 @@ from phalanx.train.checkpoint.load import find_needed_files
 from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan, read_local_state
 from phalanx.train.checkpoint.shard_file import RankRecord, write_record
 from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.store_fetch import RejectedFile, StoreSource
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import (
     NodeMap,
@@ -59,11 +64,10 @@ from phalanx.train.distributed.object_collectives import (
 )
 from phalanx.train.train_state import AppState
 
-OnRejectFn = Callable[[Path, str, str], None]
+OnRejectFn = Callable[[Path | StoreUrl, str, str], None]
 ApplyFn = Callable[[], None]
-RejectedFile = tuple[str, str, str]
-"""A checkpoint's path, the file's name, and the reason."""
 ResultT = TypeVar("ResultT")
+logger = logging.getLogger(__name__)
 NO_CHECKPOINT = -1
 """Step that stands for: no good checkpoint."""
 
@@ -85,8 +89,10 @@ def restore_from_disk(
     state: AppState,
     on_reject: OnRejectFn,
     in_place: bool = False,
+    source: StoreSource | None = None,
 ) -> RestoredCheckpoint | None:
-    """Load the newest checkpoint that is good for every worker into the model, optimizer and grad scaler.
+    """Load the newest checkpoint that is good for every worker into the model, optimizer and grad scaler. Those of
+    `source` that are newer are fetched to the disk first.
 
     Nothing changes before every worker has read its part of the same checkpoint, so all fall back to the same older
     one. Returns None if no checkpoint is good. A bad one is reported on every worker. Raises OSError on every worker if
@@ -118,8 +124,14 @@ def restore_from_disk(
         report_rejected_files(gathered, on_reject)
         steps = [each["step"] for each in gathered]
         newest = min(steps)
+        if source is not None and (stored := source.next_above(newest)) is not None:
+            bad = source.fetch(stored)
+            report_rejected_files([{"bad": bad or ()}], on_reject)
+            if bad == []:
+                candidate, newest = None, stored
+            continue
         if newest == NO_CHECKPOINT or candidate is None:
-            if any(each["unknown"] for each in gathered):
+            if any(each["unknown"] for each in gathered) or (source is not None and source.problem):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(run.checkpoints))
             return None
         path, (manifest, apply) = candidate
@@ -155,7 +167,7 @@ def _read_newest(
 def report_rejected_files(gathered: Sequence[Mapping[str, Any]], on_reject: OnRejectFn) -> None:
     """Report each bad file that any worker found, once, on every worker."""
     for path, file, reason in dict.fromkeys(tuple(each) for theirs in gathered for each in theirs["bad"]):
-        on_reject(Path(path), file, reason)
+        on_reject(parse_url(path) if is_url(path) else Path(path), file, reason)
 
 
 def restore_newest(
@@ -165,22 +177,46 @@ def restore_newest(
     on_reject: OnRejectFn,
     durable_only: bool = False,
     in_place: bool = False,
+    store_url: str | None = None,
 ) -> RestoredCheckpoint | None:
     """Load the newest checkpoint that is good for every worker into the model, optimizer and grad scaler; None if there
-    is none. Every worker calls it. In-memory checkpoints count only if they are newer than all checkpoints on disk.
+    is none. Every worker calls it. In-memory checkpoints count only if they are newer than all on disk or in the store.
 
     Args:
         on_reject: called on every worker for each bad file, with the checkpoint's path, the file's name and the reason.
         durable_only: leave out in-memory checkpoints.
         in_place: as in `restore_from_disk`, which this falls back to.
+        store_url: where the run has checkpoints in a store (`find_store_url`).
 
     Raises OSError on every worker if storage failed and no other checkpoint is readable for all."""
+    source = None if store_url is None else StoreSource(run, dist_env, store_url)
+    if source is not None and source.problem:
+        if run.store_url is not None:  # what is on the disk may be old
+            raise OSError(errno.EIO, source.problem, store_url)
+        logger.warning("%s: %s; restoring without it", store_url, source.problem)
     if not durable_only:
-        verified = find_verified_copies(run, dist_env, on_reject)
+        verified = find_verified_copies(run, dist_env, on_reject, newest_stored=0 if source is None else source.newest)
         restored = None if verified is None else restore_in_memory(run, verified, dist_env, state, on_reject)
         if restored is not None:
             return restored
-    return restore_from_disk(run, dist_env, state, on_reject, in_place)
+    return restore_from_disk(run, dist_env, state, on_reject, in_place, source)
+
+
+def find_store_url(run: Run, config: CheckpointConfig) -> str | None:
+    """Return the URL below which a run has checkpoints in a store, if any."""
+    return run.store_url
+
+
+def has_checkpoint(run: Run, config: CheckpointConfig, dist_env: DistEnv) -> bool:
+    """Return whether any worker sees a checkpoint on its disk, or the run has one in its store, where it says so. Every
+    worker calls it."""
+    seen = bool(list_checkpoints(run.checkpoints))
+    if not seen and dist_env.is_rank_zero and (url := find_store_url(run, config)) is not None:
+        try:
+            seen = find_newest_stored_step(parse_url(url)) is not None
+        except (OSError, UsageError):  # the restore says what is wrong, on every worker
+            seen = True
+    return any(all_gather_json(dist_env, seen))
 
 
 MESSAGE_BYTES = 16 << 20
@@ -200,13 +236,19 @@ class VerifiedCopies:
 
 
 def find_verified_copies(
-    run: Run, dist_env: DistEnv, on_reject: OnRejectFn, environment: Mapping[str, str] = os.environ
+    run: Run,
+    dist_env: DistEnv,
+    on_reject: OnRejectFn,
+    environment: Mapping[str, str] = os.environ,
+    newest_stored: int = 0,
 ) -> VerifiedCopies | None:
-    """Verify the shards of this run's copies; None if the run never had an in-memory checkpoint. Every worker calls it.
-    A bad shard is removed and passed to `on_reject` on every worker."""
+    """Verify the shards of this run's copies that are newer than its checkpoints on disk and in the store; None if the
+    run never had an in-memory checkpoint. Every worker calls it. A bad shard is removed and passed to `on_reject` on
+    every worker."""
     history = None
     if dist_env.is_rank_zero:
         newest = max((parse_step(path) for path in list_checkpoints(run.checkpoints)), default=0)
+        newest = max(newest, newest_stored)
         epochs, saved = read_epochs(run)
         history = {"epochs": epochs if saved <= newest else [], "newest": newest}
     history = broadcast_json_from_rank_zero(dist_env, history)

@@ -31,6 +31,7 @@ from phalanx.errors import UsageError
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Run
 from phalanx.run.events import ReportEventFn
+from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.format import CHUNK_BYTES, RankManifest, merge_rank_manifests, rank_file_name
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
@@ -56,7 +57,7 @@ class Destination(Protocol):
     def check_space(self, nbytes: int) -> None:
         """Check, before a save, that `nbytes` from this rank fit. Raises UsageError if they do not."""
 
-    def shard_path(self, step: int) -> Path:
+    def shard_path(self, step: int) -> Path | StoreUrl:
         """Return the path of the file that `write` writes."""
 
     def write(
@@ -64,7 +65,7 @@ class Destination(Protocol):
     ) -> None:
         """Store the file's bytes `image`, then the record that makes them valid. Raises OSError when `cancelled`."""
 
-    def commit(self, step: int, meta: dict[str, Any]) -> tuple[Path, int]:
+    def commit(self, step: int, meta: dict[str, Any]) -> tuple[Path | StoreUrl, int]:
         """Make a checkpoint of what all ranks wrote; return its path and bytes."""
 
     def remove_own(self, step: int) -> None:
@@ -88,7 +89,7 @@ class SaveStatus:
     phase: SavePhase
     step: int = 0
     reason: str = ""
-    path: Path | None = None
+    path: Path | StoreUrl | None = None
     size_bytes: int = 0
     duration_s: float = 0.0
 
@@ -215,6 +216,10 @@ class CheckpointSaver:
         self.commit_async()
         return self.poll_when_idle()
 
+    def complete(self) -> None:
+        """Forget the save in flight, which was committed on one rank."""
+        self._status, self._must_wait = SaveStatus(SavePhase.IDLE), False
+
     def cancel(self) -> None:
         """Abandon the save in flight, if any, and remove the files that this rank wrote; nothing more is written. When
         one rank fails, all ranks call this."""
@@ -222,7 +227,7 @@ class CheckpointSaver:
         state = self.poll_when_idle()
         if state.phase in (SavePhase.WRITTEN, SavePhase.FAILED):
             self._destination.remove_own(state.step)
-        self._status, self._must_wait = SaveStatus(SavePhase.IDLE), False
+        self.complete()
 
     def _get_file_spec(self, shards: Sequence[TensorShard]) -> ShardFileSpec:
         key = [(p.name, p.tensor.dtype, p.tensor.shape, p.shape, p.offset) for p in shards]
@@ -242,7 +247,7 @@ class CheckpointSaver:
         shards.clear()  # frees before the long write what only this save holds
         step, destination = self._status.step, self._destination
         try:
-            _lower_thread_priority()
+            lower_thread_priority()
             destination.write(step, staging.file_bytes(file_spec), file_spec, self._meta, self._cancelled)
         except OSError as error:
             destination.remove_own(step)
@@ -302,13 +307,13 @@ def _run_in_background(work: Callable[[], SaveStatus]) -> "Future[SaveStatus]":
     return future
 
 
-def _lower_thread_priority() -> None:
+def lower_thread_priority() -> None:
     """Lower this thread's priority below training's; on Linux each thread has its own niceness."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
 
 
-def _describe_error(error: OSError, path: Path) -> str:
+def _describe_error(error: OSError, path: Path | StoreUrl) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
 
 

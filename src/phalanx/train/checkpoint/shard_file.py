@@ -10,12 +10,13 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import xxhash
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from phalanx.run.directory import fsync_if_supported
+from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError, RankManifest, rank_file_name
 from phalanx.train.checkpoint.pinned_buffer import Bytes
 
@@ -101,13 +102,16 @@ def encode_record(record: RankRecord) -> bytes:
     return xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text
 
 
-def decode_record(content: bytes, path: Path) -> RankRecord:
+RecordT = TypeVar("RecordT", bound=RankRecord)
+
+
+def decode_record(content: bytes, path: Path | StoreUrl, kind: type[RecordT]) -> RecordT:
     """Parse a record that was read from `path`. Raises CorruptCheckpointError if it is damaged."""
     digest, _, text = content.partition(b"\n")
     if xxhash.xxh3_128_hexdigest(text).encode() != digest:
         raise CorruptCheckpointError(path, "damaged (its own checksum differs)")
     try:
-        return RankRecord.model_validate_json(text)
+        return kind.model_validate_json(text)
     except ValidationError as error:
         raise CorruptCheckpointError(path, f"malformed record: {error.errors()[0]['msg']}") from None
 

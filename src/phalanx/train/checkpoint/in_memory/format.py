@@ -70,7 +70,7 @@ def read_shard(path: Path) -> RankRecord:
         raise CorruptCheckpointError(path, str(error).partition(": ")[2]) from None
     except OSError as error:
         raise CorruptCheckpointError(path, str(error.strerror)) from None
-    shard = decode_record(content, path)
+    shard = decode_record(content, path, RankRecord)
     verify_files(path.parent, shard.files, CHUNK_BYTES, threads=1)
     return shard
 

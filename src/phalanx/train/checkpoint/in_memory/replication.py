@@ -144,7 +144,7 @@ class ReplicaServer:
     def _store_shard(self, connection: socket.socket, content: bytes, block: memoryview) -> bytes | None:
         """Receive and store the file of a shard; return the problem, or b"", or None if the sender abandons it. It is
         always read to its end."""
-        shard = decode_record(content, Path("record"))
+        shard = decode_record(content, Path("record"), RankRecord)
         file, record = shard.file_name, shard.files[shard.file_name]
         copy = self._folder / format_copy_name(shard.step, shard.token)
         problem = ""

@@ -1,0 +1,273 @@
+"""Checkpoints below a URL: files as blocks that are named by their content, records, and the manifest, last.
+
+A block is written by one request, whole or not at all, and one that is there is not written again: state that does not
+change, such as a frozen base model, is stored once. `storage/stored_checkpoints.py` shows the names.
+
+Only one save of a run is in flight, and old checkpoints are removed inside its commit, when no rank writes blocks.
+A block is removed if no manifest that is kept names it and if it is older than the newest manifest: a copy that another
+process makes meanwhile keeps its blocks.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import xxhash
+
+from phalanx.errors import PhalanxError
+from phalanx.storage.errors import NotFound, StoreUnavailable
+from phalanx.storage.store import open_store
+from phalanx.storage.stored_checkpoints import BLOCKS_NAME, CHECKPOINTS_NAME, is_stored_whole, list_stored_steps
+from phalanx.storage.url import StoreUrl, parse_url
+from phalanx.train.checkpoint.format import (
+    MANIFEST_HASH_NAME,
+    MANIFEST_NAME,
+    CheckpointManifest,
+    CorruptCheckpointError,
+    format_checkpoint_name,
+    parse_manifest,
+    rank_file_name,
+)
+from phalanx.train.checkpoint.save import lower_thread_priority
+from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a block, except the last of a file."""
+PARALLEL_BLOCKS = 8
+"""Blocks that a rank writes or reads at once; with BLOCK_BYTES they bound its memory."""
+ReadFn = Callable[[int, int], memoryview]
+"""Returns the bytes [start, stop) of a file."""
+
+
+class StoredRecord(RankRecord):
+    """The record of a rank, and the names of the blocks of its file, each of `block_bytes` but the last."""
+
+    block_bytes: int
+    blocks: tuple[str, ...]
+
+
+class Block(NamedTuple):
+    """The bytes [start, stop) of a file."""
+
+    file: str
+    start: int
+    stop: int
+    name: str
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """The manifest and records of a checkpoint in a store. `objects` are their bytes by name."""
+
+    url: StoreUrl
+    objects: Mapping[str, bytes]
+    manifest: CheckpointManifest
+    records: Sequence[StoredRecord]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The blocks of all files in their order."""
+        return [
+            Block(record.file_name, start, min(start + record.block_bytes, size), name)
+            for record in self.records
+            for size in (record.files[record.file_name].bytes,)
+            for start, name in zip(range(0, size, record.block_bytes), record.blocks, strict=True)
+        ]
+
+
+def parse_stored(url: StoreUrl, objects: Mapping[str, bytes]) -> StoredCheckpoint:
+    """Parse the manifest and records of the checkpoint at `url`. Raises CorruptCheckpointError for one that is damaged
+    or of another checkpoint."""
+    manifest = parse_manifest(url, objects[MANIFEST_NAME], objects.get(MANIFEST_HASH_NAME, b""))
+    records = []
+    for name, file in manifest.files.items():
+        record_name = record_name_of(name)
+        if record_name not in objects:
+            raise CorruptCheckpointError(url / record_name, "missing")
+        record = decode_record(objects[record_name], url / record_name, StoredRecord)
+        if record.files.get(name) != file or len(record.blocks) != -(-file.bytes // record.block_bytes):
+            raise CorruptCheckpointError(url / record_name, f"does not fit {MANIFEST_NAME}")
+        records.append(record)
+    return StoredCheckpoint(url, objects, manifest, records)
+
+
+def record_name_of(file: str) -> str:
+    """Return the name of the record of a rank's file."""
+    return f"{file.partition('.')[0]}.json"
+
+
+@dataclass
+class KnownBlocks:
+    """Blocks that need not be written. `names` are in a whole checkpoint. Others may be left of a save that was cut:
+    those that are in the store and newer than `since` (seconds since 1970; None: none are)."""
+
+    names: set[str] = field(default_factory=set)
+    since: float | None = None
+
+
+class Pace:
+    """Limits the bytes that all threads of a rank send in a second."""
+
+    def __init__(self, bytes_per_s: float | None):
+        self._bytes_per_s, self._lock, self._free_at = bytes_per_s, threading.Lock(), 0.0
+
+    def wait(self, nbytes: int, cancelled: threading.Event) -> None:
+        """Wait until `nbytes` may be sent, or `cancelled` is set."""
+        if self._bytes_per_s is not None:
+            with self._lock:
+                start = max(self._free_at, time.monotonic())
+                self._free_at = start + nbytes / self._bytes_per_s
+            cancelled.wait(start - time.monotonic())
+
+
+class WrittenBlocks(NamedTuple):
+    """The blocks of a file that was written."""
+
+    names: tuple[str, ...]
+    sent_bytes: int
+    skipped_bytes: int
+
+
+class CheckpointStore:
+    """The checkpoints below a URL. Methods raise OSError if the store fails; a store that refuses raises UsageError
+    where it is read, and OSError where it is written, because a save must not end a run."""
+
+    def __init__(self, url: StoreUrl | str, block_bytes: int | None = None):
+        self.url = parse_url(url) if isinstance(url, str) else url
+        self.store = open_store(self.url)
+        self.block_bytes = block_bytes or BLOCK_BYTES
+
+    def steps(self) -> list[int]:
+        """The steps of which there is anything, newest first."""
+        return list_stored_steps(self.url)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of a step has its manifest."""
+        return is_stored_whole(self.url, step)
+
+    def step_url(self, step: int) -> StoreUrl:
+        """The URL of a checkpoint."""
+        return self.url / CHECKPOINTS_NAME / format_checkpoint_name(step)
+
+    def block_url(self, name: str) -> StoreUrl:
+        """The URL of a block."""
+        return self.url / BLOCKS_NAME / name
+
+    def read(self, step: int) -> StoredCheckpoint:
+        """Read the manifest and records of a checkpoint. Raises NotFound if it is not whole, and
+        CorruptCheckpointError if one of them is damaged."""
+        url = self.step_url(step)
+        objects = {MANIFEST_NAME: self.store.read((url / MANIFEST_NAME).key)}
+        names = [each.key.rpartition("/")[2] for each in self.store.list_objects(url.key)]
+        wanted = [name for name in names if name != MANIFEST_NAME]
+        with ThreadPoolExecutor(PARALLEL_BLOCKS, thread_name_prefix="store") as pool:
+            objects |= zip(wanted, pool.map(lambda name: self.store.read((url / name).key), wanted), strict=True)
+        return parse_stored(url, objects)
+
+    def read_block(self, name: str) -> bytes:
+        """Read a block. Raises CorruptCheckpointError unless its bytes are those that its name says."""
+        url = self.block_url(name)
+        try:
+            for _ in range(2):  # bytes may also change on their way
+                data = self.store.read(url.key)
+                if xxhash.xxh3_128_hexdigest(data) == name:
+                    return data
+        except NotFound:
+            raise CorruptCheckpointError(url, "missing") from None
+        raise CorruptCheckpointError(url, "damaged (its bytes are not those that its name says)")
+
+    def known_blocks(self, step: int | None, rank: int) -> KnownBlocks:
+        """The blocks that a rank need not write: those of its file in the checkpoint of `step`, and what a save that
+        was cut has written since the newest manifest. Those of later checkpoints may be damaged: they were not
+        resumed from."""
+        newest = next((each for each in self.steps() if self.is_whole(each)), None)
+        since = 0.0
+        if newest is not None:
+            since = self.store.head((self.step_url(newest) / MANIFEST_NAME).key).modified
+        names: set[str] = set()
+        if step is not None and self.is_whole(step):
+            url = self.step_url(step) / record_name_of(rank_file_name(rank))
+            with suppress(NotFound, CorruptCheckpointError):
+                names.update(decode_record(self.store.read(url.key), url, StoredRecord).blocks)
+        return KnownBlocks(names, since)
+
+    def write_blocks(
+        self, nbytes: int, read: ReadFn, known: KnownBlocks, cancelled: threading.Event, pace: Pace | None = None
+    ) -> WrittenBlocks:
+        """Write the blocks of a file of `nbytes` that are not known. Raises OSError once `cancelled` is set."""
+
+        def write(start: int) -> tuple[str, int]:
+            if cancelled.is_set():
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), str(self.url))
+            data = read(start, min(start + self.block_bytes, nbytes))
+            name = xxhash.xxh3_128_hexdigest(data)
+            if name in known.names or (known.since is not None and self._is_newer(name, len(data), known.since)):
+                return name, 0
+            if pace is not None:
+                pace.wait(len(data), cancelled)
+            self.store.write(self.block_url(name).key, data)
+            return name, len(data)
+
+        with (
+            _raising_os_errors(self.url),
+            ThreadPoolExecutor(PARALLEL_BLOCKS, "store", initializer=lower_thread_priority) as pool,
+        ):
+            written = list(pool.map(write, range(0, nbytes, self.block_bytes)))
+        sent = sum(size for _, size in written)
+        return WrittenBlocks(tuple(name for name, _ in written), sent, nbytes - sent)
+
+    def _is_newer(self, name: str, nbytes: int, since: float) -> bool:
+        try:
+            info = self.store.head(self.block_url(name).key)
+        except NotFound:
+            return False
+        return info.size == nbytes and info.modified > since
+
+    def write_record(self, record: RankRecord, blocks: Sequence[str]) -> None:
+        """Write a rank's record, after its blocks. A manifest of the same step, of other records, is removed before."""
+        stored = StoredRecord(**dict(record), block_bytes=self.block_bytes, blocks=tuple(blocks))
+        with _raising_os_errors(self.url):
+            self.store.delete([(self.step_url(record.step) / MANIFEST_NAME).key])
+            self.store.write((self.step_url(record.step) / record_name_of(record.file_name)).key, encode_record(stored))
+
+    def read_record(self, step: int, rank: int) -> StoredRecord:
+        """Read the record that a rank wrote. Raises OSError if it is not what was written."""
+        url = self.step_url(step) / record_name_of(rank_file_name(rank))
+        try:
+            with _raising_os_errors(url):
+                return decode_record(self.store.read(url.key), url, StoredRecord)
+        except CorruptCheckpointError:
+            raise OSError(errno.ENODATA, "a record that was written is damaged", str(url)) from None
+
+    def write_manifest(self, step: int, files: Mapping[str, object], content: bytes, sidecar: bytes) -> None:
+        """Make a checkpoint of the records of `files`: write its manifest, after removing other objects of the step."""
+        url = self.step_url(step)
+        kept = {(url / record_name_of(name)).key for name in files}
+        with _raising_os_errors(url):
+            self.store.delete([each.key for each in self.store.list_objects(url.key) if each.key not in kept])
+            self.store.write((url / MANIFEST_HASH_NAME).key, sidecar)
+            self.store.write((url / MANIFEST_NAME).key, content)
+
+    def remove(self, steps: Sequence[int]) -> None:
+        """Remove the manifests of checkpoints, then their records; blocks are left to `sweep`."""
+        self.store.delete([(self.step_url(step) / MANIFEST_NAME).key for step in steps])
+        for step in steps:
+            self.store.delete([each.key for each in self.store.list_objects(self.step_url(step).key)])
+
+
+@contextmanager
+def _raising_os_errors(url: StoreUrl) -> Iterator[None]:
+    """Raise what a store refuses as an error of storage."""
+    try:
+        yield
+    except CorruptCheckpointError:
+        raise
+    except PhalanxError as error:
+        raise StoreUnavailable(str(url), str(error)) from None
