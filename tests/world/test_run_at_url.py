@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -9,8 +10,10 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.run import Run, read_events
-from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone
-from train_harness import TrainHarness, Values, wait_until
+from phalanx.run.event_types import AttemptStarted, RunEnded
+from phalanx.storage.run_objects import find_local_directory
+from run_nodes import make_nodes
+from train_harness import TrainHarness, Values, plan_fault, wait_until, write_faults
 
 SMALL: Values = {"steps": 8, "evaluation": {"every": None}, "callbacks": []}
 LONG: Values = {**SMALL, "steps": 4000, "checkpoint": {"every": 2000}}
@@ -25,10 +28,11 @@ def stored(tmp_path: Path, name: str) -> Path:
     return tmp_path / "store/run" / name
 
 
-def count_stored_steps(lab: TrainHarness, url: str) -> int:
-    with lab.environment():
-        events = read_events(Run(url).events)  # type: ignore[arg-type]
-        return max((event.step for event in events if isinstance(event, StepDone)), default=0)
+def plan_faults_of(url: str, cache: Path, faults: Sequence[Values]) -> None:
+    """Plan the faults of the workers of a machine with this cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_CACHE_DIR", str(cache))
+        write_faults(Run(find_local_directory(url, "runs")), faults)
 
 
 def test_a_run_at_a_url_ends_with_the_digest_of_a_local_run(lab: TrainHarness, url: str, tmp_path: Path) -> None:
@@ -76,6 +80,44 @@ def test_a_run_at_a_url_that_was_killed_resumes_at_once_on_its_machine(
         events = list(read_events(Run(url).events))  # type: ignore[arg-type]
     assert [event.attempt for event in events if isinstance(event, AttemptStarted)] == [0, 1]
     assert isinstance(events[-1], RunEnded)  # the last events are written before the command ends
+
+
+def test_a_run_resumes_on_another_machine_from_the_url_alone(lab: TrainHarness, url: str, tmp_path: Path) -> None:
+    text = str(lab.folder / "few.txt")
+    changes: Values = {"data": {"source": {"text": text}}}
+    recipe = lab.recipe_file(changes, "at-url-moved")
+    plan_faults_of(url, tmp_path / "one", [plan_fault(1, "slow", delay=0.5, attempt=None)])
+    machine = {"PHALANX_CACHE_DIR": str(tmp_path / "one")}
+    with lab.start("train", recipe, "--run", url, variables=machine) as agent:
+        wait_until(stored(tmp_path, "checkpoints/step-000000004/MANIFEST.json").exists, 100, "a checkpoint")
+        agent.kill()
+        agent.wait()
+    stored(tmp_path, "lease/00000001.json").unlink()  # as after 60 seconds
+    with lab.start("train", "--run", url, variables={"PHALANX_CACHE_DIR": str(tmp_path / "two")}) as agent:
+        _, errors = agent.communicate(timeout=100)
+    assert agent.returncode == ExitCode.DONE, errors
+    assert f"digest   {lab.train_reference({}).digest}" in errors
+    scores = lab.command("evaluate", url, "--samples", "2")
+    assert "step-000000012" in scores.stdout, scores.stderr
+
+
+def test_two_nodes_without_a_shared_disk_survive_a_killed_worker(lab: TrainHarness, url: str, tmp_path: Path) -> None:
+    reference = lab.train_reference({}, nproc=2)
+    nodes = make_nodes(lab, tmp_path)
+    nodes.location = url
+    caches = [tmp_path / "node-0", tmp_path / "node-1"]
+    plan_faults_of(url, caches[1], [plan_fault(6, "kill", ranks=[1])])
+    with nodes.stack:
+        other = nodes.start(1, PHALANX_CACHE_DIR=str(caches[1]))
+        leader = nodes.start(0, PHALANX_CACHE_DIR=str(caches[0]))
+        ended = nodes.end(leader, other, seconds=150)
+    assert ended.code == ExitCode.DONE, ended.message
+    assert f"digest   {reference.digest}" in str(ended.message)
+    logs = {path.name for path in stored(tmp_path, "logs").glob("*")}
+    assert {f"attempt-{attempt}-rank-{rank}.log" for attempt in range(2) for rank in range(2)} <= logs or len(logs) == 4
+    with lab.environment():
+        events = list(read_events(Run(url).events))  # type: ignore[arg-type]
+    assert [event.attempt for event in events if isinstance(event, AttemptStarted)] == [0, 1]
 
 
 def test_a_run_whose_lease_was_taken_over_stops_with_75(lab: TrainHarness, url: str, tmp_path: Path) -> None:
