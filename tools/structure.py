@@ -33,7 +33,7 @@ BUDGETS = {
     "src/phalanx/recipe": 2_600,
     "src/phalanx/run": 3_300,
     "src/phalanx/serve": 2_000,
-    "src/phalanx/storage": 1_550,
+    "src/phalanx/storage": 1_600,
     "src/phalanx/telemetry": 1_450,
     "src/phalanx/train": 21_900,
     "fleet/src": 17_400,
