@@ -16,6 +16,7 @@ class Nodes:
         self.count = 2
         self.num_nodes = ""  # MIN:MAX, where it is not the count
         self.lab, self.run, self.token, self.changes = lab, run, token, changes
+        self.location: str | Path = run.path
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.stack = contextlib.ExitStack()
@@ -26,7 +27,7 @@ class Nodes:
         variables["PHALANX_TOKEN_FILE"] = str(token or self.token)
         variables |= more
         recipe = self.lab.recipe_file(self.changes)
-        words = ("train", recipe, "--run", self.run.path, "--nproc-per-node", "1")
+        words = ("train", recipe, "--run", self.location, "--nproc-per-node", "1")
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
 
     def end(

@@ -72,7 +72,9 @@ def evaluate_run(
     check_data(recipe)
     data = open_data(recipe.data, recipe.evaluation, recipe.seed)
     if data.num_validation_samples == 0:
-        raise UsageError(f"{run.path}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)")
+        raise UsageError(
+            f"{run.location}: no validation set (evaluation.holdout_fraction = 0 and no evaluation.source)"
+        )
     task = load_task(recipe.task, trained.folder)
     if isinstance(task, Classification):
         task.normalization = trained.image_normalization
@@ -115,7 +117,7 @@ def generate_text(
     trained = load_model(run, selection, device, warn)
     facts = trained.facts
     if facts.kind != "tokens" or facts.seq_len is None:
-        raise UsageError(f"{run.path}: this run's model does not write text; it was trained on {facts.kind}")
+        raise UsageError(f"{run.location}: this run's model does not write text; it was trained on {facts.kind}")
     described = run.read_json_or_empty(run.plan).get("tokenizer")
     tokenizer = load_run_tokenizer(run.tokenizer, described)
     if tokenizer.vocab_size != facts.vocab_size:

@@ -25,6 +25,7 @@ from phalanx.run import Event, Run
 from phalanx.run.directory import describe_unfinished
 from phalanx.run.event_types import AttemptStarted
 from phalanx.safe_files import check_links
+from phalanx.storage.run_mirror import follow_run, mirror_run
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
@@ -91,9 +92,10 @@ class JobHandle:
             )
         if not self.run.path.is_dir():
             raise DataError(f"{self.run.path}: not on this machine, and job {self.id} is done")
-        if (problem := describe_unfinished(self.run)) is not None:
+        run = Run(mirror_run(self.run.location))
+        if (problem := describe_unfinished(run)) is not None:
             raise GaveUpError(problem)
-        return self.run.read_json(self.run.result) or {}
+        return run.read_json(run.result) or {}
 
 
 def submit(
@@ -122,7 +124,7 @@ def submit(
         nodes: number of nodes, or `MIN:MAX`: train on while MIN are left, and take in nodes that return.
         nproc_per_node: workers on each node; default: as the recipe's parallelism requires, else one per GPU, else 1.
         gpus: GPUs on each node; default: in the local queue one per worker, or all.
-        run: run directory; default: `runs/<name>`. It must be on a file system that all nodes share.
+        run: run directory, on a file system that all nodes share, or a URL; default: `runs/<name>`.
         time_limit: time limit of each attempt, such as `2h`.
         backend_options: options of the backend, such as `{"partition": "gpu"}`.
         snapshot: `workdir`: train a copy of the recipe's directory.
@@ -134,7 +136,7 @@ def submit(
     """
     options = [f"{key}={value}" for key, value in (backend_options or {}).items()]
     job = make_recipe_job(
-        TrainArguments(Path(recipe), overrides, None if run is None else Path(run), nproc_per_node, force),
+        TrainArguments(Path(recipe), overrides, None if run is None else os.fspath(run), nproc_per_node, force),
         snapshot=snapshot,
         default_gpus=default_gpus(on, nproc_per_node) if gpus is None else None,
         **parse_job_fields(str(nodes), gpus, None, None, time_limit, options),
@@ -171,6 +173,8 @@ def iter_log_lines(
     stream, noted = None, None
     if status.run_dir is not None and not raw:
         run = Run(Path(status.run_dir))
+        if (url := run.store_url) is not None:
+            run = Run(follow_run(url))
         check_links(run.path)
         stream = LogStream(run, status.submitted_at or 0.0, make_event_formatter(run), clock)
     read = backend.follow_logs(job_id)

@@ -28,6 +28,7 @@ from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import ControlServer, connect_to_leader
 from phalanx.run.leader_address import claim_leadership, read_leader_address
 from phalanx.run.node_env import NodeEnv
+from phalanx.storage.stored_run import keep_at_url
 from phalanx.telemetry.record import record_telemetry
 
 
@@ -105,14 +106,15 @@ def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_e
     try:
         loaded = arguments.load_recipe()
         run = arguments.find_run(loaded.recipe.name)
-        if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
-            print(finished_text, file=out)
-            return ExitCode.DONE
-        nproc_per_node = arguments.nproc_per_node
-        count_workers(loaded, nproc_per_node, node_env)
-        node_agent = NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node, run=run)
-        with node_agent, record_telemetry(run, lambda: find_local_gpu_ids(nproc_per_node)):
-            ended = node_agent.serve()
+        with keep_at_url(run, leads=False, writes=not dry_run) as stored:
+            if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
+                print(finished_text, file=out)
+                return ExitCode.DONE
+            nproc_per_node = arguments.nproc_per_node
+            count_workers(loaded, nproc_per_node, node_env)
+            node_agent = NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node, run=run, stored=stored)
+            with node_agent, record_telemetry(run, lambda: find_local_gpu_ids(nproc_per_node)):
+                ended = node_agent.serve()
         if isinstance(ended, Takeover) and node_agent.signals.received:
             raise KeyboardInterrupt  # asked to leave while it took over
         return ended

@@ -295,7 +295,7 @@ def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: boo
     before = plan.get(FINGERPRINT_KEY)
     if isinstance(before, str) and before != fingerprint and run.has_checkpoint() and not force:
         raise DataError(
-            f"{run.path}: was trained on other data (fingerprint {before}, now {fingerprint}); {RESTORE_FILES_HINT}"
+            f"{run.location}: was trained on other data (fingerprint {before}, now {fingerprint}); {RESTORE_FILES_HINT}"
         )
     return {**plan, FINGERPRINT_KEY: fingerprint}
 

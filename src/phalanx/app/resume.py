@@ -29,7 +29,7 @@ def describe_finished(run: Run, recipe: Recipe) -> str | None:
         return None
     if incompatible_changes(*old, recipe):
         return None
-    return f"{run.path}: finished at step {steps}; set steps={2 * steps} to train longer"
+    return f"{run.location}: finished at step {steps}; set steps={2 * steps} to train longer"
 
 
 def load_resumed_recipe(run: Run, given: Recipe, force: bool) -> tuple[ResolvedRecipe | None, list[str]]:
@@ -85,8 +85,8 @@ def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedReci
 
 def check_kept(run: Run) -> None:
     """Raise DataError when a run saved checkpoints and has none any more: it would start from the beginning."""
-    if any("." not in path.name for path in run.checkpoints.glob("step-*")):  # others are incomplete
-        return
+    if run.store_has_checkpoint() or any("." not in path.name for path in run.checkpoints.glob("step-*")):
+        return  # those with a dot are incomplete
     if any(isinstance(event, CheckpointSaved) for event in read_events(run.events)):
         raise DataError(
             f"{run.checkpoints}: no checkpoint is left, and the run did {read_last_step(run)} steps; restore the "
@@ -98,7 +98,7 @@ def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
     """Describe why a run cannot resume with another recipe."""
     listed = "\n".join(f"  {difference}" for difference in differing)
     return (
-        f"{run.path}: this run was started with another recipe, and cannot resume with this one:\n{listed}\n"
+        f"{run.location}: this run was started with another recipe, and cannot resume with this one:\n{listed}\n"
         "Use the old values, another --run directory, or --force to resume with the new values"
     )
 

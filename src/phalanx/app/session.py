@@ -53,6 +53,7 @@ from phalanx.run.heartbeat import HeartbeatWriter, NullHeartbeat, open_heartbeat
 from phalanx.run.lock import lock_run
 from phalanx.run.process_messages import WorkerFinishing
 from phalanx.std_streams import escape_control_chars, word_of
+from phalanx.storage.url import is_url
 
 RUN_DIR_VARIABLE = "PHALANX_RUN_DIR"
 """Set by `phalanx train SCRIPT`: the run's directory."""
@@ -190,6 +191,8 @@ def _start_session(
         _check_earlier_runs(events is not None)
         with telling_others(dist_env), naming_causes():
             loaded = load_given_recipe(recipe, overrides)
+            if is_url(run) and RUN_DIR_VARIABLE not in os.environ:
+                raise UsageError(f"{run}: a session at a URL is started by `phalanx train SCRIPT --run {run}`")
             run_dir = Run(Path(os.environ.get(RUN_DIR_VARIABLE) or run or Path("runs") / loaded.recipe.name))
             announced = _announce_or_wait(
                 stack, RunRequest(loaded, run_dir, dist_env.world_size, force=force), dist_env

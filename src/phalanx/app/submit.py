@@ -30,13 +30,14 @@ from phalanx.run import EventTail, Run
 from phalanx.run.directory import check_run_path, describe_unfinished
 from phalanx.run.node_env import parse_num_nodes
 from phalanx.std_streams import word_of
+from phalanx.storage.run_mirror import follow_run, mirror_run
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two polls of a job that is followed."""
 BACKEND_TIMEOUT_S = 600.0
 """Seconds for which a backend may fail to answer while a job is followed."""
 SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-MakeJob = Callable[[Path, list[str], Path], Job]
+MakeJob = Callable[[Path, list[str], str], Job]
 """Makes the job that trains a recipe with overrides in a run directory."""
 
 
@@ -71,8 +72,10 @@ def make_recipe_job(
         _check_fewer_nodes(loaded, arguments.nproc_per_node or job_fields.get("gpus_per_node"), job_fields)
         job_name = loaded.recipe.name
         default_gpus = None if loaded.recipe.device == "cpu" else default_gpus
-    run_dir = arguments.find_run(job_name).path.absolute()
+    run = arguments.find_run(job_name)
+    run_dir = run.path.absolute()
     check_run_path(run_dir)
+    run = run if run.store_url is not None else Run(run_dir)
     # paths of a script are relative to the working directory, those of a recipe to its own directory
     source_dir = Path.cwd() if arguments.is_script else path.absolute().parent
     recipe_path, environment = str(path.absolute()), dict(environment or {})
@@ -85,7 +88,7 @@ def make_recipe_job(
             )
         job_snapshot = take_snapshot(snapshot, source_dir, recipe_path)
         environment[SNAPSHOT_SOURCE_VARIABLE] = str(job_snapshot.source_dir)
-    command = [sys.executable, "-P", "-m", "phalanx", "train", recipe_path, *arguments.format_options(run_dir)]
+    command = [sys.executable, "-P", "-m", "phalanx", "train", recipe_path, *arguments.format_options(run)]
     command += ["--force"] if arguments.force else []
     job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
     return _make_job(
@@ -240,6 +243,8 @@ def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out
     if dry_run:
         print(request)
         return int(ExitCode.DONE)
+    if (url := Run(run).store_url) is not None:
+        run = follow_run(url)
     event_tail = EventTail(Run(run).events)
     event_tail.skip()  # events of earlier attempts
     job_id = submit_job(backend, request, out)
@@ -254,12 +259,13 @@ def submit_and_follow(backend_name: str, job: Job, run: Path, dry_run: bool, out
         )
         return int(ExitCode.UNFINISHED)
     if status.state is JobState.DONE:
+        run = run if url is None else mirror_run(url)
         is_visible = Run(run).resolved.is_file()  # the run directory is on a file system of this machine
         if is_visible and (problem := describe_unfinished(Run(run))) is not None:
             print(f"error: {problem}", file=out)
             return int(ExitCode.GAVE_UP)
         result = Run(run).read_json(Run(run).result) or {}
-        print(f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run)}", file=out)
+        print(f"digest   {result.get('digest')}\nreport   phalanx report {word_of(Run(run).location)}", file=out)
         return int(ExitCode.DONE)
     print(f"details  phalanx jobs logs {job_id} --on {backend.name}", file=out)
     return status.exit_code if status.exit_code else int(ExitCode.UNFINISHED)
@@ -369,7 +375,7 @@ def make_sweep(
     recipes: Sequence[Path],
     overrides: Sequence[str],
     combinations: Sequence[Sequence[str]],
-    runs_dir: Path | None,
+    runs_dir: str | Path | None,
     name: str | None,
     max_parallel: int | None,
     make_job: MakeJob,
@@ -384,6 +390,6 @@ def make_sweep(
             recipe_name = load_recipe(path, given).recipe.name
             first_name = first_name or recipe_name
             label = "-".join([recipe_name, *(re.sub(r"[^A-Za-z0-9._=+-]+", "_", value) for value in values)])
-            jobs.append(make_job(path, given, (runs_dir or Path("runs")) / label))
+            jobs.append(make_job(path, given, f"{str(runs_dir or 'runs').rstrip('/')}/{label}"))
     assert first_name is not None
     return make_array(name or first_name, jobs, max_parallel)

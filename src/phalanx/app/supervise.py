@@ -27,6 +27,7 @@ from phalanx.run.directory import RESULT_FORMAT, check_run_path, write_atomic, w
 from phalanx.run.event_types import AttemptStarted, RunEnded, RunStatus, RunWarning
 from phalanx.run.lock import lock_run
 from phalanx.run.process_messages import Command
+from phalanx.storage.stored_run import StoredRun, keep_at_url
 from phalanx.telemetry.record import record_telemetry
 
 
@@ -36,8 +37,10 @@ def supervise_run(
     show: Callable[[Event], None],
     force: bool,
     node_group: NodeGroup | None = None,
+    stored: StoredRun | None = None,
 ) -> RunOutcome:
-    """Train a prepared run, on this node or on those of `node_group`, and write its result."""
+    """Train a prepared run, on this node or on those of `node_group`, and write its result. `stored`: keeps it at a
+    URL."""
     run, recipe = prepared.run, prepared.recipe
     world_size = recipe.parallelism.world
     payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
@@ -56,6 +59,7 @@ def supervise_run(
         ),
         node_group=node_group,
         preflight=lambda: run_preflight(run.path, expected_gpus),
+        stored=stored,
     )
     if node_group is not None and node_group.min_nodes < node_group.num_nodes:
         given = load_recipe(run.recipe).recipe
@@ -83,7 +87,7 @@ def supervise_script(
     script = arguments.path
     check_run_path(run.path)
     create_run(run)
-    with lock_run(run) as note, contextlib.ExitStack() as stack:
+    with keep_at_url(run, leads=True) as stored, lock_run(run) as note, contextlib.ExitStack() as stack:
         payload = {
             "script": str(script.absolute()),
             "arguments": list(arguments.overrides),
@@ -106,7 +110,7 @@ def supervise_script(
                 return outcome
             return replace(outcome, message=f"{script}: {NEVER_JOINED_MESSAGE}")
 
-        agent = LeaderAgent(run, fork_server, show_and_configure)
+        agent = LeaderAgent(run, fork_server, show_and_configure, stored=stored)
         agent.preload = "phalanx.app.session:preload_session"
         stack.enter_context(record_telemetry(run, lambda: find_local_gpu_ids(world_size)))
         warnings = [] if note is None else [RunWarning(text=note)]

@@ -126,6 +126,6 @@ def send_run(run: Run, name: str) -> str:
             raise
         except Exception as error:  # noqa: BLE001 - libraries of trackers raise anything
             raise UsageError(f"{name}: cannot send: {describe_error(error)}") from None
-    sent = f"{run.path} is in {name} up to step {feed.state.sent_step}: {tracker.describe_location()}"
+    sent = f"{run.location} is in {name} up to step {feed.state.sent_step}: {tracker.describe_location()}"
     held = feed.rows.num_held
     return f"{sent}\n{held} steps after the last checkpoint are held back until the run resumes" if held else sent

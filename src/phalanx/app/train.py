@@ -6,14 +6,13 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from phalanx.app.nodes import count_workers, open_node_group
 from phalanx.app.prepare_run import PreparedRun, RunRequest, check_start, prepare_run
 from phalanx.app.resume import describe_finished
 from phalanx.app.supervise import supervise_run
-from phalanx.app.train_arguments import load_given_recipe
+from phalanx.app.train_arguments import find_train_run, load_given_recipe
 from phalanx.data import PrepareProgress
 from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
@@ -24,6 +23,7 @@ from phalanx.run import Event, Run
 from phalanx.run.directory import check_run_path
 from phalanx.run.leader_address import lock_leadership, read_leader_address, write_leader_address
 from phalanx.run.node_env import NodeEnv
+from phalanx.storage.stored_run import StoredRun, keep_at_url
 
 LOCK_TIMEOUT_S = 300.0
 """Seconds for which a run on several nodes waits for the lock of its former leader. A leader without network holds
@@ -78,7 +78,7 @@ def train(
     Args:
         recipe: a file's path or a value.
         overrides: `key=value` of a recipe in a file.
-        run: run directory; default: `runs/<name>`.
+        run: run directory or URL; default: `runs/<name>`.
         nproc_per_node: workers; default: as the recipe's parallelism requires, else one per GPU, else 1.
         force: resume although the recipe or the data changed.
         show: called with each event.
@@ -94,7 +94,7 @@ def train(
             "own"
         )
     loaded = load_given_recipe(recipe, overrides)
-    run_dir = Run(Path(run) if run is not None else Path("runs") / loaded.recipe.name)
+    run_dir = find_train_run(run, loaded.recipe.name)
     observer = TrainObserver() if show is None else _EventObserver(show)
     outcome = train_run(loaded, run_dir, observer, nproc_per_node=nproc_per_node, force=force)
     if outcome is not None and outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
@@ -124,6 +124,25 @@ def train_run(
     """
     node_env = node_env or NodeEnv()
     loaded.check_required()
+    lock_timeout_s = LOCK_TIMEOUT_S if node_env.num_nodes > 1 else 0.0
+    with keep_at_url(run, leads=True, writes=not dry_run, timeout_s=lock_timeout_s) as stored:
+        outcome = _train_kept_run(loaded, run, observer, nproc_per_node, force, dry_run, node_env, fork_server, stored)
+    if stored is not None and stored.problem is not None:
+        return RunOutcome(ExitCode.UNFINISHED, None, stored.problem)
+    return outcome
+
+
+def _train_kept_run(
+    loaded: LoadedRecipe,
+    run: Run,
+    observer: TrainObserver,
+    nproc_per_node: int | None,
+    force: bool,
+    dry_run: bool,
+    node_env: NodeEnv,
+    fork_server: ForkServerClient | None,
+    stored: StoredRun | None,
+) -> RunOutcome | None:
     check_run_path(run.path)
     if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
         observer.show_finished(finished_text)
@@ -148,7 +167,7 @@ def train_run(
             return None
         if node_env.min_nodes is not None:
             _lead(run, node_env, stack)
-        outcome = supervise_run(prepared, fork_server, observer.show_event, force, node_group)
+        outcome = supervise_run(prepared, fork_server, observer.show_event, force, node_group, stored)
         node_group.exit_code = outcome.code
     return outcome
 

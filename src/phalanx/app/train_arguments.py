@@ -9,6 +9,8 @@ from phalanx.errors import UsageError
 from phalanx.recipe import Recipe, expand_recipe, load_recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Run
+from phalanx.storage.run_objects import make_local_directory
+from phalanx.storage.url import is_url
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,13 @@ class TrainArguments:
     """The recipe or the script."""
     overrides: Sequence[str] = ()
     """Overrides of a recipe, or the arguments of a script."""
-    run: Path | None = None
-    """The run directory; None: runs/NAME."""
+    run: str | Path | None = None
+    """The run directory or URL; None: runs/NAME."""
     nproc_per_node: int | None = None
     force: bool = False
     """Resume although the recipe or the data changed."""
+    is_kept_recipe: bool = False
+    """Whether the recipe is the run's own."""
 
     @property
     def is_script(self) -> bool:
@@ -35,13 +39,29 @@ class TrainArguments:
         return load_recipe(self.path, self.overrides)
 
     def find_run(self, name: str) -> Run:
-        """Return the run, given the name of the recipe or of the script."""
-        return Run(self.run if self.run is not None else Path("runs") / name)
+        """Return the run, given the name of the recipe or of the script; of a URL its local directory."""
+        return find_train_run(self.run, name)
 
-    def format_options(self, run_dir: Path) -> list[str]:
-        """Return the words after the path in a command that trains in `run_dir`, without `--force`."""
+    def format_options(self, run: Run) -> list[str]:
+        """Return the words after the path in a command that trains `run`, without `--force`."""
         nproc_option = [] if self.nproc_per_node is None else ["--nproc-per-node", str(self.nproc_per_node)]
-        return [*self.overrides, "--run", str(run_dir), *nproc_option]
+        return [*self.overrides, "--run", run.location, *nproc_option]
+
+
+def find_train_run(given: "str | os.PathLike[str] | None", name: str) -> Run:
+    """Return the run to train: in a directory, or the local directory of a run at a URL."""
+    if isinstance(given, str) and is_url(given):
+        return make_local_directory(given, "runs")
+    return Run(Path("runs") / name if given is None else Path(given))
+
+
+def find_kept_recipe(run: str | None) -> Path:
+    """Return the recipe with which a run was started. UsageError where there is no run."""
+    if run is None:
+        raise UsageError(
+            "give a recipe: phalanx train RECIPE; or a run, which resumes with its own: phalanx train --run DIR|URL"
+        )
+    return Run.open_existing(run).recipe
 
 
 def load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:

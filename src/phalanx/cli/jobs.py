@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,7 +50,7 @@ def submit(
         str | None, typer.Option(metavar="NAME", help="Job name.", show_default="name of the recipe or script")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directory; of an array, the directory of its runs.")
+        str | None, typer.Option(metavar="DIR|URL", help="Run directory or URL; of an array, that of its runs.")
     ] = None,
     nproc_per_node: NprocOption = None,
     nodes: NodesOption = "1",

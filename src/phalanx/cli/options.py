@@ -13,7 +13,7 @@ RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as steps=500 optimizer.lr=3e-4.")
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its URL.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 StepOption = Annotated[

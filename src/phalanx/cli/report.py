@@ -59,7 +59,7 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Two or more run directories.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="Two or more run directories, or URLs.")],
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page with overlaid loss curves.")
     ] = None,
@@ -72,7 +72,7 @@ def compare(
 
     if html is not None:
         check_output_path("--html", html, PAGE_MARKERS)
-    comparison = compare_runs([Run(path) for path in runs])
+    comparison = compare_runs([Run.open_existing(path) for path in runs])
     if html is not None:
         write_page(html, render_comparison_html(comparison))
     if as_json:

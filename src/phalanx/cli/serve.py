@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 def serve_pages(
     added: "Sequence[AddedPages]",
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[DIR ...]", help="Directories with runs, at any depth up to 4; runs by default."),
+        list[str] | None,
+        typer.Argument(
+            metavar="[DIR|URL ...]",
+            help="Directories with runs, at any depth up to 4, and URLs of runs; runs by default.",
+        ),
     ] = None,
     on: Annotated[
         str, typer.Option("--on", help="Show the jobs of this backend: local, slurm, kubernetes or ray.")
@@ -55,7 +58,7 @@ def serve_pages(
     from phalanx.serve.server import serve as run_server
 
     options = ServeOptions(
-        runs or [Path("runs")],
+        [_open_root(each) for each in runs or ["runs"]],
         on,
         host,
         port,
@@ -65,6 +68,13 @@ def serve_pages(
         proxy_name or (),
     )
     run_server(options, added, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))
+
+
+def _open_root(location: str) -> Path:
+    from phalanx.storage.run_mirror import follow_run, mirror_run
+
+    mirror_run(location)  # UsageError where a URL has no run
+    return follow_run(location)
 
 
 def make_serve_command(makers: "Sequence[PageMaker]") -> Callable[..., None]:

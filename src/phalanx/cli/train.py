@@ -15,7 +15,7 @@ from phalanx.app.nodes import is_led_by_another, run_node_agent
 from phalanx.app.prepare_run import PreparedRun
 from phalanx.app.supervise import train_script
 from phalanx.app.train import TrainObserver, train_run
-from phalanx.app.train_arguments import TrainArguments
+from phalanx.app.train_arguments import TrainArguments, find_kept_recipe
 from phalanx.cli.data import show_progress
 from phalanx.cli.options import (
     BackendOption,
@@ -37,6 +37,7 @@ from phalanx.recipe import dump_recipe
 from phalanx.run import Event, Run
 from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import escape_control_chars, word_of
+from phalanx.storage.url import is_url
 
 if TYPE_CHECKING:
     from phalanx.data import PrepareProgress
@@ -45,15 +46,22 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML), or a script that calls phalanx.session.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="Recipe (YAML), or a script that calls phalanx.session.",
+            show_default="that of the run to resume",
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE", help="Overrides, such as steps=50 optimizer.lr=3e-4; arguments of a script."
         ),
     ] = None,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run directory.", show_default="runs/<name>")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="DIR|URL", help="Run directory, or its URL.", show_default="runs/<name>")
+    ] = None,
     nproc_per_node: NprocOption = None,
     force: ForceOption = False,
     dry_run: Annotated[
@@ -75,7 +83,9 @@ def train(
     are set), this process is one worker. --nodes, --gpus, --cpus, --memory, --time-limit, --snapshot and
     --backend-option need --on slurm, kubernetes or ray.
     """
-    arguments = TrainArguments(recipe, overrides or [], run, nproc_per_node, force)
+    arguments = TrainArguments(
+        recipe or find_kept_recipe(run), overrides or [], run, nproc_per_node, force, is_kept_recipe=recipe is None
+    )
     if on != "local":
         from phalanx.app import submit
 
@@ -92,18 +102,24 @@ def train(
     is_external_worker = bool(rank and world) and not os.environ.get("PHALANX_NUM_NODES")
     if arguments.is_script:
         if dry_run:
-            raise UsageError(f"--dry-run is for recipes; {recipe} is a script, which can only be run")
+            raise UsageError(f"--dry-run is for recipes; {arguments.path} is a script, which can only be run")
         if is_external_worker:
             raise UsageError(
-                f"this is a worker of torchrun or srun, which can start the script directly: torchrun {word_of(recipe)}"
+                "this is a worker of torchrun or srun, which can start the script directly: torchrun "
+                f"{word_of(arguments.path)}"
             )
         if (num_nodes := NodeEnv.from_environment(os.environ).num_nodes) > 1:
             raise UsageError(
                 f"PHALANX_NUM_NODES={num_nodes}: a script runs on one node here; on several torchrun starts its "
-                f"workers: torchrun --nnodes {num_nodes} {word_of(recipe)}"
+                f"workers: torchrun --nnodes {num_nodes} {word_of(arguments.path)}"
             )
         return train_script_locally(arguments, sys.stderr)
     if is_external_worker:
+        if is_url(run):
+            raise UsageError(
+                f"--run {run}: workers of torchrun or srun need a run directory that all nodes share; start `phalanx "
+                "train` once on each node instead, which starts the workers"
+            )
         if dry_run or nproc_per_node not in (None, _parse_int(world)):
             conflict = "--dry-run" if dry_run else f"--nproc-per-node {nproc_per_node}"
             raise UsageError(
@@ -230,7 +246,7 @@ def format_introduction(prepared: PreparedRun) -> str:
     rates_text = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
     num_workers = recipe.parallelism.world
     lines = [
-        f"run      {prepared.run.path}",
+        f"run      {prepared.run.location}",
         f"model    {recipe.model.build}, {format_count(plan.get('trainable_parameters', 0))} parameters",
         *([f"lora     {plan['adapters']}"] if plan.get("adapters") else []),
         f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
@@ -259,9 +275,10 @@ def format_introduction(prepared: PreparedRun) -> str:
 def format_conclusion(run: Run, code: ExitCode, arguments: TrainArguments) -> str:
     """Say how a run ended, and what to type next."""
     result = run.read_json_or_empty(run.result)
-    resume_command = f"phalanx train {word_of(arguments.path)} {shlex.join(arguments.format_options(run.path))}"
+    path_words = [] if arguments.is_kept_recipe else [word_of(arguments.path)]
+    resume_command = " ".join(["phalanx train", *path_words, shlex.join(arguments.format_options(run))])
     if code is ExitCode.DONE:
-        return f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run.path)}"
+        return f"digest   {result.get('digest')}\nreport   phalanx report {word_of(run.location)}"
     if code is ExitCode.UNFINISHED:
         # Only a state that was saved has a digest: a second Ctrl-C or a full disk leaves the checkpoint before.
         saved_text = f"saved at step {result.get('steps')}" if result.get("digest") else "the last steps were not saved"

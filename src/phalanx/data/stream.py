@@ -49,9 +49,9 @@ class StreamDescription:
     def from_plan(cls, plan: PreparePlan) -> "StreamDescription":
         """Names and sizes of the files, relative to their common directory, and what they become. Times are left out: a
         copy of the files on another machine is the same stream."""
-        root = os.path.commonprefix([file.path for file in plan.files]).rpartition("/")[0]
+        root = os.path.commonpath([file.path.rpartition("/")[0] or "/" for file in plan.files])
         parts = {
-            "files": [(file.path.removeprefix(root), file.size) for file in plan.files],
+            "files": [(os.path.relpath(file.path, root), file.size) for file in plan.files],
             "pieces": [[(part.start, part.stop) for part in piece] for piece in plan.pieces],
             "kind": plan.kind,
             "field": plan.text_field,

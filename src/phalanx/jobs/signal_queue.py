@@ -49,6 +49,11 @@ class SignalQueue:
         self.wake_socket.close()
         self._wake_writer.close()
 
+    def push(self, number: int) -> None:
+        """Have the main loop handle a signal that a thread of this process stands for."""
+        self.received.append(number)
+        self._wake_writer.send(b"\0")
+
     def clear_wake(self) -> None:
         """Read what woke the loop: the reader of `wake_socket`."""
         with contextlib.suppress(BlockingIOError):

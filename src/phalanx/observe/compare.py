@@ -73,7 +73,7 @@ def compare_runs(runs: Sequence[Run]) -> RunComparison:
     keys = sorted({key for recipe in recipes for key in recipe})
     columns = {key: [recipe.get(key) for recipe in recipes] for key in keys}
     return RunComparison(
-        names=formatting.shorten_paths([str(run.path) for run in runs]),
+        names=formatting.shorten_paths([run.location for run in runs]),
         summaries=[build_summary(run, history) for run, history in zip(runs, histories, strict=True)],
         histories=histories,
         differing_keys={key: values for key, values in columns.items() if _differ(key, values)},

@@ -126,7 +126,7 @@ def read_run_info(
     num_threads = recipe.get("num_threads")
     return RunInfo(
         name=str(recipe.get("name") or run.path.name),
-        run_path=str(run.path),
+        run_path=run.location,
         model=str(session.get("model") or model.get("build", "?")),
         model_args=dict(_sub_mapping(model, "args")),
         parameters=int_or_none(plan.get("trainable_parameters")),

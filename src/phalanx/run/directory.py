@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,21 @@ _LOST_AND_FOUND = "lost+found"
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Making this value creates nothing; `create` does."""
+    """A run directory. Making this value creates nothing; `create` does. Of a URL it is a local copy without weights,
+    which is brought up to date."""
 
     path: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", Path(self.path))
+        path: Any = self.path
+        if isinstance(path, str) and "://" in path:  # by name: storage is a layer above this one
+            path = import_module("phalanx.storage.run_mirror").mirror_run(path)
+        object.__setattr__(self, "path", Path(path))
 
     @classmethod
     def open_existing(cls, path: Path | str) -> "Run":
-        """The run at `path`; UsageError when there is none, DataError where a link leads out of it."""
-        run = cls(Path(path))
+        """The run at a path or URL; UsageError when there is none, DataError where a link leads out of it."""
+        run = cls(path)  # type: ignore[arg-type]
         if not run.has_started():
             for above in run.path.absolute().parents[:2]:
                 inner = cls(above).checkpoints in (run.path.absolute(), run.path.absolute().parent)
@@ -114,6 +119,11 @@ class Run:
         return url if isinstance(url, str) else None
 
     @property
+    def location(self) -> str:
+        """The URL of the run, or the path of its directory."""
+        return self.store_url or str(self.path)
+
+    @property
     def telemetry(self) -> Path:
         """Directory of the nodes' telemetry: NODE.jsonl of each (`telemetry_minutes`)."""
         return self.path / "telemetry"
@@ -161,7 +171,11 @@ class Run:
 
     def has_checkpoint(self) -> bool:
         """Whether the run has its weights in a checkpoint of its own, good or not."""
-        return any(self.checkpoints.glob("step-*/MANIFEST.json"))
+        return self.store_has_checkpoint() or any(self.checkpoints.glob("step-*/MANIFEST.json"))
+
+    def store_has_checkpoint(self) -> bool:
+        """Whether there was a checkpoint at the run's URL when this directory was last brought up to date."""
+        return bool((self.read_json(self.store) or {}).get("has_checkpoint"))
 
     def find_foreign_file(self) -> str | None:
         """A file of the user's in the directory; None when the directory is new, empty, or a run.
@@ -171,7 +185,7 @@ class Run:
             return None
         created = self.logs.is_dir() and self.checkpoints.is_dir() and _is_event_log(self.events)
         resumed = self.resolved.is_file() and (self.logs.is_dir() or self.checkpoints.is_dir())
-        if created or resumed or self.has_checkpoint():
+        if created or resumed or self.has_checkpoint() or self.store.is_file():
             return None
         own = {folder for folder in (self.logs, self.checkpoints) if folder.is_dir() and not any(folder.iterdir())}
         others = sorted(

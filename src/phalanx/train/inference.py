@@ -26,9 +26,12 @@ from phalanx.train.checkpoint import (
     load_tensors,
     read_manifest,
 )
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
 from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.checkpoint.load import recipe_in
 from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
+from phalanx.train.checkpoint.store_fetch import StoreSource
+from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules, get_model_tensors
 from phalanx.train.hf.image_processor import ImageNormalization, from_meta
@@ -153,10 +156,12 @@ def _read_facts(run: Run) -> DataInfo:
 
 def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
     """Return the selected checkpoint, and messages about newer ones that are damaged."""
+    if run.store_url is not None:
+        step, best = _fetch_stored(run, run.store_url, step, best), False
     if best:
         chosen = run.read_json(best_checkpoint_file(run))
         if chosen is None:
-            raise UsageError(f"{run.path}: no best checkpoint is recorded; the run has not evaluated and saved yet")
+            raise UsageError(f"{run.location}: no best checkpoint is recorded; the run has not evaluated and saved yet")
         step = chosen.get("step")
         if type(step) is not int:
             raise DataError(f"{best_checkpoint_file(run)}: step is {step!r}, expected a number")
@@ -165,13 +170,33 @@ def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, li
         if not path.is_dir():
             known = ", ".join(path.name for path in list_checkpoints(run.checkpoints)) or "none"
             asked = f"the best checkpoint was that of step {step}, which is gone" if best else ""
-            raise UsageError(f"{run.path}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
+            raise UsageError(f"{run.location}: {asked or f'no checkpoint of step {step}'}; there are: {known}")
         return path, []
     rejected: list[str] = []
     found = find_newest_good(run.checkpoints, lambda path, file, reason: rejected.append(f"{path / file}: {reason}"))
     if found is None:
-        raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.path}: no checkpoint yet")
+        raise DataError("\n".join(rejected)) if rejected else UsageError(f"{run.location}: no checkpoint yet")
     return found, [f"{each}; {found.name} is taken" for each in rejected]
+
+
+def _fetch_stored(run: Run, url: str, step: int | None, best: bool) -> int | None:
+    """Fetch the selected checkpoint of a run at a URL, or its newest good one, into the local directory of the run.
+    Return the selected step."""
+    checkpoints = CheckpointStore(url)
+    whole = [each for each in checkpoints.steps() if checkpoints.is_whole(each)]
+    if best:
+        losses = {each: checkpoints.read(each).manifest.meta.get("best_loss") for each in whole}
+        scored = [(loss, each) for each, loss in losses.items() if loss is not None]
+        if not scored:
+            raise UsageError(f"{url}: no checkpoint has a validation loss; the run has not evaluated and saved yet")
+        step = min(scored)[1]
+    run.checkpoints.mkdir(exist_ok=True)
+    source = StoreSource(run, DistEnv(), url)
+    for each in whole if step is None else [step]:
+        is_here = (run.checkpoints / format_checkpoint_name(each)).is_dir()
+        if is_here or not source.fetch(each):  # else bad files
+            break
+    return step
 
 
 @dataclass(frozen=True)

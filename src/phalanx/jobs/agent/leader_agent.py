@@ -299,6 +299,8 @@ class LeaderAgent(LeaderState):
         """Start all workers and supervise them until the last one, or the fork server, has ended."""
         ranks_by_node = self.node_group.assign_ranks(num_nodes, workers_per_node)
         attempt = AttemptState(num_nodes * workers_per_node, ranks_by_node, attempt_number)
+        if self.stored is not None:
+            self.stored.upload()  # other nodes read the recipe there
         AttemptSupervisor(self, attempt).run(command)
         return attempt
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 from phalanx.cluster.health.finding import HealthFinding
@@ -15,6 +16,7 @@ from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, remove_node_dir
 from phalanx.run.process_messages import NodeDeparture, SendSignal
+from phalanx.storage.stored_run import StoredRun
 
 REPEATED_SIGTERM_WINDOW_S = 5.0
 """Seconds within which a second SIGTERM is a repetition: Slurm's step and its daemon send one each."""
@@ -58,11 +60,14 @@ class LeaderState:
         clock: Callable[[], float] = time.monotonic,
         node_group: NodeGroup | None = None,
         preflight: Callable[[], Sequence[HealthFinding]] = lambda: (),
+        stored: StoredRun | None = None,
     ):
         self.recovery = recovery or RecoveryPolicy()
         self.preflight = preflight
         """Returns the findings of this node's health checks; called before each attempt."""
         self.run = run
+        self.stored = stored
+        """Keeps a run at its URL; None for a run in a directory."""
         self.node_group = node_group or NodeGroup(
             LocalNode(fork_server.control, fork_server.events, fork_server.heartbeat_table)
         )
@@ -86,6 +91,8 @@ class LeaderState:
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
+        if self.stored is not None:
+            self.stored.on_lost = partial(self.signals.push, signal.SIGUSR1)
         self._previous_report, self.fork_server.report = self.fork_server.report, self.warn
         self.fork_server.is_stop_requested = lambda: bool(self.signals.received)
         return self
@@ -97,6 +104,8 @@ class LeaderState:
                 remove_node_dir(self.run)
                 delete_history(self.run)
         finally:
+            if self.stored is not None:
+                self.stored.on_lost = lambda: None
             self.fork_server.report, self.fork_server.is_stop_requested = self._previous_report, lambda: False
             self.signals.__exit__(*exception)
             self.log.close()
@@ -122,7 +131,11 @@ class LeaderState:
 
     def handle_signals(self) -> None:
         """Handle signals: the first SIGINT, SIGTERM or SIGUSR1, here or at another node's agent, makes workers save and
-        exit. A second SIGINT or SIGTERM here kills them."""
+        exit. A second SIGINT or SIGTERM here kills them, and so does the loss of the run's URL."""
+        if self.signals.received and self.stored is not None and self.stored.problem is not None:
+            self.signals.received.clear()
+            self.stopping = self.force_stop = True
+            self.signal_workers(signal.SIGKILL)
         while self.signals.received:
             number = self.signals.received.pop(0)
             now = self.clock()

@@ -40,6 +40,7 @@ from phalanx.run.messages import Message, drain, receive, send
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.process_messages import Leave, Ping, SendSignal, StartWorkers, StopRequested, WorkerExited
 from phalanx.std_streams import escape_control_chars
+from phalanx.storage.stored_run import StoredRun
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +100,14 @@ class NodeAgent:
         clock: Callable[[], float] = time.monotonic,
         nproc_per_node: int | None = None,
         run: Run | None = None,
+        stored: StoredRun | None = None,
     ):
-        """`run`: where the node agent looks for another leader, in a run that may train on fewer nodes."""
+        """`run`: where the node agent looks for another leader, in a run that may train on fewer nodes. `stored`: keeps
+        its local directory for a run at a URL, which it does not share with the leader."""
         assert node_env.leader_address is not None
         self.nproc_per_node = nproc_per_node
+        self._local_run = run if stored is not None else None
+        self._stored = stored
         self._elastic_run = run if node_env.min_nodes is not None else None
         self._own_address: tuple[str, int] | None = None  # at which other nodes reach this one, once it is known
         self._leader: LeaderAddress | None = None  # as the run's directory says
@@ -293,6 +298,7 @@ class NodeAgent:
             case Ping():
                 return
             case StartWorkers():
+                message = self._localize(message)
                 self._expect(message, local_node)
                 message = replace(message, environment={**message.environment, **network_variables})
             case SendSignal():
@@ -303,6 +309,16 @@ class NodeAgent:
             local_node.send(message)
         except ConnectionError:
             raise _ForkServerGone from None
+
+    def _localize(self, start: StartWorkers) -> StartWorkers:
+        """Have workers read the run of this node, where each node has its own, after the leader has put its files."""
+        if self._stored is None or self._local_run is None:
+            return start
+        self._local_run.create()
+        self._stored.download()
+        payload = {**start.command.payload, "run": str(self._local_run.path.absolute())}
+        command = replace(start.command, payload=payload)
+        return replace(start, command=command, logs_dir=str(self._local_run.logs.absolute()))
 
     def _expect(self, start: StartWorkers, here: LocalNode) -> None:
         """Record the workers that are about to start."""
