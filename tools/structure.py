@@ -23,9 +23,9 @@ SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
     "src/phalanx/app": 3_450,
     "src/phalanx/autoconfig": 3_050,
-    "src/phalanx/cli": 2_750,
+    "src/phalanx/cli": 2_800,
     "src/phalanx/cluster": 5_050,
-    "src/phalanx/data": 3_950,
+    "src/phalanx/data": 4_600,
     "src/phalanx/jobs": 11_000,
     "src/phalanx/models": 1_150,
     "src/phalanx/observe": 4_200,
