@@ -31,6 +31,7 @@ from phalanx.cluster.discovery import check_workers
 from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
 from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
+from phalanx.data.bad_rows import count_skipped
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
@@ -319,6 +320,11 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
     text = f"{about}{format_plural(data.num_train_samples, 'sample')} an epoch"
     if data.padding_fraction is not None:
         text += f", {format_percent(data.padding_fraction)} of their positions padding"
+    if data.num_cut_documents:
+        text += f", {format_plural(data.num_cut_documents, 'document')} cut"
+    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+    if skipped := sum(count_skipped(Path(source.prepared)) for source in sources if source.prepared):
+        text += f", {format_plural(skipped, 'bad row')} skipped"
     if recipe.evaluation.every is None:
         return text
     counts = [part.count for part in data.choose_validation_parts(recipe.evaluation.max_samples)]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -46,9 +46,19 @@ def prepare(
     parquet: Annotated[
         bool, typer.Option("--parquet", help="Read Parquet files; the text is in column --text-field.")
     ] = False,
+    arrow: Annotated[
+        bool, typer.Option("--arrow", help="Read a directory that `datasets` saved, or Arrow files.")
+    ] = False,
+    webdataset: Annotated[
+        bool, typer.Option("--webdataset", help="Read tar archives: images with --image-size, else texts.")
+    ] = False,
+    tokens: Annotated[
+        Literal["auto", "megatron", "nanogpt", "llm.c"] | None,
+        typer.Option(help="Copy token files of this format, made with --tokenizer."),
+    ] = None,
     field: Annotated[
         str,
-        typer.Option("--text-field", metavar="NAME", help="Field of JSON lines, or column of Parquet, with the text."),
+        typer.Option("--text-field", metavar="NAME", help="Field with the text, such as text or choices[0].text."),
     ] = "text",
     idx: Annotated[
         tuple[str, str] | None, typer.Option(metavar="IMAGES LABELS", help="Read a pair of IDX files, plain or .gz.")
@@ -58,9 +68,12 @@ def prepare(
     ] = None,
     size: Annotated[
         tuple[int, int] | None,
-        typer.Option("--image-size", metavar="H W", help="Resize --images to this height and width."),
+        typer.Option("--image-size", metavar="H W", help="Resize images to this height and width."),
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Exclude files (repeatable).")] = None,
+    on_bad_row: Annotated[
+        Literal["error", "skip"], typer.Option(help="What to do with a row that cannot be read.")
+    ] = "error",
     workers: Annotated[
         int | None,
         typer.Option(
@@ -75,8 +88,15 @@ def prepare(
     """Prepare text or images as checksummed shards. If interrupted, run the same command again to resume."""
     from phalanx.app.data import inspect_dataset, prepare_to
 
-    source, data = _parse_source(globs, jsonl, parquet, field, idx, images, size, exclude or []), _parse_data(tokenizer)
-    if not globs and tokenizer != "bytes":
+    formats = {"jsonl": jsonl, "parquet": parquet, "arrow": arrow, "webdataset": webdataset, "tokens": bool(tokens)}
+    given = [kind for kind, is_given in formats.items() if is_given]
+    if len(given) > 1 or (given and not globs):
+        options = ", ".join(f"--{kind}" for kind in formats)
+        raise UsageError(f"{options} set the format of the globs' files; give one of them, and globs")
+    kind = given[0] if given else "idx" if idx else "images" if images is not None else "text"
+    source = _parse_source(kind, globs, idx, images, size, {"text_field": field, "exclude": exclude or []}, tokens)
+    data = _parse_data(tokenizer, on_bad_row)
+    if source.has_images and tokenizer != "bytes":
         raise UsageError("--tokenizer is for text, and the source has images: omit it")
     try:
         with show_progress() as progress:
@@ -124,56 +144,49 @@ def inspect(
 
 
 def _parse_source(
+    kind: str,
     globs: list[str] | None,
-    jsonl: bool,
-    parquet: bool,
-    field: str,
     idx: tuple[str, str] | None,
     images: str | None,
     size: tuple[int, int] | None,
-    exclude: list[str],
+    text_options: dict[str, object],
+    token_format: str | None,
 ) -> "DataSource":
     """Return the source that the options name. Raises UsageError unless it is exactly one."""
     from phalanx.recipe.checks import SOURCES_WITH
-    from phalanx.recipe.data_schema import DataSource, IdxFiles
+    from phalanx.recipe.data_schema import DataSource
 
     if sum((bool(globs), idx is not None, images is not None)) != 1:
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
-    if ((jsonl or parquet) and not globs) or (jsonl and parquet):
-        raise UsageError("--jsonl and --parquet set the format of the globs' files; give one of them, and globs")
-    kind = "idx" if idx else "images" if images is not None else "jsonl" if jsonl else "parquet" if parquet else "text"
-    options = {"text_field": "text-field", "image_size": "image-size", "exclude": "exclude"}
-    set_here = {"text-field": field != "text", "exclude": bool(exclude), "image-size": size is not None}
+    if images is not None and (size is None or min(size) < 1):
+        given = "" if size is None else f"--image-size {size[0]} {size[1]}: "
+        raise UsageError(
+            f"{given}--images needs the common size of the images, at least 1 pixel a side, for instance "
+            "--image-size 224 224"
+        )
+    values = {**text_options, "image_size": size, "format": token_format}
+    defaults: dict[str, object] = {"text_field": "text", "exclude": [], "image_size": None, "format": None}
     for key, kinds in SOURCES_WITH.items():
-        option = options[key]
-        if set_here[option] and kind not in kinds:
+        if values[key] != defaults[key] and kind not in kinds:
+            option = key.replace("_", "-")
             raise UsageError(f"--{option} is for {', '.join(kinds)}, and the source is {kind}: omit it")
-    if idx is not None:
-        return DataSource(idx=IdxFiles(images=idx[0], labels=idx[1]))
-    if images is not None:
-        if size is None or min(size) < 1:
-            given = "" if size is None else f"--image-size {size[0]} {size[1]}: "
-            raise UsageError(
-                f"{given}--images needs the common size of the images, at least 1 pixel a side, for instance "
-                "--image-size 224 224"
-            )
-        return DataSource(images=images, image_size=size)
-    return DataSource.model_validate({kind: globs, "text_field": field, "exclude": exclude})
+    pair = None if idx is None else {"images": idx[0], "labels": idx[1]}
+    chosen = {key: value for key, value in values.items() if value is not None}
+    return DataSource.model_validate({kind: globs or pair or images, **chosen})
 
 
-def _parse_data(tokenizer: str) -> "DataConfig":
+def _parse_data(tokenizer: str, on_bad_row: str) -> "DataConfig":
     from pydantic import ValidationError
 
-    from phalanx.recipe.data_schema import MAX_BPE_TOKENS, BpeTokenizerConfig, DataConfig
+    from phalanx.recipe.data_schema import MAX_BPE_TOKENS, DataConfig
 
-    if not tokenizer.startswith("bpe:"):
-        return DataConfig(tokenizer=tokenizer)
+    is_bpe = tokenizer.startswith("bpe:")
+    value = {"bpe": tokenizer.removeprefix("bpe:")} if is_bpe else tokenizer
     try:
-        bpe = BpeTokenizerConfig.model_validate({"bpe": tokenizer.removeprefix("bpe:")})
+        return DataConfig.model_validate({"tokenizer": value, "on_bad_row": on_bad_row})
     except ValidationError:
         message = f"--tokenizer {tokenizer[:60]}: a BPE has 257 to {MAX_BPE_TOKENS:,} tokens, for instance bpe:8192"
         raise UsageError(message) from None
-    return DataConfig(tokenizer=bpe)
 
 
 @contextmanager

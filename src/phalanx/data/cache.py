@@ -165,14 +165,10 @@ def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:
         check_tokenizer(data, recipe_dir, dataset)
         seq_len = data.seq_len if manifest.kind == "tokens" else None
         return DataInfo(manifest.kind, manifest.vocab, manifest.classes, seq_len, manifest.shape, manifest.labels)
-    if _is_text_source(source):
+    if not source.has_images:
         return DataInfo("tokens", _expected_vocab_size(data, recipe_dir), None, data.seq_len, None)
     plan = make_prepare_plan(source, data, recipe_dir)
     return DataInfo("images", None, plan.num_classes, None, plan.image_shape, plan.class_names)
-
-
-def _is_text_source(source: DataSource) -> bool:
-    return source.idx is None and source.images is None
 
 
 def _expected_vocab_size(data: DataConfig, recipe_dir: Path) -> int:

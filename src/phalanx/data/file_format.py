@@ -34,6 +34,8 @@ _UNSUPPORTED_FORMATS = {
     b"PK\x03\x04": "a zip archive (or a document in one); unpack it",
     b"PAR1": "a Parquet file; name it as `parquet` (--parquet)",
     _GIT_LFS_POINTER: "a pointer of Git LFS and not the file itself; run `git lfs pull`",
+    b"ARROW1": "an Arrow file; name it as `arrow`",
+    b"MMIDIDX": "the index of a Megatron token file; name its .bin file as `tokens`",
     b"%PDF-": "a PDF; extract its text",
     b"\x89PNG\r\n": "a PNG image; name its folder as `images`",
     b"\xff\xd8\xff": "a JPEG image; name its folder as `images`",
@@ -140,10 +142,10 @@ def check_file_format(path: str | Path, kind: str) -> None:
     )
     if kind not in ("text", "jsonl"):
         found_format = found_format if first_bytes.startswith(_GIT_LFS_POINTER) else None
-        if compression is not None and kind != "idx":
+        if compression is not None and kind not in ("idx", "webdataset"):
             found_format = f"packed by {compression}; unpack it"
     elif first_bytes[257:262] == b"ustar":
-        found_format = "a tar archive; unpack it"
+        found_format = "a tar archive; name it as `webdataset`, or unpack it"
     elif found_format is None and compression is not None and detect_compression("", first_bytes) is not None:
         found_format = "packed twice; unpack it once"
     if found_format is not None:

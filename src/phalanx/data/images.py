@@ -7,19 +7,21 @@ import io
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from phalanx.data.bad_rows import BadRowError, BadRows
 from phalanx.data.file_format import HEAD_BYTES, check_file_format, detect_compression, open_compressed
 from phalanx.data.manifest import LABEL_BYTES
 from phalanx.data.shard import ValueArray
 from phalanx.data.source_files import SourceFile, join_location, list_source_objects, stat_source_file, walk_files
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
-from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
+from phalanx.data.webdataset import is_packed, iterate_samples, read_label
+from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.std_streams import escape_control_chars
 from phalanx.storage.reader import open_location
 from phalanx.storage.url import is_url
@@ -160,6 +162,29 @@ def _find_image_objects(url: str) -> dict[str, list[SourceFile]]:
     return images
 
 
+def find_webdataset(files: Sequence[SourceFile], image_size: tuple[int, int], bad_rows: BadRows) -> ImageSourceInfo:
+    """The images in tar archives and their labels, which are numbers. Reads the archives' headers and labels only."""
+    parts: list[FilePart] = []
+    for file in files:
+        with translate_read_errors(file.path), open_location(file.path) as raw:
+            if is_packed(raw, file.path):
+                raise DataError(f"{file.path}: images are read from an archive in any order; unpack it: gunzip")
+            for key, members in iterate_samples(raw, file.path, ("cls", "json")):
+                images = [member for suffix, member in members.items() if f".{suffix}" in _IMAGE_SUFFIXES]
+                try:
+                    if len(images) != 1:
+                        raise BadRowError("without one image", f"has {len(images)} images, expected one")
+                    label, (_, start, size, _) = read_label(members), images[0]
+                except BadRowError as error:
+                    bad_rows.add(error, file.path, f"sample {key!r}")
+                else:
+                    parts.append(FilePart(file.path, start, start + size, size, True, label, images[0].name))
+    if not parts:
+        raise RecipeError(f"data.source: the {len(files)} archive(s) found contain no images")
+    num_classes = max(part.class_label for part in parts) + 1
+    return ImageSourceInfo(list(files), parts, (*image_size, 3), num_classes, None)
+
+
 def _list_images(folder: Path) -> list[Path]:
     """Image files anywhere below a folder, sorted; links to folders above are not followed."""
     return sorted(path for path in map(Path, walk_files(folder)) if path.suffix.lower() in _IMAGE_SUFFIXES)
@@ -167,34 +192,34 @@ def _list_images(folder: Path) -> list[Path]:
 
 def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray:
     """One image file as a record (uint8 [1, record]): upright, RGB (see `_to_rgb`), resized to height x width
-    (bilinear, antialiased)."""
+    (bilinear, antialiased). Raises BadRowError for what is no image."""
     try:
         import PIL.Image
         import PIL.ImageOps
     except ImportError:
-        raise UsageError("image folders need the `pillow` package: pip install 'phalanx[images]'") from None
+        raise UsageError("image sources need the `pillow` package: pip install 'phalanx[images]'") from None
+    content = io.BytesIO(_read_image_file(part))
     try:
-        with _open_image_file(part.path) as raw, PIL.Image.open(raw) as image:
+        with PIL.Image.open(content) as image:
             image.load()
             file_format = image.format
             PIL.ImageOps.exif_transpose(image, in_place=True)
             resized = _to_rgb(image, file_format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
     except _UnknownPixelRangeError as error:
-        raise DataError(f"{part.path}: {error}") from None
-    except PhalanxError:
-        raise
+        raise BadRowError("not images", str(error)) from None
     except Exception as error:  # noqa: BLE001 - its parsers of broken files raise nearly anything
-        raise DataError(f"{part.path}: not an image that Pillow can read ({error or type(error).__name__})") from None
+        why = f"not an image that Pillow can read ({error or type(error).__name__})"
+        raise BadRowError("not images", why) from None
     label = np.array([part.class_label], "<u4").view(np.uint8)
     return np.concatenate([label, np.asarray(resized, np.uint8).ravel()])[None]
 
 
-def _open_image_file(path: str) -> BinaryIO:
-    """A file, or what is in an object: an error of the store is none of the image."""
-    if not is_url(path):
-        return open(path, "rb")
-    with translate_read_errors(path), open_location(path) as raw:
-        return io.BytesIO(raw.read())
+def _read_image_file(part: FilePart) -> bytes:
+    """A file, or the one that lies in a part of an archive."""
+    with translate_read_errors(part.path), open_location(part.path) as file:
+        if part.member:
+            file.seek(part.start)
+        return file.read(part.stop - part.start if part.member else -1)
 
 
 class _UnknownPixelRangeError(Exception):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from phalanx.data.bad_rows import count_skipped
 from phalanx.data.dataset_files import DatasetFiles, open_dataset_files
 from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, ShardEntry, read_manifest
 from phalanx.data.prepare_plan import PrepareProgress, ignore_progress
@@ -41,6 +42,8 @@ class DatasetContent:
     size_bytes: int
     num_shards: int
     fingerprint: str
+    num_skipped_rows: int | None
+    """Rows of the source that were left out because they cannot be read; None: none."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ def inspect_dataset(location: str | Path, max_tokens: int = 200) -> TextContent 
         size_bytes=manifest.bytes,
         num_shards=len(manifest.shards),
         fingerprint=manifest.fingerprint,
+        num_skipped_rows=count_skipped(folder) or None,
     )
     if manifest.kind == "tokens":
         return _describe_text(content, folder, manifest, first, max_tokens)

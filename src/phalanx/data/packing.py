@@ -72,6 +72,8 @@ class PackedWindows:
     ends: Int64Array
     num_tokens: Int64Array
     seq_len: int
+    num_cut: int = 0
+    """Documents that are longer than `seq_len`, and so in several samples."""
 
     @property
     def padding_fraction(self) -> float:
@@ -86,7 +88,8 @@ def pack_documents(documents: TokenRanges, seq_len: int) -> PackedWindows:
     window = _best_fit_decreasing(length, seq_len)
     in_windows = np.argsort(window, kind="stable")
     num_tokens = np.bincount(window, length).astype(np.int64)
-    return PackedWindows(pieces.select(in_windows), np.cumsum(np.bincount(window)), num_tokens, seq_len)
+    ends, num_cut = np.cumsum(np.bincount(window)), int((documents.stop - documents.start > seq_len).sum())
+    return PackedWindows(pieces.select(in_windows), ends, num_tokens, seq_len, num_cut)
 
 
 def _cut_long_documents(documents: TokenRanges, seq_len: int) -> TokenRanges:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.cluster.discovery import count_free_cores
+from phalanx.data.bad_rows import BadRows, describe_skipped, write_skipped
 from phalanx.data.file_format import check_file_format
 from phalanx.data.manifest import TOKENIZER_FILE, DatasetManifest, ShardEntry, is_dataset, narrowest_token_dtype
 from phalanx.data.prepare_plan import (
@@ -181,24 +182,34 @@ def _write_dataset(
         if (done := read_done_file(folder, number)) is None:
             pending[number] = piece
         else:
-            reporter.add_progress(piece_bytes(piece), done[0].count)
+            reporter.add_progress(piece_bytes(piece), done.entry.count)
     if num_workers == 1 or len(pending) == 1:
         writer = PieceWriter(job)
         for number, piece in pending.items():
             writer.write_piece(number, piece, reporter.add_progress)
     else:
         write_with_workers(job, pending, num_workers, reporter, working_dir.lock_fd)
-    shards, lost_bytes = [], Counter[str]()
-    for entry, lost in filter(None, (read_done_file(folder, number) for number in range(len(plan.pieces)))):
+    shards, lost_bytes, rows = [], Counter[str](), BadRows(is_skipping=True)
+    rows.merge(plan.skipped)
+    for entry, lost, skipped in filter(None, (read_done_file(folder, number) for number in range(len(plan.pieces)))):
         lost_bytes += lost
+        rows.merge(skipped)
         if entry.count:
             shards.append(entry)
         else:
             (folder / entry.file).unlink(missing_ok=True)
             (folder / entry.sidecar).unlink(missing_ok=True)
     _report_warnings(plan, job, lost_bytes, reporter)
+    content = "images" if plan.tokenizer is None else "text"
+    if rows.skipped:
+        text = describe_skipped(rows.skipped)
+        if not shards:
+            raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no {content}; {text}")
+        reporter.report_note(f"warning: {text}")
+        logger.warning("%s", text)
+        write_skipped(folder, rows.skipped)
     if not shards:
-        raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no text")
+        raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no {content}")
     _build_manifest(plan, tuple(shards), folder).write(folder)
 
 
@@ -216,6 +227,7 @@ def _report_warnings(
         reporter.report_note(f"warning: {path}: {what} in {times} places{also}; {cure}")
     if (
         plan.tokenizer not in (None, "bytes")
+        and plan.kind != "tokens"
         and load_plan_tokenizer(plan, Path(job.dataset_dir)).separator_token is None
     ):
         reporter.report_note(

@@ -8,18 +8,22 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data.images import find_idx_pair, find_image_dir, read_idx_records, read_image_record
+from phalanx.data.arrow_files import find_arrow_files
+from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
+from phalanx.data.images import find_idx_pair, find_image_dir, find_webdataset, read_idx_records, read_image_record
 from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, ShardEntry, narrowest_token_dtype
-from phalanx.data.shard import ShardWriter
+from phalanx.data.shard import ShardWriter, ValueArray
 from phalanx.data.source_files import SourceFile, find_files, join_location, to_glob_list
 from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_parquet_file, split_source_file
+from phalanx.data.token_files import TokenFile, find_token_parts, iterate_tokens, open_token_file
 from phalanx.data.tokenizers import (
     NO_ENDS,
     HuggingFaceTokenizer,
@@ -49,7 +53,7 @@ ReportProgress = Callable[[int, int], None]
 class PreparePlan:
     """What there is to prepare. `tokenizer` is `bytes`, a tokenizer.json's path, or `bpe:SIZE`; images have none."""
 
-    kind: Literal["text", "jsonl", "parquet", "idx", "images"]
+    kind: str
     text_field: str
     files: tuple[SourceFile, ...]
     pieces: tuple[PreparePiece, ...]
@@ -59,6 +63,9 @@ class PreparePlan:
     image_shape: tuple[int, int, int] | None = None
     num_classes: int | None = None
     class_names: tuple[str, ...] | None = None
+    token_format: str = "auto"
+    on_bad_row: Literal["error", "skip"] = "error"
+    skipped: SkippedRows = field(default_factory=dict)  # what was left out when the files were listed
 
     @property
     def cache_key(self) -> str:
@@ -89,39 +96,40 @@ def piece_bytes(piece: PreparePiece) -> int:
 
 def make_prepare_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> PreparePlan:
     """Find the files of a source and divide them. RecipeError when something is not there."""
+    rows = BadRows(data.on_bad_row == "skip")
     if source.idx is not None:
         images = find_idx_pair(source.idx.images, source.idx.labels, recipe_dir)
         pieces: list[PreparePiece] = [tuple(images.parts)]
     elif source.images is not None:
         images = find_image_dir(join_location(recipe_dir, source.images), source.image_size)
         pieces = _group_into_pieces(images.parts)
+    elif source.webdataset is not None and source.image_size is not None:
+        files = find_files(source.webdataset, source.exclude, recipe_dir)
+        images = find_webdataset(files, source.image_size, rows)
+        pieces = _group_into_pieces(images.parts)
     else:
         return _make_text_plan(source, data, recipe_dir)
     return PreparePlan(
-        "idx" if source.idx else "images",
+        source.kind,
         "",
         tuple(images.files),
         tuple(pieces),
         image_shape=images.image_shape,
         num_classes=images.num_classes,
         class_names=images.class_names,
+        on_bad_row=data.on_bad_row,
+        skipped=rows.skipped,
     )
 
 
 def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> PreparePlan:
-    kinds = {"text": source.text, "jsonl": source.jsonl, "parquet": source.parquet}
-    kind, globs = next((kind, globs) for kind, globs in kinds.items() if globs is not None)
-    files = find_files(to_glob_list(globs), source.exclude, recipe_dir)
-    if kind == "parquet":
-        parts = [part for file in files for part in split_parquet_file(file)]
-    else:
-        size = _choose_piece_size(sum(file.size for file in files))
-        parts = [part for file in files for part in split_source_file(file, size)]
-    if not parts:
-        raise RecipeError(f"data.source: the {len(files)} file(s) found contain no text")
+    kind, globs = source.kind, getattr(source, source.kind)
+    if kind == "tokens" and isinstance(data.tokenizer, BpeTokenizerConfig):
+        raise RecipeError("data.tokenizer: is trained on text, and the source has tokens; name the one that made them")
     tokenizer = "bytes"
     checksum = None
     ends = NO_ENDS
+    loaded = load_tokenizer("bytes")
     if isinstance(data.tokenizer, BpeTokenizerConfig):
         tokenizer = f"bpe:{data.tokenizer.bpe}"
     elif data.tokenizer != "bytes":
@@ -130,8 +138,29 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         assert isinstance(loaded, HuggingFaceTokenizer)
         ends = loaded.ends
         checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
-    pieces = tuple(_group_into_pieces(parts))
-    return PreparePlan(kind, source.text_field, tuple(files), pieces, tokenizer, checksum, ends)  # type: ignore[arg-type]
+    files = (find_arrow_files if kind == "arrow" else find_files)(to_glob_list(globs), source.exclude, recipe_dir)
+    size = _choose_piece_size(sum(file.size for file in files))
+    if kind == "tokens":
+        files, parts = find_token_parts(files, source.format, loaded, size)
+    elif kind == "parquet":
+        parts = [part for file in files for part in split_parquet_file(file)]
+    elif kind in ("arrow", "webdataset"):
+        parts = [FilePart(file.path, 0, file.size, file.size) for file in files]
+    else:
+        parts = [part for file in files for part in split_source_file(file, size)]
+    if not parts:
+        raise RecipeError(f"data.source: the {len(files)} file(s) found contain no text")
+    return PreparePlan(
+        kind,
+        source.text_field,
+        tuple(files),
+        tuple(_group_into_pieces(parts)),
+        tokenizer,
+        checksum,
+        ends,
+        token_format=source.format,
+        on_bad_row=data.on_bad_row,
+    )
 
 
 def _choose_piece_size(total_bytes: int) -> int:
@@ -164,14 +193,19 @@ class PrepareJob:
     tokenizer: str | None  # `bytes`, or the path of a tokenizer.json
     image_shape: tuple[int, int, int] | None
     ends: TextEnds = NO_ENDS  # of a tokenizer.json
+    token_format: str = "auto"
+    is_skipping: bool = False
 
     @classmethod
     def from_plan(cls, plan: PreparePlan, folder: Path) -> "PrepareJob":
         """Return the job of a plan. If it has a tokenizer of its own, that is already in `folder`."""
-        if plan.tokenizer in (None, "bytes"):
-            return cls(str(folder), plan.kind, plan.text_field, plan.tokenizer, plan.image_shape)
-        ends = load_plan_tokenizer(plan, folder).ends
-        return cls(str(folder), plan.kind, plan.text_field, str(folder / TOKENIZER_FILE), plan.image_shape, ends)
+        tokenizer, ends = plan.tokenizer, NO_ENDS
+        if tokenizer not in (None, "bytes"):
+            tokenizer, ends = str(folder / TOKENIZER_FILE), load_plan_tokenizer(plan, folder).ends
+        is_skipping = plan.on_bad_row == "skip"
+        return cls(
+            str(folder), plan.kind, plan.text_field, tokenizer, plan.image_shape, ends, plan.token_format, is_skipping
+        )
 
 
 def load_plan_tokenizer(plan: PreparePlan, folder: Path) -> HuggingFaceTokenizer:
@@ -188,6 +222,8 @@ class PieceWriter:
     def __init__(self, job: PrepareJob):
         self._job = job
         self.lost_bytes: Counter[str] = Counter()
+        self.bad_rows = BadRows(job.is_skipping)
+        self._token_file: TokenFile | None = None
         self._tokenizer: Tokenizer | None = None
         if job.tokenizer is not None:
             path = Path(job.tokenizer)
@@ -197,12 +233,29 @@ class PieceWriter:
     def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> None:
         """Write the piece as shard `number`, and an entry file next to it that marks it as finished."""
         folder = Path(self._job.dataset_dir)
-        self.lost_bytes = Counter()
-        if self._tokenizer is not None:
+        self.lost_bytes, self.bad_rows = Counter(), BadRows(self._job.is_skipping)
+        if self._tokenizer is not None and self._job.kind == "tokens":
+            entry = self._copy_tokens(folder, number, piece, report, self._tokenizer)
+        elif self._tokenizer is not None:
             entry = self._write_tokens(folder, number, piece, report, self._tokenizer)
         else:
             entry = self._write_images(folder, number, piece, report)
-        write_done_file(folder, number, entry, self.lost_bytes)
+        write_done_file(folder, number, entry, self.lost_bytes, self.bad_rows.skipped)
+
+    def _copy_tokens(
+        self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress, tokenizer: Tokenizer
+    ) -> ShardEntry:
+        with ShardWriter(folder, number, narrowest_token_dtype(tokenizer.vocab_size)) as writer:
+            for part in piece:
+                if self._token_file is None or self._token_file.path != part.path:
+                    self._token_file = open_token_file(part.path, self._job.token_format)
+                for block, starts in iterate_tokens(self._token_file, part, tokenizer):
+                    writer.append_values(block[: starts[0] if len(starts) else None])
+                    for start, stop in pairwise([*starts, len(block)]):
+                        writer.start_document()
+                        writer.append_values(block[start:stop])
+                    report(block.nbytes, len(block))
+            return writer.commit()
 
     def _write_tokens(
         self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress, tokenizer: Tokenizer
@@ -216,7 +269,7 @@ class PieceWriter:
             in_document = False  # a document that has given tokens is not over
             is_new = False  # a document that has begun and given no tokens
             for part in piece:
-                for chunk in iterate_documents(part, self._job.kind, self._job.text_field):
+                for chunk in iterate_documents(part, self._job.kind, self._job.text_field, self.bad_rows):
                     tokens = tokenizer.encode_bytes(chunk.data, chunk.before, chunk.after)
                     if times := count_lost(chunk.data):
                         self.lost_bytes[part.path] += times
@@ -245,12 +298,19 @@ class PieceWriter:
         if self._job.kind == "idx":
             records = read_idx_records(piece[0], piece[1], shape)
         else:
-            records = ((read_image_record(part, shape), part.disk_bytes) for part in piece)
+            records = self._read_images(piece, shape)
         with ShardWriter(folder, number, np.dtype("u1"), LABEL_BYTES + math.prod(shape)) as writer:
             for record, consumed in records:
                 writer.append_values(record)
                 report(consumed, len(record))
             return writer.commit()
+
+    def _read_images(self, piece: PreparePiece, shape: tuple[int, int, int]) -> Iterator[tuple[ValueArray, int]]:
+        for part in piece:
+            try:
+                yield read_image_record(part, shape), part.disk_bytes
+            except BadRowError as error:
+                self.bad_rows.add(error, part.path, part.member)
 
 
 def count_zeros(data: bytes) -> int:
@@ -272,25 +332,37 @@ def iterate_sample_texts(plan: PreparePlan, max_bytes: int) -> Iterator[str]:
     share = max_bytes // len(plan.pieces)
     for piece in plan.pieces:
         left = share
-        for chunk in (chunk for part in piece for chunk in iterate_documents(part, plan.kind, plan.text_field)):
+        rows = BadRows(plan.on_bad_row == "skip")
+        for chunk in (chunk for part in piece for chunk in iterate_documents(part, plan.kind, plan.text_field, rows)):
             yield chunk.data[:left].decode(errors="replace")
             left -= len(chunk.data)
             if left <= 0:
                 break
 
 
-def write_done_file(folder: Path, number: int, entry: ShardEntry, lost_bytes: Mapping[str, int]) -> None:
+def write_done_file(
+    folder: Path, number: int, entry: ShardEntry, lost_bytes: Mapping[str, int], skipped: SkippedRows
+) -> None:
     """Record that a shard is finished; only then is it not written again."""
-    write_json(_done_path(folder, number), {"entry": asdict(entry), "lost": lost_bytes})
+    values = {"entry": asdict(entry), "lost": lost_bytes, "skipped": skipped}
+    write_json(_done_path(folder, number), values)
 
 
-def read_done_file(folder: Path, number: int) -> "tuple[ShardEntry, Counter[str]] | None":
-    """The entry of a shard that was finished before and what was no UTF-8 in it, by file; or None."""
+class DonePiece(NamedTuple):
+    """A shard that was finished: its entry, what was no UTF-8 in it, by file, and what was skipped, by kind."""
+
+    entry: ShardEntry
+    lost_bytes: "Counter[str]"
+    skipped: SkippedRows
+
+
+def read_done_file(folder: Path, number: int) -> DonePiece | None:
+    """What was said of a shard that was finished before; or None."""
     try:
         found: dict[str, Any] = json.loads(_done_path(folder, number).read_bytes())
     except FileNotFoundError:
         return None
-    return ShardEntry(**found["entry"]), Counter(found["lost"])
+    return DonePiece(ShardEntry(**found["entry"]), Counter(found["lost"]), found["skipped"])
 
 
 def write_piece_file(folder: Path, number: int, piece: PreparePiece) -> None:

@@ -291,6 +291,7 @@ class RunData:
         validation_parts: Sequence[ValidationPart],
         document_masking: bool,
         padding_fraction: float | None,
+        num_cut_documents: int = 0,
     ):
         self.info = info
         self.fingerprint = fingerprint
@@ -299,6 +300,8 @@ class RunData:
         self.num_train_samples_by_source = train.num_samples_by_source
         self.padding_fraction = padding_fraction
         """Share of the positions of training samples that is padding; None where documents are cut instead."""
+        self.num_cut_documents = num_cut_documents
+        """Training documents that are longer than a sample, where the others are kept whole."""
         self._train, self._validation, self._validation_parts = train, validation, validation_parts
         self._document_masking = document_masking
 
@@ -366,6 +369,7 @@ class _Source:
     validation: tuple[AnyDataset, AnyOrder]
     weight: float
     padding_fraction: float | None = None
+    num_cut: int = 0
 
     @property
     def num_validation(self) -> int:
@@ -426,6 +430,7 @@ def open_data(
         ],
         document_masking=data.document_masking and info.kind == "tokens",
         padding_fraction=sum(shares) / sum(weights) if shares else None,
+        num_cut_documents=sum(source.num_cut for source in sources),
     )
 
 
@@ -434,8 +439,9 @@ def _open_source(
 ) -> _Source:
     """Open a source, of which `holdout_fraction` is for validation; 1: all of it."""
     if source.prepared is None:
-        kind = next(kind for kind in data_schema.SOURCE_KINDS if getattr(source, kind) is not None)
-        raise RecipeError(f"{key}: found {kind}, expected `prepared`: a run's resolved.yaml names prepared directories")
+        raise RecipeError(
+            f"{key}: found {source.kind}, expected `prepared`: a run's resolved.yaml names prepared directories"
+        )
     location = source.prepared
     if data.prepare == "stream" and key == "data.source" and not is_url(location) and is_stream(Path(location)):
         directory = Path(location)
@@ -478,6 +484,7 @@ def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float
         ),
         weight,
         train.padding_fraction,
+        train.num_cut,
     )
 
 

@@ -1,11 +1,11 @@
 """Finding the files of a source, and reading documents from them in pieces of bounded size.
 
-Text, packed text, JSON lines and Parquet; images are in `images.py`. Nothing here tokenises or writes. Whatever is read
-comes as `DocumentChunk`s of at most about a mebibyte; only a JSON line and some Parquet cells are in memory as a whole.
+Text, packed text, JSON lines, Parquet, Arrow and texts in archives; images are in `images.py`, tokens in
+`token_files.py`. Nothing here tokenises or writes. Whatever is read comes as `DocumentChunk`s of at most about a
+mebibyte; only a JSON line, some Parquet cells, a batch of Arrow and a text in an archive are in memory as a whole.
 """
 
 import io
-import json
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from phalanx.data.arrow_files import iterate_arrow_batches
+from phalanx.data.bad_rows import RAISE_AT_BAD_ROW, BadRowError, BadRows
 from phalanx.data.file_format import (
     HEAD_BYTES,
     check_expansion,
@@ -25,7 +27,9 @@ from phalanx.data.file_format import (
     stream_size,
 )
 from phalanx.data.source_files import SourceFile
-from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.data.text_fields import encode_field, find_column, parse_json
+from phalanx.data.webdataset import iterate_texts
+from phalanx.errors import DataError, ExitCode, PhalanxError, UsageError
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.reader import open_location
 
@@ -44,7 +48,8 @@ REPETITION_RATIO = 20
 class FilePart:
     """A part of a source file: bytes start .. stop - 1, or those row groups of a Parquet file.
 
-    Byte ranges are nominal: the reader of one takes the lines that begin in it, so adjacent parts share no line.
+    Byte ranges are nominal: the reader of one takes the lines that begin in it, so adjacent parts share no line. Of a
+    file of tokens they are tokens start .. stop - 1.
     """
 
     path: str
@@ -53,6 +58,8 @@ class FilePart:
     disk_bytes: int  # bytes on disk, for balance and progress
     is_last: bool = True  # whether the file ends with this part
     class_label: int = 0  # class of an image
+    member: str = ""  # name of an image in an archive, of which this is the range of bytes
+    continues: bool = False  # whether a file of tokens begins within a document of the file before
 
 
 class DocumentChunk(NamedTuple):
@@ -105,11 +112,21 @@ def split_parquet_file(file: SourceFile) -> list[FilePart]:
     return [FilePart(file.path, group, group + 1, file.size // max(groups, 1)) for group in range(groups)]
 
 
-def iterate_documents(part: FilePart, source_kind: str, field: str) -> Iterator[DocumentChunk]:
-    """The documents that begin in a part of a `text`, `jsonl` or `parquet` source (text: what lies in the part)."""
+def iterate_documents(
+    part: FilePart, source_kind: str, field: str, bad_rows: BadRows = RAISE_AT_BAD_ROW
+) -> Iterator[DocumentChunk]:
+    """The documents that begin in a part of a source of texts (`text`: what lies in the part). Rows that cannot be read
+    go to `bad_rows`."""
     with translate_read_errors(part.path), open_location(part.path) as raw:
         if source_kind == "parquet":
-            yield from _iterate_parquet(raw, part, field)
+            yield from _iterate_parquet(raw, part, field, bad_rows)
+            return
+        if source_kind in ("arrow", "webdataset"):
+            texts, counted = _SOURCE_TEXTS[source_kind](raw, part.path, field, bad_rows), 0
+            for text in texts:
+                yield from _document(text, raw.tell() - counted)
+                counted = raw.tell()
+            yield DocumentChunk(b"", False, False, part.disk_bytes - counted)
             return
         compression = detect_compression(part.path, raw.read(HEAD_BYTES)) if part.start == 0 else None
         raw.seek(0)
@@ -123,7 +140,7 @@ def iterate_documents(part: FilePart, source_kind: str, field: str) -> Iterator[
         yield from (
             _iterate_text(raw, stream, stop, part)
             if source_kind == "text"
-            else _iterate_jsonl(raw, stream, stop, part.path, field)
+            else _iterate_jsonl(raw, stream, stop, part.path, field, bad_rows)
         )
 
 
@@ -188,23 +205,22 @@ def _whole_characters_length(buffer: bytes) -> int:
     return len(buffer)
 
 
-def _iterate_jsonl(raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: str) -> Iterator[DocumentChunk]:
+def _iterate_jsonl(
+    raw: BinaryIO, stream: BinaryIO, stop: int | None, path: str, field: str, bad_rows: BadRows
+) -> Iterator[DocumentChunk]:
     counted = offset = raw.tell()  # nothing of it was read yet
     while stop is None or offset < stop:
         line = stream.readline(MAX_LINE_BYTES + 1)
         if not line:
             return
-        where = f"{path}, the line at byte {offset}"
         if len(line) > MAX_LINE_BYTES:
-            raise _too_long(where)
-        offset += len(line)
+            raise _too_long(f"{path}, the line at byte {offset}")
         try:
-            record = json.loads(line) if not line.isspace() else {field: None}
-        except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error})") from None
-        except RecursionError:
-            raise DataError(f"{where}: not JSON that can be read: it is nested too deeply") from None
-        text = _read_field(record, field, where)
+            text = b"" if line.isspace() else encode_field(parse_json(line), field)
+        except BadRowError as error:
+            bad_rows.add(error, path, offset)
+            text = b""
+        offset += len(line)
         yield from _document(text, raw.tell() - counted)
         counted = raw.tell()
 
@@ -223,30 +239,6 @@ def _document(text: bytes, consumed: int) -> Iterator[DocumentChunk]:
         yield chunk._replace(bytes_read=consumed if chunk.ends_document else 0)
 
 
-def _read_field(record: Any, field: str, where: str) -> bytes:
-    """A record's text; null is an empty document."""
-    if not isinstance(record, dict):
-        cure = "; of one array, jq -c '.[]' makes lines" if isinstance(record, list) else ""
-        raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}{cure}")
-    if field not in record:
-        raise RecipeError(
-            f"{where}: no field {field!r}; it has {_format_names(record)}. Name it in data.source.text_field"
-        )
-    return _encode_text(record[field], field, where)
-
-
-def _encode_text(text: Any, field: str, where: str) -> bytes:
-    if text is None:
-        return b""
-    if not isinstance(text, str):
-        raise DataError(f"{where}: {field!r} should be text, found {type(text).__name__}")
-    return text.encode(errors="surrogatepass")  # halves of pairs are no UTF-8, which is counted
-
-
-def _format_names(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
-
-
 def _open_parquet(raw: BinaryIO, path: str) -> Any:
     try:
         import pyarrow
@@ -259,45 +251,64 @@ def _open_parquet(raw: BinaryIO, path: str) -> Any:
         raise DataError(f"{path}: not a Parquet file ({error})") from None
 
 
-def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str) -> Iterator[DocumentChunk]:
+def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str, bad_rows: BadRows) -> Iterator[DocumentChunk]:
     table = _open_parquet(raw, part.path)
-    names = table.schema_arrow.names
-    if field not in names:
-        raise RecipeError(
-            f"{part.path}: no column {field!r}; it has {_format_names(names)}. Name it in data.source.text_field"
-        )
+    column = find_column(field, table.schema_arrow.names, part.path)
     size, given = stream_size(raw), 0
+    row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
     for group in range(part.start, part.stop):
         rows, where = max(table.metadata.row_group(group).num_rows, 1), f"{part.path}, row group {group}"
-        for batch in _batches(table, group, field, where, size):
-            for value in batch.column(0).drop_null():  # an empty document is none
-                text = _encode_text(_read_cell(value, where), field, where)
+        for batch in _batches(table, group, column, where, size):
+            for text in _read_cells(batch.column(0), row, column, field, part.path, bad_rows):
                 given += len(text)
                 check_expansion(part.path, size, given)
                 yield from _document(text, 0)
+            row += batch.num_rows
             yield DocumentChunk(b"", False, False, part.disk_bytes * batch.num_rows // rows)
 
 
-def _batches(table: Any, group: int, field: str, where: str, size: int) -> Iterator[Any]:
+def _iterate_arrow_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows) -> Iterator[bytes]:
+    row = 0
+    for column, cells in iterate_arrow_batches(raw, path, field):
+        yield from _read_cells(cells, row, column, field, path, bad_rows)
+        row += len(cells)
+
+
+_SOURCE_TEXTS = {"arrow": _iterate_arrow_texts, "webdataset": iterate_texts}
+
+
+def _batches(table: Any, group: int, column: str, where: str, size: int) -> Iterator[Any]:
     """Rows of a group, so few at a time that they fit into memory. Of repeated ones a file may hold a single large one,
     and what a group is packed to says whether there are any."""
     import pyarrow
 
     described = table.metadata.row_group(group)
     columns = [described.column(number) for number in range(described.num_columns)]
-    unpacked = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
-    packed = min(sum(column.total_compressed_size for column in columns if column.path_in_schema == field), size)
+    columns = [leaf for leaf in columns if f"{leaf.path_in_schema}.".startswith(f"{column}.")]
+    unpacked = sum(leaf.total_uncompressed_size for leaf in columns)
+    packed = min(sum(leaf.total_compressed_size for leaf in columns), size)
     check_expansion(where, packed, unpacked)
     at_once = 256 if unpacked <= CHUNK_BYTES else 16 if unpacked <= REPETITION_RATIO * packed else 1
     try:
-        yield from table.iter_batches(batch_size=at_once, row_groups=[group], columns=[field])
+        yield from table.iter_batches(batch_size=at_once, row_groups=[group], columns=[column])
     except pyarrow.ArrowException as error:
         raise DataError(f"{where}: cannot be read ({error})") from None
 
 
-def _read_cell(cell: Any, where: str) -> Any:
+def _read_cells(
+    cells: Iterable[Any], first_row: int, column: str, field: str, path: str, bad_rows: BadRows
+) -> Iterator[bytes]:
+    """The texts in a column's cells, the first of which is in row `first_row`."""
+    for row, cell in enumerate(cells, first_row):
+        try:
+            yield encode_field({column: _read_cell(cell)}, field)
+        except BadRowError as error:
+            bad_rows.add(error, path, f"row {row}")
+
+
+def _read_cell(cell: Any) -> Any:
     """A cell as a plain value."""
     try:
         return cell.as_py()
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: text that is not UTF-8 ({error.reason})") from None
+        raise BadRowError("not UTF-8", f"text that is not UTF-8 ({error.reason})") from None

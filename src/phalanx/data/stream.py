@@ -55,6 +55,7 @@ class StreamDescription:
             "pieces": [[(part.start, part.stop) for part in piece] for piece in plan.pieces],
             "kind": plan.kind,
             "field": plan.text_field,
+            "format": plan.token_format,
             "tokenizer": plan.tokenizer_xxh3 or plan.tokenizer,
             "ends": asdict(plan.ends),
             "versions": [READER_VERSION, TOKENIZING_VERSION],
@@ -164,7 +165,7 @@ class StreamedDataset:
                     )
                 next_look = self._clock() + _LOOK_INTERVAL_S
             self._sleep(_POLL_S)
-        return done[0] if done[0].count else None
+        return done.entry if done.entry.count else None
 
     def locate(self, sample: Int64Array) -> list[tuple[tuple[int, int, int], ...]]:
         """The range of values of each sample: piece, and start .. stop - 1 in its shard."""

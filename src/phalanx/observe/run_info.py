@@ -193,7 +193,7 @@ def _describe_data(data: Mapping[str, Any], task: str, summary: str | None = Non
     sources = data.get("source")
     source_names = []
     for source in sources if isinstance(sources, list) else [sources]:
-        for kind in ("text", "jsonl", "parquet", "images", "prepared", "idx"):
+        for kind in ("text", "jsonl", "parquet", "arrow", "tokens", "webdataset", "images", "prepared", "idx"):
             found = source.get(kind) if isinstance(source, Mapping) else None
             if found is not None:
                 found = found.get("images", "?") if isinstance(found, Mapping) else found

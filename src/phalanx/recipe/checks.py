@@ -5,7 +5,7 @@ from pathlib import Path
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.batch_scaling import scale_batch_with_workers
-from phalanx.recipe.data_schema import SOURCE_KINDS, DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
 from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX, huggingface_location
@@ -33,9 +33,10 @@ DECAYS_WITH = {
 }
 """Key of `optimizer.schedule` -> decays that use it."""
 SOURCES_WITH = {
-    "text_field": ("jsonl", "parquet"),
-    "exclude": ("text", "jsonl", "parquet"),
-    "image_size": ("images",),
+    "text_field": ("jsonl", "parquet", "arrow", "webdataset"),
+    "exclude": ("text", "jsonl", "parquet", "arrow", "tokens", "webdataset"),
+    "image_size": ("images", "webdataset"),
+    "format": ("tokens",),
 }
 """Key of a source -> kinds of sources that use it."""
 OF_TEXT = ("tokenizer", "seq_len", "document_masking", "packing")
@@ -210,14 +211,13 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, source in sources.items():
         if source.images is not None and source.image_size is None:
             yield key, "images need a common size, for instance `image_size: [224, 224]`"
-        (kind,) = (name for name in SOURCE_KINDS if getattr(source, name) is not None)
         for name, kinds in SOURCES_WITH.items():
             if (
                 getattr(source, name) != DataSource.model_fields[name].get_default(call_default_factory=True)
-                and kind not in kinds
+                and source.kind not in kinds
             ):
-                yield f"{key}.{name}", f"is for {', '.join(kinds)}, and the source is {kind}: leave it out"
-    if all(source.images is not None or source.idx is not None for _, source in _listed(recipe)):
+                yield f"{key}.{name}", f"is for {', '.join(kinds)}, and the source is {source.kind}: leave it out"
+    if all(source.has_images for _, source in _listed(recipe)):
         for name in OF_TEXT:
             if getattr(recipe.data, name) != getattr(DataConfig(), name):
                 yield f"data.{name}", "is for text, and the source has images: leave it out"

@@ -13,7 +13,7 @@ from phalanx.recipe.field_types import (
     StepCount,
 )
 
-SOURCE_KINDS = ("text", "jsonl", "parquet", "idx", "images", "prepared")
+SOURCE_KINDS = ("text", "jsonl", "parquet", "arrow", "tokens", "webdataset", "idx", "images", "prepared")
 PYTHON_STDLIB_GLOB = "${python.stdlib}/**/*.py"
 INSTALLED_PACKAGES_GLOBS = ["**/site-packages/**", "**/dist-packages/**"]
 """Installed packages are below the standard library, but differ between machines."""
@@ -33,21 +33,33 @@ class IdxFiles(ConfigModel):
 
 
 class DataSource(ConfigModel):
-    """One source of samples: exactly one of `text`, `jsonl`, `parquet`, `idx`, `images`, `prepared`."""
+    """One source of samples: exactly one of `text`, `jsonl`, `parquet`, `arrow`, `tokens`, `webdataset`, `idx`,
+    `images`, `prepared`."""
 
     model_config = ConfigDict(title="Source")
 
     text: str | list[str] | None = Field(None, description="Glob(s) or URLs of text files; .gz and .xz are unpacked.")
     jsonl: str | list[str] | None = Field(None, description="Glob(s) or URLs of JSON lines; `text_field` has the text.")
     parquet: str | list[str] | None = Field(None, description="Glob(s) or URLs of Parquet; `text_field` is the column.")
+    arrow: str | list[str] | None = Field(
+        None, description="Directory of a data set that `datasets` saved, or glob(s) of Arrow files; see `text_field`."
+    )
+    tokens: str | list[str] | None = Field(
+        None, description="Glob(s) or URLs of token files that other tools wrote with `data.tokenizer`: see `format`."
+    )
+    format: Literal["auto", "megatron", "nanogpt", "llm.c"] = "auto"
+    """Format of token files. auto: megatron if there is an index (.idx), llm.c by its first bytes, else nanogpt."""
+    webdataset: str | list[str] | None = Field(
+        None, description="Glob(s) or URLs of tar archives: images with labels if there is an `image_size`, else texts."
+    )
     idx: IdxFiles | None = None
     """Image set in IDX files."""
     images: str | None = Field(None, description="Directory or URL with one sub-directory of images for each class.")
     prepared: str | None = Field(None, description="What `phalanx data prepare` wrote: a directory or URL.")
     text_field: str = "text"
-    """Name of the text field in JSON-lines and Parquet files."""
+    """Name of the field with the text, or the way to a nested one, such as `choices[0].text`."""
     exclude: str | list[str] = Field(default_factory=list, description="Glob(s) or URLs of files to leave out.")
-    image_size: tuple[Count, Count] | None = Field(None, description="Height and width for image folders.")
+    image_size: tuple[Count, Count] | None = Field(None, description="Height and width that images are resized to.")
     weight: PositiveNumber = 1.0
     """Share of the samples that comes from this source, relative to the weights of the others."""
 
@@ -57,6 +69,16 @@ class DataSource(ConfigModel):
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(SOURCE_KINDS)}; found {', '.join(given) or 'none'}")
         return self
+
+    @property
+    def kind(self) -> str:
+        """Which of the kinds of sources this is."""
+        return next(name for name in SOURCE_KINDS if getattr(self, name) is not None)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether its files hold images; of a prepared source only its manifest says so."""
+        return self.kind in ("idx", "images") or (self.kind == "webdataset" and self.image_size is not None)
 
 
 class BpeTokenizerConfig(ConfigModel):
@@ -89,6 +111,9 @@ class DataConfig(ConfigModel):
     document is cut only if it is longer than `seq_len`, and the rest of a sample is padded; validation shares no
     document with training."""
 
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a row that cannot be read, such as a broken line of JSON, a text that is null or an image that
+    cannot be decoded. `skip`: leave it out, and count it in the log, the report and `skipped.json`."""
     prepare: Literal["first", "stream"] = "first"
     """When data are prepared: before the first step, or while training runs. A stream starts once its first window is
     prepared, and shuffles within windows."""

@@ -39,3 +39,8 @@ def test_a_source_that_is_smaller_than_its_share_of_a_step_is_named(folders: lis
     assert notes == [
         "data.source.1: has 6 training samples, and a step takes about 16 of it: they repeat within each step"
     ]
+
+
+def test_documents_that_are_longer_than_a_sample_are_counted(folders: list[Path]) -> None:
+    data = opened(*folders, sequence=10, packing="whole")
+    assert ", 203 documents cut; validation" in describe_data(data, recipe_of(folders, packing="whole"))

@@ -66,11 +66,20 @@ IDX = ["--idx", "a", "b"]
 @pytest.mark.parametrize(
     ("words", "option"),
     [
-        (["*.txt", "--text-field", "body"], "--text-field is for jsonl, parquet, and the source is text"),
-        (["*.txt", "--image-size", "4", "4"], "--image-size is for images, and the source is text"),
-        ([*IDX, "--image-size", "4", "4"], "--image-size is for images, and the source is idx"),
-        ([*IDX, "--text-field", "body"], "--text-field is for jsonl, parquet, and the source is idx"),
-        ([*PICTURES, "--exclude", "x"], "--exclude is for text, jsonl, parquet, and the source is images"),
+        (
+            ["*.txt", "--text-field", "body"],
+            "--text-field is for jsonl, parquet, arrow, webdataset, and the source is text",
+        ),
+        (["*.txt", "--image-size", "4", "4"], "--image-size is for images, webdataset, and the source is text"),
+        ([*IDX, "--image-size", "4", "4"], "--image-size is for images, webdataset, and the source is idx"),
+        (
+            [*IDX, "--text-field", "body"],
+            "--text-field is for jsonl, parquet, arrow, webdataset, and the source is idx",
+        ),
+        (
+            [*PICTURES, "--exclude", "x"],
+            "--exclude is for text, jsonl, parquet, arrow, tokens, webdataset, and the source is images",
+        ),
         ([*PICTURES, "--tokenizer", "bpe:300"], "--tokenizer is for text, and the source has images"),
     ],
 )

@@ -232,7 +232,7 @@ def test_an_array_of_json_is_told_with_its_cure(tmp_path, text):
 
 
 def test_json_lines_give_the_named_field(tmp_path):
-    lines = [{"body": "one"}, {"body": ""}, {"body": "zwei ü\n"}, {"body": None}, {"body": "\ud800"}]
+    lines = [{"body": "one"}, {"body": ""}, {"body": "zwei ü\n"}, {"body": "\ud800"}]
     write_texts(tmp_path, {"a.jsonl": "\n".join(map(json.dumps, lines)) + "\n\n"})
     out = prepare(tmp_path, tmp_path / "out", {"jsonl": "*.jsonl", "text_field": "body"})
     assert text_of(out) == "one\0zwei ü\n\0\ud800\0".encode(errors="surrogatepass")
@@ -242,15 +242,15 @@ def test_json_lines_give_the_named_field(tmp_path):
 @pytest.mark.parametrize(
     ("line", "error", "words"),
     [
-        ("{broken", DataError, "the line at byte 16: not JSON"),
-        ("[1]", DataError, "the line at byte 16: expected a JSON object, found list"),
+        ("{broken", DataError, "line 2: not JSON"),
+        ("[1]", DataError, "line 2: expected a JSON object, found list"),
         (
             '{"body": "x", "id": 1}',
             RecipeError,
             r"no field 'text'; it has 'body', 'id'\. Name it in data.source.text_field",
         ),
         ('{"text": 7}', DataError, "'text' should be text, found int"),
-        ("[" * 100_000, DataError, "the line at byte 16: not JSON that can be read: it is nested too deeply"),
+        ("[" * 100_000, DataError, "line 2: not JSON that can be read: it is nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, error, words):
@@ -265,7 +265,7 @@ def write_parquet(path, columns, rows_in_group):
 
 def test_parquet_gives_the_named_column(tmp_path):
     texts = [f"document {number}" for number in range(1000)]
-    write_parquet(tmp_path / "a.parquet", {"text": [*texts, None, ""], "id": list(range(1002))}, 300)
+    write_parquet(tmp_path / "a.parquet", {"text": [*texts, ""], "id": list(range(1001))}, 300)
     out = prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"})
     assert text_of(out).decode().split("\0")[:-1] == texts
     assert sum(shard["documents"] for shard in manifest_of(out)["shards"]) == 1000
@@ -287,7 +287,7 @@ def test_parquet_without_rows_holds_no_text(tmp_path, tokenizer):
 def test_parquet_text_that_is_no_utf8_is_named(tmp_path):
     broken = pyarrow.array([b"caf\xe9"]).cast(pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row group 0: text that is not UTF-8"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: text that is not UTF-8"):
         prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"})
 
 
@@ -355,7 +355,7 @@ def test_a_long_document_is_read_in_chunks_that_are_the_whole(tmp_path, kind):
     if kind == "jsonl":
         write_texts(tmp_path, {"a": json.dumps({"text": text}) + '\n{"text": "b"}\n'})
     else:
-        pyarrow.parquet.write_table(pyarrow.table({"text": [text, None, "b"]}), tmp_path / "a")
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text, "b"]}), tmp_path / "a")
     assert text_of(prepare(tmp_path, tmp_path / "out", {kind: "a"})) == text.encode() + b"\0b\0"
     part = FilePart(str(tmp_path / "a"), 0, 1 if kind == "parquet" else (tmp_path / "a").stat().st_size, 1)
     found = list(iterate_documents(part, kind, "text"))

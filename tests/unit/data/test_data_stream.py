@@ -41,7 +41,7 @@ def prepare(stream: Path, *pieces: int) -> None:
         with ShardWriter(stream, piece, np.dtype("<u2")) as writer:
             writer.start_document()
             writer.append_values(np.full(PIECES[piece], piece, "<u2"))
-            write_done_file(stream, piece, writer.commit(), {})
+            write_done_file(stream, piece, writer.commit(), {}, {})
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""Rows of a source that cannot be read (`data.on_bad_row`): the first is an error, or they are skipped and counted."""
+
+from pathlib import Path
+
+from phalanx.data.file_format import HEAD_BYTES, detect_compression, open_compressed
+from phalanx.errors import DataError, PhalanxError
+from phalanx.formatting import format_plural
+from phalanx.run.directory import write_json
+from phalanx.safe_files import read_json
+from phalanx.storage.reader import open_location
+
+SKIPPED_FILE = "skipped.json"
+"""What was skipped, in a dataset directory. Its fingerprint does not depend on it: it names the source's files."""
+MAX_SKIPPED_PLACES = 3
+_COUNTED_BYTES = 1 << 20
+
+RowPlace = tuple[str, int | str]
+"""A file, and a row of it: the byte at which a line begins, or the row in words; nothing where it is the whole file."""
+
+
+class BadRowError(Exception):
+    """A row that cannot be read: what kind of fault it is, what is wrong, and the error where it is not skipped."""
+
+    def __init__(self, kind: str, reason: str, error: type[PhalanxError] = DataError):
+        super().__init__(reason)
+        self.kind, self.error = kind, error
+
+
+SkippedRows = dict[str, tuple[int, list[RowPlace]]]
+"""How many rows have each kind of fault, and the first of them. It may be written as JSON."""
+
+
+class BadRows:
+    """What to do with rows that cannot be read. `skipped`: what was left out, by kind."""
+
+    def __init__(self, is_skipping: bool = False):
+        self._is_skipping = is_skipping
+        self.skipped: SkippedRows = {}
+
+    def add(self, error: BadRowError, path: str, place: int | str) -> None:
+        """Count a row, or raise the error that names it."""
+        if not self._is_skipping:
+            raise error.error(f"{describe_place((path, place))}: {error} (data.on_bad_row: skip leaves such rows out)")
+        self.merge({error.kind: (1, [(path, place)])})
+
+    def merge(self, skipped: SkippedRows) -> None:
+        """Count what was skipped behind all that is counted already."""
+        for kind, (count, places) in skipped.items():
+            before, first = self.skipped.get(kind, (0, []))
+            self.skipped[kind] = before + count, [*first, *places][:MAX_SKIPPED_PLACES]
+
+
+RAISE_AT_BAD_ROW = BadRows()
+
+
+def describe_place(place: RowPlace) -> str:
+    """A row's file, and line or name."""
+    path, row = place
+    row = f"line {_count_lines(path, row) + 1}" if isinstance(row, int) else row
+    return f"{path}, {row}" if row else path
+
+
+def _count_lines(path: str, size: int) -> int:
+    """How many lines end in the first bytes of a file, unpacked."""
+    with open_location(path) as raw:
+        compression = detect_compression(path, raw.read(HEAD_BYTES))
+        raw.seek(0)
+        stream, lines = raw if compression is None else open_compressed(raw, compression, path), 0
+        while size and (block := stream.read(min(size, _COUNTED_BYTES))):
+            lines, size = lines + block.count(b"\n"), size - len(block)
+    return lines
+
+
+def describe_skipped(skipped: SkippedRows) -> str:
+    """The skipped rows of a source by kind, the first of each with their places."""
+    kinds = (
+        f"{count} {kind} ({'; '.join(map(describe_place, places))}{'; ...' if count > len(places) else ''})"
+        for kind, (count, places) in sorted(skipped.items())
+    )
+    return f"skipped {format_plural(sum(count for count, _ in skipped.values()), 'row')}: {', '.join(kinds)}"
+
+
+def write_skipped(folder: Path, skipped: SkippedRows) -> None:
+    """Write down what was skipped for a dataset."""
+    kinds = {
+        kind: {"count": count, "first": [*map(describe_place, places)]}
+        for kind, (count, places) in sorted(skipped.items())
+    }
+    write_json(folder / SKIPPED_FILE, {"num_rows": sum(count for count, _ in skipped.values()), "kinds": kinds})
+
+
+def count_skipped(folder: Path) -> int:
+    """How many rows of its source a dataset has not."""
+    try:
+        num_rows = read_json(folder / SKIPPED_FILE)["num_rows"]
+    except FileNotFoundError:
+        return 0
+    return num_rows if isinstance(num_rows, int) else 0
