@@ -21,9 +21,9 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
-    "src/phalanx/app": 3_600,
+    "src/phalanx/app": 3_700,
     "src/phalanx/autoconfig": 3_050,
-    "src/phalanx/cli": 2_800,
+    "src/phalanx/cli": 2_850,
     "src/phalanx/cluster": 5_050,
     "src/phalanx/data": 4_900,
     "src/phalanx/jobs": 11_050,
@@ -35,7 +35,7 @@ BUDGETS = {
     "src/phalanx/serve": 2_000,
     "src/phalanx/storage": 1_750,
     "src/phalanx/telemetry": 1_450,
-    "src/phalanx/train": 22_250,
+    "src/phalanx/train": 22_400,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""

@@ -1,6 +1,8 @@
-"""List, verify, digest and export the checkpoints of a run."""
+"""List, verify, digest, copy, remove and export the checkpoints of a run."""
 
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,26 +10,42 @@ from typing import Any
 from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.safe_files import check_links
-from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
-from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
+from phalanx.storage.errors import NotFound
+from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint import (
+    CheckpointManifest,
+    discard_directory,
     export_huggingface,
+    format_checkpoint_name,
     list_checkpoints,
     parse_step,
     read_manifest,
 )
+from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
+from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
 from phalanx.train.checkpoint import verify_checkpoint as verify_checkpoint
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
+from phalanx.train.checkpoint.durable import make_temporary_path
+from phalanx.train.checkpoint.store_copy import (
+    localize_checkpoint,
+    remove_stored,
+    split_checkpoint_url,
+    upload_checkpoint,
+    verify_stored,
+)
 from phalanx.train.inference import set_threads
 
 
-def describe_checkpoints(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+def describe_checkpoints(location: str, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
     """Describe checkpoints from their manifests, newest first, as JSON values.
 
     Args:
-        path: a run directory, a directory of checkpoints, or one checkpoint.
+        location: a run directory, a directory of checkpoints, one checkpoint, or a URL of a run or checkpoint.
         warn: called when the record of the best checkpoint cannot be read.
     """
-    found = find_checkpoints(path)
+    if is_url(location):
+        return _describe_stored(parse_url(location))
+    found = find_checkpoints(Path(location))
     best_step = _read_best_step(found[0].parent, warn)
     rows = []
     for checkpoint in found:
@@ -39,9 +57,85 @@ def describe_checkpoints(path: Path, warn: Callable[[str], None] = lambda text: 
         except CorruptCheckpointError as error:
             rows.append({**row, "damaged": f"{error.file.name}: {error.reason}"})
             continue
-        row |= {"size_bytes": manifest.nbytes, "num_samples": manifest.meta.get("samples_consumed")}
-        rows.append({**row, "num_tensors": len(manifest.tensors), "num_files": len(manifest.files)})
+        rows.append({**row, **_describe_manifest(manifest)})
     return rows
+
+
+def _describe_manifest(manifest: CheckpointManifest) -> dict[str, Any]:
+    return {
+        "size_bytes": manifest.nbytes,
+        "num_samples": manifest.meta.get("samples_consumed"),
+        "num_tensors": len(manifest.tensors),
+        "num_files": len(manifest.files),
+    }
+
+
+def _describe_stored(url: StoreUrl) -> list[dict[str, Any]]:
+    """Describe the checkpoints at a URL; those that are not whole as damaged."""
+    run_url, own_step = split_checkpoint_url(url)
+    checkpoints = CheckpointStore(run_url)
+    rows, losses = [], {}
+    for step in checkpoints.steps() if own_step is None else [own_step]:
+        objects = checkpoints.store.list_objects(checkpoints.step_url(step).key)
+        if not objects:  # a directory that is used as a store keeps empty ones
+            continue
+        written_at = max(each.modified for each in objects)
+        row = {"step": step, "path": str(checkpoints.step_url(step)), "written_at": written_at}
+        row |= {"best": False, "damaged": None}
+        try:
+            manifest = checkpoints.read(step).manifest
+            losses[step] = manifest.meta.get("best_loss")
+            rows.append({**row, **_describe_manifest(manifest)})
+        except NotFound:
+            rows.append({**row, "damaged": "incomplete: it has no MANIFEST.json"})
+        except CorruptCheckpointError as error:
+            rows.append({**row, "damaged": f"{error.file.name}: {error.reason}"})
+    if not rows:
+        raise UsageError(f"{url}: no checkpoint here; name the URL of a run or of a checkpoint")
+    scored = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+    return [{**row, "best": bool(scored) and row["step"] == scored[0][1]} for row in rows]
+
+
+def verify_at(location: str, step: int | None) -> tuple[str, CheckpointManifest]:
+    """Verify every byte of a checkpoint, and return its path or URL and its manifest. Raises CorruptCheckpointError,
+    which names the bad file or block."""
+    if is_url(location):
+        url, manifest = verify_stored(parse_url(location), step)
+        return str(url), manifest
+    path = select_checkpoint(location, step)
+    return str(path), verify_checkpoint(path)
+
+
+def copy_checkpoint(source: str, to: str, step: int | None) -> str:
+    """Copy a checkpoint below a run directory or URL, and return where it is. What is there already is not sent again.
+    Raises UsageError where another checkpoint of its step is at a directory."""
+    path = select_checkpoint(source, step)
+    verify_checkpoint(path)
+    if is_url(to):
+        return str(upload_checkpoint(path, parse_url(to)))
+    directory = Run(Path(to)).checkpoints
+    final = directory / format_checkpoint_name(parse_step(path.absolute()))
+    if final.exists():
+        if read_manifest(final) == read_manifest(path):
+            return str(final)
+        raise UsageError(f"{final}: exists, and is another checkpoint; remove it first: phalanx checkpoint rm {final}")
+    temporary = make_temporary_path(final, "copy")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(path, temporary)
+    os.rename(temporary, final)
+    return str(final)
+
+
+def remove_checkpoint(location: str, step: int | None) -> str:
+    """Remove a checkpoint, and return where it was. UsageError unless its step or its own path is given."""
+    is_named = re.search(r"step-\d+/?$", location) is not None
+    if step is None and not is_named:
+        raise UsageError(f"{location}: name the checkpoint to remove: --step STEP, or its own path or URL")
+    if is_url(location):
+        return str(remove_stored(parse_url(location), step))
+    path = select_checkpoint(location, step)
+    discard_directory(path)
+    return str(path)
 
 
 def export_to_huggingface(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[list[str], list[str]]:
@@ -65,8 +159,12 @@ def find_checkpoints(path: Path) -> list[Path]:
     return found
 
 
-def select_checkpoint(path: Path, step: int | None) -> Path:
-    """Select the checkpoint of a step, by default the newest, among those that `find_checkpoints` finds."""
+def select_checkpoint(location: str, step: int | None) -> Path:
+    """Select the checkpoint of a step, by default the newest, among those that `find_checkpoints` finds; of one at a
+    URL its node-local copy."""
+    if is_url(location):
+        return localize_checkpoint(parse_url(location), step)
+    path = Path(location)
     found = find_checkpoints(path)
     if step is None:
         return found[0]

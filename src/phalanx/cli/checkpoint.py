@@ -1,4 +1,4 @@
-"""`phalanx checkpoint`: list, verify, digest and export checkpoints."""
+"""`phalanx checkpoint`: list, verify, digest, copy, remove and export checkpoints."""
 
 import json
 import time
@@ -13,10 +13,12 @@ from phalanx.cli.options import JsonOption, StepOption, print_warning
 from phalanx.errors import ExitCode
 from phalanx.text_table import Column, format_table
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, verify, digest and export checkpoints.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="List, verify, digest, copy, remove and export checkpoints."
+)
 
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory, or one of its checkpoints.")
+    str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory or URL, or one of its checkpoints.")
 ]
 
 
@@ -70,19 +72,19 @@ def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     """Verify every byte of a checkpoint against its checksums.
 
     Exits with 65 and names the file if one is damaged."""
-    from phalanx.app.checkpoint import CorruptCheckpointError, select_checkpoint, verify_checkpoint
+    from phalanx.app.checkpoint import CorruptCheckpointError, verify_at
 
-    checkpoint = select_checkpoint(path, step)
     began = time.perf_counter()
     try:
-        manifest = verify_checkpoint(checkpoint)
+        checkpoint, manifest = verify_at(path, step)
     except CorruptCheckpointError as error:
         if not as_json:
             raise
-        print(json.dumps({"path": str(checkpoint), "ok": False, "file": error.file.name, "reason": error.reason}))
+        where = str(error.file.parent)
+        print(json.dumps({"path": where, "ok": False, "file": error.file.name, "reason": error.reason}))
         raise typer.Exit(ExitCode.DATA) from None
     duration_s = time.perf_counter() - began
-    facts = {"path": str(checkpoint), "ok": True, "size_bytes": manifest.nbytes, "duration_s": duration_s}
+    facts = {"path": checkpoint, "ok": True, "size_bytes": manifest.nbytes, "duration_s": duration_s}
     if as_json:
         print(json.dumps(facts))
     else:
@@ -103,6 +105,28 @@ def digest(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     checkpoint = select_checkpoint(path, step)
     value = digest_checkpoint(checkpoint)
     print(json.dumps({"path": str(checkpoint), "digest": value}) if as_json else value)
+
+
+@app.command("cp")
+def copy_command(
+    path: PathArgument,
+    to: Annotated[str, typer.Argument(metavar="RUN", help="Run directory or URL to copy it to.")],
+    step: StepOption = None,
+) -> None:
+    """Copy a checkpoint to another run directory or URL.
+
+    What is already there is not sent again, so an interrupted copy continues."""
+    from phalanx.app.checkpoint import copy_checkpoint
+
+    print(copy_checkpoint(path, to, step))
+
+
+@app.command("rm")
+def remove_command(path: PathArgument, step: StepOption = None) -> None:
+    """Remove a checkpoint: that of --step, or the one named by its own path or URL."""
+    from phalanx.app.checkpoint import remove_checkpoint
+
+    print(f"removed {remove_checkpoint(path, step)}")
 
 
 @app.command()

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.storage.named import huggingface_directory, localize_named, pin_location
+from phalanx.storage.named import huggingface_directory, localize_named, name_recipe_key, pin_location
+from phalanx.storage.url import is_url, parse_url
 from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, load_tensors, read_manifest
 from phalanx.train.checkpoint.load_plan import find_unused_entries
+from phalanx.train.checkpoint.store_copy import localize_checkpoint
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persistent_buffers, load_extra_state
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
@@ -92,7 +94,12 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
     lacks, unless `lora_added_later`."""
     if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return open_hf_weights(directory, model)
-    path = find_newest_checkpoint(localize_named(pin_location(where, "init_from"), folder, "init_from"))
+    location = pin_location(where, "init_from")
+    if is_url(location):
+        with name_recipe_key("init_from"):
+            path = localize_checkpoint(parse_url(location))
+    else:
+        path = find_newest_checkpoint(localize_named(location, folder, "init_from"))
     manifest = read_manifest(path)
     tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
     lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
