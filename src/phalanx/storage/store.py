@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from phalanx.errors import UsageError
+from phalanx.errors import DataError, UsageError
 from phalanx.storage.errors import (
     NotFound,
     ObjectChanged,
@@ -286,6 +286,8 @@ def _read_profile(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _info(meta: Any) -> ObjectInfo:
+    if ".." in meta["path"].split("/"):
+        raise DataError(f"{meta['path']}: a key that leads out of a local copy; expected none with `..` as a part")
     return ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
 
 

@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from phalanx.errors import UsageError, is_storage_error
+from phalanx.errors import DataError, UsageError, is_storage_error
 from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe
 from phalanx.storage.reader import open_location
 from phalanx.storage.store import FIRST_CONTACT_S, RANGE_BYTES, Store, make_client, open_store
@@ -156,6 +157,15 @@ def test_a_second_writer_of_a_new_object_loses(tmp_path: Path) -> None:
     with pytest.raises(ObjectExists):
         store.write(key, b"second", if_absent=True)
     assert store.read(key) == b"first"
+
+
+@pytest.mark.parametrize("key", ["logs/../../out", "..", "a/.."])
+def test_a_key_that_leads_out_of_a_local_copy_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket may be a stranger's."""
+    meta = {"path": key, "size": 1, "e_tag": None, "last_modified": datetime.now(UTC)}
+    monkeypatch.setattr("obstore.list", lambda *_: [[meta]])
+    with pytest.raises(DataError, match="leads out"):
+        open_store("file:///").list_objects("")
 
 
 def test_reasons_hold_no_credentials() -> None:
