@@ -123,7 +123,9 @@ def copy_command(
 
 @app.command("rm")
 def remove_command(path: PathArgument, step: StepOption = None) -> None:
-    """Remove a checkpoint: that of --step, or the one named by its own path or URL."""
+    """Remove a checkpoint.
+
+    Name it by --step, or by its own path or URL."""
     from phalanx.app.checkpoint import remove_checkpoint
 
     print(f"removed {remove_checkpoint(path, step)}")

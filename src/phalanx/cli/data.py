@@ -53,7 +53,7 @@ def prepare(
         bool, typer.Option("--webdataset", help="Read tar archives: images with --image-size, else texts.")
     ] = False,
     tokens: Annotated[
-        Literal["auto", "megatron", "nanogpt", "llm.c"] | None,
+        Literal["detect", "megatron", "nanogpt", "llm.c"] | None,
         typer.Option(help="Copy token files of this format, made with --tokenizer."),
     ] = None,
     field: Annotated[

@@ -106,7 +106,7 @@ def _start_stream(
 
 
 def prepare_in_background(payload: dict[str, Any]) -> None:
-    """Prepare a stream; readers learn of an error by a file."""
+    """Prepare a stream, then end this process; readers learn of an error by a file."""
     os.nice(10)  # training goes first
     directory = Path(payload["directory"])
     try:
@@ -121,6 +121,7 @@ def prepare_in_background(payload: dict[str, Any]) -> None:
         report_stream_error(directory, error)
     except OSError as error:
         report_stream_error(directory, PhalanxError(describe_os_error(error), ExitCode.UNFINISHED))
+    os._exit(0)  # it is asked for nothing else, and a run may take days
 
 
 def prepare_all_sources(

@@ -63,7 +63,7 @@ class PreparePlan:
     image_shape: tuple[int, int, int] | None = None
     num_classes: int | None = None
     class_names: tuple[str, ...] | None = None
-    token_format: str = "auto"
+    token_format: str = "detect"
     on_bad_row: Literal["error", "skip"] = "error"
     skipped: SkippedRows = field(default_factory=dict)  # what was left out when the files were listed
 
@@ -193,7 +193,7 @@ class PrepareJob:
     tokenizer: str | None  # `bytes`, or the path of a tokenizer.json
     image_shape: tuple[int, int, int] | None
     ends: TextEnds = NO_ENDS  # of a tokenizer.json
-    token_format: str = "auto"
+    token_format: str = "detect"
     is_skipping: bool = False
 
     @classmethod

@@ -65,12 +65,12 @@ def find_token_parts(
 
 
 def open_token_file(path: str, token_format: str) -> TokenFile:
-    """What a file of tokens holds, by its header or index. `auto`: Megatron's if it has an index, llm.c's by its first
+    """What a file of tokens holds, by its header or index. `detect`: Megatron's with an index, llm.c's by its first
     bytes, else nanoGPT's."""
     with translate_read_errors(path), open_location(path) as file:
         head = file.read(_LLM_C_HEADER_BYTES)
         size = file.seek(0, 2)
-    if token_format == "auto":
+    if token_format == "detect":
         is_llm_c = int.from_bytes(head[:4], "little") in _LLM_C_DTYPES
         token_format = "megatron" if _has_index(path) else "llm.c" if is_llm_c else "nanogpt"
     if token_format == "megatron":

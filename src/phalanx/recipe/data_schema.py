@@ -47,8 +47,8 @@ class DataSource(ConfigModel):
     tokens: str | list[str] | None = Field(
         None, description="Glob(s) or URLs of token files that other tools wrote with `data.tokenizer`: see `format`."
     )
-    format: Literal["auto", "megatron", "nanogpt", "llm.c"] = "auto"
-    """Format of token files. auto: megatron if there is an index (.idx), llm.c by its first bytes, else nanogpt."""
+    format: Literal["detect", "megatron", "nanogpt", "llm.c"] = "detect"
+    """Format of token files. detect: megatron if there is an index (.idx), llm.c by its first bytes, else nanogpt."""
     webdataset: str | list[str] | None = Field(
         None, description="Glob(s) or URLs of tar archives: images with labels if there is an `image_size`, else texts."
     )

@@ -91,7 +91,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path, list[np.ndarray]], np.ndarray], in
 }
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "auto"])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "detected"])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_tokens_and_documents_come_back_as_they_were_written(
     vocabulary, documents, tmp_path, monkeypatch, writer, named
@@ -99,7 +99,7 @@ def test_tokens_and_documents_come_back_as_they_were_written(
     monkeypatch.setattr(prepare_plan, "MIN_PIECE_BYTES", 500)
     token_format, write, extra = WRITERS[writer]
     tokens = write(tmp_path / "a.bin", documents)
-    source = {"tokens": "*.bin", "format": token_format if named else "auto"}
+    source = {"tokens": "*.bin", "format": token_format if named else "detect"}
     outs = [prepare(tmp_path, tmp_path / f"out{n}", source, "tokenizer.json", num_workers=n) for n in (1, 2)]
     assert contents(outs[0]) == contents(outs[1])
     assert len(manifest_of(outs[0])["shards"]) > 3

@@ -1,0 +1,184 @@
+"""Checkpoints to and from an S3 store on this machine: how fast, next to DCP and the server's own limit.
+
+    python benchmarks/storage.py                  # a Ceph gateway on loop-back, 512 MB, three rounds: a few minutes
+    python benchmarks/storage.py --out docs/benchmarks/storage.md
+
+Rows, which take turns in each round; medians are shown:
+
+    server         objects of 16 MiB by obstore, 8 at once: the limit of this server and client
+    phalanx        a checkpoint of one rank to the store, then read back and verified
+    DCP + s3torchconnector, if it is installed: the same tensors by torch's distributed checkpoint
+    again          a save of which nothing changed, and one of which 1 % of the tensors changed
+
+Client and server share the cores, so figures are below those of a store of its own. Nothing is asserted.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import obstore
+import torch
+
+from ceph_cluster import CephCluster, ceph_cluster
+from phalanx.run import Run
+from phalanx.storage.store import make_client
+from phalanx.storage.url import parse_url
+from phalanx.train.checkpoint import CheckpointSaver, TensorShard
+from phalanx.train.checkpoint.checkpoint_store import BLOCK_BYTES, PARALLEL_BLOCKS, CheckpointStore
+from phalanx.train.checkpoint.store_destination import StoreDestination
+from phalanx.train.checkpoint.store_fetch import StoreSource
+from phalanx.train.distributed.environment import DistEnv
+
+BUCKET = "checkpoints"
+TENSOR_BYTES = 4 << 20
+State = dict[str, torch.Tensor]
+
+
+def make_state(nbytes: int, seed: int) -> State:
+    """Tensors of random bytes: they neither compress nor repeat."""
+    generator = torch.Generator().manual_seed(seed)
+    count = nbytes // TENSOR_BYTES
+    return {f"layers.{number}.weight": torch.randn(TENSOR_BYTES // 4, generator=generator) for number in range(count)}
+
+
+class ServerLimit:
+    """Objects as large as our blocks, as many at once."""
+
+    def __init__(self, nbytes: int):
+        self._client = make_client(parse_url(f"s3://{BUCKET}"))
+        self._keys = [f"limit/{number}" for number in range(nbytes // BLOCK_BYTES)]
+        self._blocks = [os.urandom(BLOCK_BYTES) for _ in self._keys[:PARALLEL_BLOCKS]]
+
+    def save(self, _: State, step: int) -> None:
+        self._run(lambda number: obstore.put(self._client, self._keys[number], self._blocks[number % PARALLEL_BLOCKS]))
+
+    def load(self, _: int) -> None:
+        self._run(lambda number: obstore.get(self._client, self._keys[number]).bytes())
+
+    def _run(self, request: Callable[[int], object]) -> None:
+        with ThreadPoolExecutor(PARALLEL_BLOCKS) as pool:
+            list(pool.map(request, range(len(self._keys))))
+
+
+class Phalanx:
+    """Saves of one rank to a store, and the restore into a run directory."""
+
+    def __init__(self, directory: Path):
+        self._run = Run(directory)
+        self._run.create()
+        self._url = f"s3://{BUCKET}/run"
+        self._saver = CheckpointSaver(StoreDestination(CheckpointStore(self._url), 0, 1, 0, keep=1))
+
+    def save(self, state: State, step: int) -> None:
+        shards = [TensorShard(name, tensor, tuple(tensor.shape), (0,)) for name, tensor in state.items()]
+        self._saver.start(step, shards, {"step": step})
+        self._saver.wait_snapshot_copied()
+        self._saver.poll_when_idle()
+        status = self._saver.commit()
+        assert status.path is not None, status.reason
+        self._saver.cancel()
+
+    def load(self, step: int) -> None:
+        bad = StoreSource(self._run, DistEnv(), self._url).fetch(step)
+        assert bad == [], bad
+
+
+class Dcp:
+    """torch.distributed.checkpoint with AWS's storage writer for it."""
+
+    def __init__(self, endpoint: str):
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
+
+        config = S3ClientConfig(force_path_style=True)
+        options = {"region": "us-east-1", "s3client_config": config, "endpoint": endpoint}
+        self._make_writer, self._make_reader = partial(S3StorageWriter, **options), partial(S3StorageReader, **options)
+        self._state: State = {}
+
+    def save(self, state: State, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        self._state = state
+        dcp.save(state, storage_writer=self._make_writer(path=f"s3://{BUCKET}/dcp/{step}"), no_dist=True)
+
+    def load(self, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        into = {name: torch.empty_like(tensor) for name, tensor in self._state.items()}
+        dcp.load(into, storage_reader=self._make_reader(path=f"s3://{BUCKET}/dcp/{step}"), no_dist=True)
+
+
+def timed(act: Callable[..., object], *arguments: object) -> float:
+    began = time.perf_counter()
+    act(*arguments)
+    return time.perf_counter() - began
+
+
+def measure(ceph: CephCluster, directory: Path, nbytes: int, rounds: int) -> list[tuple[str, str, str]]:
+    """The rows of the table: method, save and load in GB/s."""
+    methods = {"server's limit": ServerLimit(nbytes), "phalanx": Phalanx(directory / "run")}
+    try:
+        methods["DCP + s3torchconnector"] = Dcp(ceph.endpoint)
+    except ImportError as error:
+        print(f"DCP is left out: {error}")
+    saves: dict[str, list[float]] = {name: [] for name in methods}
+    loads: dict[str, list[float]] = {name: [] for name in methods}
+    again: dict[str, list[float]] = {"nothing changed": [], "1 % changed": []}
+    for number in range(rounds):
+        state = make_state(nbytes, number)
+        step = 100 * (number + 1)
+        for name, method in methods.items():
+            saves[name].append(timed(method.save, state, step))
+            loads[name].append(timed(method.load, step))
+        ours = methods["phalanx"]
+        again["nothing changed"].append(timed(ours.save, state, step + 1))
+        for tensor in list(state.values())[: max(len(state) // 100, 1)]:
+            tensor.add_(1)
+        again["1 % changed"].append(timed(ours.save, state, step + 2))
+
+    def rate(seconds: list[float]) -> str:
+        return f"{nbytes / statistics.median(seconds) / 1e9:.2f}"
+
+    rows = [(name, rate(saves[name]), rate(loads[name])) for name in methods]
+    return rows + [(f"phalanx, {name}", rate(seconds), "") for name, seconds in again.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    nbytes = options.megabytes * 1_000_000 // BLOCK_BYTES * BLOCK_BYTES
+    with tempfile.TemporaryDirectory() as name, ceph_cluster(Path(name) / "ceph") as ceph:
+        os.environ.update(ceph.environment)
+        ceph.make_bucket(BUCKET)
+        rows = measure(ceph, Path(name), nbytes, options.rounds)
+    lines = [
+        "# Checkpoints in an object store",
+        "",
+        f"`python benchmarks/storage.py --megabytes {options.megabytes} --rounds {options.rounds}` on {date.today()}: "
+        f"{os.cpu_count()} cores ({platform.processor() or platform.machine()}), torch {torch.__version__}. "
+        "Ceph's RADOS gateway 16.2 with one OSD on the same machine, over loop-back; one rank; medians.",
+        "",
+        "| method | save, GB/s | load, GB/s |",
+        "|---|---:|---:|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
