@@ -12,9 +12,9 @@ from store_saves import block_names, named_blocks, whole_steps
 from train_harness import FAULTS_CALLBACK, TrainHarness, Values, merge_recipes
 
 BASE: Values = {
-    "steps": 60,
+    "steps": 120,
     "checkpoint": {"every": 2, "keep": 2, "in_memory_every": None},
-    "evaluation": {"every": 70},
+    "evaluation": {"every": 130},
 }
 KILLS: Values = {"callbacks": [FAULTS_CALLBACK, "kill_uploads:KillUploads"], "fault_tolerance": {"max_restarts": 30}}
 
@@ -46,7 +46,7 @@ def test_20_kills_in_the_middle_of_writes_to_the_store(lab: TrainHarness, tmp_pa
     assert (len(ended.events_of_kind(CheckpointUploaded)) > 0) == (kind == "upload")
     checkpoints = CheckpointStore(f"file://{bucket}")
     steps = whole_steps(bucket)
-    assert (steps[0], len(steps)) == (60, 2)
+    assert (steps[0], len(steps)) == (120, 2)
     for step in steps:
         for block in checkpoints.read(step).blocks:
             checkpoints.read_block(block.name)

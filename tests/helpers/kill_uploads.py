@@ -9,7 +9,8 @@ from phalanx.storage.store import Store
 from phalanx.train.checkpoint import checkpoint_store
 
 MAX_KILLS = 20
-MAX_REQUESTS = 24
+"""Attempts in which a worker is killed. A fast machine trains many steps while one upload is killed early."""
+MAX_REQUESTS = 10
 
 checkpoint_store.BLOCK_BYTES = 16 << 10
 
