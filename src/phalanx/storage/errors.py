@@ -9,6 +9,8 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound",
 _WRONG_CREDENTIALS = re.compile(
     r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|Forbidden|Unauthorized|status:? 40[13]", re.IGNORECASE
 )
+_ROLE_SERVER = "169.254.169.254"
+"""Where a machine of a cloud gets the credentials of its role."""
 _EXPIRED = re.compile(r"ExpiredToken|TokenExpired|token (has|is) expired|RequestTimeTooSkewed", re.IGNORECASE)
 _HOST_NOT_FOUND = re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE)
 _REASON = re.compile(r"<Code>(\w+)</Code>|\b(?:status|with) (\d{3} [A-Z][A-Za-z ]+)")
@@ -59,6 +61,11 @@ def is_expired(error: Exception) -> bool:
 def refuse(url: str, error: Exception) -> UsageError | None:
     """The error of the user for what no retry cures; None for what may pass."""
     text = str(error)
+    if _ROLE_SERVER in text:  # it is asked where nothing else has credentials
+        return UsageError(
+            f"{url}: no credentials were found, and this machine has no role; set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        )
     if _NO_BUCKET.search(text):
         return UsageError(f"{url}: the bucket does not exist; check its name and the region or endpoint")
     if type(error).__name__ in ("UnauthenticatedError", "PermissionDeniedError") or _WRONG_CREDENTIALS.search(text):

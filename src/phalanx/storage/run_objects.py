@@ -105,9 +105,12 @@ class RunObjects:
     def begin(self) -> None:
         """Find out which run is at the URL, and make it one where there is none. UsageError where it may not be written
         or holds something else."""
-        probe = (self.url / f"{_PROBE}{self.directory_id}").key
-        self.store.write(probe, b"")
-        self.store.delete([probe])
+        probe = f"{_PROBE}{self.directory_id}"
+        try:
+            self.store.write((self.url / probe).key, b"")
+            self.store.delete([(self.url / probe).key])
+        except UsageError as error:
+            raise UsageError(str(error).replace(f"/{probe}", "")) from None
         run_id = self._read_run_id()
         if run_id is None:
             names, objects = self.store.list_names(self.url.key)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import DataError, UsageError, is_storage_error
-from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe
+from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe, refuse
 from phalanx.storage.reader import open_location
 from phalanx.storage.store import FIRST_CONTACT_S, RANGE_BYTES, Store, make_client, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
@@ -139,6 +139,11 @@ def test_denied_access_is_not_retried() -> None:
         with pytest.raises(UsageError, match="access is denied"):
             store.read("key")
         assert store.counters.requests == 1
+
+
+def test_missing_credentials_are_named_as_such() -> None:
+    error = Exception("Error performing PUT http://169.254.169.254/latest/api/token: 403 Forbidden")
+    assert "no credentials were found" in str(refuse("s3://bucket/key", error))
 
 
 def test_a_store_that_never_answers_ends_as_a_storage_error() -> None:
