@@ -84,7 +84,7 @@ def train_killed_and_resumed(lab: TrainHarness, names: list[str]) -> Run:
     run, recipe = lab.new_run(), lab.recipe_file({"trackers": names}, "tracked")
     write_faults(run, [plan_fault(BLOCKED_STEP, "block")])
     with lab.start("train", recipe, "--run", run.path) as process:
-        wait_until(lambda: all(sent_step(run, name) >= 4 for name in names), 60, "the trackers to have step 4")
+        wait_until(lambda: all(sent_step(run, name) >= 4 for name in names), 200, "the trackers to have step 4")
         process.kill()
     write_faults(run, [plan_fault(10, "kill", attempt=1)])
     ended = lab.command("train", recipe, "--run", run.path)
