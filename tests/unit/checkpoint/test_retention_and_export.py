@@ -1,6 +1,7 @@
 """Which checkpoints are kept, and what leaves them for other tools."""
 
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -18,6 +19,7 @@ from phalanx.train.checkpoint import (
     list_checkpoints,
     parse_step,
 )
+from phalanx.train.checkpoint.durable import discard_abandoned
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -57,6 +59,17 @@ STATE = {
     "scaler/scale": torch.ones(()),
     "grad_sync/e": torch.ones(2),
 }
+
+
+def test_what_a_failed_save_left_is_removed_with_the_next_commit(five: Path) -> None:
+    """Storage that fails refuses to remove it, too."""
+    committed_at = (five / "step-000000050" / "MANIFEST.json").stat().st_mtime
+    for name, age_s in (("step-000000045.tmp-0", 5), ("step-000000060.tmp-1", -5), ("step-000000040.old", 5)):
+        (five / name).mkdir()
+        os.utime(five / name, (committed_at - age_s,) * 2)
+    discard_abandoned(five, 50)
+    left = sorted(path.name for path in five.iterdir() if "." in path.name)
+    assert left == ["step-000000040.old", "step-000000060.tmp-1"]
 
 
 def test_the_export_is_the_model_and_nothing_else(tmp_path: Path) -> None:

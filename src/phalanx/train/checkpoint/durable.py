@@ -216,6 +216,17 @@ def clean_checkpoint_dir(directory: Path) -> list[Path]:
     return removed
 
 
+def discard_abandoned(directory: Path, committed: int) -> None:
+    """Remove what failed saves left before the commit of a step: storage may have refused to remove it then."""
+    try:
+        committed_at = (directory / format_checkpoint_name(committed) / MANIFEST_NAME).stat().st_mtime
+    except FileNotFoundError:  # it is in a store
+        return
+    for path in directory.glob(f"step-*[0-9]{_TEMPORARY_TAG}*"):
+        if path.stat().st_mtime < committed_at:  # a save that is in flight now is newer
+            discard_directory(path)
+
+
 def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
     """Remove all checkpoints except the `keep` newest complete ones and the protected steps (the best one); return what
     was removed. Call it after a commit.
@@ -258,7 +269,7 @@ class Retention:
     def remove_old(self, step: int, in_use: Collection[int] = ()) -> None:
         """Remove old checkpoints, but not that of `step`, which is good, and those `in_use`."""
         self._report_failures()
-        self._removals.append(self._thread.submit(self._apply, (step, *in_use)))
+        self._removals.append(self._thread.submit(self._apply, step, in_use))
 
     def record_best(self, step: int, loss: float) -> None:
         """Record that this checkpoint has the lowest validation loss, before `remove_old`."""
@@ -273,9 +284,10 @@ class Retention:
         self._thread.shutdown()
         self._report_failures()
 
-    def _apply(self, steps: Collection[int]) -> list[Path]:
+    def _apply(self, step: int, in_use: Collection[int]) -> list[Path]:
+        discard_abandoned(self._run.checkpoints, step)
         best = self._run.read_json_or_empty(best_checkpoint_file(self._run)).get("step")
-        protected = [*steps, best] if isinstance(best, int) else steps
+        protected = [step, *in_use, *([best] if isinstance(best, int) else [])]
         return apply_retention(self._run.checkpoints, self._keep, protected)
 
     def _report_failures(self) -> None:
