@@ -93,7 +93,8 @@ def prepare(
     if len(given) > 1 or (given and not globs):
         options = ", ".join(f"--{kind}" for kind in formats)
         raise UsageError(f"{options} set the format of the globs' files; give one of them, and globs")
-    kind = given[0] if given else "idx" if idx else "images" if images is not None else "text"
+    others = [kind for kind, value in (("idx", idx), ("images", images)) if value is not None]
+    kind = [*given, *others, "text"][0]
     source = _parse_source(kind, globs, idx, images, size, {"text_field": field, "exclude": exclude or []}, tokens)
     data = _parse_data(tokenizer, on_bad_row)
     if source.has_images and tokenizer != "bytes":

@@ -104,7 +104,7 @@ def test_a_trial_that_vanishes_without_an_answer_comes_back_as_an_error(fork_ser
 
 def test_a_call_gets_no_answer_that_was_meant_for_another(fork_server: ForkServerClient) -> None:
     call = RunCall(function="fork_server_calls:double", payload=1, call_id=0)
-    send(fork_server.control, call)  # one that was interrupted, and whose answer nobody has taken
+    send(fork_server.control, call)  # a call that was interrupted; its answer was not read
     assert fork_server.call("fork_server_calls:double", 4) == 8
 
 
