@@ -53,3 +53,10 @@ def test_a_job_passes_its_url_on(lab: TrainHarness, url: str) -> None:
     ended = lab.command("jobs", "submit", lab.recipe_file(SMALL, "at-url-job"), "--run", url, "--dry-run")
     assert f"--run {url}" in ended.stdout, ended.stderr
     assert os.path.basename(url) in ended.stdout
+
+
+def test_a_url_that_takes_no_uploads_is_one_sentence_before_any_work(lab: TrainHarness) -> None:
+    upload = {"checkpoint": {"every": 4, "in_memory_every": None, "upload": {"to": "https://host/x"}}}
+    ended = lab.command("train", lab.recipe_file(upload, "no-uploads"), "--run", lab.new_run().path)
+    assert ended.returncode == ExitCode.RECIPE
+    assert "checkpoint.upload.to: https://host/x: nothing can be written there" in ended.stderr

@@ -67,9 +67,11 @@ from phalanx.storage.named import (
     huggingface_directory,
     localize_named,
     localize_tokenizer,
+    name_recipe_key,
     pin_location,
 )
-from phalanx.storage.url import is_url
+from phalanx.storage.store import check_writable
+from phalanx.storage.url import is_url, parse_url
 from phalanx.train.lr_schedule import peak_learning_rate
 
 FINGERPRINT_KEY, TOKENIZER_KEY, DATA_SUMMARY_KEY = "data_fingerprint", "tokenizer", "data_summary"
@@ -192,6 +194,9 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     check_workers(machine, world, nodes)
     check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
     check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
+    if (upload := loaded.recipe.checkpoint.upload) is not None:
+        with name_recipe_key("checkpoint.upload.to"):
+            check_writable(parse_url(upload.to))
     with loaded.locate_errors():
         find_origins(loaded.recipe, loaded.recipe_dir, begins)
     return machine, world

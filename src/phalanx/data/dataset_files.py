@@ -17,7 +17,7 @@ from phalanx.storage.cache import find_objects, localize_files, localize_into
 from phalanx.storage.errors import NotFound
 from phalanx.storage.hub import pin_revision
 from phalanx.storage.named import describe_version
-from phalanx.storage.store import PARALLEL_REQUESTS, open_store
+from phalanx.storage.store import PARALLEL_REQUESTS, check_writable, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -88,12 +88,9 @@ def open_dataset_files(location: str | Path) -> DatasetFiles:
 
 def check_upload(url: StoreUrl) -> None:
     """UsageError unless a dataset can be written at a URL: before the work that makes it."""
-    store = open_store(url)
-    if store.list_objects(url.key):
+    if open_store(url).list_objects(url.key):
         raise UsageError(f"{url}: already exists; choose another --out, or remove it first")
-    probe = (url / ".writable").key
-    store.write(probe, b"")
-    store.delete([probe])
+    check_writable(url)
 
 
 def upload_dataset(directory: Path, url: StoreUrl) -> None:

@@ -28,7 +28,7 @@ from phalanx.safe_files import read_json
 from phalanx.std_streams import word_of
 from phalanx.storage.errors import NotFound, ObjectExists
 from phalanx.storage.lease import LeaseLostError
-from phalanx.storage.store import PARALLEL_REQUESTS, RANGE_BYTES, ObjectInfo, open_store
+from phalanx.storage.store import PARALLEL_REQUESTS, PROBE, RANGE_BYTES, ObjectInfo, check_writable, open_store
 from phalanx.storage.stored_checkpoints import find_newest_stored_step
 from phalanx.storage.url import parse_url
 
@@ -38,7 +38,6 @@ SMALL_DIRECTORIES = ("huggingface", "trackers")
 """Directories of a run with small files."""
 _LOCAL_FILES = frozenset({"store.json", "leader.json"})
 """Small files that concern one machine only."""
-_PROBE = ".probe-"
 _MAX_SEGMENTS = 64
 """Segments after which they are merged into one: a run of days has thousands of objects, and not a hundred thousand."""
 
@@ -105,16 +104,11 @@ class RunObjects:
     def begin(self) -> None:
         """Find out which run is at the URL, and make it one where there is none. UsageError where it may not be written
         or holds something else."""
-        probe = f"{_PROBE}{self.directory_id}"
-        try:
-            self.store.write((self.url / probe).key, b"")
-            self.store.delete([(self.url / probe).key])
-        except UsageError as error:
-            raise UsageError(str(error).replace(f"/{probe}", "")) from None
+        check_writable(self.url)
         run_id = self._read_run_id()
         if run_id is None:
             names, objects = self.store.list_names(self.url.key)
-            found = [self._name_of(each) for each in objects if not self._name_of(each).startswith(_PROBE)]
+            found = [self._name_of(each) for each in objects if not self._name_of(each).startswith(PROBE)]
             found += [
                 name for name in names if self.url.scheme != "file" or self._list(name)
             ]  # a directory may be empty

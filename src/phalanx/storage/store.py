@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROBE = ".probe-"
+"""How the name of an object begins that `check_writable` writes."""
 RANGE_BYTES = 8 << 20
 """Bytes of one request of a large read or upload."""
 PARALLEL_REQUESTS = 8
@@ -151,7 +154,7 @@ class Store:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.truncate(fd, info.size)
-            self.read_parallel(info, lambda start, data: _write_at(fd, data, start))
+            self.read_parallel(info, lambda start, data: write_at(fd, data, start))
         finally:
             os.close(fd)
 
@@ -231,6 +234,18 @@ def open_store(url: StoreUrl | str) -> Store:
     return _stores[key]
 
 
+def check_writable(url: StoreUrl) -> None:
+    """Raise UsageError where no objects can be written below `url`: write a small one and remove it."""
+    if url.scheme in ("hf", "http", "https"):
+        raise UsageError(f"{url}: nothing can be written there; expected an s3://, gs:// or az:// URL")
+    store, probe = open_store(url), f"{PROBE}{secrets.token_hex(8)}"
+    try:
+        store.write((url / probe).key, b"")
+        store.delete([(url / probe).key])
+    except UsageError as error:
+        raise UsageError(str(error).replace(f"/{probe}", "")) from None
+
+
 def all_counters() -> Mapping[str, StoreCounters]:
     """What this process asked of each bucket."""
     return {str(store.url): store.counters for (pid, *_), store in _stores.items() if pid == os.getpid()}
@@ -291,7 +306,8 @@ def _info(meta: Any) -> ObjectInfo:
     return ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
 
 
-def _write_at(fd: int, data: memoryview, start: int) -> None:
+def write_at(fd: int, data: memoryview, start: int) -> None:
+    """Write all of `data` at a place of a file."""
     while data:
         written = os.pwrite(fd, data, start)
         data, start = data[written:], start + written

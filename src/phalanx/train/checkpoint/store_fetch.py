@@ -22,6 +22,7 @@ import torch.distributed as dist
 from phalanx.errors import UsageError, describe_os_error
 from phalanx.run import Run
 from phalanx.storage.errors import NotFound
+from phalanx.storage.store import write_at
 from phalanx.train.checkpoint.checkpoint_store import (
     PARALLEL_BLOCKS,
     Block,
@@ -80,10 +81,7 @@ class PartialCheckpoint:
 
     def write(self, block: Block, data: memoryview) -> None:
         """Write a block at its place."""
-        start = block.start
-        while data:
-            written = os.pwrite(self._files[block.file], data, start)
-            data, start = data[written:], start + written
+        write_at(self._files[block.file], data, block.start)
 
     def close(self) -> None:
         """Close the files."""
