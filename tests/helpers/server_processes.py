@@ -25,7 +25,7 @@ _reserved_ports: list[socket.socket] = []
 
 
 def find_free_port() -> int:
-    """A port that the system gives to nobody else while this process lives."""
+    """A port that the system gives to no other process while this one lives."""
     _reserved_ports.append(reserve_port())
     return int(_reserved_ports[-1].getsockname()[1])
 

@@ -21,7 +21,7 @@ def open_listener(host: str, port: int, backlog: int | None = None) -> socket.so
 
 def reserve_port() -> socket.socket:
     """Return a socket that reserves a free loopback port until it is closed. The system gives the port to no other
-    process, and a process that is told the port can listen there with `open_listener`."""
+    process, and a process that gets the port can listen there with `open_listener`."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))

@@ -31,7 +31,7 @@ def test_a_name_without_an_ipv4_address_has_its_ipv6_address(monkeypatch: pytest
     assert resolve_address("node-1") == (socket.AF_INET, "10.0.0.1")
 
 
-def test_a_reserved_port_is_given_to_nobody_else_and_can_be_listened_on_again_and_again() -> None:
+def test_a_reserved_port_is_not_given_away_and_can_be_listened_on_again_and_again() -> None:
     with reserve_port() as reserved:
         address = reserved.getsockname()
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
