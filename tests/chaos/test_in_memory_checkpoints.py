@@ -200,14 +200,14 @@ def parts_of(memory: Path) -> dict[int, list[str]]:
 def test_a_lost_nodes_share_comes_from_the_node_that_kept_a_second_copy(lab: TrainHarness, nodes: Nodes) -> None:
     write_faults(nodes.run, [SLOW, plan_fault(11, "kill-agent", ranks=[1])])
     leader, member = nodes.start(0, "a"), nodes.start(1, "b")
-    member.wait(timeout=60)
+    member.wait(timeout=150)
     assert member.returncode == -signal.SIGKILL
     shutil.rmtree(nodes.memory("b"))  # and all that was in its memory
     wait_until(lambda: "waiting for node 1" in nodes.run.events.read_text(), 30, "the node to be missed")
     assert parts_of(nodes.memory("a"))[10] == ["rank-00000", "rank-00001"]
     another = nodes.start(1, "c")
-    _, errors = leader.communicate(timeout=60)
-    another.communicate(timeout=20)
+    _, errors = leader.communicate(timeout=150)
+    another.communicate(timeout=90)
     ended = HarnessRun(nodes.run, leader.returncode, errors)
     assert ended.digest == lab.train_reference(SHARDED, 2).digest
     (restored,) = ended.events_of_kind(InMemoryRestored)

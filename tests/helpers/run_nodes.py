@@ -31,12 +31,12 @@ class Nodes:
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
 
     def end(
-        self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60
+        self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 150
     ) -> HarnessRun:
         """How the run ended; the members end with its code."""
         _, errors = leader.communicate(timeout=seconds)
         for member in members:
-            out, said = member.communicate(timeout=20)
+            out, said = member.communicate(timeout=90)
             assert member.returncode == leader.returncode, (errors, out, said)
         return HarnessRun(self.run, leader.returncode, errors)
 
