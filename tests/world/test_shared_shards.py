@@ -28,7 +28,7 @@ def read_all(rank: int, world: int, *, url: str, folder: str, nodes: int, shared
     with sharing_shards(DistEnv(rank, world, rank)):
         data = open_data(DataConfig(source=DataSource(prepared=url), seq_len=32), EvaluationConfig(), 0)
         tokens = data.read_training(0, data.num_train_samples)["tokens"]
-        dist.barrier()  # as at the end of a run: nobody leaves while others still read
+        dist.barrier()  # as at the end of a run: no worker leaves while others still read
     read = sum(counters.bytes_read for counters in all_counters().values()) - before
     return {"sum": int(tokens.sum()), "read": read}
 

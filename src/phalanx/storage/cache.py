@@ -158,7 +158,7 @@ def _checksum(path: Path) -> str:
 
 
 def _hold(entry: Path) -> None:
-    """Share an entry's lock until this process ends, so that nobody evicts it."""
+    """Share an entry's lock until this process ends, so that it is not evicted."""
     key = (os.getpid(), entry)
     if key in _entry_locks:
         return

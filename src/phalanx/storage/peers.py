@@ -83,7 +83,7 @@ class ObjectPeers:
             with sock, open(target, "wb") as file:
                 sock.settimeout(ANSWER_TIMEOUT_S)
                 sock.sendall(_REQUEST_STRUCT.pack(len(text)) + text)
-                (remaining,) = _ANSWER_STRUCT.unpack(receive_exactly(sock, _ANSWER_STRUCT.size))
+                remaining: int = _ANSWER_STRUCT.unpack(receive_exactly(sock, _ANSWER_STRUCT.size))[0]
                 was_found, block = remaining > 0, memoryview(bytearray(_COPY_BYTES))
                 while remaining:
                     part = block[: min(remaining, _COPY_BYTES)]
