@@ -33,7 +33,7 @@ BUDGETS = {
     "src/phalanx/recipe": 2_600,
     "src/phalanx/run": 3_300,
     "src/phalanx/serve": 2_000,
-    "src/phalanx/storage": 1_750,
+    "src/phalanx/storage": 1_900,
     "src/phalanx/telemetry": 1_450,
     "src/phalanx/train": 22_400,
     "fleet/src": 17_400,

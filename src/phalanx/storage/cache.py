@@ -8,11 +8,12 @@ An entry without entry.json was not finished and is made again. A process holds 
 uses; an entry that is locked is not evicted.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.lock import acquire_lock
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import NotFound
+from phalanx.storage.peers import ObjectPeers
 from phalanx.storage.store import ObjectInfo, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
@@ -33,6 +35,7 @@ CACHE_LIMIT_VARIABLE = "PHALANX_STORE_CACHE_GIB"
 """Environment variable with the size of the cache in GiB; by default half of what is free on its disk."""
 _LOCK_TIMEOUT_S = 86400.0
 _entry_locks: dict[tuple[int, Path], int] = {}
+_peers: ObjectPeers | None = None
 
 
 def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
@@ -59,7 +62,16 @@ def localize_files(url: StoreUrl, names: Sequence[str], reserve_bytes: int = 0) 
 
         return download_snapshot(url, names)
     store = open_store(url)
-    return _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
+    directory = _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
+    if _peers is not None:
+        _peers.add_directory(url, directory)
+    return directory
+
+
+def set_peers(peers: ObjectPeers | None) -> None:
+    """Have `localize_into` copy objects from other nodes from now on; None: read the store only."""
+    global _peers
+    _peers = peers
 
 
 def localize_into(directory: Path, url: StoreUrl) -> None:
@@ -67,11 +79,11 @@ def localize_into(directory: Path, url: StoreUrl) -> None:
     path = directory / url.name
     if path.exists():
         return
-    with open(path.with_name(f".{url.name}.lock"), "w") as lock:
-        acquire_lock(lock.fileno(), _LOCK_TIMEOUT_S, f"the download of {url}, which another process makes")
+    with _downloading(path.with_name(f".{url.name}.lock"), str(url)):
         if not path.exists():
             store, unfinished = open_store(url), path.with_name(f".{url.name}.tmp")
-            store.download(store.head(url.key), unfinished)
+            if _peers is None or not _peers.copy(url, unfinished):
+                store.download(store.head(url.key), unfinished)
             os.replace(unfinished, path)
 
 
@@ -79,14 +91,22 @@ def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_byte
     identity = json.dumps([str(url), objects], sort_keys=True).encode()
     entry = cache_root() / "store" / xxhash.xxh3_64_hexdigest(identity)
     path = entry / "files" / (url.name or url.bucket)
-    if _hold(entry) and _is_complete(entry):
+    _hold(entry)
+    if _is_complete(entry):
         os.utime(entry / ENTRY_FILE)
         return path
-    _lock_exclusively(entry, str(url))
-    if not _is_complete(entry):
-        _download(url, objects, entry, path, reserve_bytes)
-    fcntl.flock(_entry_locks[os.getpid(), entry], fcntl.LOCK_SH)
+    with _downloading(entry / "download.lock", str(url)):
+        if not _is_complete(entry):
+            _download(url, objects, entry, path, reserve_bytes)
     return path
+
+
+@contextlib.contextmanager
+def _downloading(lock: Path, what: str) -> Iterator[None]:
+    """Be the only process that downloads something, after those that do."""
+    with open(lock, "w") as file:
+        acquire_lock(file.fileno(), _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
+        yield
 
 
 def find_objects(url: StoreUrl, patterns: Sequence[str] = ()) -> list[ObjectInfo]:
@@ -137,26 +157,17 @@ def _checksum(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _hold(entry: Path) -> bool:
-    """Open an entry's lock and share it until this process ends; whether that was possible at once."""
+def _hold(entry: Path) -> None:
+    """Share an entry's lock until this process ends, so that it is not evicted."""
     key = (os.getpid(), entry)
-    if key not in _entry_locks:
-        try:
-            entry.mkdir(parents=True, exist_ok=True)
-            _entry_locks[key] = os.open(entry / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UsageError(f"{entry}: cannot be written: {error.strerror}; {CACHE_ADVICE}") from None
+    if key in _entry_locks:
+        return
     try:
-        fcntl.flock(_entry_locks[key], fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _lock_exclusively(entry: Path, what: str) -> None:
-    fd = _entry_locks[os.getpid(), entry]
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    acquire_lock(fd, _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
+        entry.mkdir(parents=True, exist_ok=True)
+        _entry_locks[key] = os.open(entry / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"{entry}: cannot be written: {error.strerror}; {CACHE_ADVICE}") from None
+    fcntl.flock(_entry_locks[key], fcntl.LOCK_SH)
 
 
 def _evict(directory: Path, needed: int, what: str) -> None:
