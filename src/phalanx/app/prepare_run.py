@@ -308,14 +308,12 @@ def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: boo
 
 def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
     """Describe the sources that have fewer samples than a step takes of them."""
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    total = sum(source.weight for source in sources)
-    shares = [recipe.batch.global_size * source.weight / total for source in sources]
+    shares = [recipe.batch.global_size * share for share in data.mixture.peak_shares()]
     return [
         f"data.source.{number}: has {format_plural(num_samples, 'training sample')}, and a step takes about "
         f"{share:.0f} of it: they repeat within each step"
-        for number, (num_samples, share) in enumerate(zip(data.num_train_samples_by_source, shares, strict=True))
-        if len(sources) > 1 and num_samples < math.floor(share)
+        for number, (num_samples, share) in enumerate(zip(data.mixture.num_samples, shares, strict=True))
+        if len(shares) > 1 and num_samples < math.floor(share)
     ]
 
 
@@ -327,8 +325,7 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
         text += f", {format_percent(data.padding_fraction)} of their positions padding"
     if data.num_cut_documents:
         text += f", {format_plural(data.num_cut_documents, 'document')} cut"
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    if skipped := sum(count_skipped(Path(source.prepared)) for source in sources if source.prepared):
+    if skipped := sum(count_skipped(Path(source.prepared)) for source in recipe.data.sources if source.prepared):
         text += f", {format_plural(skipped, 'bad row')} skipped"
     if recipe.evaluation.every is None:
         return text
