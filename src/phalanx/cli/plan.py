@@ -19,6 +19,7 @@ from phalanx.formatting import (
     format_rate,
     format_significant,
 )
+from phalanx.run.mixture import format_epochs
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
         f"memory     {best.peak_bytes / BYTES_PER_GIB:.1f} of {memory_gib:g} GiB a device",
         f"run        {run_plan.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} "
         "device-hours",
+        *([f"epochs     {format_epochs(run_plan.epochs)}"] if run_plan.epochs else []),
     ]
     if (energy := run_plan.energy) is not None:
         kwh = f"{energy.site_kwh:,.0f}" if energy.site_kwh >= 1_000 else format_significant(energy.site_kwh)
@@ -220,6 +222,7 @@ def to_json(run_plan: "RunPlan", top: int, out: Path) -> dict[str, Any]:
         "carbon_kg": _predict_carbon_kg(run_plan),
         "checkpoint_plan": None if checkpoints is None else asdict(checkpoints),
         "scaling": [{"num_devices": world, "units_per_s": speed} for world, speed in run_plan.scaling],
+        "epochs": run_plan.epochs,
         "changes": list_chosen_keys(run_plan),
         "recipe": str(out),
     }

@@ -1,7 +1,10 @@
 """How often a run passes through each of its sources, by a given step: a forecast, or what was done."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from phalanx.formatting import format_significant
 
 MIXTURE_KEY = "mixture"
 """Key of plan.json."""
@@ -45,8 +48,7 @@ class SourceMixture:
         ]
 
 
-def format_epochs(epochs: list[float]) -> str:
+def format_epochs(epochs: Sequence[float]) -> str:
     """Format the epochs of each source: `1.25`, or `1.25 of source 0, 0.5 of source 1`."""
-    if len(epochs) == 1:
-        return f"{epochs[0]:.3g}"
-    return ", ".join(f"{count:.3g} of source {number}" for number, count in enumerate(epochs))
+    counts = [format_significant(count) for count in epochs]
+    return counts[0] if len(counts) == 1 else ", ".join(f"{count} of source {n}" for n, count in enumerate(counts))
