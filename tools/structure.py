@@ -30,7 +30,7 @@ BUDGETS = {
     "src/phalanx/models": 1_150,
     "src/phalanx/observe": 4_250,
     "src/phalanx/planner": 4_400,
-    "src/phalanx/recipe": 2_650,
+    "src/phalanx/recipe": 2_710,
     "src/phalanx/run": 3_350,
     "src/phalanx/serve": 2_000,
     "src/phalanx/storage": 1_750,
