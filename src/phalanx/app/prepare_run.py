@@ -315,7 +315,8 @@ def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: boo
 
 def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
     """Describe the sources that have fewer samples than a step takes of them."""
-    shares = [recipe.batch.global_size * share for share in data.mixture.peak_shares()]
+    weights = data.mixture.average_weights()
+    shares = [recipe.batch.global_size * weight / sum(weights) for weight in weights]
     return [
         f"data.source.{number}: has {format_plural(num_samples, 'training sample')}, and a step takes about "
         f"{share:.0f} of it: they repeat within each step"

@@ -206,7 +206,9 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Folders of pictures, and keys that only other sources have."""
     several_given = isinstance(recipe.data.source, list)
-    sources = {f"data.source.{number}" if several_given else "data.source": each for number, each in _listed(recipe)}
+    sources = {
+        f"data.source.{n}" if several_given else "data.source": each for n, each in enumerate(recipe.data.sources)
+    }
     if recipe.evaluation.source is not None:
         sources["evaluation.source"] = recipe.evaluation.source
     for key, source in sources.items():
@@ -218,7 +220,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 and source.kind not in kinds
             ):
                 yield f"{key}.{name}", f"is for {', '.join(kinds)}, and the source is {source.kind}: leave it out"
-    if all(source.has_images for _, source in _listed(recipe)):
+    if all(source.has_images for source in recipe.data.sources):
         for name in OF_TEXT:
             if getattr(recipe.data, name) != getattr(DataConfig(), name):
                 yield f"data.{name}", "is for text, and the source has images: leave it out"
@@ -256,10 +258,6 @@ def _mixture(data: DataConfig) -> Iterator[tuple[str, str]]:
     for number, weights_of_source in enumerate(zip(*stages.values(), strict=False)):
         if not without_weight and not any(weights_of_source):
             yield f"data.source.{number}.weight", "is 0 in all steps: leave the source out, or give it a weight"
-
-
-def _listed(recipe: Recipe) -> Iterator[tuple[int, DataSource]]:
-    yield from enumerate(recipe.data.sources)
 
 
 def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -34,11 +34,6 @@ class SourceMixture:
                 epochs[number] += samples * weight / sum(stage.weights) / size
         return epochs
 
-    def peak_shares(self) -> list[float]:
-        """Return the highest share that each source ever has of a step."""
-        shares = [[weight / sum(stage.weights) for weight in stage.weights] for stage in self.stages]
-        return [max(column) for column in zip(*shares, strict=True)]
-
     def average_weights(self) -> list[float]:
         """Return the mean weight of each source over the stages, on the scale of the first stage."""
         total = sum(self.stages[0].weights)

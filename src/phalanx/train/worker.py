@@ -207,8 +207,7 @@ def _describe_image_inputs(process: WorkerProcess, recipe: ResolvedRecipe, data:
 def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> ResolvedRecipe:
     """The recipe with data that this node has: what the leading node prepared into its cache is prepared here as well
     where the nodes do not share it."""
-    all_sources = list_sources(recipe.data, recipe.evaluation)
-    prepared = [source.prepared for source in all_sources if source.prepared is not None]
+    prepared = [each.prepared for each in list_sources(recipe.data, recipe.evaluation) if each.prepared is not None]
     is_here = all(is_url(location) or is_dataset(folder / location) for location in prepared)
     if is_here and recipe.data.prepare == "first":
         return recipe
