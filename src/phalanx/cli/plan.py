@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.options import JsonOption, OverridesArgument, RecipeArgument
+from phalanx.cli.options import JsonOption, OverridesArgument, RecipeArgument, name_output
 from phalanx.errors import UsageError
 from phalanx.formatting import (
     BYTES_PER_GIB,
@@ -20,6 +20,7 @@ from phalanx.formatting import (
     format_significant,
 )
 from phalanx.run.mixture import format_epochs
+from phalanx.storage.url import is_url
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def plan(
     """
     if in_place and out is not None:
         raise UsageError(f"--in-place, --out {out}: give one of the two")
-    out = recipe if in_place else out or recipe.with_name(f"{recipe.stem}.planned.yaml")
+    if in_place and is_url(recipe):
+        raise UsageError(f"--in-place: {recipe} is not a file; give --out FILE")
+    out = Path(recipe) if in_place else out or name_output(recipe, "planned")
     gc.disable()  # nearly all objects that imports create stay
     try:
         from phalanx.app.plan import plan_recipe_file

@@ -68,6 +68,15 @@ def test_epochs_of_prepared_sources_are_predicted(folder: Path, capsys: pytest.C
     assert "\nepochs     76.8 of source 0, 12.8 of source 1\n" in capsys.readouterr().out
 
 
+def test_the_plan_of_a_recipe_at_a_url_is_written_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bucket").mkdir()
+    url = f"file://{(folder / 'recipe.yaml').rename(folder / 'bucket/recipe.yaml')}"
+    assert main.main(["plan", url, BATCH, *HERE]) == 0
+    assert (folder / "recipe.planned.yaml").is_file()
+    assert main.main(["plan", url, BATCH, *HERE, "--in-place"]) == 64
+    assert f"--in-place: {url} is not a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("device", "cluster"), [("cuda", "h100"), ("cuda", "mi300x:8"), ("cpu", "cpu"), ("auto", "cpu")]
 )
