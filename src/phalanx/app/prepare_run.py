@@ -53,18 +53,7 @@ from phalanx.recipe.checks import check_task
 from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.devices import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
-from phalanx.recipe.schema import Parallelism
-from phalanx.run import Event, Run
-from phalanx.run.cache import check_cache_writable
-from phalanx.run.code_trust import record_trust
-from phalanx.run.companions import GENERATION_CONFIG_FILE, IMAGE_PROCESSOR_FILES, keep_companions, read_contained
-from phalanx.run.directory import check_run_path, write_atomic, write_json
-from phalanx.run.event_types import RecipeResolved, RunWarning
-from phalanx.run.fields import to_json
-from phalanx.run.lock import lock_run
-from phalanx.run.mixture import MIXTURE_KEY, format_epochs
-from phalanx.safe_files import read_bytes
-from phalanx.storage.named import (
+from phalanx.recipe.locations import (
     describe_version,
     huggingface_directory,
     localize_named,
@@ -72,8 +61,19 @@ from phalanx.storage.named import (
     name_recipe_key,
     pin_location,
 )
+from phalanx.recipe.schema import Parallelism
+from phalanx.run import Event, Run
+from phalanx.run.cache import check_cache_writable
+from phalanx.run.companions import GENERATION_CONFIG_FILE, IMAGE_PROCESSOR_FILES, keep_companions, read_contained
+from phalanx.run.directory import check_run_path, write_atomic, write_json
+from phalanx.run.event_types import RecipeResolved, RunWarning
+from phalanx.run.fields import to_json
+from phalanx.run.lock import lock_run
+from phalanx.run.mixture import MIXTURE_KEY, format_epochs
+from phalanx.safe_files import read_bytes
 from phalanx.storage.store import check_writable
 from phalanx.storage.url import is_url, parse_url
+from phalanx.train.code_trust import record_trust
 from phalanx.train.lr_schedule import peak_learning_rate
 
 FINGERPRINT_KEY, TOKENIZER_KEY, DATA_SUMMARY_KEY = "data_fingerprint", "tokenizer", "data_summary"

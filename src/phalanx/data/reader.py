@@ -36,8 +36,8 @@ from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
 from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
+from phalanx.recipe.locations import name_recipe_key
 from phalanx.run.mixture import MixtureStage, SourceMixture
-from phalanx.storage.named import name_recipe_key
 from phalanx.storage.url import is_url
 
 Batch = dict[str, npt.NDArray[Any]]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.errors import RecipeError, UsageError
+from phalanx.recipe.locations import name_recipe_key
 from phalanx.storage.cache import find_objects
 from phalanx.storage.hub import download_snapshot
-from phalanx.storage.named import name_recipe_key
 from phalanx.storage.store import ObjectInfo, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
