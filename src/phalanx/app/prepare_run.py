@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from phalanx.app.check_storage import check_free_space, check_upload
 from phalanx.app.elastic_world import FULL_DIVISION_KEY, restore_full_division
 from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
 from phalanx.app.trackers import check_trackers
@@ -67,11 +68,9 @@ from phalanx.storage.named import (
     huggingface_directory,
     localize_named,
     localize_tokenizer,
-    name_recipe_key,
     pin_location,
 )
-from phalanx.storage.store import check_writable
-from phalanx.storage.url import is_url, parse_url
+from phalanx.storage.url import is_url
 from phalanx.train.lr_schedule import peak_learning_rate
 
 FINGERPRINT_KEY, TOKENIZER_KEY, DATA_SUMMARY_KEY = "data_fingerprint", "tokenizer", "data_summary"
@@ -161,6 +160,7 @@ def prepare_run(
             if begins and ready.recipe.init_from is not None:
                 kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
+            check_free_space(run, ready.recipe, ready.plan)
             duration_s = time.perf_counter() - start_time
             resolved = RecipeResolved(duration_s=duration_s, trace_s=times.trace_s, trials_s=times.trials_s)
             return replace(ready, resolved=resolved)
@@ -194,9 +194,7 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     check_workers(machine, world, nodes)
     check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
     check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
-    if (upload := loaded.recipe.checkpoint.upload) is not None:
-        with name_recipe_key("checkpoint.upload.to"):
-            check_writable(parse_url(upload.to))
+    check_upload(loaded.recipe)
     with loaded.locate_errors():
         find_origins(loaded.recipe, loaded.recipe_dir, begins)
     return machine, world

@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass, replace
 
 from phalanx.cluster.spec import Cluster, Reliability, StorageSpec
+from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import StepBreakdown
+from phalanx.recipe import Recipe
 
 _MAX_EXPONENT = 700.0  # e to this still fits a float
 SECONDS_PER_DAY = 86_400.0
@@ -44,6 +46,13 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12.0
 """Bytes of a checkpoint for each parameter: weight and two moments in fp32."""
 DEFAULT_RESTART_S = 120.0
 """Seconds from a failure to the next step, if the cluster file has no value: detection, start, loading."""
+
+
+def checkpoint_bytes_of(recipe: Recipe, trainable_parameters: int, frozen_parameters: int = 0) -> int:
+    """Bytes of a checkpoint: all weights in fp32, and the optimizer's state of those that are trained."""
+    optimizer = recipe.optimizer
+    state = optimizer_state_of(optimizer.name, optimizer.state_dtype, optimizer.offload, optimizer.momentum)
+    return round((4 + state.bytes_per_parameter) * trainable_parameters + 4 * frozen_parameters)
 
 
 @dataclass(frozen=True)
