@@ -10,16 +10,14 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.calibrate import show_progress
+from phalanx.cli.calibrate import find_locations, show_progress
 from phalanx.cli.options import JsonOption
 from phalanx.cluster.health import CheckContext, HealthFinding, HealthVerdict
 from phalanx.cluster.health.compare_nodes import compare_nodes
 from phalanx.cluster.health.runner import NodeHealthReport, choose_checks, parse_report
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_duration
-from phalanx.recipe import load_recipe
 from phalanx.run.cache import cache_root
-from phalanx.storage.locations import list_locations
 from phalanx.storage.url import is_url
 from phalanx.text_table import Column, format_table
 
@@ -59,10 +57,8 @@ def doctor(
         raise UsageError(f"{words[0]}: reports need --compare; without it `phalanx doctor` checks this machine")
     context = CheckContext(Path(run or "").absolute(), expected_devices=expect_gpus)
     if words:
-        loaded = load_recipe(Path(words[0]), words[1:])
-        run = run or str(Path("runs") / loaded.recipe.name)
+        run, locations = find_locations(words, run)
         run_dir = cache_root() if is_url(run) else Path(run).absolute()  # of a run at a URL the scratch is there
-        locations = list_locations(loaded.recipe, loaded.recipe_dir, run)
         context = replace(context, run_dir=run_dir, locations=tuple(locations))
     found = check_this_machine(context, quick, only or [], skip or [])
     if as_json:

@@ -135,6 +135,17 @@ class StorageSpec(StrictModel):
     node_write_gbps: Figure | None = None
 
 
+class LocationSpeed(StrictModel):
+    """Speed of a path or URL, as one node measured it. `latencies_s`: median and 99th percentile, of `fsync` and
+    `rename` of a small file, of `PUT` and `GET` of a small object. `files_per_s` are created, listed and deleted."""
+
+    location: str
+    read_gbps: Figure | None = None
+    write_gbps: Figure | None = None
+    files_per_s: Figure | None = None
+    latencies_s: dict[str, tuple[Measure, Measure]] = Field(default_factory=dict)
+
+
 class Prices(StrictModel):
     """Prices in one currency."""
 
@@ -213,6 +224,8 @@ class Measurements(StrictModel):
     launch_us: Figure | None = None
     collectives: list[CollectiveTiming] = Field(default_factory=list)
     storage: StorageSpec | None = None
+    locations: list[LocationSpeed] = Field(default_factory=list)
+    """What a recipe names."""
     odd: list[str] = Field(default_factory=list)
     """Anomalies, a sentence each."""
 

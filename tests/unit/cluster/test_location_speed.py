@@ -10,10 +10,11 @@ import pytest
 
 from http_objects import serve_objects
 from phalanx.cluster.calibration import location_speed
-from phalanx.cluster.calibration.location_speed import PART_BYTES, LocationSpeed, describe_speed, measure_location
+from phalanx.cluster.calibration.location_speed import PART_BYTES, describe_speed, measure_location
 from phalanx.cluster.health import CheckContext, HealthFinding, HealthVerdict
 from phalanx.cluster.health.checks.storage import check_storage
 from phalanx.cluster.health.runner import HEALTH_CHECKS, HealthCheck, run_storage_check
+from phalanx.cluster.spec import LocationSpeed
 from phalanx.storage.locations import StorageLocation
 
 PROBE_NAME = ".probe-of-a-test"
@@ -132,5 +133,7 @@ def test_a_context_arrives_as_it_was_sent(tmp_path: Path) -> None:
 
 
 def test_a_line_says_what_was_measured() -> None:
-    speed = LocationSpeed("s3://b", write_gbps=0.12, read_gbps=0.5, files_per_s=81, latencies_s={"PUT": (0.012, 0.09)})
+    speed = LocationSpeed(
+        location="s3://b", write_gbps=0.12, read_gbps=0.5, files_per_s=81, latencies_s={"PUT": (0.012, 0.09)}
+    )
     assert describe_speed(speed) == "write 120 MB/s, read 500 MB/s, 81 objects/s, PUT 12.0 ms (p99 90.0 ms)"

@@ -5,13 +5,14 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.cluster.calibration.storage import ClockFn, measure_storage
+from phalanx.cluster.spec import LocationSpeed
 from phalanx.formatting import format_bytes, format_count, format_duration
 from phalanx.storage.cache import find_objects
 from phalanx.storage.locations import StorageLocation
@@ -26,18 +27,6 @@ MAX_REPEATS, MAX_LISTED = 100, 1000
 ItemT = TypeVar("ItemT")
 
 
-@dataclass(frozen=True)
-class LocationSpeed:
-    """Speed of a path or URL, as one node measured it. `latencies_s`: median and 99th percentile, of `fsync` and
-    `rename` of a small file, of `PUT` and `GET` of a small object. `files_per_s` are created, listed and deleted."""
-
-    location: str
-    read_gbps: float | None = None
-    write_gbps: float | None = None
-    files_per_s: float | None = None
-    latencies_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-
 def measure_location(place: StorageLocation, probe_name: str, clock: ClockFn = time.perf_counter) -> LocationSpeed:
     """Measure a location: one that a run writes with files or objects below `probe_name`, which are removed again; one
     that it reads by what is there. Raises OSError or PhalanxError where that cannot be done."""
@@ -46,7 +35,7 @@ def measure_location(place: StorageLocation, probe_name: str, clock: ClockFn = t
         if is_path:
             os.stat(place.location)  # raises
         figures = _read_objects(open_store(url), find_objects(url, max_count=MAX_LISTED), clock)
-        return LocationSpeed(place.location, **figures)
+        return LocationSpeed(location=place.location, **figures)
     probe = _probe_url(url, probe_name)
     if is_path:
         os.mkdir(f"/{probe.key}", 0o700)

@@ -1,6 +1,5 @@
 """Check of the paths and URLs that a recipe names: each can be read or written, and how fast."""
 
-from dataclasses import asdict
 from typing import Any
 
 from phalanx.cluster.calibration.location_speed import describe_speed, measure_location, remove_probe
@@ -20,7 +19,7 @@ def check_storage(context: CheckContext) -> list[HealthFinding]:
             reason = reason.replace(f"/{context.probe_name}", "")
         else:
             verdict = HealthVerdict.PASS if speed.latencies_s else HealthVerdict.UNKNOWN
-            reason, figures = f"{place.location}: {describe_speed(speed)}", asdict(speed)
+            reason, figures = f"{place.location}: {describe_speed(speed)}", speed.model_dump()
             for name, (median_s, p99_s) in figures.pop("latencies_s").items():
                 figures |= {f"{name}_median_s": median_s, f"{name}_p99_s": p99_s}
         findings.append(HealthFinding(f"storage/{place.key}", verdict, reason, figures))
