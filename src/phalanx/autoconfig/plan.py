@@ -16,6 +16,8 @@ from phalanx.autoconfig.model_profile import profile_model
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
 from phalanx.data.cache import expect_data_info
+from phalanx.data.dataset_files import open_dataset_files
+from phalanx.data.manifest import narrowest_token_dtype, read_manifest
 from phalanx.data.reader import DataInfo
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
@@ -29,11 +31,13 @@ from phalanx.planner.scenario import Scenario, transport_of
 from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, predict_step_time
-from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
+from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, checkpoint_bytes_of, plan_checkpoints
+from phalanx.planner.storage_demand import StorageDemand, StoredData, predict_storage_demand
 from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.overrides import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
+from phalanx.storage.url import is_url
 
 USABLE_MEMORY_FRACTION = 0.95
 """Usable fraction of a device's memory: the rest covers errors of the prediction."""
@@ -189,6 +193,7 @@ class RunPlan:
     cost: RunCost
     energy: RunEnergy | None
     checkpoint_plan: CheckpointPlan | None
+    storage_demand: StorageDemand
     scaling: tuple[tuple[int, float], ...]
     """Devices, and units a second on that many with the same parallelism for each replica."""
 
@@ -226,7 +231,8 @@ def plan_run(
     found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
         raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
-    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, _sample_bytes(facts))
+    data = _find_stored_data(recipe)
+    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, _sample_bytes(facts), data)
 
 
 def _load_local_cluster(device: str) -> Cluster:
@@ -267,8 +273,18 @@ def _device_load(parts: StepBreakdown) -> float:
 
 
 def _sample_bytes(facts: DataInfo) -> float:
-    """Bytes of a sample as it lies in storage: tokens of 32 bits, pixels of 8."""
-    return 4.0 * facts.seq_len if facts.seq_len else float(math.prod(facts.image_shape or ()))
+    """Bytes of a sample as it lies in storage."""
+    if not facts.seq_len:
+        return float(math.prod(facts.image_shape or ()))
+    return float(narrowest_token_dtype(facts.vocab_size or 0).itemsize * facts.seq_len)
+
+
+def _find_stored_data(recipe: Recipe) -> StoredData | None:
+    """The prepared dataset that the recipe's first source names by URL."""
+    source = recipe.data.source[0] if isinstance(recipe.data.source, list) else recipe.data.source
+    if source.prepared is None or not is_url(source.prepared):
+        return None
+    return StoredData(source.prepared, read_manifest(open_dataset_files(source.prepared).directory).bytes)
 
 
 def _build_plan(
@@ -279,6 +295,7 @@ def _build_plan(
     found: SearchResult,
     rates: DeviceCosts,
     sample_bytes: float,
+    data: StoredData | None,
 ) -> RunPlan:
     nodes = -(-num_devices // cluster.node.count)
     checkpoint_plan = plan_checkpoints(cluster, nodes, profile.num_parameters, found.candidates[0].step_s)
@@ -301,6 +318,9 @@ def _build_plan(
             "storage of the cluster, or use fewer --num-gpus"
         )
     wall_s = recipe.steps * best.step_s / productive
+    num_frozen = sum(segment.repeats * segment.weights.frozen_count for segment in profile.segments)
+    checkpoint_bytes = checkpoint_bytes_of(recipe, profile.num_parameters - num_frozen, num_frozen)
+    demand = predict_storage_demand(recipe, cluster, num_devices, checkpoint_bytes, read_bytes / best.step_s, data)
     energy = predict_run_energy(cluster, wall_s, nodes, _device_load(best.breakdown))
     cost = estimate_run_cost(wall_s, num_devices, cluster.prices, energy)
     return RunPlan(
@@ -320,6 +340,7 @@ def _build_plan(
         cost=cost,
         energy=energy,
         checkpoint_plan=checkpoint_plan,
+        storage_demand=demand,
         scaling=_predict_scaling(best.scenario, rates),
     )
 
