@@ -276,14 +276,14 @@ def resolve_run(
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
         plan.pop(FULL_DIVISION_KEY, None)
         plan = check_same_data(run, plan, opened.fingerprint, request.force)
-        plan = {**plan, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
+        plan = {**plan, **describe_data_read(opened, recipe)}
         if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
             check_same_image_processor(run, recipe, folder)
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(pin_origins(prepared), world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
-    plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
+    plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, **describe_data_read(opened, recipe)}
     notes += describe_short_sources(opened, recipe)
     notes += describe_batch_scaling(given, recipe, peak_learning_rate(recipe))
     notes += describe_other_load(given, cluster)
@@ -315,6 +315,11 @@ def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
         for number, (num_samples, share) in enumerate(zip(data.num_train_samples_by_source, shares, strict=True))
         if len(sources) > 1 and num_samples < math.floor(share)
     ]
+
+
+def describe_data_read(data: RunData, recipe: Recipe) -> dict[str, Any]:
+    """Return what plan.json says of the data that are read."""
+    return {DATA_SUMMARY_KEY: describe_data(data, recipe), "bytes_per_sample": data.info.bytes_per_sample}
 
 
 def describe_data(data: RunData, recipe: Recipe) -> str:

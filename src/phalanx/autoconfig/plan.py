@@ -17,8 +17,7 @@ from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
 from phalanx.data.cache import expect_data_info
 from phalanx.data.dataset_files import open_dataset_files
-from phalanx.data.manifest import narrowest_token_dtype, read_manifest
-from phalanx.data.reader import DataInfo
+from phalanx.data.manifest import read_manifest
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts, device_costs_for_stack, phalanx_stack
@@ -232,7 +231,7 @@ def plan_run(
     if not found.candidates:
         raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
     data = _find_stored_data(recipe)
-    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, _sample_bytes(facts), data)
+    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, facts.bytes_per_sample, data)
 
 
 def _load_local_cluster(device: str) -> Cluster:
@@ -272,13 +271,6 @@ def _device_load(parts: StepBreakdown) -> float:
     return min(1.0, 0.3 + 0.7 * parts.gemm / parts.total)
 
 
-def _sample_bytes(facts: DataInfo) -> float:
-    """Bytes of a sample as it lies in storage."""
-    if not facts.seq_len:
-        return float(math.prod(facts.image_shape or ()))
-    return float(narrowest_token_dtype(facts.vocab_size or 0).itemsize * facts.seq_len)
-
-
 def _find_stored_data(recipe: Recipe) -> StoredData | None:
     """The prepared dataset that the recipe's first source names by URL."""
     source = recipe.data.source[0] if isinstance(recipe.data.source, list) else recipe.data.source
@@ -294,7 +286,7 @@ def _build_plan(
     profile: ModelProfile,
     found: SearchResult,
     rates: DeviceCosts,
-    sample_bytes: float,
+    sample_bytes: int,
     data: StoredData | None,
 ) -> RunPlan:
     nodes = -(-num_devices // cluster.node.count)

@@ -10,7 +10,7 @@ from phalanx.recipe import Recipe
 from phalanx.storage.store import RANGE_BYTES
 from phalanx.storage.stored_checkpoints import BLOCK_BYTES
 
-REQUESTS_PER_RANK, REQUESTS_PER_COMMIT = 2, 5
+REQUESTS_PER_RANK, REQUESTS_PER_COMMIT = 2, 4
 """Requests of a save besides its blocks: of each rank, and once."""
 
 

@@ -56,7 +56,7 @@ def test_data_rate_and_saving_are_printed_with_the_requests_to_a_store(capsys: p
     assert data.endswith("/s; storage not measured")
     assert saving.startswith("saving     9.45 MB: memory ")
     assert saving.endswith("disk not measured, store not measured")
-    assert store == "store      s3://team/run: 3,077 requests a save, 0.0154 USD"
+    assert store == "store      s3://team/run: 3,076 requests a save, 0.0154 USD"
 
 
 def test_the_planned_recipe_is_written_beside_it_with_the_layout(

@@ -52,7 +52,7 @@ def test_data_come_from_the_storage_of_the_cluster_or_from_their_url() -> None:
 def test_an_upload_takes_a_request_a_block_and_some_a_rank() -> None:
     upload = demand(upload={"to": "s3://team/run"}).upload
     assert upload is not None
-    assert upload.num_requests == -(-16 * 10**9 // (16 << 20)) + 2 * 32 + 5
+    assert upload.num_requests == -(-16 * 10**9 // (16 << 20)) + 2 * 32 + 4
     assert upload.usd == pytest.approx(upload.num_requests * 0.005 / 1000)
 
 
