@@ -109,12 +109,13 @@ def _downloading(lock: Path, what: str) -> Iterator[None]:
         yield
 
 
-def find_objects(url: StoreUrl, patterns: Sequence[str] = ()) -> list[ObjectInfo]:
-    """The objects of a URL: the one with its key, or those below it. Raises UsageError if there are none."""
+def find_objects(url: StoreUrl, patterns: Sequence[str] = (), max_count: int | None = None) -> list[ObjectInfo]:
+    """The objects of a URL: the one with its key, or those below it; at least `max_count` if there are more. Raises
+    UsageError if there are none."""
     store = open_store(url)
     if url.scheme in ("http", "https"):  # servers of files do not list them
         return [store.head(url.key)]
-    objects = store.list_objects(url.key)
+    objects = store.list_objects(url.key, max_count)
     start = len(url.key) + 1 if url.key else 0
     if patterns:
         objects = [

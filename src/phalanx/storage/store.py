@@ -104,12 +104,17 @@ class Store:
 
         return _info(self._call(key, lambda client: obstore.head(client, key)))
 
-    def list_objects(self, prefix: str) -> list[ObjectInfo]:
-        """Every object below `prefix/`, or the object `prefix` itself; in the order of keys. Empty if there is none."""
+    def list_objects(self, prefix: str, max_count: int | None = None) -> list[ObjectInfo]:
+        """Every object below `prefix/`, or the object `prefix` itself; in the order of keys. Empty if there is none.
+        With `max_count` no more are asked for once there are as many."""
         import obstore
 
         def fetch(client: "obstore.store.ObjectStore") -> list[Any]:
-            found = [each for chunk in obstore.list(client, prefix or None) for each in chunk]
+            found: list[Any] = []
+            for chunk in obstore.list(client, prefix or None):
+                found += chunk
+                if max_count is not None and len(found) >= max_count:
+                    break
             if not found and prefix:
                 with contextlib.suppress(FileNotFoundError):
                     found = [obstore.head(client, prefix)]

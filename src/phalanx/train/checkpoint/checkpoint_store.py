@@ -24,7 +24,13 @@ import xxhash
 from phalanx.errors import PhalanxError
 from phalanx.storage.errors import NotFound, StoreUnavailable
 from phalanx.storage.store import open_store
-from phalanx.storage.stored_checkpoints import BLOCKS_NAME, CHECKPOINTS_NAME, is_stored_whole, list_stored_steps
+from phalanx.storage.stored_checkpoints import (
+    BLOCK_BYTES,
+    BLOCKS_NAME,
+    CHECKPOINTS_NAME,
+    is_stored_whole,
+    list_stored_steps,
+)
 from phalanx.storage.url import StoreUrl, parse_url
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
@@ -38,8 +44,6 @@ from phalanx.train.checkpoint.format import (
 from phalanx.train.checkpoint.save import lower_thread_priority
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
 
-BLOCK_BYTES = 16 << 20
-"""Bytes of a block, except the last of a file."""
 PARALLEL_BLOCKS = 8
 """Blocks that a rank writes or reads at once; with BLOCK_BYTES they bound its memory."""
 ReadFn = Callable[[int, int], memoryview]
