@@ -27,6 +27,7 @@ from phalanx.jobs.agent.node_group import (
     interface_variables,
     make_heartbeat_message,
     make_hello,
+    measure_pause,
 )
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run import Run
@@ -251,7 +252,7 @@ class NodeAgent:
         """Handle messages of the leader until it reports the end of the run. Returns the exit code, or None when the
         leader is gone. Raises `_ForkServerGone` when the fork server is."""
         network_variables = interface_variables(connection.sock.getsockname()[0], self.environment)
-        last_received = self.clock()
+        last_received = last_look_at = self.clock()
         leave: Leave | None = None
 
         def read_leader() -> None:
@@ -267,7 +268,10 @@ class NodeAgent:
                 self._handle_message(message, local_node, network_variables)
 
         def send_heartbeats() -> None:
+            nonlocal last_received, last_look_at
             now = self.clock()
+            last_received = min(now, last_received + measure_pause(last_look_at, now))
+            last_look_at = now
             connection.send(make_heartbeat_message(local_node, self._ranks, now))
             loop.set_timer(send_heartbeats, now + HEARTBEAT_INTERVAL_S)
             if is_lost():

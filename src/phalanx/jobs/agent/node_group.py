@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import socket
@@ -57,6 +58,8 @@ COMPARED_FIELDS = {
     "processor": "machine",
 }
 """Fields of NodeIdentity that must be equal on all nodes, by their name for users."""
+MAX_LOOK_INTERVAL_S = 3.0
+"""Seconds between two looks for messages, which are made once a second; above that it is a pause."""
 NODE_TIMEOUT_S = 10.0
 """Seconds without a heartbeat after which an agent, its machine, or the network to it counts as lost."""
 
@@ -209,6 +212,7 @@ class NodeGroup:
         """Other nodes that are unfit, by index, with the reason."""
         self.is_supervised = False
         """Whether the agent handles joins and departures. Before that a thread does, and prints departures at once."""
+        self._last_look_at = math.inf  # for silent nodes
         self._departures: list[NodeDeparture] = []
         self._num_reported = 0
         self._accept_lock = threading.Lock()
@@ -346,7 +350,12 @@ class NodeGroup:
         self.remove_node(node)
 
     def find_timed_out(self, now: float) -> list[RemoteNode]:
-        """Return nodes without a message for `NODE_TIMEOUT_S`."""
+        """Return nodes without a message for `NODE_TIMEOUT_S`. Call once a second: a pause of this process does not
+        count as silence of the nodes."""
+        pause_s = measure_pause(self._last_look_at, now)
+        self._last_look_at = now
+        for node in self.remote_nodes.values() if pause_s else ():
+            node.last_message_at = min(now, node.last_message_at + pause_s)
         return [node for node in self.remote_nodes.values() if now - node.last_message_at > NODE_TIMEOUT_S]
 
     def _send_pings(self) -> None:
@@ -362,6 +371,12 @@ class NodeGroup:
             for node in list(self.remote_nodes.values()):
                 with contextlib.suppress(ConnectionError):  # noticed when the connection is read
                     node.send(Ping())
+
+
+def measure_pause(last_look_at: float, now: float) -> float:
+    """Return the seconds since the last look for messages if they are too many: this process or its machine was paused,
+    as a virtual machine is that moves, and could not have received any."""
+    return now - last_look_at if now - last_look_at > MAX_LOOK_INTERVAL_S else 0.0
 
 
 def make_hello(node_rank: int, num_nodes: int) -> Hello:

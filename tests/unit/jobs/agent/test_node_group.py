@@ -260,6 +260,16 @@ def test_a_node_without_a_sign_for_too_long_is_found(crew: NodeGroup) -> None:
     wire.close()
 
 
+def test_a_pause_of_the_leader_is_no_silence_of_the_nodes(crew: NodeGroup) -> None:
+    wire = come(crew, 1)
+    ((node, _),) = crew.accept_joins()
+    start = node.last_message_at
+    assert crew.find_timed_out(start + 1) == []
+    looks = [(second, bool(crew.find_timed_out(start + second))) for second in range(40, 55)]
+    assert [second for second, is_lost in looks if is_lost] == [50, 51, 52, 53, 54]
+    wire.close()
+
+
 def test_signs_of_far_workers_are_told_by_the_clock_of_this_machine() -> None:
     near, far = socket.socketpair()
     node = RemoteNode(
