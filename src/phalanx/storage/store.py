@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from phalanx.storage.errors import (
 from phalanx.storage.url import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    import obstore.store
+    from obstore.store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ class StoreCounters:
 
     requests: int = 0
     bytes_read: int = 0
-    bytes_written: int = 0
     retries: Counter[str] = field(default_factory=Counter)
 
 
@@ -79,7 +78,7 @@ class Store:
     def __init__(
         self,
         url: StoreUrl,
-        make_client: Callable[[StoreUrl], "obstore.store.ObjectStore"],
+        make_client: Callable[[StoreUrl], "ObjectStore"],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
@@ -91,46 +90,38 @@ class Store:
 
     def head(self, key: str) -> ObjectInfo:
         """Size and ETag of an object."""
-        import obstore
-
-        return _info(self._call(key, lambda client: obstore.head(client, key)))
+        return _info(self._call(key, lambda client: client.head(key)))
 
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """Every object below `prefix/`, or the object `prefix` itself; in the order of keys. Empty if there is none."""
-        import obstore
 
-        def fetch(client: "obstore.store.ObjectStore") -> list[Any]:
-            found = [each for chunk in obstore.list(client, prefix or None) for each in chunk]
+        def fetch(client: "ObjectStore") -> list[Any]:
+            found = [each for chunk in client.list(prefix or None) for each in chunk]
             if not found and prefix:
                 with contextlib.suppress(FileNotFoundError):
-                    found = [obstore.head(client, prefix)]
+                    found = [client.head(prefix)]
             return found
 
         return sorted(map(_info, self._call(prefix, fetch)))
 
     def list_names(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
         """The next parts of keys below `prefix/` that others follow, and the objects directly below it."""
-        import obstore
-
-        found = self._call(prefix, lambda client: obstore.list_with_delimiter(client, prefix or None))
+        found = self._call(prefix, lambda client: client.list_with_delimiter(prefix or None))
         names = sorted(each.rstrip("/").rpartition("/")[2] for each in found["common_prefixes"])
         return names, sorted(map(_info, found["objects"]))
 
     def read(self, key: str) -> bytes:
         """A small object as a whole."""
-        import obstore
-
-        data: bytes = self._call(key, lambda client: bytes(obstore.get(client, key).bytes()))
+        data: bytes = self._call(key, lambda client: bytes(client.get(key).bytes()))
         self.counters.bytes_read += len(data)
         return data
 
     def read_range(self, key: str, start: int, stop: int, etag: str = "") -> memoryview:
         """The bytes [start, stop) of an object; ObjectChanged if it no longer has the ETag."""
-        import obstore
 
-        def fetch(client: "obstore.store.ObjectStore") -> memoryview:
+        def fetch(client: "ObjectStore") -> memoryview:
             options: Any = {"range": (start, stop)} | ({"if_match": etag} if etag else {})
-            data = memoryview(obstore.get(client, key, options=options).bytes())
+            data = memoryview(client.get(key, options=options).bytes())
             if len(data) != stop - start:
                 raise ConnectionError(f"{len(data)} of {stop - start} bytes arrived")
             return data
@@ -160,36 +151,23 @@ class Store:
 
     def write(self, key: str, data: "bytes | memoryview", if_absent: bool = False) -> None:
         """Write an object of one request, whole or not at all. `if_absent`: ObjectExists if there is one."""
-        import obstore
-
-        def put(client: "obstore.store.ObjectStore") -> None:
-            obstore.put(client, key, data, mode="create" if if_absent else "overwrite", use_multipart=False)
-
-        self._call(key, put)
-        self.counters.bytes_written += len(data)
+        mode: Any = "create" if if_absent else "overwrite"
+        self._call(key, lambda client: client.put(key, data, mode=mode, use_multipart=False))
 
     def upload(self, key: str, path: Path) -> None:
         """Write a file as an object, in parallel parts; it is listed once it is whole."""
-        import obstore
-
-        def put(client: "obstore.store.ObjectStore") -> None:
-            size = path.stat().st_size
-            part = max(RANGE_BYTES, -(-size // 10_000))  # a store takes at most 10,000 parts
-            obstore.put(client, key, path, chunk_size=part, max_concurrency=PARALLEL_REQUESTS)
-
-        self._call(key, put)
-        self.counters.bytes_written += path.stat().st_size
+        part = max(RANGE_BYTES, -(-path.stat().st_size // 10_000))  # a store takes at most 10,000 parts
+        self._call(key, lambda client: client.put(key, path, chunk_size=part, max_concurrency=PARALLEL_REQUESTS))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; what is not there is no error."""
-        import obstore
-
         # A directory that is used as a store ends a list of deletes at the first file that is missing.
-        for some in [[key] for key in keys] if self.url.scheme == "file" else [list(keys)] if keys else []:
+        batches = [[key] for key in keys] if self.url.scheme == "file" else [list(keys)]
+        for batch in filter(None, batches):
             with contextlib.suppress(NotFound):
-                self._call(some[0], partial(obstore.delete, paths=some))
+                self._call(batch[0], methodcaller("delete", batch))
 
-    def _call(self, key: str, request: Callable[["obstore.store.ObjectStore"], ResultT]) -> ResultT:
+    def _call(self, key: str, request: Callable[["ObjectStore"], ResultT]) -> ResultT:
         """Make a request, and again with growing pauses as long as its failure may pass."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
@@ -246,12 +224,7 @@ def check_writable(url: StoreUrl) -> None:
         raise UsageError(str(error).replace(f"/{probe}", "")) from None
 
 
-def all_counters() -> Mapping[str, StoreCounters]:
-    """What this process asked of each bucket."""
-    return {str(store.url): store.counters for (pid, *_), store in _stores.items() if pid == os.getpid()}
-
-
-def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "obstore.store.ObjectStore":
+def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "ObjectStore":
     """A client with the credentials of the environment, a profile or the machine's role. Its own retries are off."""
     from obstore import store
 
