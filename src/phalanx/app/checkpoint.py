@@ -11,6 +11,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.safe_files import check_links
 from phalanx.storage.errors import NotFound
+from phalanx.storage.stored_checkpoints import split_checkpoint_url
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint import (
     CheckpointManifest,
@@ -29,7 +30,6 @@ from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.store_copy import (
     localize_checkpoint,
     remove_stored,
-    split_checkpoint_url,
     upload_checkpoint,
     verify_stored,
 )

@@ -29,7 +29,7 @@ from phalanx.std_streams import word_of
 from phalanx.storage.errors import NotFound, ObjectExists
 from phalanx.storage.lease import LeaseLostError
 from phalanx.storage.store import PARALLEL_REQUESTS, PROBE, RANGE_BYTES, ObjectInfo, check_writable, open_store
-from phalanx.storage.stored_checkpoints import find_newest_stored_step
+from phalanx.storage.stored_checkpoints import StoredSteps
 from phalanx.storage.url import parse_url
 
 RUN_OBJECT = "run.json"
@@ -139,7 +139,7 @@ class RunObjects:
         for directory in SMALL_DIRECTORIES:
             objects += self._list(directory) if directory in names else []
         self._download_small({self._name_of(each): each for each in objects})
-        has_checkpoint = find_newest_stored_step(self.url) is not None
+        has_checkpoint = next(StoredSteps(self.url).whole_steps(), None) is not None
         write_json(self.run.store, {"url": str(self.url), "has_checkpoint": has_checkpoint})
         grown = [name for name, wanted in (("events", events), ("logs", logs), ("telemetry", logs)) if wanted]
         for directory in (name for name in grown if name in names):

@@ -68,6 +68,7 @@ class StoreCounters:
 
     requests: int = 0
     bytes_read: int = 0
+    bytes_written: int = 0
     retries: Counter[str] = field(default_factory=Counter)
 
 
@@ -153,11 +154,14 @@ class Store:
         """Write an object of one request, whole or not at all. `if_absent`: ObjectExists if there is one."""
         mode: Any = "create" if if_absent else "overwrite"
         self._call(key, lambda client: client.put(key, data, mode=mode, use_multipart=False))
+        self.counters.bytes_written += len(data)
 
     def upload(self, key: str, path: Path) -> None:
         """Write a file as an object, in parallel parts; it is listed once it is whole."""
-        part = max(RANGE_BYTES, -(-path.stat().st_size // 10_000))  # a store takes at most 10,000 parts
+        size = path.stat().st_size
+        part = max(RANGE_BYTES, -(-size // 10_000))  # a store takes at most 10,000 parts
         self._call(key, lambda client: client.put(key, path, chunk_size=part, max_concurrency=PARALLEL_REQUESTS))
+        self.counters.bytes_written += size
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; what is not there is no error."""

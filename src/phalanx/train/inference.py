@@ -183,7 +183,7 @@ def _fetch_stored(run: Run, url: str, step: int | None, best: bool) -> int | Non
     """Fetch the selected checkpoint of a run at a URL, or its newest good one, into the local directory of the run.
     Return the selected step."""
     checkpoints = CheckpointStore(url)
-    whole = [each for each in checkpoints.steps() if checkpoints.is_whole(each)]
+    whole = list(checkpoints.whole_steps())
     if best:
         losses = {each: checkpoints.read(each).manifest.meta.get("best_loss") for each in whole}
         scored = [(loss, each) for each, loss in losses.items() if loss is not None]

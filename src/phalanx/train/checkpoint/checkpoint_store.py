@@ -23,15 +23,13 @@ import xxhash
 
 from phalanx.errors import PhalanxError
 from phalanx.storage.errors import NotFound, StoreUnavailable
-from phalanx.storage.store import open_store
-from phalanx.storage.stored_checkpoints import BLOCKS_NAME, CHECKPOINTS_NAME, is_stored_whole, list_stored_steps
+from phalanx.storage.stored_checkpoints import BLOCKS_NAME, StoredSteps
 from phalanx.storage.url import StoreUrl, parse_url
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
     CheckpointManifest,
     CorruptCheckpointError,
-    format_checkpoint_name,
     parse_manifest,
     rank_file_name,
 )
@@ -135,26 +133,13 @@ class WrittenBlocks(NamedTuple):
     skipped_bytes: int
 
 
-class CheckpointStore:
+class CheckpointStore(StoredSteps):
     """The checkpoints below a URL. Methods raise OSError if the store fails; a store that refuses raises UsageError
     where it is read, and OSError where it is written, because a save must not end a run."""
 
     def __init__(self, url: StoreUrl | str, block_bytes: int | None = None):
-        self.url = parse_url(url) if isinstance(url, str) else url
-        self.store = open_store(self.url)
+        super().__init__(parse_url(url) if isinstance(url, str) else url)
         self.block_bytes = block_bytes or BLOCK_BYTES
-
-    def steps(self) -> list[int]:
-        """The steps of which there is anything, newest first."""
-        return list_stored_steps(self.url)
-
-    def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint of a step has its manifest."""
-        return is_stored_whole(self.url, step)
-
-    def step_url(self, step: int) -> StoreUrl:
-        """The URL of a checkpoint."""
-        return self.url / CHECKPOINTS_NAME / format_checkpoint_name(step)
 
     def block_url(self, name: str) -> StoreUrl:
         """The URL of a block."""
@@ -187,7 +172,7 @@ class CheckpointStore:
         """The blocks that a rank need not write: those of its file in the checkpoint of `step`, and what a save that
         was cut has written since the newest manifest. Those of later checkpoints may be damaged: they were not
         resumed from."""
-        newest = next((each for each in self.steps() if self.is_whole(each)), None)
+        newest = next(self.whole_steps(), None)
         since = 0.0
         if newest is not None:
             since = self.store.head((self.step_url(newest) / MANIFEST_NAME).key).modified

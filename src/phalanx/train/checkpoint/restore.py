@@ -32,7 +32,7 @@ from phalanx.run.in_memory_checkpoint import (
     read_epochs,
     truncate_history,
 )
-from phalanx.storage.stored_checkpoints import find_newest_stored_step
+from phalanx.storage.stored_checkpoints import StoredSteps
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint import (
     CheckpointManifest,
@@ -213,7 +213,7 @@ def has_checkpoint(run: Run, config: CheckpointConfig, dist_env: DistEnv) -> boo
     seen = bool(list_checkpoints(run.checkpoints))
     if not seen and dist_env.is_rank_zero and (url := find_store_url(run, config)) is not None:
         try:
-            seen = find_newest_stored_step(parse_url(url)) is not None
+            seen = next(StoredSteps(parse_url(url)).whole_steps(), None) is not None
         except (OSError, UsageError):  # the restore says what is wrong, on every worker
             seen = True
     return any(all_gather_json(dist_env, seen))

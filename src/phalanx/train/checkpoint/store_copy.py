@@ -1,6 +1,5 @@
 """Copy, verify and remove checkpoints in a store, outside of a run."""
 
-import re
 import threading
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from phalanx.run import Run
 from phalanx.run.cache import cache_root
 from phalanx.run.lock import acquire_lock
 from phalanx.storage.cache import localize
-from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME
+from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME, split_checkpoint_url
 from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, KnownBlocks
 from phalanx.train.checkpoint.format import (
@@ -28,19 +27,12 @@ from phalanx.train.distributed.environment import DistEnv
 _LOCK_TIMEOUT_S = 86400.0
 
 
-def split_checkpoint_url(url: StoreUrl) -> tuple[StoreUrl, int | None]:
-    """The URL of the run, or prefix, that a URL names, and the step if it is that of a checkpoint."""
-    if re.fullmatch(r"step-\d{9,}", url.name) and url.parent.name == CHECKPOINTS_NAME:
-        return url.parent.parent, int(url.name.removeprefix("step-"))
-    return url, None
-
-
 def select_stored_step(url: StoreUrl, step: int | None) -> tuple[CheckpointStore, int]:
     """The store of a run's URL, and the step: as given, else that of a checkpoint's URL, else the newest. Raises
     UsageError unless this checkpoint is whole."""
     run_url, own_step = split_checkpoint_url(url)
     checkpoints, asked = CheckpointStore(run_url), own_step if step is None else step
-    whole = [each for each in checkpoints.steps() if checkpoints.is_whole(each)]
+    whole = list(checkpoints.whole_steps())
     if not whole:
         raise UsageError(f"{url}: no checkpoint here; name the URL of a run or of a checkpoint")
     if asked is not None and asked not in whole:
@@ -90,10 +82,10 @@ def upload_checkpoint(directory: Path, to: StoreUrl) -> StoreUrl:
 def remove_stored(url: StoreUrl, step: int | None = None) -> StoreUrl:
     """Remove a checkpoint from a store, and the blocks that no other one has; return its URL."""
     checkpoints, step = select_stored_step(url, step)
-    others = [each for each in checkpoints.steps() if checkpoints.is_whole(each) and each != step]
     unused = {block.name for block in checkpoints.read(step).blocks}
-    for other in others:
-        unused.difference_update(block.name for block in checkpoints.read(other).blocks)
+    for other in checkpoints.whole_steps():
+        if other != step:
+            unused.difference_update(block.name for block in checkpoints.read(other).blocks)
     checkpoints.remove([step])
     checkpoints.store.delete([checkpoints.block_url(name).key for name in sorted(unused)])
     return checkpoints.step_url(step)

@@ -201,7 +201,7 @@ class CheckpointUploads:
             return None
         manifest = read_manifest(directory)
         if self._known is None:
-            earlier = (each for each in self._checkpoints.steps() if each < step and self._checkpoints.is_whole(each))
+            earlier = (each for each in self._checkpoints.whole_steps() if each < step)
             self._known = self._checkpoints.known_blocks(next(earlier, None), rank)
         parts = [
             upload_file(self._checkpoints, directory, manifest, name, self._known, cancelled, self._pace)
