@@ -46,7 +46,7 @@ class Run:
     def __post_init__(self) -> None:
         path: Any = self.path
         if isinstance(path, str) and "://" in path:  # by name: storage is a layer above this one
-            path = import_module("phalanx.storage.run_mirror").mirror_run(path)
+            path = import_module("phalanx.storage.run_objects").mirror_run(path)
         object.__setattr__(self, "path", Path(path))
 
     @classmethod

@@ -16,8 +16,8 @@ from phalanx.run.directory import Run
 LOCK_RETRY_INTERVAL_S = 0.5
 """Seconds between two attempts to take a lock: no lock reports when it is free, except to a caller that waits for it
 without a limit."""
-
-
+DOWNLOAD_TIMEOUT_S = 86400.0
+"""Seconds to wait for another process that downloads the same."""
 WANTED_FILE = "wanted"
 """File in a run's directory while a process waits for another to end with it."""
 
@@ -69,6 +69,14 @@ def acquire_lock(fd: int, timeout_s: float, what: str = "", report: Callable[[st
             raise
         where = os.readlink(f"/proc/self/fd/{fd}")
         raise LocksUnsupportedError(f"{where}: the file system has no locks ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def lock_download(path: os.PathLike[str], what: object) -> Iterator[None]:
+    """Hold the lock of a file, which is created, while this process downloads something; wait while another does."""
+    with open(path, "w") as lock:
+        acquire_lock(lock.fileno(), DOWNLOAD_TIMEOUT_S, f"the download of {what}, which another process makes")
+        yield
 
 
 def is_locked(path: os.PathLike[str]) -> bool:

@@ -22,7 +22,7 @@ from phalanx.errors import UsageError
 from phalanx.formatting import format_bytes
 from phalanx.run.cache import CACHE_ADVICE, cache_root
 from phalanx.run.directory import write_json
-from phalanx.run.lock import acquire_lock
+from phalanx.run.lock import DOWNLOAD_TIMEOUT_S, acquire_lock, lock_download
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import ObjectInfo, open_store
@@ -31,7 +31,6 @@ from phalanx.storage.url import StoreUrl, is_url, parse_url
 ENTRY_FILE = "entry.json"
 CACHE_LIMIT_VARIABLE = "PHALANX_STORE_CACHE_GIB"
 """Environment variable with the size of the cache in GiB; by default half of what is free on its disk."""
-_LOCK_TIMEOUT_S = 86400.0
 _entry_locks: dict[tuple[int, Path], int] = {}
 
 
@@ -67,8 +66,7 @@ def localize_into(directory: Path, url: StoreUrl) -> None:
     path = directory / url.name
     if path.exists():
         return
-    with open(path.with_name(f".{url.name}.lock"), "w") as lock:
-        acquire_lock(lock.fileno(), _LOCK_TIMEOUT_S, f"the download of {url}, which another process makes")
+    with lock_download(path.with_name(f".{url.name}.lock"), url):
         if not path.exists():
             store, unfinished = open_store(url), path.with_name(f".{url.name}.tmp")
             store.download(store.head(url.key), unfinished)
@@ -156,7 +154,7 @@ def _hold(entry: Path) -> bool:
 def _lock_exclusively(entry: Path, what: str) -> None:
     fd = _entry_locks[os.getpid(), entry]
     fcntl.flock(fd, fcntl.LOCK_UN)
-    acquire_lock(fd, _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
+    acquire_lock(fd, DOWNLOAD_TIMEOUT_S, f"the download of {what}, which another process makes")
 
 
 def _evict(directory: Path, needed: int, what: str) -> None:

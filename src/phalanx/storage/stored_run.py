@@ -80,17 +80,17 @@ class StoredRun:
 
     def upload(self) -> None:
         """Put what is new there now."""
-        self._call("upload_run", None)
+        self._call("call_keeper", "upload")
 
     def download(self) -> None:
         """Bring the small files of this node up to date with those of the leading one."""
-        self._call("download_run", None)
+        self._call("call_keeper", "download")
 
     def close(self) -> None:
         """Put the rest there, and let another machine train the run. StoredRunLostError where the store does not
         answer: the rest is here, and goes there with the next start on this machine."""
         try:
-            self._call("close_run", None, CLOSE_TIMEOUT_S)
+            self._call("call_keeper", "close", CLOSE_TIMEOUT_S)
         except TimeoutError:
             raise StoredRunLostError(
                 f"{self._run.location}: the store does not answer, and lacks the last events; start again here"
@@ -222,23 +222,9 @@ def open_run(payload: dict[str, Any]) -> None:
     _keepers.append(keeper)
 
 
-def upload_run(_: None) -> None:
-    """Put what is new there."""
-    _act(_keepers[0].upload)
-
-
-def download_run(_: None) -> None:
-    """Bring the small files up to date."""
-    _act(_keepers[0].download)
-
-
-def close_run(_: None) -> None:
-    """Put the rest there, and release the lease."""
-    _act(_keepers[0].close)
-
-
-def _act(act: Callable[[], None]) -> None:
+def call_keeper(method: str) -> None:
+    """Call `upload`, `download` or `close` of what keeps the run at its URL."""
     try:
-        act()
+        getattr(_keepers[0], method)()
     except StoreUnavailable as error:
         raise StoredRunLostError(f"storage fails: {describe_os_error(error)}; start again to resume") from None

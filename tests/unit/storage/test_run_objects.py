@@ -10,8 +10,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.event_types import RunWarning
 from phalanx.storage import run_objects
 from phalanx.storage.lease import LeaseLostError
-from phalanx.storage.run_mirror import follow_run, mirror_run
-from phalanx.storage.run_objects import RunObjects, make_local_directory
+from phalanx.storage.run_objects import RunObjects, follow_run, make_local_directory, mirror_run
 
 
 @pytest.fixture

@@ -96,6 +96,12 @@ def parse_stored(url: StoreUrl, objects: Mapping[str, bytes]) -> StoredCheckpoin
     return StoredCheckpoint(url, objects, manifest, records)
 
 
+def find_best_step(losses: Mapping[int, float | None]) -> int | None:
+    """Return the first step with the lowest validation loss; None where none has one."""
+    scored = [(loss, step) for step, loss in losses.items() if loss is not None]
+    return min(scored)[1] if scored else None
+
+
 def record_name_of(file: str) -> str:
     """Return the name of the record of a rank's file."""
     return f"{file.partition('.')[0]}.json"
@@ -155,6 +161,10 @@ class CheckpointStore(StoredSteps):
         with ThreadPoolExecutor(PARALLEL_BLOCKS, thread_name_prefix="store") as pool:
             objects |= zip(wanted, pool.map(lambda name: self.store.read((url / name).key), wanted), strict=True)
         return parse_stored(url, objects)
+
+    def read_manifest(self, step: int) -> CheckpointManifest:
+        """Read the manifest of a checkpoint, as `read` does."""
+        return self.read(step).manifest
 
     def read_block(self, name: str) -> bytes:
         """Read a block. Raises CorruptCheckpointError unless its bytes are those that its name says."""

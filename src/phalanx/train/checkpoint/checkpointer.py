@@ -225,12 +225,7 @@ class Checkpointer:
         """Block until no save to disk is in flight."""
         while (save := self.durable_in_flight) is not None:
             save.saver.poll_when_idle()
-            own_flags = StepFlags()
-            self.raise_flags(own_flags)
-            counts = torch.tensor(own_flags.counts(), dtype=torch.float32, device=self._dist_env.device)
-            if self._dist_env.world_size > 1:
-                dist.all_reduce(counts)
-            self.step_done(StepFlags(*map(round, counts.tolist())))
+            self._exchange_flags()
 
     def save_final(self, improved: bool) -> None:
         """Save the final state of the run, unless it is saved already, and close. Raises FinalSaveError if it could not
@@ -250,7 +245,7 @@ class Checkpointer:
         if self._uploads is not None:
             if self.last_saved is not None:
                 self._uploads.add(self.last_saved, is_last=True)
-            self._uploads.wait()
+            self._uploads.wait(self._exchange_flags)
         end_copies(self._context, self._copies)
         self._copies = self._in_flight = None
         self._retention.close()
@@ -260,6 +255,15 @@ class Checkpointer:
         self._live_state.was_restored()
         self._continue_from(step)
         self._roll_copies_back(step)
+
+    def _exchange_flags(self) -> None:
+        """Do between steps what a step does with the flags."""
+        own_flags = StepFlags()
+        self.raise_flags(own_flags)
+        counts = torch.tensor(own_flags.counts(), dtype=torch.float32, device=self._dist_env.device)
+        if self._dist_env.world_size > 1:
+            dist.all_reduce(counts)
+        self.step_done(StepFlags(*map(round, counts.tolist())))
 
     def _prepare(self) -> None:
         """Check the state before the first save, and allocate its buffer in the background."""

@@ -8,7 +8,7 @@ import xxhash
 from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.cache import cache_root
-from phalanx.run.lock import acquire_lock
+from phalanx.run.lock import lock_download
 from phalanx.storage.cache import localize
 from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME, split_checkpoint_url
 from phalanx.storage.url import StoreUrl
@@ -23,8 +23,6 @@ from phalanx.train.checkpoint.format import (
 from phalanx.train.checkpoint.store_fetch import StoreSource, read_ahead
 from phalanx.train.checkpoint.upload import finish_upload, is_uploaded, upload_file
 from phalanx.train.distributed.environment import DistEnv
-
-_LOCK_TIMEOUT_S = 86400.0
 
 
 def select_stored_step(url: StoreUrl, step: int | None) -> tuple[CheckpointStore, int]:
@@ -50,8 +48,7 @@ def localize_checkpoint(url: StoreUrl, step: int | None = None) -> Path:
     run = Run(cache_root() / CHECKPOINTS_NAME / xxhash.xxh3_64_hexdigest(str(checkpoints.url).encode()))
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     path = run.checkpoints / format_checkpoint_name(step)
-    with open(run.path / "lock", "w") as lock:
-        acquire_lock(lock.fileno(), _LOCK_TIMEOUT_S, f"the download of {url}, which another process makes")
+    with lock_download(run.path / "lock", url):
         if path.is_dir() and is_uploaded(checkpoints, path):
             return path
         bad = StoreSource(run, DistEnv(), str(checkpoints.url)).fetch(step)

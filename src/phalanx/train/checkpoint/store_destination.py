@@ -9,7 +9,7 @@ import xxhash
 from phalanx.storage.errors import NotFound
 from phalanx.storage.stored_checkpoints import BLOCKS_NAME
 from phalanx.storage.url import StoreUrl
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, KnownBlocks
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, KnownBlocks, find_best_step
 from phalanx.train.checkpoint.format import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -56,8 +56,8 @@ class StoreRetention:
         self._whole = {step: self._whole.get(step) or self._describe(step) for step in steps}
         whole = {step: each for step, each in self._whole.items() if each is not None}
         kept = {committed, *list(whole)[:keep]}
-        losses = [(each.best_loss, step) for step, each in whole.items() if each.best_loss is not None]
-        kept.update(step for _, step in sorted(losses)[:1])
+        if (best := find_best_step({step: each.best_loss for step, each in whole.items()})) is not None:
+            kept.add(best)
         doomed = [step for step in steps if step not in kept and (step in whole or step < committed)]
         self._checkpoints.remove(doomed)
         store, directory = self._checkpoints.store, self._checkpoints.url / BLOCKS_NAME

@@ -13,14 +13,12 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import xxhash
 
 from phalanx.errors import PhalanxError, describe_os_error
@@ -65,7 +63,8 @@ def upload_file(
 
     def read(start: int, stop: int) -> memoryview:
         try:
-            data = os.pread(fd, stop - start, start)
+            with open(open_regular(path), "rb", buffering=0) as source:
+                data = os.pread(source.fileno(), stop - start, start)
         except OSError as error:
             raise make_unreadable_error(path, error) from None
         if len(data) != stop - start:
@@ -76,14 +75,7 @@ def upload_file(
                 raise CorruptCheckpointError(path, f"damaged in chunk {chunk} (its checksum differs)")
         return memoryview(data)
 
-    try:
-        fd = open_regular(path)
-    except OSError as error:
-        raise make_unreadable_error(path, error) from None
-    try:
-        written = checkpoints.write_blocks(file.bytes, read, known, cancelled, pace)
-    finally:
-        os.close(fd)
+    written = checkpoints.write_blocks(file.bytes, read, known, cancelled, pace)
     tensors = {
         tensor_name: tensor.model_copy(update={"pieces": pieces})
         for tensor_name, tensor in manifest.tensors.items()
@@ -173,19 +165,14 @@ class CheckpointUploads:
         elif flags.uploaded == self._dist_env.world_size and self._dist_env.is_rank_zero and upload.commit is None:
             upload.commit = self._thread.submit(self._commit, upload.step, upload.job.result() is not None)
 
-    def wait(self) -> None:
-        """Wait until all uploads have ended."""
+    def wait(self, exchange_flags: Callable[[], None]) -> None:
+        """Wait until all uploads have ended. `exchange_flags` does what a step does with the flags."""
         while self._in_flight is not None or self._due is not None:
             self._record_progress()
             if (upload := self._in_flight) is not None:
                 jobs: list[Future[Any]] = [upload.commit or upload.job]
                 wait(jobs, _POLL_INTERVAL_S)
-            own_flags = StepFlags()
-            self.raise_flags(own_flags)
-            counts = torch.tensor(own_flags.counts(), dtype=torch.float32, device=self._dist_env.device)
-            if self._dist_env.world_size > 1:
-                dist.all_reduce(counts)
-            self.step_done(StepFlags(*map(round, counts.tolist())))
+            exchange_flags()
         self._thread.shutdown(wait=False)
 
     def _start(self, step: int) -> None:
