@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination
 from phalanx.train.checkpoint.save import SaveStatus
-from phalanx.train.checkpoint.store_destination import StoreDestination
 
 SMALL_BLOCK_BYTES = 64 << 10
 

@@ -26,15 +26,11 @@ from phalanx.train.checkpoint import (
 from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
 from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
 from phalanx.train.checkpoint import verify_checkpoint as verify_checkpoint
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import MANIFEST_NAME
-from phalanx.train.checkpoint.store_copy import (
-    localize_checkpoint,
-    remove_stored,
-    upload_checkpoint,
-    verify_stored,
-)
+from phalanx.train.checkpoint.store_fetch import localize_checkpoint, verify_stored
+from phalanx.train.checkpoint.upload import upload_checkpoint
 from phalanx.train.inference import set_threads
 
 

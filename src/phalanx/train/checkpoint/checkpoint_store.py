@@ -9,6 +9,7 @@ process makes meanwhile keeps its blocks.
 """
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -17,24 +18,35 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import xxhash
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.safe_files import read_bytes
 from phalanx.storage.errors import NotFound, StoreUnavailable
-from phalanx.storage.stored_checkpoints import BLOCKS_NAME, StoredSteps
+from phalanx.storage.stored_checkpoints import BLOCKS_NAME, StoredSteps, split_checkpoint_url
 from phalanx.storage.url import StoreUrl, parse_url
 from phalanx.train.checkpoint.format import (
+    CHUNK_BYTES,
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     CheckpointManifest,
     CorruptCheckpointError,
+    encode_manifest,
+    merge_rank_manifests,
     parse_manifest,
+    parse_step,
     rank_file_name,
 )
+from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.save import lower_thread_priority
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
+from phalanx.train.checkpoint.staging import ShardFileSpec
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a block, except the last of a file."""
@@ -162,6 +174,14 @@ class CheckpointStore(StoredSteps):
             objects |= zip(wanted, pool.map(lambda name: self.store.read((url / name).key), wanted), strict=True)
         return parse_stored(url, objects)
 
+    def holds(self, directory: Path) -> bool:
+        """Whether the checkpoint at `directory` is whole in the store, and not another one of its step."""
+        step, sidecar = parse_step(directory), read_bytes(directory / MANIFEST_HASH_NAME, MAX_MANIFEST_BYTES)
+        try:
+            return self.is_whole(step) and self.store.read((self.step_url(step) / MANIFEST_HASH_NAME).key) == sidecar
+        except NotFound:
+            return False
+
     def read_manifest(self, step: int) -> CheckpointManifest:
         """Read the manifest of a checkpoint, as `read` does."""
         return self.read(step).manifest
@@ -257,6 +277,31 @@ class CheckpointStore(StoredSteps):
             self.store.delete([each.key for each in self.store.list_objects(self.step_url(step).key)])
 
 
+def select_stored_step(url: StoreUrl, step: int | None) -> tuple[CheckpointStore, int]:
+    """The store of a run's URL, and the step: as given, else that of a checkpoint's URL, else the newest. Raises
+    UsageError unless this checkpoint is whole."""
+    run_url, own_step = split_checkpoint_url(url)
+    checkpoints, asked = CheckpointStore(run_url), own_step if step is None else step
+    whole = list(checkpoints.whole_steps())
+    if not whole:
+        raise UsageError(f"{url}: no checkpoint here; name the URL of a run or of a checkpoint")
+    if asked is not None and asked not in whole:
+        raise UsageError(f"{run_url}: no checkpoint of step {asked}; there are {', '.join(map(str, sorted(whole)))}")
+    return checkpoints, whole[0] if asked is None else asked
+
+
+def remove_stored(url: StoreUrl, step: int | None = None) -> StoreUrl:
+    """Remove a checkpoint from a store, and the blocks that no other one has; return its URL."""
+    checkpoints, step = select_stored_step(url, step)
+    unused = {block.name for block in checkpoints.read(step).blocks}
+    for other in checkpoints.whole_steps():
+        if other != step:
+            unused.difference_update(block.name for block in checkpoints.read(other).blocks)
+    checkpoints.remove([step])
+    checkpoints.store.delete([checkpoints.block_url(name).key for name in sorted(unused)])
+    return checkpoints.step_url(step)
+
+
 @contextmanager
 def _raising_os_errors(url: StoreUrl) -> Iterator[None]:
     """Raise what a store refuses as an error of storage."""
@@ -266,3 +311,120 @@ def _raising_os_errors(url: StoreUrl) -> Iterator[None]:
         raise
     except PhalanxError as error:
         raise StoreUnavailable(str(url), str(error)) from None
+
+
+class _KeptCheckpoint(NamedTuple):
+    best_loss: float | None
+    blocks: frozenset[str]
+
+
+class StoreRetention:
+    """Removes old checkpoints of a store, on the worker that commits: all but the `keep` newest (None: all stay) and
+    the best, which is the first with the lowest validation loss. Then the blocks that no other checkpoint has."""
+
+    def __init__(self, checkpoints: CheckpointStore, keep: int | None):
+        self._checkpoints, self._keep = checkpoints, keep
+        self._whole: dict[int, _KeptCheckpoint | None] = {}
+        self.must_sweep = True
+        """Whether a save was cut, so that there may be blocks of no checkpoint."""
+
+    def apply(self, committed: int) -> None:
+        """Remove what is not kept, after the commit of a step and before the next save. A store that fails is logged;
+        the next call tries again."""
+        if self._keep is None:
+            return
+        try:
+            self._remove_old(committed, self._keep)
+        except OSError as error:
+            self.must_sweep = True
+            logger.warning("an old checkpoint could not be removed: %s", error)
+
+    def _remove_old(self, committed: int, keep: int) -> None:
+        steps = self._checkpoints.steps()
+        self._whole.pop(committed, None)
+        self._whole = {step: self._whole.get(step) or self._describe(step) for step in steps}
+        whole = {step: each for step, each in self._whole.items() if each is not None}
+        kept = {committed, *list(whole)[:keep]}
+        if (best := find_best_step({step: each.best_loss for step, each in whole.items()})) is not None:
+            kept.add(best)
+        doomed = [step for step in steps if step not in kept and (step in whole or step < committed)]
+        self._checkpoints.remove(doomed)
+        store, directory = self._checkpoints.store, self._checkpoints.url / BLOCKS_NAME
+        if self.must_sweep:
+            committed_at = store.head((self._checkpoints.step_url(committed) / MANIFEST_NAME).key).modified
+            unused = {each.key for each in store.list_objects(directory.key) if each.modified < committed_at}
+        else:
+            unused = {(directory / name).key for step in doomed if step in whole for name in whole[step].blocks}
+        unused.difference_update(
+            (directory / name).key for step in kept if step in whole for name in whole[step].blocks
+        )
+        store.delete(sorted(unused))
+        self.must_sweep = False
+
+    def _describe(self, step: int) -> _KeptCheckpoint | None:
+        """None for a checkpoint that is not whole, or damaged."""
+        try:
+            checkpoint = self._checkpoints.read(step)
+        except (NotFound, CorruptCheckpointError):
+            return None
+        loss = checkpoint.manifest.meta.get("best_loss")
+        return _KeptCheckpoint(loss, frozenset(block.name for block in checkpoint.blocks))
+
+
+class StoreDestination:
+    """The destination of one rank's shards at a URL. `attempt`, the same on all ranks, separates its records from
+    those of an earlier attempt."""
+
+    def __init__(self, checkpoints: CheckpointStore, rank: int, world_size: int, attempt: int, keep: int):
+        self.rank = rank
+        self._checkpoints, self._world_size, self._attempt = checkpoints, world_size, attempt
+        self._retention = StoreRetention(checkpoints, keep)
+        self._good_step: int | None = None
+        self._known: KnownBlocks | None = None
+        self._written: set[str] | None = None
+
+    def continue_from(self, step: int) -> None:
+        """The checkpoint of `step` was resumed from: its blocks are good, those of later ones may not be."""
+        self._good_step, self._known, self._written = step, None, None
+
+    def check_space(self, nbytes: int) -> None:
+        """A store does not say how much fits."""
+
+    def shard_path(self, step: int) -> StoreUrl:
+        return self._checkpoints.step_url(step) / rank_file_name(self.rank)
+
+    def write(
+        self, step: int, image: Bytes, file_spec: ShardFileSpec, meta: dict[str, Any], cancelled: threading.Event
+    ) -> None:
+        """Write the blocks of this rank's file that the store lacks, then its record."""
+        if self._written is not None:  # the last save was committed
+            self._known = KnownBlocks(self._written)
+        elif self._known is None:
+            self._known = self._checkpoints.known_blocks(self._good_step, self.rank)
+        content = image.data
+        written = self._checkpoints.write_blocks(
+            len(content), lambda start, stop: content[start:stop], self._known, cancelled
+        )
+        chunks = [
+            xxhash.xxh3_64_hexdigest(content[start : start + CHUNK_BYTES])
+            for start in range(0, len(content), CHUNK_BYTES)
+        ]
+        record = file_spec.make_record(chunks, step, str(self._attempt), self.rank, meta)
+        self._checkpoints.write_record(record, written.names)
+        self._written = set(written.names)
+        logger.info("step %d: %d bytes sent, %d skipped", step, written.sent_bytes, written.skipped_bytes)
+
+    def commit(self, step: int, meta: dict[str, Any]) -> tuple[StoreUrl, int]:
+        """Make a checkpoint of what all ranks wrote, and remove old ones, before any rank writes again; return its URL
+        and bytes."""
+        records = [self._checkpoints.read_record(step, rank) for rank in range(self._world_size)]
+        manifest = merge_rank_manifests(records, meta)
+        content, sidecar = encode_manifest(manifest)
+        self._checkpoints.write_manifest(step, manifest.files, content, sidecar)
+        self._retention.apply(step)
+        return self._checkpoints.step_url(step), manifest.nbytes + len(content) + len(sidecar)
+
+    def remove_own(self, step: int) -> None:
+        """Leave what was written of a save that is abandoned to a later retention: without a manifest it is no
+        checkpoint, and the store may have failed."""
+        self._written, self._retention.must_sweep = None, True

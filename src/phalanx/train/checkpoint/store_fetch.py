@@ -17,22 +17,30 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from phalanx.errors import UsageError, describe_os_error
 from phalanx.run import Run
+from phalanx.run.cache import cache_root
+from phalanx.run.lock import lock_download
+from phalanx.storage.cache import localize
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import write_at
+from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME
+from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.checkpoint_store import (
     PARALLEL_BLOCKS,
     Block,
     CheckpointStore,
     StoredCheckpoint,
     parse_stored,
+    select_stored_step,
 )
 from phalanx.train.checkpoint.durable import discard_directory, make_temporary_path
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
+    CheckpointManifest,
     CorruptCheckpointError,
     format_checkpoint_name,
 )
@@ -217,3 +225,31 @@ def _reporting(report: dict[str, Any], where: object) -> Iterator[None]:
         report["error"] = str(error)
     except OSError as error:
         report["error"], report["errno"] = describe_os_error(error), error.errno or errno.EIO
+
+
+def localize_checkpoint(url: StoreUrl, step: int | None = None) -> Path:
+    """Return the node-local copy of the checkpoint that `select_stored_step` finds. Raises CorruptCheckpointError if a
+    record or block of it is damaged."""
+    checkpoints, step = select_stored_step(url, step)
+    step_url = checkpoints.step_url(step)
+    if any(each.key.endswith(".safetensors") for each in checkpoints.store.list_objects(step_url.key)):
+        return localize(str(step_url))  # a directory that another tool copied
+    run = Run(cache_root() / CHECKPOINTS_NAME / xxhash.xxh3_64_hexdigest(str(checkpoints.url).encode()))
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    path = run.checkpoints / format_checkpoint_name(step)
+    with lock_download(run.path / "lock", url):
+        if path.is_dir() and checkpoints.holds(path):
+            return path
+        bad = StoreSource(run, DistEnv(), str(checkpoints.url)).fetch(step)
+    if bad:
+        raise CorruptCheckpointError(step_url / bad[0][1], bad[0][2])
+    return path
+
+
+def verify_stored(url: StoreUrl, step: int | None = None) -> tuple[StoreUrl, CheckpointManifest]:
+    """Read every block of a checkpoint in a store and verify it. Raises CorruptCheckpointError for a bad one."""
+    checkpoints, step = select_stored_step(url, step)
+    checkpoint = checkpoints.read(step)
+    for read in read_ahead(checkpoint.blocks, lambda block: checkpoints.read_block(block.name)):
+        read()
+    return checkpoint.url, checkpoint.manifest

@@ -25,8 +25,8 @@ from phalanx.errors import PhalanxError, describe_os_error
 from phalanx.recipe.schema import UploadConfig
 from phalanx.run.event_types import CheckpointUploaded, RunWarning
 from phalanx.safe_files import open_regular, read_bytes
-from phalanx.storage.errors import NotFound
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, KnownBlocks, Pace, WrittenBlocks
+from phalanx.storage.url import StoreUrl
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, KnownBlocks, Pace, StoreRetention, WrittenBlocks
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
@@ -41,7 +41,6 @@ from phalanx.train.checkpoint.format import (
 from phalanx.train.checkpoint.in_memory.format import parse_rank
 from phalanx.train.checkpoint.save import SaveContext, lower_thread_priority
 from phalanx.train.checkpoint.shard_file import RankRecord
-from phalanx.train.checkpoint.store_destination import StoreRetention
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.step_metrics import StepFlags
 
@@ -96,15 +95,15 @@ def finish_upload(checkpoints: CheckpointStore, directory: Path, manifest: Check
     checkpoints.write_manifest(parse_step(directory), manifest.files, content, sidecar)
 
 
-def is_uploaded(checkpoints: CheckpointStore, directory: Path) -> bool:
-    """Return whether this checkpoint is whole in the store, and not another one of its step."""
-    step, sidecar = parse_step(directory), read_bytes(directory / MANIFEST_HASH_NAME, MAX_MANIFEST_BYTES)
-    try:
-        return checkpoints.is_whole(step) and (
-            checkpoints.store.read((checkpoints.step_url(step) / MANIFEST_HASH_NAME).key) == sidecar
-        )
-    except NotFound:
-        return False
+def upload_checkpoint(directory: Path, to: StoreUrl) -> StoreUrl:
+    """Write a checkpoint below the URL of a run or prefix; blocks that are there are not written again."""
+    checkpoints, manifest = CheckpointStore(to), read_manifest(directory)
+    if not checkpoints.holds(directory):
+        known, cancelled = KnownBlocks(since=0.0), threading.Event()
+        for name in sorted(manifest.files):
+            upload_file(checkpoints, directory, manifest, name, known, cancelled)
+        finish_upload(checkpoints, directory, manifest)
+    return checkpoints.step_url(parse_step(directory))
 
 
 @dataclass
@@ -184,7 +183,7 @@ class CheckpointUploads:
     def _send(self, step: int, cancelled: threading.Event) -> WrittenBlocks | None:
         """Send this worker's files: its own, and of a checkpoint of more workers every world-size-th."""
         directory, rank = self._run.checkpoints / format_checkpoint_name(step), self._dist_env.rank
-        if is_uploaded(self._checkpoints, directory):
+        if self._checkpoints.holds(directory):
             return None
         manifest = read_manifest(directory)
         if self._known is None:
