@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeGuard
 
 from phalanx.errors import DataError, UsageError
 from phalanx.run.directory import Run, write_json
@@ -83,8 +84,10 @@ def create_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Pa
     return folder
 
 
-def is_private(folder: Path) -> bool:
-    """Whether it is a real folder of this user that no other user can read."""
+def is_private(folder: Path | None) -> TypeGuard[Path]:
+    """Whether there is a real folder of this user that no other user can read."""
+    if folder is None:
+        return False
     try:
         found = folder.lstat()
     except OSError:
@@ -108,7 +111,7 @@ def remove_stale_dirs(own_dir: Path, now_s: float | None = None) -> None:
 def remove_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> None:
     """Remove this node's in-memory checkpoints of a run, if there are any."""
     folder = find_node_dir(run, environment)
-    if folder is not None and is_private(folder):
+    if is_private(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 

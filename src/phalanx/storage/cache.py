@@ -8,6 +8,7 @@ An entry without entry.json was not finished and is made again. A process holds 
 uses; an entry that is locked is not evicted.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -77,13 +78,17 @@ def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_byte
     identity = json.dumps([str(url), objects], sort_keys=True).encode()
     entry = cache_root() / "store" / xxhash.xxh3_64_hexdigest(identity)
     path = entry / "files" / (url.name or url.bucket)
-    if _hold(entry) and _is_complete(entry):
-        os.utime(entry / ENTRY_FILE)
-        return path
-    _lock_exclusively(entry, str(url))
+    lock = _open_lock(entry)
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if _is_complete(entry):
+            os.utime(entry / ENTRY_FILE)
+            return path
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    acquire_lock(lock, DOWNLOAD_TIMEOUT_S, f"the download of {url}, which another process makes")
     if not _is_complete(entry):
         _download(url, objects, entry, path, reserve_bytes)
-    fcntl.flock(_entry_locks[os.getpid(), entry], fcntl.LOCK_SH)
+    fcntl.flock(lock, fcntl.LOCK_SH)
     return path
 
 
@@ -93,13 +98,9 @@ def find_objects(url: StoreUrl, patterns: Sequence[str] = ()) -> list[ObjectInfo
     if url.scheme in ("http", "https"):  # servers of files do not list them
         return [store.head(url.key)]
     objects = store.list_objects(url.key)
-    start = len(url.key) + 1 if url.key else 0
     if patterns:
-        objects = [
-            each
-            for each in objects
-            if each.key == url.key or any(fnmatch(each.key[start:], pattern) for pattern in patterns)
-        ]
+        names = {each: url.relative(each.key) for each in objects}
+        objects = [each for each in objects if not names[each] or any(fnmatch(names[each], one) for one in patterns)]
     if not objects:
         raise NotFound(f"{url}: no object has this key, and none has a key below it")
     return objects
@@ -111,7 +112,7 @@ def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: P
     shutil.rmtree(entry / "files", ignore_errors=True)
     checksums, store = {}, open_store(url)
     for each in objects:
-        target = path if each.key == url.key else path / (each.key[len(url.key) + 1 :] if url.key else each.key)
+        target = path / url.relative(each.key)
         target.parent.mkdir(parents=True, exist_ok=True)
         store.download(each, target)
         checksums[str(target.relative_to(entry))] = _checksum(target)
@@ -135,8 +136,8 @@ def _checksum(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _hold(entry: Path) -> bool:
-    """Open an entry's lock and share it until this process ends; whether that was possible at once."""
+def _open_lock(entry: Path) -> int:
+    """The file to lock an entry by, which stays open until this process ends."""
     key = (os.getpid(), entry)
     if key not in _entry_locks:
         try:
@@ -144,17 +145,7 @@ def _hold(entry: Path) -> bool:
             _entry_locks[key] = os.open(entry / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(f"{entry}: cannot be written: {error.strerror}; {CACHE_ADVICE}") from None
-    try:
-        fcntl.flock(_entry_locks[key], fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _lock_exclusively(entry: Path, what: str) -> None:
-    fd = _entry_locks[os.getpid(), entry]
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    acquire_lock(fd, DOWNLOAD_TIMEOUT_S, f"the download of {what}, which another process makes")
+    return _entry_locks[key]
 
 
 def _evict(directory: Path, needed: int, what: str) -> None:

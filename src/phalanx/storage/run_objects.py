@@ -206,7 +206,7 @@ class RunObjects:
         return self.store.list_objects((self.url / name).key)
 
     def _name_of(self, info: ObjectInfo) -> str:
-        return info.key[len(self.url.key) + 1 :] if self.url.key else info.key
+        return self.url.relative(info.key)
 
     def _find_small_files(self) -> Iterator[Path]:
         directories = [self.run.path / name for name in SMALL_DIRECTORIES]

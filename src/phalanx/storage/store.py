@@ -232,25 +232,24 @@ def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "Obje
     """A client with the credentials of the environment, a profile or the machine's role. Its own retries are off."""
     from obstore import store
 
-    options: Any = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
-    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
+    options: dict[str, Any] = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
+    common: Any = {"client_options": options, "retry_config": {"max_retries": 0, "retry_timeout": timedelta(0)}}
     if url.scheme == "s3":
-        config = _read_profile(environ)
+        config: Any = _read_profile(environ)
         endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or config.get("endpoint", "")
         options["allow_http"] = endpoint.startswith("http://")
         if not any(environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION")):
             config.setdefault("region", "us-east-1")
-        given: Any = config
-        return store.S3Store(url.bucket, client_options=options, retry_config=retry, config=given)
+        return store.S3Store(url.bucket, config=config, **common)
     if url.scheme == "gs":
         options["allow_http"] = True  # an emulator's; Google's own addresses are https
-        return store.GCSStore(url.bucket, client_options=options, retry_config=retry)
+        return store.GCSStore(url.bucket, **common)
     if url.scheme == "az":
         options["allow_http"] = environ.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true")
-        return store.AzureStore(url.bucket, client_options=options, retry_config=retry)
+        return store.AzureStore(url.bucket, **common)
     if url.scheme in ("http", "https"):
         options["allow_http"] = url.scheme == "http"
-        return store.HTTPStore.from_url(f"{url.scheme}://{url.bucket}", client_options=options, retry_config=retry)
+        return store.HTTPStore.from_url(f"{url.scheme}://{url.bucket}", **common)
     if url.scheme == "file":
         return store.LocalStore("/")
     raise UsageError(f"{url}: {url.scheme}:// has no objects that can be read by keys")
@@ -264,12 +263,10 @@ def _read_profile(environ: Mapping[str, str]) -> dict[str, str]:
     files = configparser.ConfigParser(interpolation=None)
     credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or str(home / "credentials")
     files.read([environ.get("AWS_CONFIG_FILE") or str(home / "config"), credentials])
-    found = {
-        key: value
-        for section in (f"profile {profile}", profile)
-        if files.has_section(section)
-        for key, value in files.items(section)
-    }
+    found: dict[str, str] = {}
+    for section in (f"profile {profile}", profile):
+        if files.has_section(section):
+            found.update(files[section])
     if not found and environ.get("AWS_PROFILE"):
         raise UsageError(f"AWS_PROFILE: there is no profile {profile!r} in {home}; `aws configure` makes one")
     names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key"}

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -131,16 +131,15 @@ class KnownBlocks:
 class Pace:
     """Limits the bytes that all threads of a rank send in a second."""
 
-    def __init__(self, bytes_per_s: float | None):
+    def __init__(self, bytes_per_s: float):
         self._bytes_per_s, self._lock, self._free_at = bytes_per_s, threading.Lock(), 0.0
 
     def wait(self, nbytes: int, cancelled: threading.Event) -> None:
         """Wait until `nbytes` may be sent, or `cancelled` is set."""
-        if self._bytes_per_s is not None:
-            with self._lock:
-                start = max(self._free_at, time.monotonic())
-                self._free_at = start + nbytes / self._bytes_per_s
-            cancelled.wait(start - time.monotonic())
+        with self._lock:
+            start = max(self._free_at, time.monotonic())
+            self._free_at = start + nbytes / self._bytes_per_s
+        cancelled.wait(start - time.monotonic())
 
 
 class WrittenBlocks(NamedTuple):
@@ -186,6 +185,16 @@ class CheckpointStore(StoredSteps):
         """Read the manifest of a checkpoint, as `read` does."""
         return self.read(step).manifest
 
+    def list_blocks_before(self, step: int) -> set[str]:
+        """The blocks that are older than the manifest of a step."""
+        written_at = self._written_at(step)
+        blocks = self.store.list_objects((self.url / BLOCKS_NAME).key)
+        return {each.key.rpartition("/")[2] for each in blocks if each.modified < written_at}
+
+    def _written_at(self, step: int) -> float:
+        """When the manifest of a step was written."""
+        return self.store.head((self.step_url(step) / MANIFEST_NAME).key).modified
+
     def read_block(self, name: str) -> bytes:
         """Read a block. Raises CorruptCheckpointError unless its bytes are those that its name says."""
         url = self.block_url(name)
@@ -203,9 +212,7 @@ class CheckpointStore(StoredSteps):
         was cut has written since the newest manifest. Those of later checkpoints may be damaged: they were not
         resumed from."""
         newest = next(self.whole_steps(), None)
-        since = 0.0
-        if newest is not None:
-            since = self.store.head((self.step_url(newest) / MANIFEST_NAME).key).modified
+        since = 0.0 if newest is None else self._written_at(newest)
         names: set[str] = set()
         if step is not None and self.is_whole(step):
             url = self.step_url(step) / record_name_of(rank_file_name(rank))
@@ -270,11 +277,12 @@ class CheckpointStore(StoredSteps):
             self.store.write((url / MANIFEST_HASH_NAME).key, sidecar)
             self.store.write((url / MANIFEST_NAME).key, content)
 
-    def remove(self, steps: Sequence[int]) -> None:
-        """Remove the manifests of checkpoints, then their records; blocks are left to `sweep`."""
+    def remove(self, steps: Sequence[int], blocks: Iterable[str]) -> None:
+        """Remove the manifests of checkpoints, then their records, then blocks."""
         self.store.delete([(self.step_url(step) / MANIFEST_NAME).key for step in steps])
         for step in steps:
             self.store.delete([each.key for each in self.store.list_objects(self.step_url(step).key)])
+        self.store.delete([self.block_url(name).key for name in sorted(blocks)])
 
 
 def select_stored_step(url: StoreUrl, step: int | None) -> tuple[CheckpointStore, int]:
@@ -297,8 +305,7 @@ def remove_stored(url: StoreUrl, step: int | None = None) -> StoreUrl:
     for other in checkpoints.whole_steps():
         if other != step:
             unused.difference_update(block.name for block in checkpoints.read(other).blocks)
-    checkpoints.remove([step])
-    checkpoints.store.delete([checkpoints.block_url(name).key for name in sorted(unused)])
+    checkpoints.remove([step], unused)
     return checkpoints.step_url(step)
 
 
@@ -348,17 +355,12 @@ class StoreRetention:
         if (best := find_best_step({step: each.best_loss for step, each in whole.items()})) is not None:
             kept.add(best)
         doomed = [step for step in steps if step not in kept and (step in whole or step < committed)]
-        self._checkpoints.remove(doomed)
-        store, directory = self._checkpoints.store, self._checkpoints.url / BLOCKS_NAME
         if self.must_sweep:
-            committed_at = store.head((self._checkpoints.step_url(committed) / MANIFEST_NAME).key).modified
-            unused = {each.key for each in store.list_objects(directory.key) if each.modified < committed_at}
+            unused = self._checkpoints.list_blocks_before(committed)
         else:
-            unused = {(directory / name).key for step in doomed if step in whole for name in whole[step].blocks}
-        unused.difference_update(
-            (directory / name).key for step in kept if step in whole for name in whole[step].blocks
-        )
-        store.delete(sorted(unused))
+            unused = {name for step in doomed if step in whole for name in whole[step].blocks}
+        unused.difference_update(*(whole[step].blocks for step in kept if step in whole))
+        self._checkpoints.remove(doomed, unused)
         self.must_sweep = False
 
     def _describe(self, step: int) -> _KeptCheckpoint | None:

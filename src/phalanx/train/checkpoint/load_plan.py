@@ -22,6 +22,7 @@ from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerCont
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
 
+_READ_THREADS = 2
 RECIPE_STATE_PREFIXES = ("scaler/", SETTINGS_PREFIX, "grad_sync/", "local_sgd/")
 """Prefixes of the logical names of state that a run has or has not by its recipe."""
 
@@ -108,17 +109,13 @@ class LoadPlan:
 
 
 def read_local_state(
-    state: AppState,
-    path: Path,
-    manifest: CheckpointManifest,
-    threads: int = 2,
-    in_place: bool = False,
+    state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
 ) -> Callable[[], None]:
     """Read this worker's part of the state from a checkpoint, written under any parallelism, and return a function that
     applies it. Nothing in use changes before that is called, unless weights are read `in_place`. Raises
     CorruptCheckpointError, which names a bad file, and DataError for what does not fit."""
     load_plan = make_load_plan(state.parallel_model, path, manifest)
-    return execute_load_plan(load_plan, state, path, manifest, threads, in_place)
+    return execute_load_plan(load_plan, state, path, manifest, in_place)
 
 
 def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
@@ -194,12 +191,7 @@ def find_unused_entries(model: nn.Module, saved: Iterable[str]) -> list[str]:
 
 
 def execute_load_plan(
-    load_plan: LoadPlan,
-    state: AppState,
-    path: Path,
-    manifest: CheckpointManifest,
-    threads: int = 2,
-    in_place: bool = False,
+    load_plan: LoadPlan, state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
 ) -> Callable[[], None]:
     """Read the blocks into new memory, except weights that are read `in_place`, and return a function that applies
     them. Raises CorruptCheckpointError, which names a bad file."""
@@ -208,9 +200,9 @@ def execute_load_plan(
         staged = [
             (name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in load_plan.live_blocks
         ]
-    load_blocks(path, [*staged, *load_plan.new_blocks], threads, manifest)
+    load_blocks(path, [*staged, *load_plan.new_blocks], _READ_THREADS, manifest)
     for blocks in load_plan.sequential_blocks:
-        load_blocks(path, blocks, threads, manifest)
+        load_blocks(path, blocks, _READ_THREADS, manifest)
         load_plan.add_sequential()
 
     def apply() -> None:

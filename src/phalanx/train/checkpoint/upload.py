@@ -125,7 +125,7 @@ class CheckpointUploads:
         self._checkpoints = CheckpointStore(config.to)
         self._retention = StoreRetention(self._checkpoints, config.keep)
         bandwidth = config.max_bandwidth
-        self._pace = Pace(None if bandwidth is None else bandwidth / self._dist_env.world_size)
+        self._pace = None if bandwidth is None else Pace(bandwidth / self._dist_env.world_size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload", initializer=lower_thread_priority)
         self._known: KnownBlocks | None = None
         self._cancelled = threading.Event()
