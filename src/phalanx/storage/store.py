@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from phalanx.errors import DataError, UsageError
-from phalanx.storage.errors import (
-    NotFound,
-    ObjectChanged,
-    ObjectExists,
-    StoreUnavailable,
-    describe,
-    is_expired,
-    refuse,
-)
+from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe, is_expired, refuse
 from phalanx.storage.url import StoreUrl, parse_url
 
 if TYPE_CHECKING:

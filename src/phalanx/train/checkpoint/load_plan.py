@@ -52,34 +52,25 @@ def get_local_state(state: AppState) -> dict[str, LocalTensor]:
         if parallel_model.is_owner(name):
             parameter = parameters[name]
             shape = state_entry_shape(entry, parameter.shape)
-            if value.dim() and not parallel_model.is_sharded(
-                name, parameter
-            ):  # a user's optimizer may have state of other shapes
-                shape = value.shape
+            if value.dim() and not parallel_model.is_sharded(name, parameter):
+                shape = value.shape  # a user's optimizer may have state of other shapes
             local_tensors[key] = (
                 parallel_model.local_tensor(name, parameter, value, shape)
                 if value.dim()
                 else parallel_model.replicated_tensor(value)
             )
+    replicated = dict(optimizer.group_settings())
     for module in parallel_model.modules:
-        extra = get_extra_state(module).items()
-        local_tensors |= {
-            name: parallel_model.replicated_tensor(value)
-            for name, value in extra
-            if name not in parallel_model.buffers_owned_elsewhere
-        }
-    local_tensors |= {
-        name: parallel_model.replicated_tensor(value) for name, value in optimizer.group_settings().items()
-    }
+        extra = get_extra_state(module)
+        replicated |= {name: extra[name] for name in extra if name not in parallel_model.buffers_owned_elsewhere}
+    if parallel_model.mesh.coordinates["pipeline"] == 0:  # equal in all stages
+        replicated |= scaler.state()
+    local_tensors |= {name: parallel_model.replicated_tensor(value) for name, value in replicated.items()}
     if parallel_model.error_feedback is not None:
         local_tensors |= parallel_model.error_feedback.local_tensors()
-    if parallel_model.mesh.coordinates["pipeline"] == 0:  # equal in all stages
-        local_tensors |= {name: parallel_model.replicated_tensor(value) for name, value in scaler.state().items()}
-    return (
-        local_tensors
-        if parallel_model.local_sgd is None
-        else parallel_model.local_sgd.add_per_worker_rows(local_tensors)
-    )
+    if parallel_model.local_sgd is None:
+        return local_tensors
+    return parallel_model.local_sgd.add_per_worker_rows(local_tensors)
 
 
 TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
@@ -162,11 +153,9 @@ def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: Checkpoi
     if parallel_model.error_feedback is not None:
         read, restore_state = parallel_model.error_feedback.make_load_plan(manifest)
         load_plan = LoadPlan(live_blocks, new_blocks + read, states, restore_state)
-    return (
-        load_plan
-        if parallel_model.local_sgd is None
-        else parallel_model.local_sgd.extend_load_plan(load_plan, manifest)
-    )
+    if parallel_model.local_sgd is None:
+        return load_plan
+    return parallel_model.local_sgd.extend_load_plan(load_plan, manifest)
 
 
 def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) -> None:

@@ -113,14 +113,9 @@ def restore_from_disk(
         if candidate is None:
             candidate, storage_failed_now = _read_newest(run.checkpoints, newest, read, rejected)
             storage_error_seen = storage_error_seen or storage_failed_now
-        gathered = all_gather_json(
-            dist_env,
-            {
-                "step": NO_CHECKPOINT if candidate is None else parse_step(candidate[0]),
-                "unknown": storage_error_seen,
-                "bad": rejected,
-            },
-        )
+        own_step = NO_CHECKPOINT if candidate is None else parse_step(candidate[0])
+        own = {"step": own_step, "unknown": storage_error_seen, "bad": rejected}
+        gathered = all_gather_json(dist_env, own)
         report_rejected_files(gathered, on_reject)
         steps = [each["step"] for each in gathered]
         newest = min(steps)
