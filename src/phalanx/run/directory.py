@@ -294,14 +294,28 @@ def fsync_if_supported(fd: int) -> None:
             raise
 
 
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        fsync_if_supported(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fsync_if_supported(fd)
+    finally:
+        os.close(fd)
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            fsync_if_supported(file.fileno())
+        write_synced(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)

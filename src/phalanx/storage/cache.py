@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from hashlib import file_digest
 from pathlib import Path
 
 import xxhash
@@ -129,11 +130,8 @@ def _is_complete(entry: Path) -> bool:
 
 
 def _checksum(path: Path) -> str:
-    hasher = xxhash.xxh3_64()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def _open_lock(entry: Path) -> int:
