@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,6 +30,8 @@ MAPPING_KEYS = frozenset(
 LIST_KEYS = frozenset({"auto_choices"})
 AUTO_CHOICE_KEYS = frozenset({"key", "value", "reason"})
 """Types of the values in the small JSON files of a run (plan.json, cluster.json, result.json), by key."""
+CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})")
+"""The name of a checkpoint, on disk or in a store: `format_checkpoint_name`."""
 _HEADER_BYTES = 1 << 16
 """Bytes of a file by which an earlier output is recognised."""
 _FSYNC_UNSUPPORTED_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -217,6 +220,11 @@ class Run:
             return drop_malformed(self.read_json(path) or {})
         except DataError:
             return {}
+
+
+def format_checkpoint_name(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:09d}"
 
 
 def describe_unfinished(run: Run) -> str | None:

@@ -27,6 +27,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.lock import DOWNLOAD_TIMEOUT_S, acquire_lock, lock_download
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import NotFound
+from phalanx.storage.hub import download_snapshot
 from phalanx.storage.store import ObjectInfo, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
@@ -46,8 +47,6 @@ def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
         return Path(location)
     url = parse_url(str(location))
     if url.scheme == "hf":
-        from phalanx.storage.hub import download_snapshot
-
         return download_snapshot(url, patterns)
     return _localize_objects(url, find_objects(url, patterns))
 
@@ -56,8 +55,6 @@ def localize_files(url: StoreUrl, names: Sequence[str], reserve_bytes: int = 0) 
     """The node-local directory with the objects of these names directly below a URL, which is not listed. The cache
     keeps `reserve_bytes` more free for what `localize_into` adds to it."""
     if url.scheme == "hf":
-        from phalanx.storage.hub import download_snapshot
-
         return download_snapshot(url, names)
     store = open_store(url)
     return _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)

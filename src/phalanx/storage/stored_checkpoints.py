@@ -6,16 +6,15 @@ URL/checkpoints/step-000000060/rank-00000.json      the record of each rank, wit
 URL/blocks/<xxh3_128>                               bytes of the ranks' files, named by their content
 """
 
-import re
 from collections.abc import Iterator
 
+from phalanx.run.directory import CHECKPOINT_NAME_PATTERN, format_checkpoint_name
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import open_store
 from phalanx.storage.url import StoreUrl
 
 BLOCKS_NAME, CHECKPOINTS_NAME = "blocks", "checkpoints"
 STORED_MANIFEST_NAME = "MANIFEST.json"
-_STEP_NAME = re.compile(r"step-(\d{9,})")
 
 
 class StoredSteps:
@@ -26,12 +25,13 @@ class StoredSteps:
 
     def step_url(self, step: int) -> StoreUrl:
         """The URL of a checkpoint."""
-        return self.url / CHECKPOINTS_NAME / f"step-{step:09d}"
+        return self.url / CHECKPOINTS_NAME / format_checkpoint_name(step)
 
     def steps(self) -> list[int]:
         """The steps of which there is anything, whole or not, newest first."""
         names, _ = self.store.list_names((self.url / CHECKPOINTS_NAME).key)
-        return sorted((int(match[1]) for name in names if (match := _STEP_NAME.fullmatch(name))), reverse=True)
+        matches = map(CHECKPOINT_NAME_PATTERN.fullmatch, names)
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint of a step has its manifest."""
@@ -48,7 +48,7 @@ class StoredSteps:
 
 def split_checkpoint_url(url: StoreUrl) -> tuple[StoreUrl, int | None]:
     """The URL of the run, or prefix, that a URL names, and the step if it is that of a checkpoint."""
-    match = _STEP_NAME.fullmatch(url.name)
+    match = CHECKPOINT_NAME_PATTERN.fullmatch(url.name)
     if match and url.parent.name == CHECKPOINTS_NAME:
         return url.parent.parent, int(match[1])
     return url, None
