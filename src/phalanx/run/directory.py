@@ -31,7 +31,6 @@ LIST_KEYS = frozenset({"auto_choices"})
 AUTO_CHOICE_KEYS = frozenset({"key", "value", "reason"})
 """Types of the values in the small JSON files of a run (plan.json, cluster.json, result.json), by key."""
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})")
-"""The name of a checkpoint, on disk or in a store: `format_checkpoint_name`."""
 _HEADER_BYTES = 1 << 16
 """Bytes of a file by which an earlier output is recognised."""
 _FSYNC_UNSUPPORTED_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -223,7 +222,7 @@ class Run:
 
 
 def format_checkpoint_name(step: int) -> str:
-    """The name of the checkpoint of a step."""
+    """The name of the checkpoint of a step, on disk or in a store."""
     return f"step-{step:09d}"
 
 

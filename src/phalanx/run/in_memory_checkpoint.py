@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeGuard
 
 from phalanx.errors import DataError, UsageError
 from phalanx.run.directory import Run, write_json
@@ -84,10 +83,8 @@ def create_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> Pa
     return folder
 
 
-def is_private(folder: Path | None) -> TypeGuard[Path]:
-    """Whether there is a real folder of this user that no other user can read."""
-    if folder is None:
-        return False
+def is_private(folder: Path) -> bool:
+    """Whether it is a real folder of this user that no other user can read."""
     try:
         found = folder.lstat()
     except OSError:
@@ -111,7 +108,7 @@ def remove_stale_dirs(own_dir: Path, now_s: float | None = None) -> None:
 def remove_node_dir(run: Run, environment: Mapping[str, str] = os.environ) -> None:
     """Remove this node's in-memory checkpoints of a run, if there are any."""
     folder = find_node_dir(run, environment)
-    if is_private(folder):
+    if folder is not None and is_private(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 

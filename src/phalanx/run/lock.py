@@ -16,8 +16,6 @@ from phalanx.run.directory import Run
 LOCK_RETRY_INTERVAL_S = 0.5
 """Seconds between two attempts to take a lock: no lock reports when it is free, except to a caller that waits for it
 without a limit."""
-DOWNLOAD_TIMEOUT_S = 86400.0
-"""Seconds to wait for another process that downloads the same."""
 WANTED_FILE = "wanted"
 """File in a run's directory while a process waits for another to end with it."""
 
@@ -71,14 +69,6 @@ def acquire_lock(fd: int, timeout_s: float, what: str = "", report: Callable[[st
         raise LocksUnsupportedError(f"{where}: the file system has no locks ({error.strerror})") from None
 
 
-@contextlib.contextmanager
-def lock_download(path: os.PathLike[str], what: object) -> Iterator[None]:
-    """Hold the lock of a file, which is created, while this process downloads something; wait while another does."""
-    with open(path, "w") as lock:
-        acquire_lock(lock.fileno(), DOWNLOAD_TIMEOUT_S, f"the download of {what}, which another process makes")
-        yield
-
-
 def is_locked(path: os.PathLike[str]) -> bool:
     """Whether a process holds the lock of a file; a file that is not there has none."""
     try:
@@ -97,7 +87,6 @@ def lock_on_this_machine(fd: int, timeout_s: float, what: str = "") -> Iterator[
     this file or directory."""
     stat = os.fstat(fd)
     name = f"\0phalanx-{os.getuid()}-{stat.st_dev}-{stat.st_ino}"  # the kernel forgets it with its process
-
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         yield _retry_until_expired(
             Deadline(what, timeout_s, print_status if what else _ignore_message), partial(own.bind, name)

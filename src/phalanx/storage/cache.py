@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from hashlib import file_digest
 from pathlib import Path
@@ -24,7 +24,7 @@ from phalanx.errors import UsageError
 from phalanx.formatting import format_bytes
 from phalanx.run.cache import CACHE_ADVICE, cache_root
 from phalanx.run.directory import write_json
-from phalanx.run.lock import DOWNLOAD_TIMEOUT_S, acquire_lock, lock_download
+from phalanx.run.lock import acquire_lock
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import NotFound
 from phalanx.storage.hub import download_snapshot
@@ -34,6 +34,7 @@ from phalanx.storage.url import StoreUrl, is_url, parse_url
 ENTRY_FILE = "entry.json"
 CACHE_LIMIT_VARIABLE = "PHALANX_STORE_CACHE_GIB"
 """Environment variable with the size of the cache in GiB; by default half of what is free on its disk."""
+_LOCK_TIMEOUT_S = 86400.0
 _entry_locks: dict[tuple[int, Path], int] = {}
 
 
@@ -72,6 +73,18 @@ def localize_into(directory: Path, url: StoreUrl) -> None:
             os.replace(unfinished, path)
 
 
+@contextlib.contextmanager
+def lock_download(path: Path, what: object) -> Iterator[None]:
+    """Hold the lock of a file, which is created, while this process downloads something; wait while another does."""
+    with open(path, "w") as lock:
+        _wait_for_lock(lock.fileno(), what)
+        yield
+
+
+def _wait_for_lock(fd: int, what: object) -> None:
+    acquire_lock(fd, _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
+
+
 def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_bytes: int = 0) -> Path:
     identity = json.dumps([str(url), objects], sort_keys=True).encode()
     entry = cache_root() / "store" / xxhash.xxh3_64_hexdigest(identity)
@@ -83,7 +96,7 @@ def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_byte
             os.utime(entry / ENTRY_FILE)
             return path
         fcntl.flock(lock, fcntl.LOCK_UN)
-    acquire_lock(lock, DOWNLOAD_TIMEOUT_S, f"the download of {url}, which another process makes")
+    _wait_for_lock(lock, url)
     if not _is_complete(entry):
         _download(url, objects, entry, path, reserve_bytes)
     fcntl.flock(lock, fcntl.LOCK_SH)

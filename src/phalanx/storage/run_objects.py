@@ -27,9 +27,9 @@ import xxhash
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.run.cache import cache_root
 from phalanx.run.directory import Run, write_atomic, write_json
-from phalanx.run.lock import lock_download
 from phalanx.safe_files import read_json
 from phalanx.std_streams import word_of
+from phalanx.storage.cache import lock_download
 from phalanx.storage.errors import NotFound, ObjectExists
 from phalanx.storage.lease import LeaseLostError
 from phalanx.storage.store import PARALLEL_REQUESTS, PROBE, RANGE_BYTES, ObjectInfo, check_writable, open_store

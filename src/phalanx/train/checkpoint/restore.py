@@ -250,7 +250,9 @@ def find_verified_copies(
     if not history["epochs"]:
         return None
     node_map, folder = gather_node_map(dist_env, environment), find_node_dir(run, environment)
-    copies = [(folder / format_copy_name(*copy), copy) for copy in list_copies(folder)] if is_private(folder) else []
+    copies = []
+    if folder is not None and is_private(folder):
+        copies = [(folder / format_copy_name(*copy), copy) for copy in list_copies(folder)]
     own_shards: dict[CopyId, dict[int, RankRecord]] = {}
     bad: list[RejectedFile] = []
     ranks_on_node = node_map.ranks_on_same_node(dist_env.rank)
@@ -336,7 +338,7 @@ def prune_stale(
     if dist_env.is_rank_zero:
         truncate_history(run, step)
     folder = find_node_dir(run, environment)
-    if dist_env.local_rank == 0 and is_private(folder):
+    if dist_env.local_rank == 0 and folder is not None and is_private(folder):
         prune_copies(folder, () if kept_copy is None else (kept_copy.name,))
 
 

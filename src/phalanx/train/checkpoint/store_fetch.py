@@ -22,8 +22,7 @@ import xxhash
 from phalanx.errors import UsageError, describe_os_error
 from phalanx.run import Run
 from phalanx.run.cache import cache_root
-from phalanx.run.lock import lock_download
-from phalanx.storage.cache import localize
+from phalanx.storage.cache import localize, lock_download
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import write_at
 from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME
