@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,7 +29,6 @@ MAPPING_KEYS = frozenset(
 LIST_KEYS = frozenset({"auto_choices"})
 AUTO_CHOICE_KEYS = frozenset({"key", "value", "reason"})
 """Types of the values in the small JSON files of a run (plan.json, cluster.json, result.json), by key."""
-CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})")
 _HEADER_BYTES = 1 << 16
 """Bytes of a file by which an earlier output is recognised."""
 _FSYNC_UNSUPPORTED_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -221,11 +219,6 @@ class Run:
             return {}
 
 
-def format_checkpoint_name(step: int) -> str:
-    """The name of the checkpoint of a step, on disk or in a store."""
-    return f"step-{step:09d}"
-
-
 def describe_unfinished(run: Run) -> str | None:
     """A sentence when the result of a run does not say that it is done, whatever the command left with that trained
     it."""
@@ -302,7 +295,6 @@ def fsync_if_supported(fd: int) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()

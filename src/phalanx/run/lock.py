@@ -14,8 +14,7 @@ from phalanx.errors import STORAGE_BROKEN_ERRNOS, UsageError
 from phalanx.run.directory import Run
 
 LOCK_RETRY_INTERVAL_S = 0.5
-"""Seconds between two attempts to take a lock: no lock reports when it is free, except to a caller that waits for it
-without a limit."""
+"""Seconds between two attempts to take a lock: none reports when it is free to a caller that waits with a limit."""
 WANTED_FILE = "wanted"
 """File in a run's directory while a process waits for another to end with it."""
 

@@ -6,15 +6,21 @@ URL/checkpoints/step-000000060/rank-00000.json      the record of each rank, wit
 URL/blocks/<xxh3_128>                               bytes of the ranks' files, named by their content
 """
 
+import re
 from collections.abc import Iterator
 
-from phalanx.run.directory import CHECKPOINT_NAME_PATTERN, format_checkpoint_name
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import open_store
 from phalanx.storage.url import StoreUrl
 
 BLOCKS_NAME, CHECKPOINTS_NAME = "blocks", "checkpoints"
-STORED_MANIFEST_NAME = "MANIFEST.json"
+MANIFEST_NAME = "MANIFEST.json"
+CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})")
+"""The name of a checkpoint, on disk as in a store: `format_checkpoint_name`."""
+
+
+def format_checkpoint_name(step: int) -> str:
+    return f"step-{step:09d}"
 
 
 class StoredSteps:
@@ -36,7 +42,7 @@ class StoredSteps:
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint of a step has its manifest."""
         try:
-            self.store.head((self.step_url(step) / STORED_MANIFEST_NAME).key)
+            self.store.head((self.step_url(step) / MANIFEST_NAME).key)
         except NotFound:
             return False
         return True
