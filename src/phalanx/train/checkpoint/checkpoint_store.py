@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,38 +73,31 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """The manifest and records of a checkpoint in a store. `objects` are their bytes by name."""
+    """The manifest of a checkpoint in a store, and the blocks of all its files in their order. `objects`: the bytes of
+    manifest and records by name."""
 
     url: StoreUrl
     objects: Mapping[str, bytes]
     manifest: CheckpointManifest
-    records: Sequence[StoredRecord]
-
-    @cached_property
-    def blocks(self) -> list[Block]:
-        """The blocks of all files in their order."""
-        return [
-            Block(record.file_name, start, min(start + record.block_bytes, size), name)
-            for record in self.records
-            for size in (record.files[record.file_name].bytes,)
-            for start, name in zip(range(0, size, record.block_bytes), record.blocks, strict=True)
-        ]
+    blocks: Sequence[Block]
 
 
 def parse_stored(url: StoreUrl, objects: Mapping[str, bytes]) -> StoredCheckpoint:
     """Parse the manifest and records of the checkpoint at `url`. Raises CorruptCheckpointError for one that is damaged
     or of another checkpoint."""
     manifest = parse_manifest(url, objects[MANIFEST_NAME], objects.get(MANIFEST_HASH_NAME, b""))
-    records = []
+    blocks: list[Block] = []
     for name, file in manifest.files.items():
         record_name = record_name_of(name)
         if record_name not in objects:
             raise CorruptCheckpointError(url / record_name, "missing")
         record = decode_record(objects[record_name], url / record_name, StoredRecord)
-        if record.files.get(name) != file or len(record.blocks) != -(-file.bytes // record.block_bytes):
+        starts = range(0, file.bytes, record.block_bytes)
+        if record.files.get(name) != file or len(record.blocks) != len(starts):
             raise CorruptCheckpointError(url / record_name, f"does not fit {MANIFEST_NAME}")
-        records.append(record)
-    return StoredCheckpoint(url, objects, manifest, records)
+        for start, block in zip(starts, record.blocks, strict=True):
+            blocks.append(Block(name, start, min(start + record.block_bytes, file.bytes), block))
+    return StoredCheckpoint(url, objects, manifest, blocks)
 
 
 def find_best_step(losses: Mapping[int, float | None]) -> int | None:
