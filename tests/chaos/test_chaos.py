@@ -167,7 +167,7 @@ def test_ctrl_c_ends_the_run_and_leaves_nothing(
             if "fault 1 of 10" in line:
                 break
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=90)
     assert process.returncode == ExitCode.UNFINISHED
     assert errors == "error: interrupted\n"
     wait_until(lambda: lab.processes() == set(), 5, "everything to end")

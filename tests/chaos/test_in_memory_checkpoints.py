@@ -3,9 +3,9 @@
 import contextlib
 import os
 import random
+import secrets
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +22,7 @@ from phalanx.run.event_types import (
     StepDone,
 )
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX, SHM_DIR, find_node_dir, history_path
+from phalanx.run.listener import reserve_port
 from phalanx.train.checkpoint import list_checkpoints
 from phalanx.train.checkpoint.in_memory.format import list_copies, list_shard_records
 from train_harness import (
@@ -160,11 +161,10 @@ class Nodes:
     def __init__(self, lab: TrainHarness, run: Run, folder: Path, changes: Values):
         self.lab, self.run, self.folder, self.changes = lab, run, folder, changes
         self.token = folder / "token"
-        self.token.write_text("0123456789abcdef" * 4)
+        self.token.write_text(secrets.token_hex(32))
         self.token.chmod(0o600)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
         self.stack = contextlib.ExitStack()
+        self.port = self.stack.enter_context(reserve_port()).getsockname()[1]
 
     def memory(self, name: str) -> Path:
         return self.folder / name
@@ -200,14 +200,14 @@ def parts_of(memory: Path) -> dict[int, list[str]]:
 def test_a_lost_nodes_share_comes_from_the_node_that_kept_a_second_copy(lab: TrainHarness, nodes: Nodes) -> None:
     write_faults(nodes.run, [SLOW, plan_fault(11, "kill-agent", ranks=[1])])
     leader, member = nodes.start(0, "a"), nodes.start(1, "b")
-    member.wait(timeout=60)
+    member.wait(timeout=150)
     assert member.returncode == -signal.SIGKILL
     shutil.rmtree(nodes.memory("b"))  # and all that was in its memory
     wait_until(lambda: "waiting for node 1" in nodes.run.events.read_text(), 30, "the node to be missed")
     assert parts_of(nodes.memory("a"))[10] == ["rank-00000", "rank-00001"]
     another = nodes.start(1, "c")
-    _, errors = leader.communicate(timeout=60)
-    another.communicate(timeout=20)
+    _, errors = leader.communicate(timeout=150)
+    another.communicate(timeout=90)
     ended = HarnessRun(nodes.run, leader.returncode, errors)
     assert ended.digest == lab.train_reference(SHARDED, 2).digest
     (restored,) = ended.events_of_kind(InMemoryRestored)

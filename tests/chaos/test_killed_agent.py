@@ -78,7 +78,7 @@ def test_a_killed_fork_server_ends_the_run_with_a_message_and_it_can_be_started_
         wait_until(lambda: count_steps(run) >= 5)
         worker = psutil.Process(pids(lab.from_command_line(run, 0))[0])
         os.kill(worker.ppid(), signal.SIGKILL)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=90)
     assert process.returncode == ExitCode.UNFINISHED
     assert "error: the process that forks workers died" in errors
     assert "Traceback" not in errors
@@ -117,7 +117,7 @@ def test_a_fork_server_that_is_killed_before_the_first_step_ends_the_command_wit
     with lab.start("train", lab.recipe_file({}), "--run", run.path) as process:
         wait_until(lambda: len(psutil.Process(process.pid).children()) > 0)
         psutil.Process(process.pid).children()[0].kill()
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=90)
     assert process.returncode == ExitCode.UNFINISHED, errors
     assert "was killed by SIGKILL" in errors
     assert "Traceback" not in errors

@@ -62,7 +62,7 @@ def test_a_run_at_a_url_that_was_killed_resumes_at_once_on_its_machine(
         wait_until(lambda: stored(tmp_path, "lease/00000002.json").exists(), 100, "the next lease")
         wait_until(lambda: list_attempts(lab, url) == [0, 1], 100, "the next attempt")
         agent.send_signal(signal.SIGTERM)
-        _, errors = agent.communicate(timeout=60)
+        _, errors = agent.communicate(timeout=150)
     assert agent.returncode == ExitCode.UNFINISHED, errors
     assert f"resume with: phalanx train --run {url}" in errors
     assert not list(stored(tmp_path, "lease").glob("*"))
@@ -107,7 +107,7 @@ def test_a_run_whose_lease_was_taken_over_stops_with_75(lab: TrainHarness, url: 
     with lab.start("train", lab.recipe_file(LONG, "at-url-lost"), "--run", url) as agent:
         wait_until(lambda: list(stored(tmp_path, "events").glob("*")), 100, "events in the store")
         stored(tmp_path, "lease/00000002.json").write_text("{}")
-        _, errors = agent.communicate(timeout=60)
+        _, errors = agent.communicate(timeout=150)
     assert agent.returncode == ExitCode.UNFINISHED, errors
     assert f"{url}: another process has taken over this run" in errors
     assert not list(stored(tmp_path, "checkpoints").glob("*"))
@@ -126,7 +126,7 @@ def test_two_nodes_without_a_shared_disk_lose_one_and_end_in_the_undisturbed_bit
         lost = nodes.start(1, PHALANX_CACHE_DIR=str(caches[1]))
         leader = nodes.start(0, PHALANX_CACHE_DIR=str(caches[0]))
         ended = nodes.end(leader, seconds=150)
-        assert lost.wait(timeout=20) == -signal.SIGKILL
+        assert lost.wait(timeout=90) == -signal.SIGKILL
     assert ended.code == ExitCode.DONE, ended.message
     assert f"digest   {reference.digest}" in str(ended.message)
     assert "training on 1 of 2 nodes" in str(ended.message)

@@ -99,7 +99,7 @@ def test_the_command_line_saves_on_sigterm_and_leaves_with_75(lab: TrainHarness)
     ) as process:
         wait_until(lambda: count_steps(run) > 5)
         process.terminate()
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=90)
     assert process.returncode == ExitCode.UNFINISHED
     ended = lab.from_command_line(run, process.returncode)
     assert ended.result["status"] == "interrupted"

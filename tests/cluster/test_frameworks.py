@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from phalanx.run.listener import reserve_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 INTERPRETER = os.environ.get("PHALANX_TEST_FRAMEWORKS", sys.executable)
@@ -49,14 +50,14 @@ def on_two_nodes(tmp_path: Path, command: Sequence[str], each: int = 1) -> list[
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
     token.chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": f"127.0.0.1:{port}", "PHALANX_TOKEN_FILE": str(token)}
-    processes = [launch("torch", each, command, **shared, PHALANX_NODE_RANK=str(node)) for node in (1, 0)]
-    found = []
-    for process in reversed(processes):
-        out, errors = process.communicate(timeout=60)
-        found.append((process.returncode, out, errors))
+    with reserve_port() as reserved:
+        leader = f"127.0.0.1:{reserved.getsockname()[1]}"
+        shared = {"PHALANX_NUM_NODES": "2", "PHALANX_LEADER_ADDR": leader, "PHALANX_TOKEN_FILE": str(token)}
+        processes = [launch("torch", each, command, **shared, PHALANX_NODE_RANK=str(node)) for node in (1, 0)]
+        found = []
+        for process in reversed(processes):
+            out, errors = process.communicate(timeout=60)
+            found.append((process.returncode, out, errors))
     return found
 
 

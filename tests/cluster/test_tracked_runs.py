@@ -22,6 +22,7 @@ from phalanx.errors import ExitCode
 from phalanx.run import Run, read_events, select_final_steps
 from phalanx.run.event_types import EvaluationDone
 from read_trackers import Points, read_tensorboard, read_trackio, read_wandb
+from server_processes import find_free_port
 from train_harness import TrainHarness, plan_fault, wait_until, write_faults
 
 MLFLOW_SERVER = Path(__file__).parents[2] / "build" / "mlflow" / "venv" / "bin" / "mlflow"
@@ -45,9 +46,7 @@ def mlflow_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not MLFLOW_SERVER.exists():
         pytest.skip("no MLflow server here: make build/mlflow/venv/.installed")
     folder = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     url = f"http://127.0.0.1:{port}"
     command = [MLFLOW_SERVER, "server", "--backend-store-uri", "sqlite:///runs.db", "--port", str(port)]
     command += ["--workers", "1", "--artifacts-destination", "artifacts"]

@@ -1,11 +1,12 @@
 """The agents of one run on several nodes, here all processes of this machine."""
 
 import contextlib
-import socket
+import secrets
 import subprocess
 from pathlib import Path
 
 from phalanx.run import Run
+from phalanx.run.listener import reserve_port
 from train_harness import HarnessRun, TrainHarness, Values
 
 
@@ -17,9 +18,8 @@ class Nodes:
         self.num_nodes = ""  # MIN:MAX, where it is not the count
         self.lab, self.run, self.token, self.changes = lab, run, token, changes
         self.location: str | Path = run.path
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
         self.stack = contextlib.ExitStack()
+        self.port = self.stack.enter_context(reserve_port()).getsockname()[1]
 
     def start(self, node: int, token: Path | None = None, **more: str) -> "subprocess.Popen[str]":
         variables = {"PHALANX_NUM_NODES": self.num_nodes or str(self.count), "PHALANX_NODE_RANK": str(node)}
@@ -31,12 +31,12 @@ class Nodes:
         return self.stack.enter_context(self.lab.start(*words, variables=variables))
 
     def end(
-        self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 60
+        self, leader: "subprocess.Popen[str]", *members: "subprocess.Popen[str]", seconds: float = 150
     ) -> HarnessRun:
         """How the run ended; the members end with its code."""
         _, errors = leader.communicate(timeout=seconds)
         for member in members:
-            out, said = member.communicate(timeout=20)
+            out, said = member.communicate(timeout=90)
             assert member.returncode == leader.returncode, (errors, out, said)
         return HarnessRun(self.run, leader.returncode, errors)
 
@@ -44,6 +44,6 @@ class Nodes:
 def make_nodes(lab: TrainHarness, folder: Path) -> Nodes:
     """Nodes of a new run, with a token in `folder`."""
     token = folder / "token"
-    token.write_text("0123456789abcdef" * 4)
+    token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     return Nodes(lab, lab.new_run(), token, {})

@@ -10,6 +10,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from phalanx.run.listener import reserve_port
+
 START_TIMEOUT_S = 60.0
 
 
@@ -19,10 +21,13 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=folder) or shutil.which(name) or shutil.which(name, path="/usr/sbin")
 
 
+_reserved_ports: list[socket.socket] = []
+
+
 def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that the system gives to no other process while this one lives."""
+    _reserved_ports.append(reserve_port())
+    return int(_reserved_ports[-1].getsockname()[1])
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:

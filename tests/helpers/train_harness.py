@@ -48,7 +48,7 @@ BASE_RECIPE: Values = {
     "precision": "fp32",
     "compile": False,
     "checkpoint": {"every": 4, "in_memory_every": None},
-    "fault_tolerance": {"max_restarts": 5},
+    "fault_tolerance": {"max_restarts": 5, "last_call_s": 200.0},
     "callbacks": [FAULTS_CALLBACK],
     "num_threads": 1,
 }
@@ -297,7 +297,7 @@ def faults_file(run: Run) -> Path:
     return run.path.with_name(run.path.name + ".faults.json")
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 90.0, what: str = "") -> Any:
     """The condition's first true value; fails when it does not come."""
     end = time.monotonic() + seconds
     while not (value := condition()):

@@ -21,7 +21,7 @@ from phalanx.jobs.agent.node_agent import (
     Takeover,
     report_departure,
 )
-from phalanx.jobs.agent.node_group import LAST_CALL_S, LocalNode, NodeGroup
+from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
 from phalanx.recipe import num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.authentication import load_token
@@ -33,7 +33,7 @@ from phalanx.telemetry.record import record_telemetry
 
 
 @contextlib.contextmanager
-def open_node_group(fork_server: ForkServerClient, node_env: NodeEnv) -> Iterator[NodeGroup]:
+def open_node_group(fork_server: ForkServerClient, node_env: NodeEnv, last_call_s: float) -> Iterator[NodeGroup]:
     """All nodes of a run, of which this is the leading one. When this ends with an error, the others end with its
     code."""
     token = load_token() if node_env.leader_address is not None else b""
@@ -50,7 +50,7 @@ def open_node_group(fork_server: ForkServerClient, node_env: NodeEnv) -> Iterato
                 node_env.min_nodes,
                 node_env.node_rank,
                 node_env.num_expected,
-                TAKEOVER_LAST_CALL_S if node_env.took_over else LAST_CALL_S,
+                TAKEOVER_LAST_CALL_S if node_env.took_over else last_call_s,
             )
         )
         try:

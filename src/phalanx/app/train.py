@@ -152,7 +152,7 @@ def _train_kept_run(
     call_timeout_s = call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)
     with (
         fork_server or ForkServerClient(call_timeout_s=call_timeout_s) as fork_server,
-        open_node_group(fork_server, node_env) as node_group,
+        open_node_group(fork_server, node_env, loaded.recipe.fault_tolerance.last_call_s) as node_group,
         contextlib.ExitStack() as stack,
     ):
         num_workers = count_workers(loaded, nproc_per_node, node_env)

@@ -300,6 +300,8 @@ class FaultToleranceConfig(ConfigModel):
     hang_timeout_s: PositiveNumber = 600.0
     """Seconds without a heartbeat after which workers that seem to hang are restarted. A hang is reported much earlier;
     a worker that is stopped while others are not is restarted sooner."""
+    last_call_s: PositiveNumber = 30.0
+    """With `--nodes MIN:MAX`: seconds for which the start waits for more nodes once MIN have joined."""
     rejoin_after_s: PositiveNumber = 600.0
     """With `--nodes MIN:MAX`: seconds after which a node that has joined takes part, if no checkpoint comes before."""
 

@@ -19,6 +19,15 @@ def open_listener(host: str, port: int, backlog: int | None = None) -> socket.so
     return socket.create_server((address, port), family=family, backlog=backlog)
 
 
+def reserve_port() -> socket.socket:
+    """Return a socket that reserves a free loopback port until it is closed. The system gives the port to no other
+    process, and a process that gets the port can listen there with `open_listener`."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
 def resolve_address(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and the address that a name leads to, IPv4 where it has one. OSError if it leads nowhere."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -28,6 +28,7 @@ from phalanx.run.lock import acquire_lock
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import NotFound
 from phalanx.storage.hub import download_snapshot
+from phalanx.storage.peers import ObjectPeers
 from phalanx.storage.store import ObjectInfo, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
@@ -36,6 +37,7 @@ CACHE_LIMIT_VARIABLE = "PHALANX_STORE_CACHE_GIB"
 """Environment variable with the size of the cache in GiB; by default half of what is free on its disk."""
 _LOCK_TIMEOUT_S = 86400.0
 _entry_locks: dict[tuple[int, Path], int] = {}
+_peers: ObjectPeers | None = None
 
 
 def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
@@ -58,7 +60,16 @@ def localize_files(url: StoreUrl, names: Sequence[str], reserve_bytes: int = 0) 
     if url.scheme == "hf":
         return download_snapshot(url, names)
     store = open_store(url)
-    return _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
+    directory = _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
+    if _peers is not None:
+        _peers.add_directory(url, directory)
+    return directory
+
+
+def set_peers(peers: ObjectPeers | None) -> None:
+    """Have `localize_into` copy objects from other nodes from now on; None: read the store only."""
+    global _peers
+    _peers = peers
 
 
 def localize_into(directory: Path, url: StoreUrl) -> None:
@@ -69,7 +80,8 @@ def localize_into(directory: Path, url: StoreUrl) -> None:
     with lock_download(path.with_name(f".{url.name}.lock"), url):
         if not path.exists():
             store, unfinished = open_store(url), path.with_name(f".{url.name}.tmp")
-            store.download(store.head(url.key), unfinished)
+            if _peers is None or not _peers.copy(url, unfinished):
+                store.download(store.head(url.key), unfinished)
             os.replace(unfinished, path)
 
 
@@ -77,29 +89,21 @@ def localize_into(directory: Path, url: StoreUrl) -> None:
 def lock_download(path: Path, what: object) -> Iterator[None]:
     """Hold the lock of a file, which is created, while this process downloads something; wait while another does."""
     with open(path, "w") as lock:
-        _wait_for_lock(lock.fileno(), what)
+        acquire_lock(lock.fileno(), _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
         yield
-
-
-def _wait_for_lock(fd: int, what: object) -> None:
-    acquire_lock(fd, _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
 
 
 def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_bytes: int = 0) -> Path:
     identity = json.dumps([str(url), objects], sort_keys=True).encode()
     entry = cache_root() / "store" / xxhash.xxh3_64_hexdigest(identity)
     path = entry / "files" / (url.name or url.bucket)
-    lock = _open_lock(entry)
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if _is_complete(entry):
-            os.utime(entry / ENTRY_FILE)
-            return path
-        fcntl.flock(lock, fcntl.LOCK_UN)
-    _wait_for_lock(lock, url)
-    if not _is_complete(entry):
-        _download(url, objects, entry, path, reserve_bytes)
-    fcntl.flock(lock, fcntl.LOCK_SH)
+    _hold(entry)
+    if _is_complete(entry):
+        os.utime(entry / ENTRY_FILE)
+        return path
+    with lock_download(entry / "download.lock", url):
+        if not _is_complete(entry):
+            _download(url, objects, entry, path, reserve_bytes)
     return path
 
 
@@ -144,16 +148,17 @@ def _checksum(path: Path) -> str:
         return file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
-def _open_lock(entry: Path) -> int:
-    """The file to lock an entry by, which stays open until this process ends."""
+def _hold(entry: Path) -> None:
+    """Share an entry's lock until this process ends, so that it is not evicted."""
     key = (os.getpid(), entry)
-    if key not in _entry_locks:
-        try:
-            entry.mkdir(parents=True, exist_ok=True)
-            _entry_locks[key] = os.open(entry / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UsageError(f"{entry}: cannot be written: {error.strerror}; {CACHE_ADVICE}") from None
-    return _entry_locks[key]
+    if key in _entry_locks:
+        return
+    try:
+        entry.mkdir(parents=True, exist_ok=True)
+        _entry_locks[key] = os.open(entry / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"{entry}: cannot be written: {error.strerror}; {CACHE_ADVICE}") from None
+    fcntl.flock(_entry_locks[key], fcntl.LOCK_SH)
 
 
 def _evict(directory: Path, needed: int, what: str) -> None:

@@ -49,6 +49,7 @@ from phalanx.train.model_builder import describe_model
 from phalanx.train.precision import set_matmul_precision
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import make_result, report_start, resume_training
+from phalanx.train.shard_sharing import sharing_shards
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.tasks import Classification, load_task
 from phalanx.train.train_context import StopRequest, TrainContext, WorkerProcess
@@ -71,9 +72,9 @@ def run_worker(
     with _reporting_errors(process) as ending:
         process, recipe = _join_world(process)
         recipe = ensure_data_prepared(recipe, process.run, process.folder)
-        data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
-        assert_same_on_all_ranks(process.dist_env, data.fingerprint, "data", SAME_DATA_HINT)
-        with explain_out_of_memory(recipe.batch.micro_size):
+        with sharing_shards(process.dist_env), explain_out_of_memory(recipe.batch.micro_size):
+            data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
+            assert_same_on_all_ranks(process.dist_env, data.fingerprint, "data", SAME_DATA_HINT)
             trainer = _make_trainer(process, recipe, data, force=bool(payload.get("force")))
             status = trainer.fit()
         if dist_env.is_rank_zero:

@@ -16,5 +16,5 @@ def test_a_node_that_took_over_waits_for_nodes_that_notice_the_lost_leader_late(
     monkeypatch.setenv("PHALANX_TOKEN", "0123456789abcdef" * 2)
     fork_server: Any = SimpleNamespace(control=None, events=None, heartbeat_table=None)
     node_env = NodeEnv(1, 3, ("127.0.0.1", 0), min_nodes=1, num_expected=2, took_over=True)
-    with open_node_group(fork_server, node_env) as group:
+    with open_node_group(fork_server, node_env, last_call_s=1.0) as group:
         assert group.last_call_s > LEADER_TIMEOUT_S

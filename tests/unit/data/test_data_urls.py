@@ -1,5 +1,6 @@
 """Sources and prepared datasets at URLs: the same bytes, plans and samples as from a directory, and bad locations."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -214,18 +215,26 @@ from phalanx.storage.store import open_store
 data = open_data(DataConfig(source=DataSource(prepared=sys.argv[1]), seq_len=32), EvaluationConfig(), 0)
 sys.stdin.readline()
 data.read_training(0, data.num_train_samples)
-print(open_store(sys.argv[1]).counters.bytes_read)
+print(open_store(sys.argv[1]).counters.bytes_read, flush=True)
+sys.stdin.readline()
 """
 
 
-def test_two_processes_of_a_node_download_a_shard_once(uploaded):
+def test_processes_of_a_node_download_a_shard_once_and_do_not_wait_for_each_others_end(uploaded):
     readers = [
         subprocess.Popen(
             [sys.executable, "-c", READ_ALL, uploaded[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        for _ in range(2)
+        for _ in range(3)
     ]
-    answers = [reader.communicate("\n")[0] for reader in readers]
+    answers = []
+    with contextlib.ExitStack() as stack:
+        for reader in readers:
+            stack.enter_context(reader)
+            stack.callback(reader.kill)
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+        answers = [reader.stdout.readline() for reader in readers]
     size = sum(path.stat().st_size for path in uploaded[0].iterdir())
     assert sum(map(int, answers)) <= 1.1 * size
 

@@ -16,6 +16,7 @@ from phalanx.jobs.agent.node_group import make_hello
 from phalanx.jobs.frameworks import launcher, node_joining
 from phalanx.jobs.frameworks.node_joining import RendezvousError, join_nodes
 from phalanx.run.control_channel import TCP_KEEPALIVE_OPTIONS, ControlServer, connect_to_leader
+from phalanx.run.listener import reserve_port
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.process_messages import Leave, Ping
@@ -33,9 +34,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def address() -> tuple[str, int]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return "127.0.0.1", free.getsockname()[1]
+def address() -> Iterator[tuple[str, int]]:
+    with reserve_port() as reserved:
+        yield reserved.getsockname()
 
 
 @pytest.fixture

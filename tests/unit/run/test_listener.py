@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from phalanx.run.listener import open_listener, resolve_address
+from phalanx.run.listener import open_listener, reserve_port, resolve_address
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
@@ -29,3 +29,13 @@ def test_a_name_without_an_ipv4_address_has_its_ipv6_address(monkeypatch: pytest
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: next(answers))
     assert resolve_address("node-1") == (socket.AF_INET6, "fd00::1")
     assert resolve_address("node-1") == (socket.AF_INET, "10.0.0.1")
+
+
+def test_a_reserved_port_is_not_given_away_and_can_be_listened_on_again_and_again() -> None:
+    with reserve_port() as reserved:
+        address = reserved.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        for _ in range(2):
+            with open_listener(*address):
+                socket.create_connection(address, timeout=10).close()

@@ -57,8 +57,6 @@ COMPARED_FIELDS = {
     "processor": "machine",
 }
 """Fields of NodeIdentity that must be equal on all nodes, by their name for users."""
-LAST_CALL_S = 30.0
-"""Seconds for which the first attempt waits for more nodes when as many have joined as the run needs."""
 NODE_TIMEOUT_S = 10.0
 """Seconds without a heartbeat after which an agent, its machine, or the network to it counts as lost."""
 
@@ -197,7 +195,7 @@ class NodeGroup:
         min_nodes: int | None = None,
         node_rank: int = 0,
         num_expected: int | None = None,
-        last_call_s: float = LAST_CALL_S,
+        last_call_s: float = 0.0,
     ):
         self.local_node, self.num_nodes, self.server = local_node, num_nodes, server
         self.min_nodes, self.node_rank = min_nodes or num_nodes, node_rank

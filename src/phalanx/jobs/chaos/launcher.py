@@ -32,6 +32,7 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
+from phalanx.run.listener import reserve_port
 from phalanx.run.node_env import EXPECTED_VARIABLE
 
 CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"
@@ -140,9 +141,10 @@ class LocalLauncher:
         self.num_starts = 0
         self._starts_without_attempt, self._last_attempt = 0, -1
         self._finished_at: float | None = None
+        self._reserved_port: socket.socket | None = None  # where the leader listens
         if num_nodes > 1:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                leader = f"127.0.0.1:{free.getsockname()[1]}"
+            self._reserved_port = reserve_port()
+            leader = f"127.0.0.1:{self._reserved_port.getsockname()[1]}"
             token = os.urandom(32).hex()
             for node, each in enumerate(self._environments):
                 each |= {
@@ -186,6 +188,8 @@ class LocalLauncher:
         for process in self._processes:
             process.kill()
             process.wait()
+        if self._reserved_port is not None:
+            self._reserved_port.close()
 
     def _start_node(self, node: int) -> "subprocess.Popen[bytes]":
         with open(self.output, "ab") as output:
