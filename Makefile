@@ -94,6 +94,10 @@ build/emulated/venv/.installed:
 	build/emulated/venv/bin/python -m pip install --quiet torch==2.11.0 pytest pytest-timeout -e '.[tokenizers]'
 	@touch $@
 
+build/azurite/.installed: ## Install Azurite, an emulator of Azure's storage, for its test (170 MB; needs npm).
+	npm install --silent --no-fund --no-audit --prefix build/azurite azurite@3
+	@touch $@
+
 # Its own environment: the server needs python-dateutil 2, the client of Kubernetes 3.
 build/mlflow/venv/.installed: ## Install an MLflow server for its test (about 1 GB).
 	$(PYTHON) -m venv build/mlflow/venv

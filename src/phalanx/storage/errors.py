@@ -9,11 +9,18 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound",
 _WRONG_CREDENTIALS = re.compile(
     r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|Forbidden|Unauthorized|status:? 40[13]", re.IGNORECASE
 )
-_ROLE_SERVER = "169.254.169.254"
-"""Where a machine of a cloud gets the credentials of its role."""
 _EXPIRED = re.compile(r"ExpiredToken|TokenExpired|token (has|is) expired|RequestTimeTooSkewed", re.IGNORECASE)
 _HOST_NOT_FOUND = re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE)
-_REASON = re.compile(r"<Code>(\w+)</Code>|\b(?:status|with) (\d{3} [A-Z][A-Za-z ]+)")
+_REASON = re.compile(r"<Code>(\w+)</Code>|\b(?:status|status code:|with) (\d{3} [A-Z][A-Za-z ]+)")
+_NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|MissingAccount|Account must be specified", re.IGNORECASE)
+"""Where nothing else has credentials, the address is asked at which a machine of a cloud gets those of its role."""
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account's key",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+}
+"""The variables that give credentials, by scheme."""
+_NOT_SUPPORTED = re.compile(r"status(?: code)?:? (405|501) ")
 _SECRETS = re.compile(
     r"<AWSAccessKeyId>.*?</AWSAccessKeyId>|(Signature|Credential|Token|sig)=[^&\s,\"]+", re.IGNORECASE
 )
@@ -40,7 +47,7 @@ class StoreUnavailable(OSError):
 
 def describe(error: Exception) -> str:
     """The reason that a store gave, in one short line without any secret."""
-    text = " ".join(_SECRETS.sub("", str(error)).split())
+    text = " ".join(_SECRETS.sub("", str(error).partition("Debug source:")[0]).split())
     if found := _REASON.search(text):
         return found[1] or found[2]
     for pattern, reason in (
@@ -61,11 +68,9 @@ def is_expired(error: Exception) -> bool:
 def refuse(url: str, error: Exception) -> UsageError | None:
     """The error of the user for what no retry cures; None for what may pass."""
     text = str(error)
-    if _ROLE_SERVER in text:  # it is asked where nothing else has credentials
-        return UsageError(
-            f"{url}: no credentials were found, and this machine has no role; set AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-        )
+    if _NO_CREDENTIALS.search(text):
+        variables = _CREDENTIALS.get(url.partition(":")[0], _CREDENTIALS["s3"])
+        return UsageError(f"{url}: no credentials were found, and this machine has no role; set {variables}")
     if _NO_BUCKET.search(text):
         return UsageError(f"{url}: the bucket does not exist; check its name and the region or endpoint")
     if type(error).__name__ in ("UnauthenticatedError", "PermissionDeniedError") or _WRONG_CREDENTIALS.search(text):
@@ -73,6 +78,7 @@ def refuse(url: str, error: Exception) -> UsageError | None:
             f"{url}: access is denied ({describe(error)}); check the credentials in the environment or profile, "
             "and what they may do there"
         )
-    if type(error).__name__ in ("UnknownConfigurationKeyError", "InvalidPathError", "NotSupportedError"):
+    names = ("UnknownConfigurationKeyError", "InvalidPathError", "NotSupportedError")
+    if type(error).__name__ in names or _NOT_SUPPORTED.search(text):
         return UsageError(f"{url}: {describe(error)}")
     return None

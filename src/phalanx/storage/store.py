@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import random
+import re
 import secrets
 import time
 from collections import Counter
@@ -78,8 +79,16 @@ class Store:
         self.url = StoreUrl(url.scheme, url.bucket)
         self.counters = StoreCounters()
         self._make_client, self._clock, self._sleep = make_client, clock, sleep
-        self._client = make_client(url)
+        self._client = self._connect()
         self._answered = False
+
+    def _connect(self) -> "ObjectStore":
+        from obstore.exceptions import BaseError
+
+        try:
+            return self._make_client(self.url)
+        except BaseError as error:
+            raise refuse(str(self.url), error) or UsageError(f"{self.url}: {describe(error)}") from None
 
     def head(self, key: str) -> ObjectInfo:
         """Size and ETag of an object."""
@@ -186,7 +195,7 @@ class Store:
                 if self._clock() - started > (RETRY_S if self._answered else FIRST_CONTACT_S):
                     raise refused or StoreUnavailable(url, reason) from None
                 if refused is not None or is_expired(error):  # credentials may have been renewed meanwhile
-                    self._client = self._make_client(self.url)
+                    self._client = self._connect()
                 self.counters.retries[reason] += 1
                 logger.warning("%s: %s; trying again in %.1f s", url, reason, pause)
                 self._sleep(pause * random.uniform(0.5, 1.0))
@@ -229,6 +238,8 @@ def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "Obje
     if url.scheme == "s3":
         config: Any = _read_profile(environ)
         endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or config.get("endpoint", "")
+        if endpoint and not re.match(r"https?://[^/:]+", endpoint):
+            raise UsageError(f"AWS_ENDPOINT_URL={endpoint}: no address of a store; expected http(s)://HOST[:PORT]")
         options["allow_http"] = endpoint.startswith("http://")
         if not any(environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION")):
             config.setdefault("region", "us-east-1")

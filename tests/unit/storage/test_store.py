@@ -1,5 +1,6 @@
 """Stores: URLs, retries that are counted, ranges of an object that does not change, and errors without secrets."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,11 +142,6 @@ def test_denied_access_is_not_retried() -> None:
         assert store.counters.requests == 1
 
 
-def test_missing_credentials_are_named_as_such() -> None:
-    error = Exception("Error performing PUT http://169.254.169.254/latest/api/token: 403 Forbidden")
-    assert "no credentials were found" in str(refuse("s3://bucket/key", error))
-
-
 def test_a_store_that_never_answers_ends_as_a_storage_error() -> None:
     times = iter(range(0, 10_000, int(FIRST_CONTACT_S / 2)))
     store = Store(StoreUrl("http", "127.0.0.1:9"), make_client, clock=lambda: next(times), sleep=lambda _: None)
@@ -190,3 +186,36 @@ def test_an_object_is_a_seekable_file(tmp_path: Path) -> None:
         assert file.read() == content[-5:]
         file.seek(0)
         assert file.read() == content
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "reason"),
+    [
+        ("az://box", {}, "no credentials were found, and this machine has no role; set AZURE_STORAGE_ACCOUNT_NAME"),
+        ("az://box", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "%"}, "Invalid Access Key"),
+        ("gs://box", {"GOOGLE_SERVICE_ACCOUNT": "/no/key.json"}, "/no/key.json: No such file"),
+        ("s3://box", {"AWS_ENDPOINT_URL": "::1"}, r"AWS_ENDPOINT_URL=::1: no address of a store; expected http"),
+    ],
+)
+def test_a_client_that_cannot_be_made_is_one_line_about_the_url_or_variable(
+    monkeypatch: pytest.MonkeyPatch, url: str, variables: dict[str, str], reason: str
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("AZURE_", "GOOGLE_", "AWS_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=reason) as caught:
+        Store(parse_url(url), make_client)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_credentials_are_named_for_each_store() -> None:
+    error = Exception("Error performing PUT http://169.254.169.254/latest/api/token: 403 Forbidden")
+    assert "no credentials were found, and this machine has no role; set AWS_ACC" in str(refuse("s3://box/key", error))
+    assert "set GOOGLE_APPLICATION_CREDENTIALS" in str(refuse("gs://box/key", error))
+    assert "set AZURE_STORAGE_ACCOUNT_NAME" in str(refuse("az://box/key", error))
+
+
+def test_a_request_that_a_store_does_not_know_is_not_tried_again() -> None:
+    error = Exception("Server returned non-2xx status code: 501 Not Implemented: timed out waiting")
+    assert str(refuse("gs://box/key", error)) == "gs://box/key: 501 Not Implemented"
