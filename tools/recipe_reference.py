@@ -27,7 +27,8 @@ schema` prints the JSON Schema for editors, and any key can be overridden on the
 steps=50 optimizer.lr=3e-4`.
 
 - YAML 1.2: `1e-3` is a number, `no` and `off` are words, a key that appears twice is an error.
-- Paths are relative to the recipe's file. Its folder joins the import path of `module:name` values.
+- Paths are relative to the recipe's file. Its folder joins the import path of `module:name` values. The recipe may be
+  at a URL: paths are then relative to the URL's directory, and code next to it is not fetched.
 - In any text, `${python.stdlib}` is the folder of Python's standard library, `${python.packages}` that of installed
   packages, `${recipe.dir}` that of the recipe, and `${env.NAME}` an environment variable.
 - `auto` is resolved before training; the run keeps what was chosen.

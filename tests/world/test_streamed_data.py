@@ -5,7 +5,7 @@ import random
 import pytest
 
 from phalanx.errors import ExitCode
-from train_harness import TrainHarness, Values, plan_fault
+from train_harness import TrainHarness, Values, merge_recipes, plan_fault
 
 STREAM: Values = {
     "data": {"source": {"text": "stream-*.txt"}, "prepare": "stream", "stream_window": 2},
@@ -38,3 +38,11 @@ def test_a_source_that_cannot_be_read_ends_the_run_with_its_reason(streamed: Tra
     assert ended.returncode == ExitCode.DATA, ended.stderr
     assert "broken-1.jsonl" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_killed_curriculum_of_streams_ends_on_another_world_in_the_same_digest(streamed: TrainHarness) -> None:
+    sources = [{"text": ["stream-0.txt", "stream-1.txt"]}, {"text": ["stream-2.txt", "stream-3.txt"], "weight": 0}]
+    stages = [{"from_step": 4, "weights": [1, 1]}, {"from_step": 9, "weights": [0, 1]}]
+    mixture = merge_recipes(STREAM, {"data": {"source": sources, "curriculum": stages}})
+    killed = streamed.train(mixture, 2, faults=[plan_fault(7)])
+    assert streamed.train(mixture, 1).digest == killed.digest

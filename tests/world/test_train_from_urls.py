@@ -49,3 +49,9 @@ def test_sources_prepared_data_and_initial_weights_at_urls_train_to_the_digest_o
     assert from_url["digest"] == from_path["digest"] != local["digest"]
     origin = json.loads((root / "from-url/environment.json").read_text())["origins"]["init_from"]
     assert origin["url"] == f"file://{root}/local/checkpoints/step-000000008"
+
+
+def test_a_recipe_at_a_url_trains_to_the_digest_of_the_same_file(root: Path) -> None:
+    local = train_recipe(root, "local", 'text: "*.txt"', nproc=2)
+    at_url = train(f"file://{root}/local.yaml", run=root / "at-url", nproc_per_node=2)
+    assert at_url["digest"] == local["digest"]

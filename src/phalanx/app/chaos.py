@@ -93,7 +93,7 @@ def find_baseline_run(path: Path, loaded: LoadedRecipe, run_shape: RunShape) -> 
 class ChaosExperiment:
     """A recipe that is trained without and with faults, in a directory for both runs."""
 
-    recipe: Path
+    recipe: str
     overrides: Sequence[str]
     run_shape: RunShape
     fault_plan: Sequence[Fault]
@@ -164,7 +164,7 @@ class ChaosExperiment:
         return ChaosResult(run, digest, injected, outcome.num_starts, duration_s, reasons)
 
     def _arguments(self, run: Run, workers_per_node: int) -> list[str]:
-        return [str(self.recipe), *self.overrides, "--run", str(run.path), "--nproc-per-node", str(workers_per_node)]
+        return [self.recipe, *self.overrides, "--run", str(run.path), "--nproc-per-node", str(workers_per_node)]
 
 
 def train_baseline(run: Run, arguments: Sequence[str], environment: dict[str, str], log: Path, tag: str) -> None:

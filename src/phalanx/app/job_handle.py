@@ -118,7 +118,7 @@ def submit(
     options of the command.
 
     Args:
-        recipe: a recipe file, or a script that calls `phalanx.session`.
+        recipe: a recipe file, its URL, or a script that calls `phalanx.session`.
         overrides: `key=value` of the recipe, or arguments of the script.
         on: backend: local, slurm, kubernetes or ray.
         nodes: number of nodes, or `MIN:MAX`: train on while MIN are left, and take in nodes that return.
@@ -136,7 +136,7 @@ def submit(
     """
     options = [f"{key}={value}" for key, value in (backend_options or {}).items()]
     job = make_recipe_job(
-        TrainArguments(Path(recipe), overrides, None if run is None else os.fspath(run), nproc_per_node, force),
+        TrainArguments(os.fspath(recipe), overrides, None if run is None else os.fspath(run), nproc_per_node, force),
         snapshot=snapshot,
         default_gpus=default_gpus(on, nproc_per_node) if gpus is None else None,
         **parse_job_fields(str(nodes), gpus, None, None, time_limit, options),

@@ -25,7 +25,7 @@ def plan(
     """Predict memory, step time, energy and cost as `phalanx plan` does. Nothing is written.
 
     Args:
-        recipe: a file's path or a value.
+        recipe: a file's path or URL, or a value.
         cluster: a name of the catalog, or a cluster file; default: that of PHALANX_CLUSTER, else this
             machine, if calibrated.
         num_gpus: devices to plan for; default: all of the cluster.
@@ -38,7 +38,7 @@ def plan(
     if isinstance(recipe, Recipe):
         loaded = LoadedRecipe(expand_recipe(recipe, Path.cwd()), None, Path.cwd(), {})
     else:
-        loaded = load_recipe(None if recipe is None else Path(recipe), overrides)
+        loaded = load_recipe(None if recipe is None else os.fspath(recipe), overrides)
     return plan_run(loaded, _choose_cluster(cluster), num_gpus, Path.cwd())
 
 
@@ -48,7 +48,7 @@ def _choose_cluster(name: str | None) -> str | None:
 
 
 def plan_recipe_file(
-    path: Path,
+    path: Path | str,
     overrides: Sequence[str],
     cluster: str | None,
     num_gpus: int | None,

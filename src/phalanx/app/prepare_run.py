@@ -60,7 +60,9 @@ from phalanx.run.code_trust import record_trust
 from phalanx.run.companions import GENERATION_CONFIG_FILE, IMAGE_PROCESSOR_FILES, keep_companions, read_contained
 from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
+from phalanx.run.fields import to_json
 from phalanx.run.lock import lock_run
+from phalanx.run.mixture import MIXTURE_KEY, format_epochs
 from phalanx.safe_files import read_bytes
 from phalanx.storage.named import (
     describe_version,
@@ -278,14 +280,19 @@ def resolve_run(
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
         plan.pop(FULL_DIVISION_KEY, None)
         plan = check_same_data(run, plan, opened.fingerprint, request.force)
-        plan = {**plan, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
+        plan = {**plan, DATA_SUMMARY_KEY: describe_data(opened, recipe), MIXTURE_KEY: to_json(opened.mixture)}
         if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
             check_same_image_processor(run, recipe, folder)
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(pin_origins(prepared), world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
-    plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, DATA_SUMMARY_KEY: describe_data(opened, recipe)}
+    plan = {
+        **plan,
+        FINGERPRINT_KEY: opened.fingerprint,
+        DATA_SUMMARY_KEY: describe_data(opened, recipe),
+        MIXTURE_KEY: to_json(opened.mixture),
+    }
     notes += describe_short_sources(opened, recipe)
     notes += describe_batch_scaling(given, recipe, peak_learning_rate(recipe))
     notes += describe_other_load(given, cluster)
@@ -308,14 +315,13 @@ def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: boo
 
 def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
     """Describe the sources that have fewer samples than a step takes of them."""
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    total = sum(source.weight for source in sources)
-    shares = [recipe.batch.global_size * source.weight / total for source in sources]
+    weights = data.mixture.average_weights()
+    shares = [recipe.batch.global_size * weight / sum(weights) for weight in weights]
     return [
         f"data.source.{number}: has {format_plural(num_samples, 'training sample')}, and a step takes about "
         f"{share:.0f} of it: they repeat within each step"
-        for number, (num_samples, share) in enumerate(zip(data.num_train_samples_by_source, shares, strict=True))
-        if len(sources) > 1 and num_samples < math.floor(share)
+        for number, (num_samples, share) in enumerate(zip(data.mixture.num_samples, shares, strict=True))
+        if len(shares) > 1 and num_samples < math.floor(share)
     ]
 
 
@@ -323,12 +329,14 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
     """Describe the training and validation samples of a run in one line."""
     about = "about " if recipe.data.prepare == "stream" else ""  # it is not all prepared
     text = f"{about}{format_plural(data.num_train_samples, 'sample')} an epoch"
+    if len(recipe.data.sources) > 1:
+        epochs = data.mixture.count_epochs(recipe.steps, recipe.batch.global_size)
+        text += f", epochs in {format_plural(recipe.steps, 'step')}: {format_epochs(epochs)}"
     if data.padding_fraction is not None:
         text += f", {format_percent(data.padding_fraction)} of their positions padding"
     if data.num_cut_documents:
         text += f", {format_plural(data.num_cut_documents, 'document')} cut"
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    if skipped := sum(count_skipped(Path(source.prepared)) for source in sources if source.prepared):
+    if skipped := sum(count_skipped(Path(source.prepared)) for source in recipe.data.sources if source.prepared):
         text += f", {format_plural(skipped, 'bad row')} skipped"
     if recipe.evaluation.every is None:
         return text

@@ -31,13 +31,14 @@ from phalanx.run.directory import check_run_path, describe_unfinished
 from phalanx.run.node_env import parse_num_nodes
 from phalanx.std_streams import word_of
 from phalanx.storage.run_objects import follow_run, mirror_run
+from phalanx.storage.url import is_url
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two polls of a job that is followed."""
 BACKEND_TIMEOUT_S = 600.0
 """Seconds for which a backend may fail to answer while a job is followed."""
 SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-MakeJob = Callable[[Path, list[str], str], Job]
+MakeJob = Callable[[str, list[str], str], Job]
 """Makes the job that trains a recipe with overrides in a run directory."""
 
 
@@ -56,7 +57,7 @@ def make_recipe_job(
         default_gpus: GPUs on each node, unless `gpus_per_node` is given or the recipe trains on the CPU.
         job_fields: fields of `Job`.
     """
-    path = arguments.path
+    path = Path(arguments.path)
     if arguments.is_script:
         if not path.is_file():
             raise UsageError(f"{path}: no such file; expected a recipe or a script that calls phalanx.session")
@@ -78,9 +79,13 @@ def make_recipe_job(
     run = run if run.store_url is not None else Run(run_dir)
     # paths of a script are relative to the working directory, those of a recipe to its own directory
     source_dir = Path.cwd() if arguments.is_script else path.absolute().parent
-    recipe_path, environment = str(path.absolute()), dict(environment or {})
-    job_snapshot = None
+    recipe_path = str(arguments.path) if is_url(arguments.path) else str(path.absolute())
+    job_snapshot, environment = None, dict(environment or {})
     if snapshot is not None:
+        if is_url(arguments.path):
+            raise UsageError(
+                f"--snapshot {snapshot}: {arguments.path} is not in a directory here; leave the option out"
+            )
         recipe_path = os.path.relpath(path.absolute(), source_dir)
         if recipe_path.startswith(".."):
             raise UsageError(
@@ -345,12 +350,12 @@ def format_status(status: JobStatus) -> str:
     return f"job {status.id} {status.state}{code_text}{reason_text}"
 
 
-def split_recipes_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+def split_recipes_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `a.yaml b.yaml steps=5` into recipes and overrides. Words after a script are its arguments."""
     if arguments[0].endswith(".py"):
-        return [Path(arguments[0])], list(arguments[1:])
+        return [arguments[0]], list(arguments[1:])
     more_recipes = itertools.takewhile(lambda word: word.endswith((".yaml", ".yml")) and "=" not in word, arguments[1:])
-    recipes = [Path(arguments[0]), *map(Path, more_recipes)]
+    recipes = [arguments[0], *more_recipes]
     return recipes, list(arguments[len(recipes) :])
 
 
@@ -372,7 +377,7 @@ def expand_sweep(sweep: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def make_sweep(
-    recipes: Sequence[Path],
+    recipes: Sequence[str],
     overrides: Sequence[str],
     combinations: Sequence[Sequence[str]],
     runs_dir: str | Path | None,

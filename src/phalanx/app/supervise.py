@@ -4,6 +4,7 @@ result."""
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.app.elastic_world import ElasticWorld
@@ -71,7 +72,7 @@ def supervise_run(
 
 def train_script(arguments: TrainArguments, run: Run, show: Callable[[Event], None]) -> RunOutcome:
     """Run the script of `arguments` as workers on this machine, and follow it to its end."""
-    if not arguments.path.is_file():
+    if not Path(arguments.path).is_file():
         raise UsageError(f"{arguments.path}: no such file; expected a recipe or a script that calls phalanx.session")
     machine = discover_machine()
     world_size = arguments.nproc_per_node or machine.num_gpus or 1
@@ -84,7 +85,7 @@ def supervise_script(
     arguments: TrainArguments, run: Run, world_size: int, fork_server: ForkServerClient, show: Callable[[Event], None]
 ) -> RunOutcome:
     """Run a script with a loop of its own as `world_size` workers under our agent, and write the run's result."""
-    script = arguments.path
+    script = Path(arguments.path)
     check_run_path(run.path)
     create_run(run)
     with keep_at_url(run, leads=True) as stored, lock_run(run) as note, contextlib.ExitStack() as stack:

@@ -76,7 +76,7 @@ def train(
     `status: interrupted`.
 
     Args:
-        recipe: a file's path or a value.
+        recipe: a file's path or URL, or a value.
         overrides: `key=value` of a recipe in a file.
         run: run directory or URL; default: `runs/<name>`.
         nproc_per_node: workers; default: as the recipe's parallelism requires, else one per GPU, else 1.

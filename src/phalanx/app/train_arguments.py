@@ -17,8 +17,8 @@ from phalanx.storage.url import is_url
 class TrainArguments:
     """A recipe with overrides, or a script with its arguments, and how to run it."""
 
-    path: Path
-    """The recipe or the script."""
+    path: str | Path
+    """The recipe, its URL, or the script."""
     overrides: Sequence[str] = ()
     """Overrides of a recipe, or the arguments of a script."""
     run: str | Path | None = None
@@ -32,7 +32,7 @@ class TrainArguments:
     @property
     def is_script(self) -> bool:
         """Whether `path` is a script that calls `phalanx.session`."""
-        return self.path.suffix == ".py"
+        return str(self.path).endswith(".py")
 
     def load_recipe(self) -> LoadedRecipe:
         """Load the recipe with its overrides. Raises RecipeError."""
@@ -67,7 +67,7 @@ def find_kept_recipe(run: str | None) -> Path:
 def load_given_recipe(recipe: "str | os.PathLike[str] | Recipe | None", overrides: Sequence[str]) -> LoadedRecipe:
     """Load what a caller of the Python API passed: a recipe as a value, or a file with overrides."""
     if not isinstance(recipe, Recipe):
-        return load_recipe(None if recipe is None else Path(recipe), overrides)
+        return load_recipe(None if recipe is None else os.fspath(recipe), overrides)
     if overrides:
         raise UsageError("overrides are for recipes in files; a Recipe is changed with model_copy")
     given_keys = recipe.model_dump(exclude_defaults=True)

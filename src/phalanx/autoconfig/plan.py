@@ -15,8 +15,8 @@ from phalanx.autoconfig.micro_batch import LANGUAGE_MODELING_TASK, LARGE_LOGITS_
 from phalanx.autoconfig.model_profile import profile_model
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
-from phalanx.data.cache import expect_data_info
-from phalanx.data.reader import DataInfo
+from phalanx.data.cache import expect_data_info, prepare_all_sources
+from phalanx.data.reader import DataInfo, open_data
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts, device_costs_for_stack, phalanx_stack
@@ -31,6 +31,7 @@ from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, predict_step_time
 from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
 from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
+from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.overrides import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
@@ -191,6 +192,8 @@ class RunPlan:
     checkpoint_plan: CheckpointPlan | None
     scaling: tuple[tuple[int, float], ...]
     """Devices, and units a second on that many with the same parallelism for each replica."""
+    epochs: tuple[float, ...] | None
+    """How often the run passes through each source; None where one is not prepared: its size is not known."""
 
 
 def plan_run(
@@ -226,7 +229,15 @@ def plan_run(
     found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
         raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
-    return _build_plan(recipe, target_cluster, num_devices, profile, found, rates, _sample_bytes(facts))
+    run_plan = _build_plan(recipe, target_cluster, num_devices, profile, found, rates, _sample_bytes(facts))
+    return replace(run_plan, epochs=_count_epochs(recipe, loaded.recipe_dir))
+
+
+def _count_epochs(recipe: Recipe, recipe_dir: Path) -> tuple[float, ...] | None:
+    if not all(source.prepared for source in list_sources(recipe.data, recipe.evaluation)):
+        return None
+    data = open_data(*prepare_all_sources(recipe.data, recipe.evaluation, recipe_dir), recipe.seed)
+    return tuple(data.mixture.count_epochs(recipe.steps, recipe.batch.global_size))
 
 
 def _load_local_cluster(device: str) -> Cluster:
@@ -321,6 +332,7 @@ def _build_plan(
         energy=energy,
         checkpoint_plan=checkpoint_plan,
         scaling=_predict_scaling(best.scenario, rates),
+        epochs=None,
     )
 
 

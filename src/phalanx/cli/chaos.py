@@ -67,7 +67,7 @@ def chaos(
     queue-daemon.
     """
     given = overrides or []
-    if recipe.suffix == ".py":
+    if recipe.endswith(".py"):
         raise UsageError(f"{recipe}: chaos is for recipes; two runs of a script with phalanx.session may differ")
     if queue and nodes > 1:
         raise UsageError("--queue runs on this machine only; omit --nodes")

@@ -111,7 +111,7 @@ def submit(
     }
     recipes, overrides = app_submit.split_recipes_and_overrides(what)
     is_array = framework is None and (len(recipes) > 1 or bool(sweep_axes))
-    if (sweep_axes and not is_array) or (sweep_axes and recipes[0].suffix == ".py"):
+    if (sweep_axes and not is_array) or (sweep_axes and recipes[0].endswith(".py")):
         raise UsageError("--sweep is for recipes, not for programs: a sweep sets recipe keys")
     if max_parallel is not None and not is_array:
         raise UsageError("--max-parallel is for arrays: give several recipes, or --sweep")

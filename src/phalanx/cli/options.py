@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from phalanx.std_streams import escape_control_chars
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML).")]
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML), or its URL.")]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as steps=500 optimizer.lr=3e-4.")
 ]
@@ -92,6 +92,12 @@ SnapshotOption = Annotated[
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Resume although the recipe or the data changed.")]
+
+
+def name_output(recipe: str, kind: str) -> Path:
+    """The file for a planned or tuned recipe: next to the recipe, or of a URL in this directory."""
+    path = Path(recipe.rpartition("/")[2] if "://" in recipe else recipe)
+    return path.with_name(f"{path.stem}.{kind}.yaml")
 
 
 class BackendOptionsCommand(TyperCommand):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.options import JsonOption, OverridesArgument, RecipeArgument
+from phalanx.cli.options import JsonOption, OverridesArgument, RecipeArgument, name_output
 from phalanx.errors import UsageError
 from phalanx.formatting import (
     BYTES_PER_GIB,
@@ -19,6 +19,8 @@ from phalanx.formatting import (
     format_rate,
     format_significant,
 )
+from phalanx.run.mixture import format_epochs
+from phalanx.storage.url import is_url
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
@@ -69,7 +71,9 @@ def plan(
     """
     if in_place and out is not None:
         raise UsageError(f"--in-place, --out {out}: give one of the two")
-    out = recipe if in_place else out or recipe.with_name(f"{recipe.stem}.planned.yaml")
+    if in_place and is_url(recipe):
+        raise UsageError(f"--in-place: {recipe} is not a file; give --out FILE")
+    out = Path(recipe) if in_place else out or name_output(recipe, "planned")
     gc.disable()  # nearly all objects that imports create stay
     try:
         from phalanx.app.plan import plan_recipe_file
@@ -142,6 +146,7 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
         f"memory     {best.peak_bytes / BYTES_PER_GIB:.1f} of {memory_gib:g} GiB a device",
         f"run        {run_plan.recipe.steps:,} steps in {format_duration(cost.wall_s)}, {cost.device_hours:,.1f} "
         "device-hours",
+        *([f"epochs     {format_epochs(run_plan.epochs)}"] if run_plan.epochs else []),
     ]
     if (energy := run_plan.energy) is not None:
         kwh = f"{energy.site_kwh:,.0f}" if energy.site_kwh >= 1_000 else format_significant(energy.site_kwh)
@@ -220,6 +225,7 @@ def to_json(run_plan: "RunPlan", top: int, out: Path) -> dict[str, Any]:
         "carbon_kg": _predict_carbon_kg(run_plan),
         "checkpoint_plan": None if checkpoints is None else asdict(checkpoints),
         "scaling": [{"num_devices": world, "units_per_s": speed} for world, speed in run_plan.scaling],
+        "epochs": run_plan.epochs,
         "changes": list_chosen_keys(run_plan),
         "recipe": str(out),
     }

@@ -43,6 +43,7 @@ def check(
     """
     from phalanx import recipe as recipes
     from phalanx.recipe.imports import check_known_arguments
+    from phalanx.recipe.load import list_import_paths
     from phalanx.storage.named import huggingface_directory, name_recipe_key
     from phalanx.storage.url import is_url, parse_url
 
@@ -60,8 +61,9 @@ def check(
             parse_url(location)
     else:
         huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
-    for key, value in _list_import_paths(loaded.recipe):
-        recipes.import_object(value, loaded.recipe_dir, loaded.location_of(key))
+    for key, value in list_import_paths(loaded.recipe):
+        if key != "model.build":
+            recipes.import_object(value, loaded.recipe_dir, loaded.location_of(key))
     # A recipe for phalanx.session has neither model nor data, but says how to train.
     if len(loaded.missing_keys()) == 1 or not loaded.given.keys() - {"name"}:
         loaded.check_required()
@@ -75,13 +77,6 @@ def check(
         print(f"ok  {path}: {recipe.name}, {recipe.steps} steps of {batch.global_size} samples{per_worker_text}")
         if auto_keys:
             print(f"auto, resolved at the start: {', '.join(auto_keys)}")
-
-
-def _list_import_paths(recipe: Any) -> list[tuple[str, str]]:
-    """List the keys other than the model's that hold `module:name`."""
-    task = [("task", recipe.task)] if ":" in recipe.task else []
-    callbacks = [(f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks)]
-    return [*task, *callbacks]
 
 
 def _list_auto_keys(value: Any, key: str = "") -> Any:

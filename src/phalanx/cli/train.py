@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="[RECIPE]",
-            help="Recipe (YAML), or a script that calls phalanx.session.",
+            help="Recipe (YAML) or its URL, or a script that calls phalanx.session.",
             show_default="that of the run to resume",
         ),
     ] = None,
@@ -208,7 +208,7 @@ def train_locally(
 
 def train_script_locally(arguments: TrainArguments, out: TextIO) -> int:
     """Run a script that calls `phalanx.session` under our own agent and follow it; return its exit code."""
-    run = arguments.find_run(arguments.path.stem)
+    run = arguments.find_run(Path(arguments.path).stem)
     with DeferredDisplay(run, out) as display:
         outcome = train_script(arguments, run, display.show_event)
     return print_outcome(outcome, run, arguments, out)

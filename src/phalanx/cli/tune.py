@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.options import OverridesArgument, RecipeArgument
+from phalanx.cli.options import OverridesArgument, RecipeArgument, name_output
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def tune(
     from phalanx.recipe import load_recipe
     from phalanx.run.directory import check_output_path, write_output
 
-    out = out or recipe.with_name(f"{recipe.stem}.tuned.yaml")
-    if out.absolute() == recipe.absolute():
+    out = out or name_output(recipe, "tuned")
+    if out.absolute() == Path(recipe).absolute():
         raise UsageError(f"--out {out}: this is the recipe; write the tuned recipe to another file")
     check_output_path("--out", out, ["# Tuned by `phalanx tune`"])
     loaded = load_recipe(recipe, overrides or [])
@@ -128,7 +128,7 @@ def format_trial(trial: "TuneTrial") -> str:
     return "\n".join(format_table(TRIAL_COLUMNS, [(trial.label, predicted, *times, result)], show_header=False))
 
 
-def _format_conclusion(result: "TuneResult", recipe: Path, out: Path) -> list[str]:
+def _format_conclusion(result: "TuneResult", recipe: str, out: Path) -> list[str]:
     from phalanx.app.tune import format_gain
     from phalanx.formatting import format_duration
     from phalanx.std_streams import word_of

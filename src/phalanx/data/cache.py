@@ -130,7 +130,7 @@ def prepare_all_sources(
 
     They share one tokenizer: a BPE is trained on the first source and used for all.
     """
-    leading, *others = data.source if isinstance(data.source, list) else [data.source]
+    leading, *others = data.sources
 
     order = (0.0 if evaluation.source else evaluation.holdout_fraction, seed)
 
@@ -152,7 +152,7 @@ def prepare_all_sources(
 def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:
     """Facts of a recipe's data, paths relative to `recipe_dir`. Of text only the tokenizer is asked; images are looked
     at, since only they tell their size and classes. RecipeError, DataError: what is asked is not there, or damaged."""
-    source = data.source[0] if isinstance(data.source, list) else data.source
+    source = data.sources[0]
     if source.prepared is not None:
         with name_recipe_key("data.source"):
             dataset = open_dataset_files(join_location(recipe_dir, source.prepared)).directory

@@ -7,6 +7,7 @@ method 3: generalised Feistel with cycle walking).
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import gcd, isqrt
 from typing import Any
 
@@ -99,8 +100,14 @@ def num_validation_samples(num_samples: int, holdout_fraction: float) -> int:
 
 def reduce_weights(weights: Sequence[float]) -> list[int]:
     """Return weights as whole numbers in the same proportions, for a fingerprint."""
-    counts = np.maximum(np.rint(np.array(weights) / sum(weights) * _MIXTURE_PERIOD).astype(np.int64), 1)
+    exact = np.array(weights) / sum(weights) * _MIXTURE_PERIOD
+    counts = np.maximum(np.rint(exact).astype(np.int64), exact > 0)
     return [int(count) for count in counts // gcd(*counts.tolist())]
+
+
+def weigh_by_size(sizes: Sequence[int], temperature: float) -> list[float]:
+    """Return the weights n^(1/T) of sources of n samples, the largest 1."""
+    return [(size / max(sizes)) ** (1 / temperature) for size in sizes]
 
 
 class StepMixture:
@@ -128,7 +135,7 @@ class StepMixture:
         # how many samples of each source a period has before each of its steps
         ends = self._count_below(self._ends - self._turns[:, None]) - self._count_below(-self._turns)[:, None]
         of_step = np.diff(ends, axis=1, prepend=0)
-        self._samples_before = np.cumsum(of_step, axis=0) - of_step
+        self._samples_before: Int64Array = np.cumsum(of_step, axis=0) - of_step
 
     def _count_below(self, position: Int64Array) -> Int64Array:
         """Return how many of a step's offsets, repeated around the circle without end, are in 0 .. position - 1."""
@@ -139,21 +146,53 @@ class StepMixture:
         """Source of each sample `sample_number`, and how many samples that source has given before it."""
         step, place = np.divmod(sample_number, self._global_size)
         steps, row = np.unique(step, return_inverse=True)
-        period, step_in_period = np.divmod(steps, _MIXTURE_PERIOD)
+        step_in_period = steps % _MIXTURE_PERIOD
         turned = self._offsets[self._spread[step_in_period]] + self._turns[step_in_period, None]
         source = np.searchsorted(self._ends, turned % _MIXTURE_PERIOD, side="right")
         index = np.empty_like(source)
-        for number, count in enumerate(self.counts):
+        before = self.count_before(steps)
+        for number in range(len(self.counts)):
             own = source == number
-            before = period * count * self._global_size + self._samples_before[step_in_period, number]
-            np.copyto(index, before[:, None] + np.cumsum(own, axis=1) - 1, where=own)
+            np.copyto(index, before[:, number, None] + np.cumsum(own, axis=1) - 1, where=own)
         return source[row, place], index[row, place]
+
+    def count_before(self, step: Int64Array) -> Int64Array:
+        """Return how many samples each source has given before each `step`: an array of [steps, sources]."""
+        period, step_in_period = np.divmod(step, _MIXTURE_PERIOD)
+        before_period: Int64Array = period[:, None] * self.counts * self._global_size
+        return before_period + self._samples_before[step_in_period]
+
+
+class MixtureSchedule:
+    """Mixtures that follow one another, each from a step on: pairs of that step and of the weights. Each source
+    continues where the mixture before has left it."""
+
+    def __init__(self, stages: Sequence[tuple[int, Sequence[float]]], global_size: int, seed: int):
+        self._global_size = global_size
+        self._first_steps = [first for first, _ in stages]
+        self._mixtures = [StepMixture(weights, global_size, seed) for _, weights in stages]
+        # what each source gave before a stage, less what it would have given with the weights of that stage
+        self._offsets = [np.zeros(len(stages[0][1]), np.int64)]
+        for (before, after), step in zip(pairwise(self._mixtures), self._first_steps[1:], strict=True):
+            first = np.array([step])
+            self._offsets.append(self._offsets[-1] + (before.count_before(first) - after.count_before(first))[0])
+
+    def locate(self, sample_number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Source of each sample `sample_number`, and how many samples that source has given before it."""
+        source, index = np.empty_like(sample_number), np.empty_like(sample_number)
+        stages = np.searchsorted(self._first_steps, sample_number // self._global_size, side="right") - 1
+        for stage in np.unique(stages).tolist():
+            own = stages == stage
+            source[own], from_stage = self._mixtures[stage].locate(sample_number[own])
+            index[own] = from_stage + self._offsets[stage][source[own]]
+        return source, index
 
 
 def _divide_period(weights: Sequence[float]) -> Int64Array:
-    """Return the positions of the circle that each source has: at least one, and all of them together."""
+    """Return the positions of the circle that each source has: at least one if it has a weight, and all of them
+    together."""
     exact = np.array(weights) / sum(weights) * _MIXTURE_PERIOD
-    counts = np.maximum(exact.astype(np.int64), 1)
+    counts = np.maximum(exact.astype(np.int64), exact > 0)
     for _ in range(abs(_MIXTURE_PERIOD - int(counts.sum()))):
         missing = np.where(counts > 1, counts - exact, -np.inf) if counts.sum() > _MIXTURE_PERIOD else exact - counts
         counts[np.argmax(missing)] += np.sign(_MIXTURE_PERIOD - counts.sum())

@@ -23,18 +23,20 @@ from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, read_manifest
 from phalanx.data.order import (
     Int64Array,
+    MixtureSchedule,
     ShuffleOrder,
     SourceSequence,
-    StepMixture,
     divide_samples,
     num_validation_samples,
     reduce_weights,
+    weigh_by_size,
 )
 from phalanx.data.packing import PackedWindows, list_documents, pack_documents
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
 from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
+from phalanx.run.mixture import MixtureStage, SourceMixture
 from phalanx.storage.named import name_recipe_key
 from phalanx.storage.url import is_url
 
@@ -179,10 +181,9 @@ class SampleReader:
         self._block_size = _LOCATED_STREAM_SAMPLES if is_streamed else _LOCATED_SAMPLES
         self._located = _LocatedSamples(-1, [], [])
         self._tokens_before = (-1, np.zeros(0, np.int64))
-        self.num_samples_by_source = [
+        self.num_samples = sum(
             order.num_validation if is_validation else order.num_samples - order.num_validation for order in orders
-        ]
-        self.num_samples = sum(self.num_samples_by_source)
+        )
         self._last_first = -1
 
     def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[SampleRanges]]:
@@ -289,6 +290,7 @@ class RunData:
         train: SampleReader,
         validation: SampleReader,
         validation_parts: Sequence[ValidationPart],
+        mixture: SourceMixture,
         document_masking: bool,
         padding_fraction: float | None,
         num_cut_documents: int = 0,
@@ -297,7 +299,7 @@ class RunData:
         self.fingerprint = fingerprint
         self.num_train_samples = train.num_samples  # in one epoch of every source
         self.num_validation_samples = validation.num_samples
-        self.num_train_samples_by_source = train.num_samples_by_source
+        self.mixture = mixture
         self.padding_fraction = padding_fraction
         """Share of the positions of training samples that is padding; None where documents are cut instead."""
         self.num_cut_documents = num_cut_documents
@@ -367,9 +369,13 @@ class _Source:
 
     train: tuple[AnyDataset, AnyOrder]
     validation: tuple[AnyDataset, AnyOrder]
-    weight: float
     padding_fraction: float | None = None
     num_cut: int = 0
+
+    @property
+    def num_training(self) -> int:
+        order = self.train[1]
+        return order.num_samples - order.num_validation
 
     @property
     def num_validation(self) -> int:
@@ -388,36 +394,42 @@ def open_data(
         RecipeError: the sources do not fit each other or are too small.
         DataError: one is damaged.
     """
-    named_sources = data.source if isinstance(data.source, list) else [data.source]
     holdout_fraction = 0.0 if evaluation.source else evaluation.holdout_fraction
-    sources = [_open_source(source, data, holdout_fraction, seed, "data.source") for source in named_sources]
+    sources = [_open_source(source, data, holdout_fraction, seed, "data.source") for source in data.sources]
     datasets = [source.train[0] for source in sources]
     info = _common_info(datasets, data.seq_len)
-    weights = [source.weight for source in sources]
-    mixture = StepMixture(weights, global_size, seed)
-    scored = sources
+    mixture = _mix_sources(data, [source.num_training for source in sources])
+    weights = mixture.average_weights()
+    scored, score_weights = sources, weights
     if evaluation.source:
-        scored = [_open_source(evaluation.source, data, 1.0, 0, "evaluation.source")]
+        scored, score_weights = [_open_source(evaluation.source, data, 1.0, 0, "evaluation.source")], [1.0]
         _common_info([*datasets, scored[0].validation[0]], data.seq_len, has_validation=True)
     sizes = [source.num_validation for source in scored]
     fingerprint_inputs: dict[str, Any] = {
         "datasets": [dataset.fingerprint for dataset in datasets],
-        "mixture": reduce_weights(weights),
+        "mixture": reduce_weights(mixture.stages[0].weights),
         "held": [source.num_validation for source in sources],
         "sequence": info.seq_len,
         "documents": "separate" if data.document_masking else "join",  # as it was first written: it is hashed
     }
     if len(sources) > 1:
         fingerprint_inputs["order"] = 2  # the second way to mix sources
+    if data.curriculum:
+        fingerprint_inputs["curriculum"] = [(step, reduce_weights(each)) for step, each in mixture.stages[1:]]
     if data.prepare == "stream":
         fingerprint_inputs["stream_window"] = data.stream_window
     if data.packing is not None:
         fingerprint_inputs["packing"] = data.packing
-    shares = [source.weight * source.padding_fraction for source in sources if source.padding_fraction is not None]
+    padding = [
+        weight * source.padding_fraction
+        for weight, source in zip(weights, sources, strict=True)
+        if source.padding_fraction is not None
+    ]
+    schedule = MixtureSchedule(mixture.stages, global_size, seed)
     return RunData(
         info,
         xxh3_128_hexdigest(json.dumps(fingerprint_inputs, sort_keys=True).encode()),
-        SampleReader(datasets, [source.train[1] for source in sources], mixture, is_validation=False),
+        SampleReader(datasets, [source.train[1] for source in sources], schedule, is_validation=False),
         SampleReader(
             [source.validation[0] for source in scored],
             [source.validation[1] for source in scored],
@@ -425,13 +437,23 @@ def open_data(
             is_validation=True,
         ),
         [
-            ValidationPart(first, size, source.weight)
-            for first, size, source in zip(accumulate(sizes, initial=0), sizes, scored, strict=False)
+            ValidationPart(first, size, weight)
+            for first, size, weight in zip(accumulate(sizes, initial=0), sizes, score_weights, strict=False)
         ],
+        mixture,
         document_masking=data.document_masking and info.kind == "tokens",
-        padding_fraction=sum(shares) / sum(weights) if shares else None,
+        padding_fraction=sum(padding) / sum(weights) if padding else None,
         num_cut_documents=sum(source.num_cut for source in sources),
     )
+
+
+def _mix_sources(data: data_schema.DataConfig, sizes: Sequence[int]) -> SourceMixture:
+    """The weights of the sources, which have these numbers of training samples, step by step."""
+    weights = [source.weight for source in data.sources]
+    if data.temperature is not None:
+        weights = weigh_by_size(sizes, data.temperature)
+    later = [MixtureStage(stage.from_step - 1, tuple(stage.weights)) for stage in data.curriculum or []]
+    return SourceMixture(tuple(sizes), (MixtureStage(0, tuple(weights)), *later))
 
 
 def _open_source(
@@ -447,11 +469,11 @@ def _open_source(
         directory = Path(location)
         stream = StreamedDataset(directory, data.seq_len)
         window_order = StreamOrder(stream, data.stream_window, holdout_fraction, seed)
-        return _Source((stream, window_order), (StreamedDataset(directory, data.seq_len), window_order), source.weight)
+        return _Source((stream, window_order), (StreamedDataset(directory, data.seq_len), window_order))
     with name_recipe_key(key):
         dataset = PreparedDataset(location, data.seq_len)
     if data.packing == "whole" and dataset.manifest.kind == "tokens":
-        return _open_packed(dataset, data.seq_len, holdout_fraction, seed, source.weight)
+        return _open_packed(dataset, data.seq_len, holdout_fraction, seed)
     if not dataset.num_samples:
         shards = dataset.manifest.shards
         in_shard = "" if len(shards) == 1 else f" in the longest of its {len(shards)} shards"
@@ -462,10 +484,10 @@ def _open_source(
     size = dataset.num_samples
     order = ShuffleOrder(size, num_validation_samples(size, holdout_fraction), dataset.manifest.fingerprint, seed)
     validation = PreparedDataset(location, data.seq_len)  # verified at other times than the training data
-    return _Source((dataset, order), (validation, order), source.weight)
+    return _Source((dataset, order), (validation, order))
 
 
-def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float, seed: int, weight: float) -> _Source:
+def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float, seed: int) -> _Source:
     """Open a source and keep its documents whole, each in training or in validation."""
     location, manifest = dataset.location, dataset.manifest
     dataset.files.fetch(*(entry.sidecar for entry in manifest.shards))
@@ -482,7 +504,6 @@ def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float
             PackedDataset(location, validation),
             ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed),
         ),
-        weight,
         train.padding_fraction,
         train.num_cut,
     )

@@ -49,6 +49,8 @@ from phalanx.run.event_types import (
     StragglerDetected,
     WorkerFailure,
 )
+from phalanx.run.fields import read_as
+from phalanx.run.mixture import MIXTURE_KEY, SourceMixture
 
 RUN_OUTCOMES = ("done", "interrupted", "failed")
 """What result.json may say of how a run ended."""
@@ -130,6 +132,8 @@ class RunSummary:
     last_event_at: float | None
     num_units: float
     """Tokens (or samples) that counted."""
+    epochs: tuple[float, ...] | None
+    """How often each source was passed through."""
     loss: LossSummary
     speed: SpeedSummary
     breakdown_s: dict[str, float] | None
@@ -196,6 +200,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
         started_at=history.first_event_at,
         last_event_at=history.last_event_at,
         num_units=num_units,
+        epochs=_count_epochs(plan, last_step, run_info.global_batch),
         loss=_summarize_loss(history),
         speed=_summarize_speed(steps, run_info, plan, cluster, history),
         breakdown_s=metrics.mean_breakdown(steps),
@@ -238,6 +243,13 @@ def _read(run: Run, path: Path, expected: bool, lost: list[str]) -> dict[str, An
     if not found and expected:
         lost.append(f"{path}: is {'missing' if found is None else 'empty'}")
     return None if found is None else drop_malformed(found)
+
+
+def _count_epochs(plan: Mapping[str, Any] | None, last_step: int, global_batch: int | None) -> tuple[float, ...] | None:
+    try:
+        return tuple(read_as(SourceMixture, (plan or {})[MIXTURE_KEY]).count_epochs(last_step, global_batch or 0))
+    except (KeyError, ValueError, OverflowError, ZeroDivisionError):  # an earlier version's, or damaged
+        return None
 
 
 def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[str]) -> tuple[str, int]:

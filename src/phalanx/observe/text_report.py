@@ -12,6 +12,7 @@ from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_info import RunInfo
 from phalanx.observe.summary import RUN_OUTCOMES, RunSummary
+from phalanx.run.mixture import format_epochs
 from phalanx.text_table import Column, format_facts, format_table
 
 PAGE_WIDTH = 100
@@ -113,6 +114,8 @@ def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
         f" (mean of the last steps {formatting.format_loss(loss.final_mean)})" if loss.final_mean is not None else ""
     )
     facts = [("training", training)]
+    if summary.epochs:
+        facts.append(("epochs", format_epochs(summary.epochs)))
     if loss.num_nonfinite:
         facts.append(
             ("non-finite loss", f"{loss.num_nonfinite} of {formatting.format_plural(summary.last_step, 'step')}")

@@ -106,6 +106,7 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield from find_parallelism_problems(recipe, recipe.parallelism, num_workers or recipe.parallelism.world)
         num_groups = recipe.parallelism.replicate * recipe.parallelism.shard
     yield from _sources(recipe)
+    yield from _mixture(recipe.data)
     lr_scaling = recipe.optimizer.lr_scaling
     if lr_scaling is not None and lr_scaling.base_batch_size is None and not recipe.batch.scale_with_workers:
         yield (
@@ -205,7 +206,9 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Folders of pictures, and keys that only other sources have."""
     several_given = isinstance(recipe.data.source, list)
-    sources = {f"data.source.{number}" if several_given else "data.source": each for number, each in _listed(recipe)}
+    sources = {
+        f"data.source.{n}" if several_given else "data.source": each for n, each in enumerate(recipe.data.sources)
+    }
     if recipe.evaluation.source is not None:
         sources["evaluation.source"] = recipe.evaluation.source
     for key, source in sources.items():
@@ -217,7 +220,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 and source.kind not in kinds
             ):
                 yield f"{key}.{name}", f"is for {', '.join(kinds)}, and the source is {source.kind}: leave it out"
-    if all(source.has_images for _, source in _listed(recipe)):
+    if all(source.has_images for source in recipe.data.sources):
         for name in OF_TEXT:
             if getattr(recipe.data, name) != getattr(DataConfig(), name):
                 yield f"data.{name}", "is for text, and the source has images: leave it out"
@@ -231,9 +234,30 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def _listed(recipe: Recipe) -> Iterator[tuple[int, DataSource]]:
-    source = recipe.data.source
-    yield from enumerate(source if isinstance(source, list) else [source])
+def _mixture(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """The weights of the sources, step by step."""
+    weights = [source.weight for source in data.sources]
+    if data.temperature is not None and any(weight != 1 for weight in weights):
+        yield "data.temperature", "makes the weights of the sources, and one has a `weight`: leave one out"
+    if data.temperature is not None and data.prepare == "stream":
+        yield "data.temperature", "needs sizes that a stream does not know at its start: give each source a `weight`"
+    stages, previous_step = {"data.source": weights}, 1
+    for number, stage in enumerate(data.curriculum or []):
+        key = f"data.curriculum.{number}"
+        stages[f"{key}.weights"] = stage.weights
+        if stage.from_step <= previous_step:
+            reason = (
+                "the stages before have the steps until then" if number else "the first step has those of data.source"
+            )
+            yield f"{key}.from_step", f"found {stage.from_step}, expected at least {previous_step + 1}: {reason}"
+        if len(stage.weights) != len(weights):
+            yield f"{key}.weights", f"found {len(stage.weights)}, expected {len(weights)}: one for each of data.source"
+        previous_step = stage.from_step
+    without_weight = [key for key, stage_weights in stages.items() if not any(stage_weights)]
+    yield from ((key, "all weights are 0; expected one above 0") for key in without_weight)
+    for number, weights_of_source in enumerate(zip(*stages.values(), strict=False)):
+        if not without_weight and not any(weights_of_source):
+            yield f"data.source.{number}.weight", "is 0 in all steps: leave the source out, or give it a weight"
 
 
 def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:

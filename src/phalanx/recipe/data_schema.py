@@ -9,6 +9,7 @@ from phalanx.recipe.field_types import (
     ConfigModel,
     Count,
     Fraction,
+    NonNegativeNumber,
     PositiveNumber,
     StepCount,
 )
@@ -60,8 +61,9 @@ class DataSource(ConfigModel):
     """Name of the field with the text, or the way to a nested one, such as `choices[0].text`."""
     exclude: str | list[str] = Field(default_factory=list, description="Glob(s) or URLs of files to leave out.")
     image_size: tuple[Count, Count] | None = Field(None, description="Height and width that images are resized to.")
-    weight: PositiveNumber = 1.0
-    """Share of the samples that comes from this source, relative to the weights of the others."""
+    weight: NonNegativeNumber = 1.0
+    """Share of the samples that comes from this source, relative to the weights of the others. 0: none before a stage
+    of `data.curriculum`."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -90,6 +92,17 @@ class BpeTokenizerConfig(ConfigModel):
     """Number of tokens of the vocabulary."""
 
 
+class CurriculumStage(ConfigModel):
+    """Weights of the sources from a step on."""
+
+    model_config = ConfigDict(title="Curriculum stage")
+
+    from_step: Count
+    """First step with these weights. Steps count from 1."""
+    weights: list[NonNegativeNumber]
+    """Weight of each source, in the order of `data.source`."""
+
+
 class DataConfig(ConfigModel):
     """Where samples come from. `document_masking` keeps attention and targets within a document."""
 
@@ -99,6 +112,12 @@ class DataConfig(ConfigModel):
         default_factory=lambda: DataSource(text=PYTHON_STDLIB_GLOB, exclude=INSTALLED_PACKAGES_GLOBS)
     )
     """One source, or a list that is mixed by weight. The default is the source of Python's standard library."""
+    temperature: PositiveNumber | None = None
+    """Weights from the sizes of the sources: one of n samples has the weight n^(1/T). 1: by size; the larger, the more
+    equal. null: each source has its `weight`."""
+    curriculum: list[CurriculumStage] | None = None
+    """Weights that change with the step: a list of {from_step, weights}, the first step of a stage (steps count from
+    1) and the weight of each source from there on. null: the same weights in all steps."""
     tokenizer: str | BpeTokenizerConfig = Field(
         "bytes", description="`bytes`, {bpe: SIZE}, or a tokenizer.json: its path, directory or URL."
     )
@@ -119,6 +138,11 @@ class DataConfig(ConfigModel):
     prepared, and shuffles within windows."""
     stream_window: Count = 8
     """Pieces of a stream (4 to 256 MiB of source files each) that are shuffled together."""
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """The sources to train on, also where there is one."""
+        return self.source if isinstance(self.source, list) else [self.source]
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
@@ -153,5 +177,4 @@ class EvaluationConfig(ConfigModel):
 
 def list_sources(data: DataConfig, evaluation: EvaluationConfig) -> list[DataSource]:
     """Return all sources of a recipe, that of the validation set last."""
-    training = data.source if isinstance(data.source, list) else [data.source]
-    return [*training, *filter(None, [evaluation.source])]
+    return [*data.sources, *filter(None, [evaluation.source])]

@@ -29,6 +29,7 @@ Count = Annotated[int, Field(gt=0), NUMBER_NOT_BOOL]
 Begin = Annotated[int, Field(ge=0), NUMBER_NOT_BOOL]
 """A number of steps at the start of a run; may be 0."""
 PositiveNumber = Annotated[float, Field(gt=0), NUMBER_NOT_BOOL]
+NonNegativeNumber = Annotated[float, Field(ge=0), NUMBER_NOT_BOOL]
 Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL]
 
 

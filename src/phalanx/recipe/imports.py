@@ -76,6 +76,16 @@ def import_object(path: str, recipe_dir: Path | None = None, key: str = "import 
     return value
 
 
+def check_installed(path: str, key: str) -> None:
+    """Raise RecipeError where the package of `module:name`, which a recipe at a URL names, is not installed."""
+    package = path.partition(":")[0].partition(".")[0]
+    if package.isidentifier() and importlib.util.find_spec(package) is None:
+        raise RecipeError(
+            f"{key}: {path!r}: no package {package!r} is installed, and code next to a recipe at a URL is not fetched: "
+            "install it, or download the recipe with its code"
+        )
+
+
 def _import_from(folder: Path, name: str, key: str) -> None:
     """Import the module or package `name` of `recipe_dir`, if there is one. RecipeError when the name is taken."""
     spec = PathFinder.find_spec(name, [str(folder)])

@@ -6,10 +6,12 @@ Variables in its strings are `${python.stdlib}`, `${python.packages}`, `${env.NA
 import contextlib
 import logging
 import os
+import posixpath
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
+from phalanx.recipe.data_schema import SOURCE_KINDS
+from phalanx.recipe.imports import HF_PREFIX, check_installed, huggingface_location
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.schema import Recipe, ResolvedRecipe
 from phalanx.recipe.schema_keys import child_keys
@@ -27,7 +31,7 @@ from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, loc
 _VARIABLE_REGEX = re.compile(r"\$\{([^{}$]*)\}")
 
 
-def collect_variables(recipe_dir: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def collect_variables(recipe_dir: Path | str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that a recipe in `recipe_dir` may use. In a virtual environment the standard library is the base's,
     and the installed packages are the environment's."""
     return {
@@ -62,6 +66,28 @@ def expand_variables(
     return _VARIABLE_REGEX.sub(replace, value)
 
 
+_PATH_KEYS = frozenset({*SOURCE_KINDS, "exclude", "labels", "tokenizer", "init_from"})
+
+
+def join_relative_paths(value: Any, directory_url: str, key: str = "") -> Any:
+    """What a recipe at a URL says, with URLs below `directory_url` for its relative paths."""
+    if isinstance(value, dict):
+        return {
+            name: below if name in ("args", "tp_plan") else join_relative_paths(below, directory_url, name)
+            for name, below in value.items()
+        }
+    if isinstance(value, list):
+        return [join_relative_paths(below, directory_url, key) for below in value]
+    prefix = HF_PREFIX if isinstance(value, str) and value.startswith(HF_PREFIX) else ""
+    if not isinstance(value, str) or "://" in value or value == "bytes" or not (prefix or key in _PATH_KEYS):
+        return value
+    path = value.removeprefix(prefix)
+    if path.startswith(("/", "~", "**/")):
+        return value
+    scheme, _, directory = directory_url.partition("://")
+    return f"{prefix}{scheme}://{posixpath.normpath(f'{directory}/{path}')}"
+
+
 def expand_recipe(recipe: Recipe, recipe_dir: Path) -> Recipe:
     """A recipe built in Python, or from defaults, with its variables replaced. `load_recipe` has done this already."""
     plain = recipe.model_dump()
@@ -86,11 +112,13 @@ class LoadedRecipe:
     given: dict[str, Any]
     """What the file and the overrides say, variables replaced, without defaults."""
     locations: SourceLocations = field(default_factory=SourceLocations, repr=False)
+    url: str | None = None
+    """URL of which `path` is a copy; relative paths have become URLs, and there is no code in `recipe_dir`."""
 
     def location_of(self, name: str) -> str:
         """`recipe.yaml:12: model.build`: a key as an error names it."""
         key: KeyPath = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
-        return f"{self.locations.get(key, str(self.path or 'recipe'))}: {name}"
+        return f"{self.locations.get(key, str(self.url or self.path or 'recipe'))}: {name}"
 
     def missing_keys(self) -> list[str]:
         """What a recipe in a file must say itself and does not: the defaults are those of an example."""
@@ -103,7 +131,7 @@ class LoadedRecipe:
     def check_required(self) -> None:
         """RecipeError when the recipe's file leaves out what it is about."""
         if missing := self.missing_keys():
-            raise RecipeError(f"{self.path}: names no {' and no '.join(missing)}; {_MISSING_KEY_HELP}")
+            raise RecipeError(f"{self.url or self.path}: names no {' and no '.join(missing)}; {_MISSING_KEY_HELP}")
 
     @contextlib.contextmanager
     def locate_errors(self) -> Iterator[None]:
@@ -119,17 +147,20 @@ class LoadedRecipe:
 
 
 def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read, override, fill in and check a recipe. Without a path it is the example with the overrides.
+    """Read, override, fill in and check a recipe at a path or URL. Without one it is the example with the overrides.
 
+    Of a recipe at a URL, relative paths are relative to the URL's directory, and code is that of installed packages.
     RecipeError: the file cannot be read, is not YAML, or says something that a recipe cannot say; the message has one
     line for each problem, with file, line and key. UsageError: an override that is not KEY=VALUE.
     """
+    url = path if isinstance(path, str) and "://" in path else None
     if path is None:
         recipe_dir, value, locations = Path.cwd(), dict[str, Any](), SourceLocations()
     else:
-        path = Path(path)
+        # by name: storage is a layer above this one
+        path = Path(path) if url is None else import_module("phalanx.storage.named").localize_recipe(url)
         recipe_dir = resolve_data_dir(path.absolute().parent)
-        value, locations = parse_yaml(read_user_text(path), str(path))
+        value, locations = parse_yaml(read_user_text(path), url or str(path))
         logger.debug("read %s; overrides: %s", path.absolute(), " ".join(overrides) or "none")
         value = {} if value is None else value
         if not isinstance(value, dict):
@@ -138,14 +169,28 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
                 f"keys"
             )
     apply_overrides(value, locations, overrides)
-    given = expand_variables(value, collect_variables(recipe_dir), lambda key: location_of_key(locations, key))
+    directory = recipe_dir if url is None else url.rpartition("/")[0]
+    given = expand_variables(value, collect_variables(directory), lambda key: location_of_key(locations, key))
+    given = given if url is None else join_relative_paths(given, str(directory))
     recipe = validate_value(given, locations, Recipe)
     if logger.isEnabledFor(logging.DEBUG):
         sections = sorted(Recipe.model_fields)
         logger.debug("keys left at their defaults: %s", ", ".join(key for key in sections if key not in given))
         logger.debug("keys that are auto: %s", ", ".join(key for key in sections if getattr(recipe, key) == "auto"))
     # defaults have variables, too
-    return LoadedRecipe(expand_recipe(recipe, recipe_dir), path, recipe_dir, given, locations)
+    loaded = LoadedRecipe(expand_recipe(recipe, recipe_dir), path, recipe_dir, given, locations, url)
+    for key, import_path in list_import_paths(recipe) if url is not None else ():
+        check_installed(import_path, loaded.location_of(key))
+    return loaded
+
+
+def list_import_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the keys that hold `module:name`, and what they hold."""
+    if huggingface_location(recipe.model.build) is None:
+        yield "model.build", recipe.model.build
+    if ":" in recipe.task:
+        yield "task", recipe.task
+    yield from ((f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks))
 
 
 def load_resolved_recipe(path: Path) -> ResolvedRecipe:

@@ -24,7 +24,7 @@ TEXT_KEYS = frozenset(
     {"unit", "data_summary", "flops_rule", "device", "device_name", "data_sheet_source", "host", "status", "digest"}
 )
 MAPPING_KEYS = frozenset(
-    {"origins", "measured_matmul_tflops", "data_sheet_tflops", "predicted_breakdown_s", "session", "git"}
+    {"origins", "measured_matmul_tflops", "data_sheet_tflops", "predicted_breakdown_s", "session", "git", "mixture"}
 )
 LIST_KEYS = frozenset({"auto_choices"})
 AUTO_CHOICE_KEYS = frozenset({"key", "value", "reason"})

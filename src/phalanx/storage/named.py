@@ -11,7 +11,7 @@ from phalanx.errors import RecipeError, UsageError
 from phalanx.recipe.imports import HF_CONFIG_FILE, huggingface_location
 from phalanx.run.cache import cache_root
 from phalanx.run.companions import COMPANION_FILES, TOKENIZER_FILE
-from phalanx.storage.cache import localize
+from phalanx.storage.cache import localize, localize_files
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.hub import pin_revision
 from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME, StoredSteps
@@ -47,6 +47,14 @@ def localize_named(location: str, recipe_dir: Path | None, key: str, patterns: S
 @cache
 def _localize_once(location: str, patterns: Sequence[str], _process: int) -> Path:
     return localize(location, patterns)
+
+
+def localize_recipe(location: str) -> Path:
+    """The node-local copy of the recipe at a URL, in a directory without anything else."""
+    url = parse_url(location)
+    if not url.key:
+        raise UsageError(f"{url}: names no object in it; expected {url}/recipe.yaml")
+    return localize_files(url.parent, [url.name]) / url.name
 
 
 def localize_tokenizer(location: str, recipe_dir: Path) -> Path:

@@ -157,7 +157,7 @@ class MinuteFile:
 
     def write(self, minute: NodeMinute) -> None:
         """Append a minute; none while the run has no directory yet."""
-        if self._is_off or not self._run.path.is_dir():
+        if self._is_off or not os.path.isdir(self._run.path):  # False while the storage fails
             return
         try:
             if self._fd < 0:

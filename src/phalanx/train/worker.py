@@ -26,6 +26,7 @@ from phalanx.compat import count_graph_breaks, is_compiled, set_deterministic
 from phalanx.data import RunData, is_dataset, open_data, prepare_all_sources
 from phalanx.errors import ExitCode, PhalanxError, describe_os_error, is_storage_error
 from phalanx.recipe import ResolvedRecipe, load_recipe, load_resolved_recipe
+from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Event, Run
 from phalanx.run.event_types import Compiled, RunWarning, WorkerStarted
@@ -207,9 +208,7 @@ def _describe_image_inputs(process: WorkerProcess, recipe: ResolvedRecipe, data:
 def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> ResolvedRecipe:
     """The recipe with data that this node has: what the leading node prepared into its cache is prepared here as well
     where the nodes do not share it."""
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    all_sources = [*sources, *([recipe.evaluation.source] if recipe.evaluation.source else [])]
-    prepared = [source.prepared for source in all_sources if source.prepared is not None]
+    prepared = [each.prepared for each in list_sources(recipe.data, recipe.evaluation) if each.prepared is not None]
     is_here = all(is_url(location) or is_dataset(folder / location) for location in prepared)
     if is_here and recipe.data.prepare == "first":
         return recipe

@@ -53,6 +53,15 @@ def test_a_recipe_is_checked_before_it_becomes_a_job(tmp_path: Path) -> None:
         make_recipe_job(TrainArguments(recipe))
 
 
+def test_the_job_of_a_recipe_at_a_url_reads_it_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "recipe.yaml").write_text("name: mine\nmodel: {args: {layers: 1}}\ndata: {source: {text: '*.txt'}}\n")
+    arguments = TrainArguments(f"file://{tmp_path}/recipe.yaml")
+    assert f"file://{tmp_path}/recipe.yaml" in make_recipe_job(arguments).command
+    with pytest.raises(UsageError, match=r"recipe\.yaml is not in a directory here; leave the option out"):
+        make_recipe_job(arguments, snapshot="workdir")
+
+
 def test_a_recipes_job_trains_it_in_an_absolute_run(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: mine\nmodel: {build: 'phalanx.models:transformer'}\ndata: {source: {text: '*.txt'}}\n")

@@ -33,7 +33,7 @@ def make(path: Path, given: list[str], where: Path) -> Job:
 def test_leading_words_are_recipes_and_others_overrides(
     words: list[str], recipes: list[str], overrides: list[str]
 ) -> None:
-    assert split_recipes_and_overrides(words) == ([Path(each) for each in recipes], overrides)
+    assert split_recipes_and_overrides(words) == (recipes, overrides)
 
 
 def test_values_that_vary_make_every_combination() -> None:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from phalanx.app.plan import plan as make_plan
@@ -13,6 +14,7 @@ from phalanx.cli import main
 from phalanx.cli.plan import format_explanation, to_json
 from phalanx.recipe import load_recipe
 from phalanx.recipe.schema import Parallelism
+from small_data import dataset
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt-python.yaml"
 HERE = ["--cluster", "h100", "--num-gpus", "1024"]
@@ -56,6 +58,23 @@ def test_the_planned_recipe_is_written_beside_it_with_the_layout(
     assert recipe.parallelism.world == 1024
     assert recipe.batch.global_size == 1024
     assert isinstance(recipe.batch.micro_size, int)
+
+
+def test_epochs_of_prepared_sources_are_predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        dataset(folder / f"data-{number}", [np.zeros(256_000 * number + 1, np.uint8)])
+    sources = "data.source=[{prepared: data-1, weight: 3}, {prepared: data-2}]"
+    assert plan(BATCH, *HERE, sources, "evaluation.holdout_fraction=0", "steps=100") == 0
+    assert "\nepochs     76.8 of source 0, 12.8 of source 1\n" in capsys.readouterr().out
+
+
+def test_the_plan_of_a_recipe_at_a_url_is_written_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bucket").mkdir()
+    url = f"file://{(folder / 'recipe.yaml').rename(folder / 'bucket/recipe.yaml')}"
+    assert main.main(["plan", url, BATCH, *HERE]) == 0
+    assert (folder / "recipe.planned.yaml").is_file()
+    assert main.main(["plan", url, BATCH, *HERE, "--in-place"]) == 64
+    assert f"--in-place: {url} is not a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.order import (
+    MixtureSchedule,
     ShuffleOrder,
     SourceSequence,
     StepMixture,
@@ -14,6 +15,7 @@ from phalanx.data.order import (
     num_validation_samples,
     permute,
     reduce_weights,
+    weigh_by_size,
 )
 
 
@@ -137,6 +139,28 @@ def test_each_source_gives_its_samples_in_order_wherever_one_asks_from(weights, 
         assert mixture.counts.sum() == 16384
         second = later_index[7:][later_source[7:] == number]
         assert not len(second) or second[0] == count * global_size
+
+
+def test_weights_by_size_are_those_of_the_temperature():
+    shares = np.array(weigh_by_size([8000, 1000], 3)) / sum(weigh_by_size([8000, 1000], 3))
+    assert np.allclose(shares, [2 / 3, 1 / 3])  # 20 to 10
+    assert np.allclose(weigh_by_size([8000, 1000], 1), [1, 1 / 8])
+
+
+def test_a_curriculum_changes_the_sources_from_its_step_on():
+    schedule = MixtureSchedule([(0, [1, 0]), (10, [1, 1]), (30, [1, 3])], 8, seed=3)
+    steps = schedule.locate(np.arange(50 * 8))[0].reshape(50, 8)
+    assert (steps == 1).sum(1).tolist() == [0] * 10 + [4] * 20 + [6] * 20
+
+
+def test_each_source_of_a_curriculum_continues_where_it_was_left():
+    schedule = MixtureSchedule([(0, [3, 1]), (7, [0, 1]), (19, [1, 1]), (20_000, [1, 2])], 5, seed=3)
+    source, index = schedule.locate(np.arange(25_000 * 5))
+    for number in (0, 1):
+        assert np.array_equal(index[source == number], np.arange((source == number).sum()))
+    late_source, late_index = schedule.locate(np.arange(99_990, 100_020))
+    assert np.array_equal(late_source, source[99_990:100_020])
+    assert np.array_equal(late_index, index[99_990:100_020])
 
 
 def test_a_mixture_is_the_same_in_every_release():

@@ -153,6 +153,36 @@ def test_the_sources_of_a_step_do_not_depend_on_the_number_of_workers(three):
             assert np.abs(shares - np.array([3, 1, 4]) / 8).max() < 0.03
 
 
+def test_a_temperature_weighs_sources_by_their_training_samples(three):
+    data = opened(*three, temperature=2, share=0.1)
+    assert np.allclose(data.mixture.stages[0].weights, np.sqrt(np.array(data.mixture.num_samples) / 450), atol=0.01)
+    shares = np.bincount(sources_of(data.read_training(0, 4000)), minlength=3) / 4000
+    roots = np.sqrt(data.mixture.num_samples)
+    assert np.abs(shares - roots / roots.sum()).max() < 0.001
+
+
+CURRICULUM = [{"from_step": 41, "weights": [1, 1, 1]}, {"from_step": 71, "weights": [0, 0, 1]}]
+
+
+def test_a_curriculum_gives_each_worker_its_weights_on_any_number_of_workers(three):
+    options = {"weights": [3, 1, 0], "global_size": 12, "curriculum": CURRICULUM}
+    whole = np.concatenate(steps_on(opened(*three, **options), 1, 0, 80))
+    sources = whole.reshape(80, 12, -1)[:, :, 0] // 10_000
+    for world in (2, 3):
+        resumed = steps_on(opened(*three, **options), world, 36 * 12, 44)
+        assert np.concatenate(resumed).tobytes() == whole[36 * 12 :].tobytes()
+        for part in np.split(sources, world, axis=1):
+            for first, stop, weights in ((0, 40, [3, 1, 0]), (40, 70, [1, 1, 1]), (70, 80, [0, 0, 1])):
+                shares = np.bincount(part[first:stop].ravel(), minlength=3) / part[first:stop].size
+                assert np.abs(shares - np.array(weights) / sum(weights)).max() < 0.05
+
+
+def test_sources_of_a_curriculum_are_validated_by_their_mean_weights(three):
+    data = opened(*three, weights=[3, 1, 0], share=0.1, curriculum=CURRICULUM)
+    weights = [part.weight for part in data.choose_validation_parts(512)]
+    assert np.allclose(np.array(weights) / sum(weights), [(3 / 4 + 1 / 3) / 3, (1 / 4 + 1 / 3) / 3, 4 / 9])
+
+
 def test_fingerprints_are_the_same_in_every_release(three):
     assert opened(*three, weights=[3, 1, 4], global_size=8).fingerprint == "70b3e45490651660a5361b92b34cf9e8"
     assert opened(three[0]).fingerprint == "edba3e5e2a1534b6ab973af25d7d1235"
@@ -309,6 +339,8 @@ def test_the_fingerprint_tells_everything_that_changes_the_order(three):
         opened(three[0], share=0.5).fingerprint,
         opened(three[0], document_masking=True).fingerprint,
         opened(three[0], three[1]).fingerprint,
+        opened(three[0], three[1], curriculum=[{"from_step": 5, "weights": [1, 2]}]).fingerprint,
+        opened(three[0], three[1], temperature=2).fingerprint,
         opened(three[0], three[1], weights=[1, 2]).fingerprint,
     ]
     assert len(set(fingerprints)) == len(fingerprints)

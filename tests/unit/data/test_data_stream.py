@@ -23,6 +23,7 @@ from phalanx.data.stream import (
 )
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError
 from phalanx.recipe.data_schema import DataConfig
+from small_data import opened
 
 SEQUENCE = 10
 PIECES = [(300 + 57 * number) for number in range(12)]
@@ -36,11 +37,11 @@ def stream(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prepare(stream: Path, *pieces: int) -> None:
+def prepare(stream: Path, *pieces: int, first_token: int = 0) -> None:
     for piece in pieces:
         with ShardWriter(stream, piece, np.dtype("<u2")) as writer:
             writer.start_document()
-            writer.append_values(np.full(PIECES[piece], piece, "<u2"))
+            writer.append_values(np.full(PIECES[piece], first_token + piece, "<u2"))
             write_done_file(stream, piece, writer.commit(), {}, {})
 
 
@@ -137,3 +138,16 @@ def test_a_source_of_one_piece_keeps_nothing_for_training() -> None:
 def test_packing_and_streams_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="packing"):
         DataConfig.model_validate({"source": {"text": "a"}, "prepare": "stream", "packing": "whole"})
+
+
+def test_every_worker_sees_each_stream_of_a_mixture(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        StreamDescription(f"identity {number}", len(PIECES)).write(folder)
+        DatasetManifest("tokens", "<u2", (), vocab=1 << 16, tokenizer={"name": "bytes"}).write(folder)
+        prepare(folder, *range(12), first_token=100 * number)
+    options = {"prepare": "stream", "stream_window": 3, "weights": [2, 1], "share": 0.1, "global_size": 12}
+    tokens = opened(*folders, sequence=SEQUENCE, **options).read_training(0, 24 * 12)["tokens"]
+    source = tokens[:, 0].reshape(24, 4, 3) // 100
+    assert [(source[:, worker] == 1).mean().round(2) for worker in range(4)] == pytest.approx([1 / 3] * 4, abs=0.05)

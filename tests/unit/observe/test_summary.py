@@ -15,6 +15,7 @@ from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.observe.text_report import PAGE_WIDTH, render_report_text
 from phalanx.run import Run
+from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
     AttemptStarted,
     Compiled,
@@ -53,6 +54,25 @@ def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
     assert found.checkpoints.count == 6
     assert (found.num_restarts, found.wasted_steps, found.nonfinite_actions) == (0, 0, {})
     assert found.digest is not None
+
+
+def test_epochs_are_counted_source_by_source_in_the_stages_that_were_trained(tmp_path: Path) -> None:
+    run = Run(whole := healthy(tmp_path / "run", total=300))
+    stages = [[0, [3, 1]], [100, [1, 1]], [400, [0, 1]]]  # of 16 samples a step
+    write_json(
+        run.plan, {**run.read_json_or_empty(run.plan), "mixture": {"num_samples": [1000, 200], "stages": stages}}
+    )
+    assert summary(whole).epochs == pytest.approx([(1200 + 1600) / 1000, (400 + 1600) / 200])
+    assert "2.80 of source 0, 10.0 of source 1" in pages(whole)[0]
+
+
+@pytest.mark.parametrize(
+    "mixture", [None, [], {}, {"num_samples": [0], "stages": [[0, [1]]]}, {"num_samples": [1], "stages": [[0, []]]}]
+)
+def test_a_mixture_that_is_damaged_is_none(tmp_path: Path, mixture: object) -> None:
+    run = Run(whole := healthy(tmp_path / "run", total=20))
+    write_json(run.plan, {**run.read_json_or_empty(run.plan), "mixture": mixture})
+    assert summary(whole).epochs is None
 
 
 def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:

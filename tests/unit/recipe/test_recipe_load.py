@@ -8,6 +8,8 @@ from pydantic import ValidationError
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, dump_recipe, expand_recipe, load_recipe
+from phalanx.recipe.data_schema import DataSource, IdxFiles
+from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
 
@@ -33,6 +35,63 @@ def recipe(text: str, *overrides: str) -> Recipe:
 def test_an_empty_recipe_is_the_example(folder: Path) -> None:
     assert recipe("") == load_recipe(None).recipe
     assert recipe("# nothing\n").name == "gpt-python"
+
+
+@pytest.fixture
+def store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a directory."""
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(folder / "cache"))
+    (folder / "bucket" / "dir").mkdir(parents=True)
+    return f"file://{folder}/bucket/dir"
+
+
+def at_url(store: str, text: str, *overrides: str) -> LoadedRecipe:
+    Path("bucket/dir/r.yaml").write_text(text)
+    return load_recipe(f"{store}/r.yaml", overrides)
+
+
+def test_relative_paths_of_a_recipe_at_a_url_are_relative_to_its_directory(store: str) -> None:
+    loaded = at_url(
+        store,
+        """
+        model: {build: "hf:model", args: {text: kept}}
+        init_from: ../runs/first
+        data:
+          source:
+            - {text: ["a/*.txt", /local/b.txt, "s3://other/c.txt"], exclude: ["**/x.txt", "a/y.txt"]}
+            - {idx: {images: train.gz, labels: labels.gz}}
+          tokenizer: tokenizer.json
+        evaluation: {source: {prepared: "${recipe.dir}/set"}}
+        """,
+        "data.source.1.idx.labels=other.gz",
+    )
+    first, second = loaded.recipe.data.sources
+    assert first.text == [f"{store}/a/*.txt", "/local/b.txt", "s3://other/c.txt"]
+    assert first.exclude == ["**/x.txt", f"{store}/a/y.txt"]
+    assert second.idx == IdxFiles(images=f"{store}/train.gz", labels=f"{store}/other.gz")
+    assert loaded.recipe.evaluation.source == DataSource(prepared=f"{store}/set")
+    assert (loaded.recipe.model.build, loaded.recipe.model.args) == (f"hf:{store}/model", {"text": "kept"})
+    assert loaded.recipe.init_from == f"{store.removesuffix('/dir')}/runs/first"
+    assert loaded.recipe.data.tokenizer == f"{store}/tokenizer.json"
+    assert at_url(store, "init_from: hf://owner/name\n").recipe.init_from == "hf://owner/name"
+    assert at_url(store, "").recipe == load_recipe(None).recipe
+
+
+def test_errors_in_a_recipe_at_a_url_name_the_url(store: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^{store}/r.yaml:2: stpes: unknown key"):
+        at_url(store, "name: x\nstpes: 3\n")
+    with pytest.raises(UsageError, match=rf"^{store}/none.yaml: there is no such object"):
+        load_recipe(f"{store}/none.yaml")
+    with pytest.raises(UsageError, match=r"^s3://bucket: names no object in it; expected s3://bucket/recipe\.yaml"):
+        load_recipe("s3://bucket")
+
+
+@pytest.mark.parametrize("key", ["model.build", "task", "callbacks.0"])
+def test_code_next_to_a_recipe_at_a_url_is_refused(store: str, key: str) -> None:
+    Path("bucket/dir/my_module.py").write_text("class Thing: ...\n")
+    value = "[my_module:Thing]" if key == "callbacks.0" else "my_module:Thing"
+    with pytest.raises(RecipeError, match=rf"{key}: 'my_module:Thing': no package 'my_module' is installed, and code"):
+        at_url(store, "", f"{key.removesuffix('.0')}={value}")
 
 
 def test_missing_keys_take_the_defaults(folder: Path) -> None:

@@ -87,3 +87,8 @@ def test_storage_that_fails_is_warned_of_once_and_stops_nothing(
     file.close()
     assert [message for message in caplog.messages if "No space left" in message] == caplog.messages
     assert len(caplog.messages) == 1
+
+
+def test_no_minute_is_written_while_the_directory_of_the_run_cannot_be_looked_at(tmp_path: Path) -> None:
+    run = Run(tmp_path / ("x" * 300))  # stat fails, as on a file system that has lost its servers
+    MinuteFile(run, NODE).write(MINUTE)
