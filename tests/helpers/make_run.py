@@ -94,6 +94,7 @@ class Maker:
             "flops_rule": "6 x parameters in matmuls + attention 12 x layers x width x sequence, per token",
             "unit": "tokens",
             "units_per_sample": 256,
+            "bytes_per_sample": 512,
             "activation_bytes_per_sample": 9_000_000,
             "auto_choices": [
                 {"key": "precision", "value": "bf16", "reason": "bf16 matmul is 3.4 x fp32 on this machine"},

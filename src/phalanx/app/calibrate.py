@@ -4,18 +4,21 @@ written, and removed at the end.
 
 import importlib
 import os
+import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import Cluster, Machine
+from phalanx.cluster.calibration.location_speed import measure_location
 from phalanx.cluster.calibration.runner import Executor, MeasurementFailed, calibrate_machine
-from phalanx.errors import SubprocessError, UsageError
+from phalanx.errors import SubprocessError, UsageError, describe_os_error
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.trial_workers import TrialWorkers, WorkersFailedError
+from phalanx.recipe.locations import StorageLocation
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.process_messages import Command, RankResult
 
@@ -32,12 +35,22 @@ def calibrate(
     quick: bool = False,
     num_processes: int | None = None,
     folder: Path = Path(),
+    locations: Sequence[StorageLocation] = (),
     progress: Callable[[str, float], None] = lambda family, share: None,
 ) -> Cluster:
-    """Measure this machine with `num_processes` processes (default: one per GPU, else two), and the disk of `folder`.
+    """Measure this machine with `num_processes` processes (default: one per GPU, else two), the disk of `folder`, and
+    the `locations` of a recipe.
 
-    Ctrl-C leaves neither processes nor files. Raises UsageError when `folder` is not writable or full.
+    Ctrl-C leaves neither processes nor files. Raises UsageError when `folder` is not writable or full, or a location
+    cannot be read or written.
     """
+    speeds = []
+    for place in locations:
+        progress(place.location, 0.0)
+        try:
+            speeds.append(measure_location(place, f"{SCRATCH_PREFIX}{secrets.token_hex(8)}"))
+        except OSError as error:
+            raise UsageError(f"{place.key}: {describe_os_error(error)}") from None
     with create_scratch_dir(folder) as scratch, ForkServerClient() as fork_server:
         executor = Executor(
             run_in_process=partial(call_in_subprocess, fork_server),
@@ -46,7 +59,9 @@ def calibrate(
             report_progress=progress,
         )
         fork_server.wait_until_ready()
-        return calibrate_machine(machine, executor, quick=quick, processes=num_processes)
+        cluster = calibrate_machine(machine, executor, quick=quick, processes=num_processes)
+    assert cluster.measured is not None
+    return cluster.model_copy(update={"measured": cluster.measured.model_copy(update={"locations": speeds})})
 
 
 @contextmanager

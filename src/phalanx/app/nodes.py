@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
+from phalanx.app.check_storage import check_node, check_upload
 from phalanx.app.elastic_world import check_min_nodes
 from phalanx.app.prepare_run import find_machine
 from phalanx.app.resume import describe_finished
@@ -112,7 +113,9 @@ def run_node_agent(arguments: TrainArguments, dry_run: bool, out: TextIO, node_e
                 return ExitCode.DONE
             nproc_per_node = arguments.nproc_per_node
             count_workers(loaded, nproc_per_node, node_env)
+            check_upload(loaded.recipe)
             node_agent = NodeAgent(node_env, load_token(), out, nproc_per_node=nproc_per_node, run=run, stored=stored)
+            node_agent.check_node = check_node
             with node_agent, record_telemetry(run, lambda: find_local_gpu_ids(nproc_per_node)):
                 ended = node_agent.serve()
         if isinstance(ended, Takeover) and node_agent.signals.received:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from phalanx.app.check_storage import check_free_space, check_upload
 from phalanx.app.elastic_world import FULL_DIVISION_KEY, restore_full_division
 from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
 from phalanx.app.trackers import check_trackers
@@ -53,10 +54,16 @@ from phalanx.recipe.checks import check_task
 from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.devices import FP8_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.locations import (
+    describe_version,
+    huggingface_directory,
+    localize_named,
+    localize_tokenizer,
+    pin_location,
+)
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.cache import check_cache_writable
-from phalanx.run.code_trust import record_trust
 from phalanx.run.companions import GENERATION_CONFIG_FILE, IMAGE_PROCESSOR_FILES, keep_companions, read_contained
 from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
@@ -64,16 +71,8 @@ from phalanx.run.fields import to_json
 from phalanx.run.lock import lock_run
 from phalanx.run.mixture import MIXTURE_KEY, format_epochs
 from phalanx.safe_files import read_bytes
-from phalanx.storage.named import (
-    describe_version,
-    huggingface_directory,
-    localize_named,
-    localize_tokenizer,
-    name_recipe_key,
-    pin_location,
-)
-from phalanx.storage.store import check_writable
-from phalanx.storage.url import is_url, parse_url
+from phalanx.storage.url import is_url
+from phalanx.train.code_trust import record_trust
 from phalanx.train.lr_schedule import peak_learning_rate
 
 FINGERPRINT_KEY, TOKENIZER_KEY, DATA_SUMMARY_KEY = "data_fingerprint", "tokenizer", "data_summary"
@@ -163,6 +162,7 @@ def prepare_run(
             if begins and ready.recipe.init_from is not None:
                 kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
+            check_free_space(run, ready.recipe, ready.plan)
             duration_s = time.perf_counter() - start_time
             resolved = RecipeResolved(duration_s=duration_s, trace_s=times.trace_s, trials_s=times.trials_s)
             return replace(ready, resolved=resolved)
@@ -196,9 +196,7 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     check_workers(machine, world, nodes)
     check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
     check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
-    if (upload := loaded.recipe.checkpoint.upload) is not None:
-        with name_recipe_key("checkpoint.upload.to"):
-            check_writable(parse_url(upload.to))
+    check_upload(loaded.recipe)
     with loaded.locate_errors():
         find_origins(loaded.recipe, loaded.recipe_dir, begins)
     return machine, world
@@ -280,19 +278,14 @@ def resolve_run(
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
         plan.pop(FULL_DIVISION_KEY, None)
         plan = check_same_data(run, plan, opened.fingerprint, request.force)
-        plan = {**plan, DATA_SUMMARY_KEY: describe_data(opened, recipe), MIXTURE_KEY: to_json(opened.mixture)}
+        plan = {**plan, **describe_data_read(opened, recipe)}
         if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
             check_same_image_processor(run, recipe, folder)
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
     prepared = scale_batch_with_workers(pin_origins(prepared), world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
-    plan = {
-        **plan,
-        FINGERPRINT_KEY: opened.fingerprint,
-        DATA_SUMMARY_KEY: describe_data(opened, recipe),
-        MIXTURE_KEY: to_json(opened.mixture),
-    }
+    plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, **describe_data_read(opened, recipe)}
     notes += describe_short_sources(opened, recipe)
     notes += describe_batch_scaling(given, recipe, peak_learning_rate(recipe))
     notes += describe_other_load(given, cluster)
@@ -323,6 +316,15 @@ def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
         for number, (num_samples, share) in enumerate(zip(data.mixture.num_samples, shares, strict=True))
         if len(shares) > 1 and num_samples < math.floor(share)
     ]
+
+
+def describe_data_read(data: RunData, recipe: Recipe) -> dict[str, Any]:
+    """Return what plan.json says of the data that are read."""
+    return {
+        DATA_SUMMARY_KEY: describe_data(data, recipe),
+        MIXTURE_KEY: to_json(data.mixture),
+        "bytes_per_sample": data.info.bytes_per_sample,
+    }
 
 
 def describe_data(data: RunData, recipe: Recipe) -> str:

@@ -14,8 +14,8 @@ from phalanx.planner.model_profile import ModelProfile
 from phalanx.recipe import Recipe, import_object
 from phalanx.recipe.imports import describe_message, fill_arguments
 from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.locations import huggingface_directory
 from phalanx.run.cache import load_or_measure
-from phalanx.storage.named import huggingface_directory
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,7 +16,9 @@ from phalanx.autoconfig.model_profile import profile_model
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
 from phalanx.data.cache import expect_data_info, prepare_all_sources
-from phalanx.data.reader import DataInfo, open_data
+from phalanx.data.dataset_files import open_dataset_files
+from phalanx.data.manifest import read_manifest
+from phalanx.data.reader import open_data
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts, device_costs_for_stack, phalanx_stack
@@ -29,12 +31,14 @@ from phalanx.planner.scenario import Scenario, transport_of
 from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, predict_step_time
-from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, plan_checkpoints
+from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, checkpoint_bytes_of, plan_checkpoints
+from phalanx.planner.storage_demand import StorageDemand, StoredData, predict_storage_demand
 from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
 from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.overrides import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
+from phalanx.storage.url import is_url
 
 USABLE_MEMORY_FRACTION = 0.95
 """Usable fraction of a device's memory: the rest covers errors of the prediction."""
@@ -190,6 +194,7 @@ class RunPlan:
     cost: RunCost
     energy: RunEnergy | None
     checkpoint_plan: CheckpointPlan | None
+    storage_demand: StorageDemand
     scaling: tuple[tuple[int, float], ...]
     """Devices, and units a second on that many with the same parallelism for each replica."""
     epochs: tuple[float, ...] | None
@@ -229,7 +234,8 @@ def plan_run(
     found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
         raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
-    run_plan = _build_plan(recipe, target_cluster, num_devices, profile, found, rates, _sample_bytes(facts))
+    data = _find_stored_data(recipe)
+    run_plan = _build_plan(recipe, target_cluster, num_devices, profile, found, rates, facts.bytes_per_sample, data)
     return replace(run_plan, epochs=_count_epochs(recipe, loaded.recipe_dir))
 
 
@@ -277,9 +283,12 @@ def _device_load(parts: StepBreakdown) -> float:
     return min(1.0, 0.3 + 0.7 * parts.gemm / parts.total)
 
 
-def _sample_bytes(facts: DataInfo) -> float:
-    """Bytes of a sample as it lies in storage: tokens of 32 bits, pixels of 8."""
-    return 4.0 * facts.seq_len if facts.seq_len else float(math.prod(facts.image_shape or ()))
+def _find_stored_data(recipe: Recipe) -> StoredData | None:
+    """The prepared dataset that the recipe's first source names by URL."""
+    source = recipe.data.sources[0]
+    if source.prepared is None or not is_url(source.prepared):
+        return None
+    return StoredData(source.prepared, read_manifest(open_dataset_files(source.prepared).directory).bytes)
 
 
 def _build_plan(
@@ -289,7 +298,8 @@ def _build_plan(
     profile: ModelProfile,
     found: SearchResult,
     rates: DeviceCosts,
-    sample_bytes: float,
+    sample_bytes: int,
+    data: StoredData | None,
 ) -> RunPlan:
     nodes = -(-num_devices // cluster.node.count)
     checkpoint_plan = plan_checkpoints(cluster, nodes, profile.num_parameters, found.candidates[0].step_s)
@@ -312,6 +322,9 @@ def _build_plan(
             "storage of the cluster, or use fewer --num-gpus"
         )
     wall_s = recipe.steps * best.step_s / productive
+    num_frozen = sum(segment.repeats * segment.weights.frozen_count for segment in profile.segments)
+    checkpoint_bytes = checkpoint_bytes_of(recipe, profile.num_parameters - num_frozen, num_frozen)
+    demand = predict_storage_demand(recipe, cluster, num_devices, checkpoint_bytes, read_bytes / best.step_s, data)
     energy = predict_run_energy(cluster, wall_s, nodes, _device_load(best.breakdown))
     cost = estimate_run_cost(wall_s, num_devices, cluster.prices, energy)
     return RunPlan(
@@ -331,6 +344,7 @@ def _build_plan(
         cost=cost,
         energy=energy,
         checkpoint_plan=checkpoint_plan,
+        storage_demand=demand,
         scaling=_predict_scaling(best.scenario, rates),
         epochs=None,
     )

@@ -19,9 +19,9 @@ from phalanx.cluster.system_files import OtherLoad
 from phalanx.data import open_data
 from phalanx.recipe import Recipe, ResolvedRecipe, import_object
 from phalanx.recipe.imports import HF_CONFIG_FILE, check_known_arguments
+from phalanx.recipe.locations import huggingface_directory
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
-from phalanx.storage.named import huggingface_directory
 from phalanx.train.builder import build_context
 from phalanx.train.callbacks import load_callbacks
 from phalanx.train.checkpoint import init_weights

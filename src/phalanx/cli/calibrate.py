@@ -2,25 +2,38 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from phalanx.cli.options import JsonOption
 from phalanx.cluster import Cluster, Machine
 from phalanx.cluster.calibration.anomalies import best_gemm_tflops, measured_memory_bandwidth
+from phalanx.cluster.calibration.location_speed import describe_speed
 from phalanx.cluster.calibration.runner import data_sheet_of
 from phalanx.cluster.spec import Measurements
 from phalanx.formatting import format_bytes, format_duration, format_plural, format_significant
+from phalanx.recipe import load_recipe
+from phalanx.recipe.locations import StorageLocation, list_locations
 from phalanx.text_table import Column, format_table
 
 DEFAULT_OUT_TEXT = "a file in the cache directory, by hardware and versions"
 
 
 def calibrate(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE", help="Recipe, with overrides KEY=VALUE: measure the paths and URLs that it names, too."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Run directory of the recipe.", show_default="runs/NAME"),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure fewer sizes: under 20 s instead of 3 minutes.")
     ] = False,
@@ -55,6 +68,7 @@ def calibrate(
     from phalanx.errors import UsageError, describe_os_error
     from phalanx.run.directory import check_output_path
 
+    locations = find_locations(words, run)[1] if words else []
     if not folder.is_dir():
         raise UsageError(f"--dir {folder}: no such directory")
     machine = discover_machine()
@@ -72,7 +86,13 @@ def calibrate(
     check_output_path("--out", out, ["# A cluster for Phalanx"])  # before measuring takes minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with show_progress() as report_progress:
-        cluster = calibrate(machine, quick=quick, num_processes=nproc_per_node, folder=folder, progress=report_progress)
+        choices: dict[str, Any] = {
+            "quick": quick,
+            "num_processes": nproc_per_node,
+            "folder": folder,
+            "locations": locations,
+        }
+        cluster = calibrate(machine, progress=report_progress, **choices)
     save_cluster(cluster, out)
     if as_json:
         typer.echo(json.dumps(cluster.model_dump(mode="json"), indent=2))
@@ -104,6 +124,8 @@ def format_page(cluster: Cluster, machine: Machine) -> list[str]:
         "",
         *format_table([Column(), Column("measured"), Column("data sheet"), Column("share", is_number=True)], rows),
         "",
+        *format_table([Column(), Column()], ((each.location, describe_speed(each)) for each in measured.locations)),
+        *([""] if measured.locations else []),
         f"drift {measured.drift:.1%}: slowest against fastest of the repeated reference products",
         *warnings,
     ]
@@ -138,6 +160,13 @@ def _collective_rows(cluster: Cluster, measured: Measurements) -> Iterator[tuple
         bus = f"bus {format_bytes(1e9 * large.busbw_gbps)}/s at {format_bytes(large.bytes)}"
         sheet = f"{format_bytes(1e9 * link.gbps)}/s ({link.link})" if link else ""
         yield f"all_reduce of {ranks} processes, {small.backend}", f"{latency}, {bus}", sheet
+
+
+def find_locations(words: Sequence[str], run: str | None) -> tuple[str, list[StorageLocation]]:
+    """Return the run's directory or URL, and what the recipe that `words` name, with overrides, reads and writes."""
+    loaded = load_recipe(Path(words[0]), words[1:])
+    run = run or str(Path("runs") / loaded.recipe.name)
+    return run, list_locations(loaded.recipe, loaded.recipe_dir, run)
 
 
 def _storage_rows(measured: Measurements) -> Iterator[tuple[str, ...]]:

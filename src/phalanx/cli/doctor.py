@@ -10,28 +10,34 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.calibrate import find_locations, show_progress
 from phalanx.cli.options import JsonOption
 from phalanx.cluster.health import CheckContext, HealthFinding, HealthVerdict
 from phalanx.cluster.health.compare_nodes import compare_nodes
 from phalanx.cluster.health.runner import NodeHealthReport, choose_checks, parse_report
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_duration
+from phalanx.run.cache import cache_root
+from phalanx.storage.url import is_url
 from phalanx.text_table import Column, format_table
 
 PASSING_VERDICTS = (HealthVerdict.PASS, HealthVerdict.UNKNOWN)
 
 
 def doctor(
-    reports: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="Reports of nodes, for --compare.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE|FILE", help="Recipe and KEY=VALUE, to measure its storage; for --compare reports."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Skip the checks that measure: under 3 s.")] = False,
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check (repeatable).")] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Skip this check (repeatable).")] = None,
     run: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Run directory, to check its disk. It need not exist yet."),
-    ] = Path(),
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Run, to check its disk.", show_default="runs/NAME with a recipe, else ."),
+    ] = None,
     expect_gpus: Annotated[
         int | None,
         typer.Option("--expect-gpus", min=0, metavar="N", help="Number of GPUs expected."),
@@ -42,14 +48,19 @@ def doctor(
 ) -> int:
     """Check whether this machine is fit to train, and say why not.
 
-    Exit code 0: fit, possibly with warnings. 77: a check failed (FAIL) or did not complete (ERROR). --compare reads
-    reports of several nodes, written with --json.
+    With a recipe it measures the paths and URLs that it names, too. Exit code 0: fit, possibly with warnings. 77: a
+    check failed (FAIL) or did not complete (ERROR). --compare reads reports of several nodes, written with --json.
     """
     if compare:
-        return print_comparison(reports or [], as_json, quiet)
-    if reports:
-        raise UsageError(f"{reports[0]}: reports need --compare; without it `phalanx doctor` checks this machine")
-    found = check_this_machine(run, expect_gpus, quick, only or [], skip or [])
+        return print_comparison([Path(word) for word in words or []], as_json, quiet)
+    if words and words[0].endswith((".json", ".jsonl")):
+        raise UsageError(f"{words[0]}: reports need --compare; without it `phalanx doctor` checks this machine")
+    context = CheckContext(Path(run or "").absolute(), expected_devices=expect_gpus)
+    if words:
+        run, locations = find_locations(words, run)
+        run_dir = cache_root() if is_url(run) else Path(run).absolute()  # of a run at a URL the scratch is there
+        context = replace(context, run_dir=run_dir, locations=tuple(locations))
+    found = check_this_machine(context, quick, only or [], skip or [])
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
@@ -58,19 +69,15 @@ def doctor(
     return int(ExitCode.DONE if found.is_fit else ExitCode.UNFIT_NODE)
 
 
-def check_this_machine(
-    run: Path, expect_gpus: int | None, quick: bool, only: list[str], skip: list[str]
-) -> NodeHealthReport:
+def check_this_machine(context: CheckContext, quick: bool, only: list[str], skip: list[str]) -> NodeHealthReport:
     """Run the chosen checks, with a progress bar."""
-    from phalanx.cli.calibrate import show_progress
     from phalanx.cluster.health.runner import run_checks
 
     checks = choose_checks(only, skip, quick)
     names = [check.name for check in checks]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with show_progress() as report_progress:
-        site = CheckContext(run.absolute(), expected_devices=expect_gpus)
-        return run_checks(site, checks, lambda name: report_progress(name, names.index(name) / len(names)))
+        return run_checks(context, checks, lambda name: report_progress(name, names.index(name) / len(names)))
 
 
 def format_report(report: NodeHealthReport, quiet: bool) -> list[str]:

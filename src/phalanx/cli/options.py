@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from phalanx.std_streams import escape_control_chars
+from phalanx.storage.url import is_url
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML), or its URL.")]
 OverridesArgument = Annotated[
@@ -96,7 +97,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Resume although the 
 
 def name_output(recipe: str, kind: str) -> Path:
     """The file for a planned or tuned recipe: next to the recipe, or of a URL in this directory."""
-    path = Path(recipe.rpartition("/")[2] if "://" in recipe else recipe)
+    path = Path(recipe.rpartition("/")[2] if is_url(recipe) else recipe)
     return path.with_name(f"{path.stem}.{kind}.yaml")
 
 

@@ -13,6 +13,8 @@ from phalanx.cli.options import JsonOption, OverridesArgument, RecipeArgument, n
 from phalanx.errors import UsageError
 from phalanx.formatting import (
     BYTES_PER_GIB,
+    NOT_MEASURED_TEXT,
+    format_bytes,
     format_count,
     format_duration,
     format_percent,
@@ -26,6 +28,7 @@ from phalanx.text_table import Column, format_table
 if TYPE_CHECKING:
     from phalanx.autoconfig.plan import RunPlan
     from phalanx.planner.search import Candidate
+    from phalanx.planner.storage_demand import StorageDemand
 
 CANDIDATE_COLUMNS = (
     Column(),
@@ -148,6 +151,7 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
         "device-hours",
         *([f"epochs     {format_epochs(run_plan.epochs)}"] if run_plan.epochs else []),
     ]
+    lines += _format_storage(run_plan.storage_demand)
     if (energy := run_plan.energy) is not None:
         kwh = f"{energy.site_kwh:,.0f}" if energy.site_kwh >= 1_000 else format_significant(energy.site_kwh)
         lines.append(f"energy     {kwh} kWh with cooling (PUE {prices.pue:.4g}), {energy.node_w:,.0f} W a node")
@@ -170,6 +174,25 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
             for world, speed in run_plan.scaling[1:][-5:]
         )
         lines.append(f"scaling    weak-scaling efficiency relative to {base_world:,}: {efficiencies}")
+    return lines
+
+
+def _format_storage(demand: "StorageDemand") -> list[str]:
+    """Format the data rate, the time to save by tier, and what stores are asked."""
+    available = demand.available_bytes_per_s
+    place = "storage" if demand.first_epoch is None else demand.first_epoch.url
+    text = f"{place} gives {format_bytes(available)}/s" if available else f"{place} {NOT_MEASURED_TEXT}"
+    saves = ", ".join(f"{tier} {format_duration(seconds)}" for tier, seconds in demand.save_s.items())
+    lines = [
+        f"data       needs {format_bytes(demand.data_bytes_per_s)}/s; {text}",
+        f"saving     {format_bytes(demand.checkpoint_bytes)}: {saves}",
+    ]
+    for cost, of in ((demand.upload, "a save"), (demand.first_epoch, "the first epoch")):
+        if cost is not None:
+            parts = [f"{cost.num_requests:,} requests {of}"]
+            parts += [f"{format_significant(cost.usd)} USD"] if cost.usd is not None else []
+            parts += [f"egress {format_significant(cost.egress_usd)} USD"] if cost.egress_usd is not None else []
+            lines.append(f"store      {cost.url}: {', '.join(parts)}")
     return lines
 
 
@@ -223,6 +246,7 @@ def to_json(run_plan: "RunPlan", top: int, out: Path) -> dict[str, Any]:
         "cost": asdict(run_plan.cost),
         "energy": None if energy is None else asdict(energy),
         "carbon_kg": _predict_carbon_kg(run_plan),
+        "storage_demand": asdict(run_plan.storage_demand),
         "checkpoint_plan": None if checkpoints is None else asdict(checkpoints),
         "scaling": [{"num_devices": world, "units_per_s": speed} for world, speed in run_plan.scaling],
         "epochs": run_plan.epochs,

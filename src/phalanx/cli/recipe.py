@@ -44,7 +44,7 @@ def check(
     from phalanx import recipe as recipes
     from phalanx.recipe.imports import check_known_arguments
     from phalanx.recipe.load import list_import_paths
-    from phalanx.storage.named import huggingface_directory, name_recipe_key
+    from phalanx.recipe.locations import huggingface_directory, name_recipe_key
     from phalanx.storage.url import is_url, parse_url
 
     loaded = recipes.load_recipe(path, overrides or [])

@@ -133,6 +133,22 @@ class StorageSpec(StrictModel):
     write_gbps: Figure | None = None
     node_read_gbps: Figure | None = None
     node_write_gbps: Figure | None = None
+    write_requests_usd: Figure | None = None
+    read_requests_usd: Figure | None = None
+    """Price of 1,000 requests to a store."""
+    egress_usd: Figure | None = None
+    """Price of a GB that leaves the region of a store."""
+
+
+class LocationSpeed(StrictModel):
+    """Speed of a path or URL, as one node measured it. `latencies_s`: median and 99th percentile, of `fsync` and
+    `rename` of a small file, of `PUT` and `GET` of a small object. `files_per_s` are created, listed and deleted."""
+
+    location: str
+    read_gbps: Figure | None = None
+    write_gbps: Figure | None = None
+    files_per_s: Figure | None = None
+    latencies_s: dict[str, tuple[Measure, Measure]] = Field(default_factory=dict)
 
 
 class Prices(StrictModel):
@@ -213,6 +229,8 @@ class Measurements(StrictModel):
     launch_us: Figure | None = None
     collectives: list[CollectiveTiming] = Field(default_factory=list)
     storage: StorageSpec | None = None
+    locations: list[LocationSpeed] = Field(default_factory=list)
+    """What a recipe names."""
     odd: list[str] = Field(default_factory=list)
     """Anomalies, a sentence each."""
 

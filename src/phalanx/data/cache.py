@@ -25,9 +25,9 @@ from phalanx.data.tokenizers import check_tokenizer, load_tokenizer
 from phalanx.deadline import POLL_INTERVAL_S
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, describe_os_error
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.locations import localize_tokenizer, name_recipe_key
 from phalanx.run.cache import cache_root
 from phalanx.run.call_process import CallProcess
-from phalanx.storage.named import localize_tokenizer, name_recipe_key
 from phalanx.storage.url import is_url
 
 

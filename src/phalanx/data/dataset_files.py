@@ -13,10 +13,10 @@ from threading import Thread
 
 from phalanx.data.manifest import MANIFEST_FILE, TOKENIZER_FILE, DatasetManifest, ShardEntry, read_manifest
 from phalanx.errors import DataError, UsageError
+from phalanx.recipe.locations import describe_version
 from phalanx.storage.cache import find_objects, localize_files, localize_into
 from phalanx.storage.errors import NotFound
 from phalanx.storage.hub import pin_revision
-from phalanx.storage.named import describe_version
 from phalanx.storage.store import PARALLEL_REQUESTS, check_writable, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 

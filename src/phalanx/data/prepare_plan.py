@@ -34,8 +34,8 @@ from phalanx.data.tokenizers import (
 )
 from phalanx.errors import RecipeError
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource
+from phalanx.recipe.locations import localize_tokenizer
 from phalanx.run.directory import write_json
-from phalanx.storage.named import localize_tokenizer
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 256 << 20  # bytes of a piece; between them it is a 64th of the whole
 

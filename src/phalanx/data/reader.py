@@ -8,6 +8,7 @@ in `order.py`; nothing here depends on rank or world.
 """
 
 import json
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.data.dataset_files import open_dataset_files
-from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, read_manifest
+from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, narrowest_token_dtype, read_manifest
 from phalanx.data.order import (
     Int64Array,
     MixtureSchedule,
@@ -36,8 +37,8 @@ from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
 from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
+from phalanx.recipe.locations import name_recipe_key
 from phalanx.run.mixture import MixtureStage, SourceMixture
-from phalanx.storage.named import name_recipe_key
 from phalanx.storage.url import is_url
 
 Batch = dict[str, npt.NDArray[Any]]
@@ -61,6 +62,13 @@ class DataInfo:
     seq_len: int | None
     image_shape: tuple[int, int, int] | None
     class_names: tuple[str, ...] | None = None
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Bytes of a sample as it is prepared."""
+        if self.kind == "images":
+            return LABEL_BYTES + math.prod(self.image_shape or ())
+        return narrowest_token_dtype(self.vocab_size or 0).itemsize * (self.seq_len or 0)
 
 
 TokenRange = tuple[int, int, int]

@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from glob import escape, glob
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.errors import RecipeError, UsageError
+from phalanx.recipe.locations import name_recipe_key
 from phalanx.storage.cache import find_objects
 from phalanx.storage.hub import download_snapshot
-from phalanx.storage.named import name_recipe_key
 from phalanx.storage.store import ObjectInfo, open_store
-from phalanx.storage.url import StoreUrl, is_url, parse_url
-
-_WILDCARD = re.compile(r"[*?\[]")
+from phalanx.storage.url import WILDCARD, StoreUrl, fixed_prefix, is_url, parse_url
 
 
 class SourceFile(NamedTuple):
@@ -79,9 +76,9 @@ def _find_objects(pattern: str, exclusions: list[tuple[re.Pattern[str], str]]) -
     with name_recipe_key("data.source"):
         url = parse_url(pattern)
         is_listable = url.scheme not in ("http", "https")  # servers of files do not list them
-        if not is_listable and _WILDCARD.search(url.key):
+        if not is_listable and WILDCARD.search(url.key):
             raise UsageError(f"{url}: objects of {url.scheme}:// cannot be listed; name each without wildcards")
-        listed = find_objects(replace(url, key=_fixed_prefix(url.key))) if url.key else []
+        listed = find_objects(replace(url, key=fixed_prefix(url.key))) if url.key else []
     regex = _path_regex(url.key or "**")
     matching = [each for each in listed if each.key == url.key or regex.fullmatch(f"{each.key}/")]
     files = [_describe_object(url, each) for each in matching]
@@ -92,7 +89,7 @@ def _find_objects(pattern: str, exclusions: list[tuple[re.Pattern[str], str]]) -
         all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
         raise RecipeError(
             f"data.source: {pattern!r} matches no object{all_excluded}; name objects, such as "
-            f"{replace(url, key=_fixed_prefix(url.key))}/**/*.txt"
+            f"{replace(url, key=fixed_prefix(url.key))}/**/*.txt"
         )
     return kept
 
@@ -108,18 +105,13 @@ def list_source_objects(url: str) -> list[tuple[str, SourceFile]]:
         return [(root.relative(each.key), _describe_object(root, each)) for each in find_objects(root)]
 
 
-def _fixed_prefix(key: str) -> str:
-    """The part of a glob before the first name with a wildcard."""
-    return "/".join(takewhile(lambda name: not _WILDCARD.search(name), key.split("/")))
-
-
 def _download_matches(pattern: str) -> str:
     """Download what the glob of an `hf://` URL may match, and return the glob of the copies."""
     with name_recipe_key("data.source"):
         url = parse_url(pattern)
-        if not _WILDCARD.search(url.key):
+        if not WILDCARD.search(url.key):
             return str(download_snapshot(url))
-        prefix = _fixed_prefix(url.key)
+        prefix = fixed_prefix(url.key)
         rest = url.key.removeprefix(prefix).lstrip("/")
         root = download_snapshot(replace(url, key=prefix), [rest, rest.replace("**/", "")])
     return f"{escape(str(root))}/{rest}"

@@ -27,8 +27,8 @@ from phalanx.data.manifest import (
 from phalanx.data.shard import ValueArray
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig
+from phalanx.recipe.locations import localize_tokenizer
 from phalanx.safe_files import read_bytes, read_json, read_text
-from phalanx.storage.named import localize_tokenizer
 
 MAX_TOKENIZER_BYTES = 1 << 28
 """Bytes of a tokenizer.json; the largest have some ten million."""

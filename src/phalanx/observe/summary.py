@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import DataError
-from phalanx.formatting import format_bytes, format_plural
+from phalanx.formatting import format_bytes, format_duration, format_plural
 from phalanx.observe import metrics
 from phalanx.observe.energy_cost import (
     CostSummary,
@@ -104,6 +104,17 @@ class SpeedSummary:
 
 
 @dataclass(frozen=True)
+class DataSummary:
+    """Prepared data that all workers read. `needed_bytes_per_s`: with it no step would have waited."""
+
+    location: str
+    bytes_per_s: float
+    needed_bytes_per_s: float
+    wait_share: float
+    """Share of the step that waits for data."""
+
+
+@dataclass(frozen=True)
 class CheckpointSummary:
     """Checkpoints. `total_stall_s`: seconds for which training waited for all of them, in `step_stall_s` within steps
     that count and in the rest for saves after the last step of an attempt."""
@@ -150,6 +161,7 @@ class RunSummary:
     failures: tuple[str, ...]
     warnings: tuple[str, ...]
     checkpoints: CheckpointSummary
+    data: DataSummary | None
     energy: EnergySummary | None
     cost: CostSummary | None
     """None without prices: PHALANX_CLUSTER was not set."""
@@ -218,6 +230,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
             *map(describe_straggler, history.of(StragglerDetected)),
         ),
         checkpoints=_summarize_checkpoints(history),
+        data=_summarize_data(recipe, plan or {}, run_info.global_batch, metrics.mean_breakdown(steps)),
         energy=energy,
         cost=None
         if prices is None
@@ -328,6 +341,20 @@ def _summarize_speed(
     )
 
 
+def _summarize_data(
+    recipe: Mapping[str, Any], plan: Mapping[str, Any], global_batch: int | None, breakdown: dict[str, float] | None
+) -> DataSummary | None:
+    sample_bytes, step_s = plan.get("bytes_per_sample"), sum((breakdown or {}).values())
+    if not sample_bytes or not global_batch or not breakdown or breakdown["data_wait"] >= step_s:
+        return None
+    config = recipe.get("data")
+    sources = config.get("source") if isinstance(config, Mapping) else None
+    sources = sources if isinstance(sources, list) else [sources]
+    named = [str(each["prepared"]) for each in sources if isinstance(each, Mapping) and each.get("prepared")]
+    nbytes, wait_s = sample_bytes * global_batch, breakdown["data_wait"]
+    return DataSummary(" + ".join(named) or "storage", nbytes / step_s, nbytes / (step_s - wait_s), wait_s / step_s)
+
+
 def _summarize_checkpoints(history: RunHistory) -> CheckpointSummary:
     events, work = history.of(CheckpointSaved), split_work(history)
     return CheckpointSummary(
@@ -347,10 +374,12 @@ def _summarize_uploads(events: Sequence[CheckpointUploaded]) -> str:
         return ""
     sent, skipped = sum(each.sent_bytes for each in events), sum(each.skipped_bytes for each in events)
     retries = sum((Counter(each.retries) for each in events), Counter[str]())
+    seconds, requests = sum(each.duration_s for each in events), sum(each.requests or 0 for each in events)
     listed = "".join(f", {count} x {reason}" for reason, count in retries.most_common())
     return (
-        f"{len(events)} to {events[-1].url}, the last of step {events[-1].step}; {format_bytes(sent)} sent, "
-        f"{format_bytes(skipped)} there already; {format_plural(retries.total(), 'repeated request')}{listed}"
+        f"{len(events)} to {events[-1].url}, the last of step {events[-1].step}; {format_bytes(sent)} sent in "
+        f"{format_duration(seconds)}, {format_bytes(skipped)} there already; {format_plural(requests, 'request')}, "
+        f"{retries.total()} repeated{listed}"
     )
 
 

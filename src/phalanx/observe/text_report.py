@@ -11,13 +11,15 @@ from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_info import RunInfo
-from phalanx.observe.summary import RUN_OUTCOMES, RunSummary
+from phalanx.observe.summary import RUN_OUTCOMES, DataSummary, RunSummary
 from phalanx.run.mixture import format_epochs
 from phalanx.text_table import Column, format_facts, format_table
 
 PAGE_WIDTH = 100
 _LABEL_WIDTH = 21
 _BAR_WIDTH = 22
+MAX_DATA_WAIT_SHARE = 0.005
+"""Share of a step that waits for data, from which on the report says what would suffice."""
 
 COMPONENT_LABELS = {"data_wait": "data wait", "grad_sync": "gradient sync", "checkpoint_stall": "checkpoint stall"}
 
@@ -182,6 +184,8 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         source = f", {speed.data_sheet_source}" if speed.data_sheet_source else ""
         sheet += computed.format(f"{formatting.format_flops(speed.data_sheet_flops_per_s)}{source}")
     facts += [("MFU (measured peak)", measured), ("MFU (data-sheet peak)", sheet)]
+    if summary.data is not None:
+        facts.append(("data", describe_data_read(summary.data)))
     if summary.energy is not None:
         facts.append(("energy", describe_energy(summary.energy, speed.unit)))
     if summary.cost is not None and (cost_text := describe_cost(summary.cost, speed.unit)):
@@ -189,6 +193,16 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if speed.flops_rule:
         facts.append(("FLOPs counted", speed.flops_rule))
     return facts
+
+
+def describe_data_read(data: DataSummary) -> str:
+    """The rate of the data, and where it did not suffice by how much."""
+    text = f"{formatting.format_bytes(data.bytes_per_s)}/s, data wait {formatting.format_percent(data.wait_share)}"
+    if data.wait_share < MAX_DATA_WAIT_SHARE:
+        return text
+    more = data.needed_bytes_per_s / data.bytes_per_s - 1
+    needed = formatting.format_bytes(data.needed_bytes_per_s)
+    return f"{text}: {needed}/s from {data.location} would suffice, {formatting.format_percent(more)} more"
 
 
 def describe_energy(energy: EnergySummary, unit: str) -> str:

@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass, replace
 
 from phalanx.cluster.spec import Cluster, Reliability, StorageSpec
+from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import StepBreakdown
+from phalanx.recipe import Recipe
 
 _MAX_EXPONENT = 700.0  # e to this still fits a float
 SECONDS_PER_DAY = 86_400.0
@@ -44,6 +46,13 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12.0
 """Bytes of a checkpoint for each parameter: weight and two moments in fp32."""
 DEFAULT_RESTART_S = 120.0
 """Seconds from a failure to the next step, if the cluster file has no value: detection, start, loading."""
+
+
+def checkpoint_bytes_of(recipe: Recipe, trainable_parameters: int, frozen_parameters: int = 0) -> int:
+    """Bytes of a checkpoint: all weights in fp32, and the optimizer's state of those that are trained."""
+    optimizer = recipe.optimizer
+    state = optimizer_state_of(optimizer.name, optimizer.state_dtype, optimizer.offload, optimizer.momentum)
+    return round((4 + state.bytes_per_parameter) * trainable_parameters + 4 * frozen_parameters)
 
 
 @dataclass(frozen=True)
@@ -90,18 +99,18 @@ def plan_checkpoints(cluster: Cluster, nodes: int, parameters: int, step_seconds
 def data_stall_seconds(read_bytes: float, storage: StorageSpec, nodes: int, step_s: float) -> float:
     """Seconds by which reading `read_bytes` a step outlasts the step that hides it. 0 where the speed of storage is
     unknown."""
-    rate = _storage_bytes_per_s(storage.read_gbps, storage.node_read_gbps, nodes)
+    rate = storage_bytes_per_s(storage.read_gbps, storage.node_read_gbps, nodes)
     return 0.0 if rate is None else max(0.0, read_bytes / rate - step_s)
 
 
 def checkpoint_stall_seconds(checkpoint_bytes: float, storage: StorageSpec, nodes: int) -> float | None:
     """Seconds for which a checkpoint of `checkpoint_bytes` stalls training. None where the speed of storage is
     unknown."""
-    rate = _storage_bytes_per_s(storage.write_gbps, storage.node_write_gbps, nodes)
+    rate = storage_bytes_per_s(storage.write_gbps, storage.node_write_gbps, nodes)
     return None if rate is None else max(ASYNC_STALL_SHARE * checkpoint_bytes / rate, MIN_SAVE_STALL_S)
 
 
-def _storage_bytes_per_s(cluster_rate: float | None, node_rate: float | None, nodes: int) -> float | None:
+def storage_bytes_per_s(cluster_rate: float | None, node_rate: float | None, nodes: int) -> float | None:
     """Bytes a second: what the storage gives, or all nodes together take, whichever is less."""
     rates = [rate * 1e9 for rate in (cluster_rate, None if node_rate is None else node_rate * nodes) if rate]
     return min(rates, default=None)

@@ -19,6 +19,7 @@ from phalanx.recipe.schema import (
     Recipe,
 )
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
+from phalanx.storage.url import is_url
 
 BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
 """What is learned -> the kind of data that it is learned from."""
@@ -91,7 +92,7 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield "task", f"found {recipe.task!r}, {known}{suggest_nearest(recipe.task, tuple(BUILT_IN_TASKS))}"
     if recipe.init_from is not None and num_workers is not None:
         path = huggingface_location(recipe.init_from) or recipe.init_from
-        if "://" in path:  # a URL, which is looked up where there is a network
+        if is_url(path):  # a URL, which is looked up where there is a network
             pass
         elif path == recipe.init_from and (folder / path / "config.json").is_file():
             yield "init_from", f"{folder / path} is a Hugging Face directory, or an export; give {HF_PREFIX}{path}"

@@ -11,7 +11,6 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from pydantic.fields import FieldInfo
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.recipe.data_schema import SOURCE_KINDS
 from phalanx.recipe.imports import HF_PREFIX, check_installed, huggingface_location
+from phalanx.recipe.locations import localize_recipe
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.schema import Recipe, ResolvedRecipe
 from phalanx.recipe.schema_keys import child_keys
 from phalanx.recipe.snapshot_paths import resolve_data_dir
 from phalanx.recipe.validation_errors import describe_value, read_user_text, validate_value
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
+from phalanx.storage.url import is_url
 
 _VARIABLE_REGEX = re.compile(r"\$\{([^{}$]*)\}")
 
@@ -79,7 +80,7 @@ def join_relative_paths(value: Any, directory_url: str, key: str = "") -> Any:
     if isinstance(value, list):
         return [join_relative_paths(below, directory_url, key) for below in value]
     prefix = HF_PREFIX if isinstance(value, str) and value.startswith(HF_PREFIX) else ""
-    if not isinstance(value, str) or "://" in value or value == "bytes" or not (prefix or key in _PATH_KEYS):
+    if not isinstance(value, str) or is_url(value) or value == "bytes" or not (prefix or key in _PATH_KEYS):
         return value
     path = value.removeprefix(prefix)
     if path.startswith(("/", "~", "**/")):
@@ -153,12 +154,11 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     RecipeError: the file cannot be read, is not YAML, or says something that a recipe cannot say; the message has one
     line for each problem, with file, line and key. UsageError: an override that is not KEY=VALUE.
     """
-    url = path if isinstance(path, str) and "://" in path else None
+    url = path if isinstance(path, str) and is_url(path) else None
     if path is None:
         recipe_dir, value, locations = Path.cwd(), dict[str, Any](), SourceLocations()
     else:
-        # by name: storage is a layer above this one
-        path = Path(path) if url is None else import_module("phalanx.storage.named").localize_recipe(url)
+        path = Path(path) if url is None else localize_recipe(url)
         recipe_dir = resolve_data_dir(path.absolute().parent)
         value, locations = parse_yaml(read_user_text(path), url or str(path))
         logger.debug("read %s; overrides: %s", path.absolute(), " ".join(overrides) or "none")

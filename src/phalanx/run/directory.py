@@ -17,7 +17,7 @@ from phalanx.std_streams import word_of
 RESULT_FORMAT = 1
 NUMBER_KEYS = frozenset(
     {"trainable_parameters", "flops_per_sample", "units_per_sample", "predicted_step_s", "calibrated_step_s"}
-    | {"activation_bytes_per_sample", "frozen_parameters", "num_restarts"}
+    | {"activation_bytes_per_sample", "bytes_per_sample", "frozen_parameters", "num_restarts"}
     | {"physical_cores", "device_count", "threads_per_worker", "steps"}
 )
 TEXT_KEYS = frozenset(

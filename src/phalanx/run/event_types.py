@@ -157,8 +157,8 @@ class CheckpointSaved(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointUploaded(RunEvent):
-    """The checkpoint of `step` is whole in the store at `url`. Blocks of `skipped_bytes` were there already. Requests
-    were tried again as often as `retries` says, by reason."""
+    """The checkpoint of `step` is whole in the store at `url`. Blocks of `skipped_bytes` were there already. Of
+    `requests` some were tried again, as often as `retries` says, by reason."""
 
     step: int
     url: str
@@ -166,6 +166,7 @@ class CheckpointUploaded(RunEvent):
     skipped_bytes: int
     duration_s: float
     retries: dict[str, int]
+    requests: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,12 +107,13 @@ def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_byte
     return path
 
 
-def find_objects(url: StoreUrl, patterns: Sequence[str] = ()) -> list[ObjectInfo]:
-    """The objects of a URL: the one with its key, or those below it. Raises UsageError if there are none."""
+def find_objects(url: StoreUrl, patterns: Sequence[str] = (), max_count: int | None = None) -> list[ObjectInfo]:
+    """The objects of a URL: the one with its key, or those below it; at least `max_count` if there are more. Raises
+    UsageError if there are none."""
     store = open_store(url)
     if url.scheme in ("http", "https"):  # servers of files do not list them
         return [store.head(url.key)]
-    objects = store.list_objects(url.key)
+    objects = store.list_objects(url.key, max_count)
     if patterns:
         names = {each: url.relative(each.key) for each in objects}
         objects = [each for each in objects if not names[each] or any(fnmatch(names[each], one) for one in patterns)]

@@ -94,11 +94,16 @@ class Store:
         """Size and ETag of an object."""
         return _info(self._call(key, lambda client: client.head(key)))
 
-    def list_objects(self, prefix: str) -> list[ObjectInfo]:
-        """Every object below `prefix/`, or the object `prefix` itself; in the order of keys. Empty if there is none."""
+    def list_objects(self, prefix: str, max_count: int | None = None) -> list[ObjectInfo]:
+        """Every object below `prefix/`, or the object `prefix` itself; in the order of keys. Empty if there is none.
+        With `max_count` no more are asked for once there are as many."""
 
         def fetch(client: "ObjectStore") -> list[Any]:
-            found = [each for chunk in client.list(prefix or None) for each in chunk]
+            found: list[Any] = []
+            for chunk in client.list(prefix or None):
+                found += chunk
+                if max_count is not None and len(found) >= max_count:
+                    break
             if not found and prefix:
                 with contextlib.suppress(FileNotFoundError):
                     found = [client.head(prefix)]

@@ -13,6 +13,8 @@ from phalanx.storage.errors import NotFound
 from phalanx.storage.store import open_store
 from phalanx.storage.url import StoreUrl
 
+BLOCK_BYTES = 16 << 20
+"""Bytes of a block, except the last of a file."""
 BLOCKS_NAME, CHECKPOINTS_NAME = "blocks", "checkpoints"
 MANIFEST_NAME = "MANIFEST.json"
 CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})")

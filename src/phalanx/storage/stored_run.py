@@ -21,6 +21,7 @@ from phalanx.run.process_messages import CallRaised, CallReturned
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.lease import RENEW_INTERVAL_S, Lease, LeaseLostError
 from phalanx.storage.run_objects import RunObjects
+from phalanx.storage.store import check_writable
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,8 @@ class _Keeper:
         url = self._objects.url
         try:
             if not self._leads:
+                if self._writes:
+                    check_writable(url)
                 self._objects.download(events=False)
             elif not self._writes:
                 with contextlib.suppress(UsageError):

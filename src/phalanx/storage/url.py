@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "hf", "file")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+WILDCARD = re.compile(r"[*?\[]")
 _SIGNATURE = re.compile(r"[?&](X-Amz-|X-Goog-|sig=|AWSAccessKeyId=)", re.IGNORECASE)
 _EXAMPLES = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, https://HOST/PATH or hf://OWNER/NAME"
 
@@ -76,3 +78,8 @@ def parse_url(text: str) -> StoreUrl:
     if any(part in ("", ".", "..") for part in key.split("/")) and key:
         raise UsageError(f"{text}: the key has an empty part, `.` or `..`; stores do not resolve them")
     return StoreUrl(scheme, bucket, key)
+
+
+def fixed_prefix(glob: str) -> str:
+    """The part of a glob before the first name with a wildcard."""
+    return "/".join(takewhile(lambda name: not WILDCARD.search(name), glob.split("/")))

@@ -11,7 +11,7 @@ from phalanx.data import DataInfo, RunData
 from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
-from phalanx.storage.named import huggingface_directory
+from phalanx.recipe.locations import huggingface_directory
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
 from phalanx.train.distributed.context_parallel import local_runs

@@ -16,7 +16,6 @@ from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import ResolvedRecipe, load_recipe
 from phalanx.recipe.data_schema import list_sources
 from phalanx.run import Run
-from phalanx.run.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
 from phalanx.std_streams import word_of
 from phalanx.storage.url import is_url
 from phalanx.train.checkpoint import (
@@ -31,6 +30,7 @@ from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.checkpoint.load import recipe_in
 from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
 from phalanx.train.checkpoint.store_fetch import StoreSource
+from phalanx.train.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules, get_model_tensors

@@ -16,8 +16,8 @@ from phalanx.errors import PhalanxError, RecipeError
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.recipe import describe_exception, import_object
 from phalanx.recipe.imports import describe_message, fill_arguments
+from phalanx.recipe.locations import huggingface_directory
 from phalanx.recipe.schema import LoraConfig, ModelConfig
-from phalanx.storage.named import huggingface_directory
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
 from phalanx.train.distributed.module_state import check_model_can_be_saved, get_persistent_buffers

@@ -36,6 +36,8 @@ def test_each_checkpoint_is_uploaded_and_the_end_waits_for_the_last(run: Run, tm
     assert whole_steps(tmp_path / "bucket") == [event.step for event in reversed(uploads)]
     assert uploads[-1].step == 3
     assert uploads[-1].sent_bytes + uploads[-1].skipped_bytes > 4_000_000
+    assert uploads[-1].requests is not None
+    assert 5 <= uploads[-1].requests < 20
 
 
 def test_an_upload_that_fails_is_a_warning_that_names_the_reason(

@@ -20,6 +20,7 @@ from phalanx.cluster.spec import AcceleratorSpec as Device
 from phalanx.cluster.spec import (
     CollectiveTiming,
     GemmTiming,
+    LocationSpeed,
     Measurements,
     NodeSpec,
     OpTiming,
@@ -92,6 +93,19 @@ def test_the_page_shows_measured_next_to_the_data_sheet_with_units() -> None:
         "no warnings",
     ):
         assert line in lines
+
+
+def test_the_page_shows_what_was_measured_of_a_recipe() -> None:
+    speed = LocationSpeed(location="s3://bucket/run", write_gbps=0.5)
+    assert "s3://bucket/run  write 500 MB/s" in format_page(found(locations=[speed]), MACHINE)
+
+
+def test_a_recipe_names_what_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(calibrate, "calibrate", lambda machine, **values: given.update(values) or found())
+    Path("small.yaml").write_text("data: {source: {text: 'text/*.txt'}}")
+    assert main.main(["calibrate", "small.yaml", "steps=5", "--run", "s3://bucket/run", "--out", "mine.yaml"]) == 0
+    assert [each.location for each in given["locations"]] == ["s3://bucket/run", str(folder / "text")]
 
 
 def test_warnings_are_listed_last() -> None:

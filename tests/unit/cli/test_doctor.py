@@ -170,3 +170,19 @@ def test_checks_of_this_very_machine_can_be_chosen(capsys: pytest.CaptureFixture
     code, out, _ = doctor(capsys, "--json", "--only", "ulimits", "--only", "disk", "--run", tmp_path)
     assert [each["check"] for each in json.loads(out)["findings"]] == ["ulimits", "disk/run", "disk/cache", "disk/temp"]
     assert code in (0, 77)
+
+
+def test_with_a_recipe_its_storage_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text("data: {source: {text: 'nowhere/*.txt'}}")
+    upload = f"checkpoint.upload.to=file://{tmp_path}/store"
+    code, out, _ = doctor(capsys, recipe, upload, "--run", tmp_path / "run", "--only", "storage", "--json")
+    findings = {each["check"]: each for each in json.loads(out)["findings"]}
+    assert code == 77
+    assert {name: each["verdict"] for name, each in findings.items()} == {
+        "storage/run": "PASS",
+        "storage/checkpoint.upload.to": "PASS",
+        "storage/data.source": "FAIL",
+    }
+    assert findings["storage/checkpoint.upload.to"]["figures"]["write_gbps"] > 0
+    assert list(tmp_path.iterdir()) == [recipe]

@@ -12,7 +12,7 @@ from phalanx.errors import UsageError
 
 
 def test_a_folder_is_written_and_read_and_left_empty(tmp_path: Path) -> None:
-    write_gbps, read_gbps = storage.measure_storage(tmp_path, quick=True, seconds=0.2, clock=time.perf_counter)
+    write_gbps, read_gbps = storage.measure_storage(tmp_path, max_bytes=10**8, seconds=0.2, clock=time.perf_counter)
     assert write_gbps > 0
     assert read_gbps is None or read_gbps > 0
     assert list(tmp_path.iterdir()) == []
@@ -21,7 +21,7 @@ def test_a_folder_is_written_and_read_and_left_empty(tmp_path: Path) -> None:
 def test_a_slow_disk_is_written_less(tmp_path: Path) -> None:
     ticks = itertools.count()
     write_gbps, _ = storage.measure_storage(
-        tmp_path, quick=True, seconds=1.0, clock=lambda: float(next(ticks))
+        tmp_path, max_bytes=10**8, seconds=1.0, clock=lambda: float(next(ticks))
     )  # 32 MiB in a second
     assert write_gbps == pytest.approx(storage.BLOCK_BYTES / 1e9)
 
@@ -35,7 +35,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
         return 0.0
 
     with pytest.raises(KeyboardInterrupt):
-        storage.measure_storage(tmp_path, quick=True, seconds=1.0, clock=clock)
+        storage.measure_storage(tmp_path, max_bytes=10**8, seconds=1.0, clock=clock)
     assert list(tmp_path.iterdir()) == []
 
 

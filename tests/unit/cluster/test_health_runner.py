@@ -149,7 +149,7 @@ def test_names_choose_checks() -> None:
 
 def test_quick_leaves_out_what_measures() -> None:
     left = {each.name for each in HEALTH_CHECKS} - {each.name for each in choose_checks([], [], True)}
-    assert left == {"matmul", "all-reduce"}
+    assert left == {"matmul", "all-reduce", "storage"}
 
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:

@@ -18,6 +18,7 @@ from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
     AttemptStarted,
+    CheckpointUploaded,
     Compiled,
     EvaluationDone,
     RunEnded,
@@ -98,6 +99,45 @@ def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
     maker.end()
     assert summary(tmp_path / "run").durations.compilation_s == 34.0
     assert re.search(r"startup 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
+
+
+def make_waiting(path: Path, wait_s: float) -> Path:
+    """A run of which each step of 0.4 s waits so long for its data."""
+    maker = Maker(path, total=10, split={"data_wait": wait_s / 0.4}, data={"source": {"prepared": "s3://b/set"}})
+    maker.start()
+    maker.steps(1, 10)
+    maker.end()
+    return path
+
+
+def test_data_that_do_not_suffice_are_named_with_what_would(tmp_path: Path) -> None:
+    path = make_waiting(tmp_path / "run", 0.1)
+    data = summary(path).data
+    assert data is not None
+    assert (data.location, data.wait_share) == ("s3://b/set", pytest.approx(0.25, abs=0.05))
+    assert data.bytes_per_s == pytest.approx(512 * 16 / sum((summary(path).breakdown_s or {}).values()))
+    assert data.needed_bytes_per_s == pytest.approx(data.bytes_per_s / (1 - data.wait_share))
+    text = " ".join(pages(path)[0].split())
+    assert re.search(r"data [\d.]+ kB/s, data wait \d+%: [\d.]+ kB/s from s3://b/set would suffice, \d+% more", text)
+
+
+def test_data_that_suffice_have_their_rate_only(tmp_path: Path) -> None:
+    text = pages(make_waiting(tmp_path / "run", 0.0))[0]
+    assert re.search(r"\n  data +[\d.]+ kB/s, data wait 0%\n", text)
+
+
+def test_uploads_are_summed_up_with_bytes_seconds_requests_and_retries(tmp_path: Path) -> None:
+    maker = Maker(tmp_path / "run", total=10)
+    maker.start()
+    for step, retries in ((5, {"503": 2}), (10, {})):
+        maker.steps(step - 4, step)
+        values = {"url": "s3://b/run", "sent_bytes": 10**6, "skipped_bytes": 0, "duration_s": 2.0, "requests": 7}
+        maker.event(CheckpointUploaded, step=step, retries=retries, **values)
+    maker.end()
+    assert summary(tmp_path / "run").checkpoints.uploads == (
+        "2 to s3://b/run, the last of step 10; 2.00 MB sent in 4.0 s, 0 B there already; 14 requests, 2 repeated, "
+        "2 x 503"
+    )
 
 
 def write_energy(run: Path, node: str, energy: NodeEnergy, is_estimate: bool = True) -> None:

@@ -8,9 +8,10 @@ from phalanx.errors import ExitCode, UsageError
 from phalanx.run import EventLog, Run, read_events
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import RunWarning
-from phalanx.storage import run_objects
+from phalanx.storage import run_objects, stored_run
 from phalanx.storage.lease import LeaseLostError
 from phalanx.storage.run_objects import RunObjects, follow_run, make_local_directory, mirror_run
+from phalanx.storage.url import StoreUrl
 
 
 @pytest.fixture
@@ -227,3 +228,15 @@ def test_a_run_is_read_by_its_url(url: str, machine: Machine) -> None:
 
 def test_a_run_that_is_a_directory_is_read_where_it_is(tmp_path: Path) -> None:
     assert mirror_run(tmp_path / "run") == follow_run(str(tmp_path / "run")) == tmp_path / "run"
+
+
+def test_another_node_that_may_not_write_there_is_refused_before_it_joins(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(url: StoreUrl) -> None:
+        raise UsageError(f"{url}: access is denied")
+
+    monkeypatch.setattr(stored_run, "check_writable", refuse)
+    run = make_local_directory(url, "runs")
+    with pytest.raises(UsageError, match="access is denied"):
+        stored_run._Keeper(str(run.path), leads=False, writes=True, timeout_s=0.0).open()

@@ -213,6 +213,7 @@ def check_fitness(
     the node stays drained.
     """
     from phalanx.cli.doctor import check_this_machine, format_report, read_reports
+    from phalanx.cluster.health import CheckContext
     from phalanx.jobs.backends.base import open_node_backend
     from phalanx_fleet.audit_log import find_actor
     from phalanx_fleet.node_test import open_node_test, record_node_test
@@ -225,7 +226,11 @@ def check_fitness(
             f"`phalanx nodes test {name} --on {on} --report {name}.json`"
         )
     with open_node_states(fleet) as states, open_node_test(backend, states, name, find_actor()) as found:
-        result = check_this_machine(Path(), None, quick, [], []) if report is None else read_reports([report])[0]
+        result = (
+            check_this_machine(CheckContext(Path().absolute()), quick, [], [])
+            if report is None
+            else read_reports([report])[0]
+        )
         state = record_node_test(backend, states, found, result, find_actor())
     for line in format_report(result, quiet=True):
         typer.echo(line)

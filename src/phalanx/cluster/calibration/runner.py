@@ -222,7 +222,8 @@ def _time_reference(machine: Machine, executor: Executor, results: Results) -> N
 
 
 def _measure_storage(executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
-    write_gbps, read_gbps = storage.measure_storage(executor.scratch_dir, quick, budget_s, executor.clock)
+    max_bytes = storage.MAX_WRITTEN_BYTES[quick]
+    write_gbps, read_gbps = storage.measure_storage(executor.scratch_dir, max_bytes, budget_s, executor.clock)
     write, read = round(write_gbps, 4), None if read_gbps is None else round(read_gbps, 4)
     results.storage = StorageSpec(
         name="measured", read_gbps=read, write_gbps=write, node_read_gbps=read, node_write_gbps=write

@@ -1,6 +1,6 @@
 """Measure how fast a directory writes and reads: one file, large blocks, synced to the disk, then read with O_DIRECT,
 since a read from the page cache says nothing. A short pilot decides how much is written, so that a slow disk costs no
-more time than a fast one. The caller gives an own directory and removes it.
+more time than a fast one. The caller gives an own directory and removes it. `location_speed.py` measures more.
 """
 
 import errno
@@ -33,15 +33,15 @@ def check_free_space(directory: Path, quick: bool) -> None:
         )
 
 
-def measure_storage(directory: Path, quick: bool, seconds: float, clock: ClockFn) -> tuple[float, float | None]:
-    """Return GB/s of writing and of reading a file in `directory`, within about `seconds`. The latter is None where the
-    file system does not support O_DIRECT. Raises OSError when the disk fails."""
+def measure_storage(directory: Path, max_bytes: int, seconds: float, clock: ClockFn) -> tuple[float, float | None]:
+    """Return GB/s of writing and of reading a file of at most `max_bytes` in `directory`, within about `seconds`. The
+    latter is None where the file system does not support O_DIRECT. Raises OSError when the disk fails."""
     path = directory / "probe.bin"
     block = mmap.mmap(-1, BLOCK_BYTES)  # aligned to pages, as O_DIRECT wants its buffers
     block.write(os.urandom(BLOCK_BYTES))  # a disk that compresses must not look faster
     try:
         rate = PILOT_BYTES / max(write_file(path, block, PILOT_BYTES, clock), 1e-9)
-        nbytes = max(BLOCK_BYTES, int(min(MAX_WRITTEN_BYTES[quick], rate * seconds / 2) // BLOCK_BYTES * BLOCK_BYTES))
+        nbytes = max(BLOCK_BYTES, int(min(max_bytes, rate * seconds / 2) // BLOCK_BYTES * BLOCK_BYTES))
         write_s = write_file(path, block, nbytes, clock)
         read_rate = read_file(path, block, nbytes, seconds / 2, clock)
         return nbytes / write_s / 1e9, None if read_rate is None else read_rate / 1e9

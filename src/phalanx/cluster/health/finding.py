@@ -3,15 +3,18 @@ docs/how-to/health-checks.md has the reasons; and findings with a verdict, a rea
 """
 
 import os
+import secrets
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
+from phalanx.recipe.locations import StorageLocation
 from phalanx.run.cache import cache_root
+from phalanx.storage.store import PROBE
 
 FindingValue = float | int | str | bool | None
 
@@ -70,16 +73,22 @@ class CheckContext:
     uid: int = field(default_factory=os.getuid)
     expected_devices: int | None = None
     """Expected number of GPUs."""
+    locations: tuple[StorageLocation, ...] = ()
+    """What a recipe names."""
+    probe_name: str = field(default_factory=lambda: f"{PROBE}{secrets.token_hex(8)}")
+    """How the names of files and objects begin that are written there."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        return {**values, "locations": [asdict(place) for place in self.locations]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         """Return the context of plain values."""
-        parts: dict[str, Any] = {name: Path(part) if isinstance(part, str) else part for name, part in value.items()}
-        return cls(**parts)
+        paths = {name: Path(part) for name, part in value.items() if isinstance(part, str) and name != "probe_name"}
+        locations = tuple(StorageLocation(**place) for place in value["locations"])
+        return cls(**{**value, **paths, "locations": locations})
 
 
 @dataclass(frozen=True)

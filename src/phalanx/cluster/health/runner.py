@@ -5,15 +5,16 @@ Benchmarks run in a separate process each, the other checks share one. A check t
 finding with the verdict ERROR.
 """
 
+import contextlib
 import difflib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from phalanx.cluster.gpu_topology import import_nvml
-from phalanx.cluster.health.checks import gpus, host, kernel_log, leaked_resources, matmul, network
+from phalanx.cluster.health.checks import gpus, host, kernel_log, leaked_resources, matmul, network, storage
 from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict, parse_finding, worst_verdict
 from phalanx.errors import PhalanxError, SubprocessError, UsageError
 from phalanx.formatting import format_exit_status
@@ -60,6 +61,7 @@ HEALTH_CHECKS = (
         timeout_s=network.ALL_REDUCE_TIMEOUT_S + 30.0,
         is_benchmark=True,
     ),
+    HealthCheck("storage", storage.check_storage, timeout_s=60.0, is_benchmark=True),
 )
 
 
@@ -195,7 +197,10 @@ def run_checks(
     with CheckProcess() as shared_process:
         for check in checks:
             progress(check.name)
-            if check.is_benchmark:
+            if check.name == "storage":
+                for place in context.locations:
+                    found += run_storage_check(check, replace(context, locations=(place,)))
+            elif check.is_benchmark:
                 with CheckProcess() as own_process:
                     found += run_check(check, context, own_process)
             else:
@@ -213,6 +218,21 @@ def run_check(check: HealthCheck, context: CheckContext, runner: CheckProcess) -
         ]
     except CheckAborted as error:
         return [HealthFinding(check.name, HealthVerdict.ERROR, str(error), {"limit": check.timeout_s})]
+
+
+def run_storage_check(check: HealthCheck, context: CheckContext) -> list[HealthFinding]:
+    """Measure a location, in a process of its own: a network disk may hang. What a killed process has written is
+    removed."""
+    is_done = False
+    try:
+        with CheckProcess() as process:
+            (finding,) = run_check(check, context, process)
+        is_done = finding.verdict is not HealthVerdict.ERROR
+        return [finding if is_done else replace(finding, reason=f"{context.locations[0].location}: {finding.reason}")]
+    finally:
+        if not is_done:
+            with CheckProcess() as process, contextlib.suppress(CheckAborted):
+                process.call(f"{HEALTH_PACKAGE}.checks.storage:remove_probes", context.as_json(), START_TIMEOUT_S)
 
 
 class CheckAborted(Exception):

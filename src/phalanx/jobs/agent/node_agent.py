@@ -115,6 +115,8 @@ class NodeAgent:
         self._last_leader: LeaderAddress | None = None  # that started workers here
         self._num_attempt_nodes = node_env.num_nodes  # of the last attempt
         self.takes_over = False  # this node leads the run from now on
+        self.check_node: Callable[[Run], None] = lambda run: None
+        """Raises PhalanxError where this node cannot keep the run; called before its first attempt."""
         self.node_env, self.leader_address, self.token = node_env, node_env.leader_address, token
         self.out, self.environment, self.clock = out, environment, clock
         self.signals = SignalQueue()
@@ -331,7 +333,9 @@ class NodeAgent:
         if self._elastic_run is not None:
             self._last_leader = read_leader_address(self._elastic_run)
         payload = start.command.payload
-        self._run = Run(Path(payload["run"])) if "run" in payload else None
+        is_first, self._run = self._run is None, Run(Path(payload["run"])) if "run" in payload else None
+        if is_first and self._run is not None:
+            self.check_node(self._run)
         self._ranks, self._num_attempt_nodes = list(range(first, first + count)), start.world_size // count
         self._live_ranks = set(self._ranks)
         here.reset()

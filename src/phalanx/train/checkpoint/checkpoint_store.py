@@ -25,7 +25,7 @@ import xxhash
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.safe_files import read_bytes
 from phalanx.storage.errors import NotFound, StoreUnavailable
-from phalanx.storage.stored_checkpoints import BLOCKS_NAME, StoredSteps, split_checkpoint_url
+from phalanx.storage.stored_checkpoints import BLOCK_BYTES, BLOCKS_NAME, StoredSteps, split_checkpoint_url
 from phalanx.storage.url import StoreUrl, parse_url
 from phalanx.train.checkpoint.format import (
     CHUNK_BYTES,
@@ -47,8 +47,6 @@ from phalanx.train.checkpoint.staging import ShardFileSpec
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 16 << 20
-"""Bytes of a block, except the last of a file."""
 PARALLEL_BLOCKS = 8
 """Blocks that a rank writes or reads at once; with BLOCK_BYTES they bound its memory."""
 ReadFn = Callable[[int, int], memoryview]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.storage.named import huggingface_directory, localize_named, name_recipe_key, pin_location
+from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
 from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, load_tensors, read_manifest
 from phalanx.train.checkpoint.load_plan import find_unused_entries

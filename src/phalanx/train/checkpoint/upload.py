@@ -132,6 +132,7 @@ class CheckpointUploads:
         self._last_step: int | None = None
         self._due: int | None = None
         self._in_flight: _Upload | None = None
+        self._num_requests = 0  # before the upload in flight
 
     @property
     def steps_in_use(self) -> Collection[int]:
@@ -177,6 +178,7 @@ class CheckpointUploads:
     def _start(self, step: int) -> None:
         self._due, self._last_step, self._cancelled = None, step, threading.Event()
         self._checkpoints.store.counters.retries.clear()
+        self._num_requests = self._checkpoints.store.counters.requests
         job = self._thread.submit(self._send, step, self._cancelled)
         self._in_flight = _Upload(step, time.perf_counter(), job)
 
@@ -210,7 +212,12 @@ class CheckpointUploads:
         reason = next(filter(None, map(_describe_failure, ended)), "")
         part = upload.job.result() if upload.job.done() and not upload.job.exception() else None
         retries = dict(self._checkpoints.store.counters.retries)
-        own = {"reason": reason, "sent": part and part.sent_bytes, "skipped": part and part.skipped_bytes}
+        own: dict[str, Any] = {
+            "reason": reason,
+            "sent": part and part.sent_bytes,
+            "skipped": part and part.skipped_bytes,
+        }
+        own |= {"requests": self._checkpoints.store.counters.requests - self._num_requests}
         gathered = all_gather_json(self._dist_env, own | {"retries": retries})
         reason = next((each["reason"] for each in gathered if each["reason"]), "")
         if reason:
@@ -227,6 +234,7 @@ class CheckpointUploads:
                     skipped_bytes=sum(each["skipped"] or 0 for each in gathered),
                     duration_s=time.perf_counter() - upload.started_at,
                     retries=dict(sum((Counter(each["retries"]) for each in gathered), Counter())),
+                    requests=sum(each["requests"] for each in gathered),
                 )
             )
 

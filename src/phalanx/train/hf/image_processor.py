@@ -15,9 +15,9 @@ from torch import Tensor
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import describe_exception
+from phalanx.recipe.locations import huggingface_directory
 from phalanx.run.companions import IMAGE_PROCESSOR_FILES
 from phalanx.safe_files import read_json
-from phalanx.storage.named import huggingface_directory
 
 PIL_BILINEAR = 2
 """The number of the way in which images are resized, as Pillow counts."""

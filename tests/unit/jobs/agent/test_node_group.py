@@ -339,6 +339,28 @@ def test_a_node_leaves_as_its_leader_says(
     assert receive(ends[1]) == (None if code is None else [SendSignal(signal=9)])
 
 
+def test_a_node_that_cannot_keep_the_run_starts_no_workers(
+    here: LocalNode, ends: list[socket.socket], tmp_path: Path
+) -> None:
+    def check_node(run: Run) -> None:
+        raise UnfitNodeError(f"{run.path}: too little free space")
+
+    with ControlServer(("127.0.0.1", 0), TOKEN) as door:
+        address = (door.address, door.port)
+        wire = connect_to_leader(address, TOKEN)
+        wire.send(make_hello(1, 2))
+        leader, _ = door.joins.get(timeout=5)
+        leader.send(start_workers("f", {"run": str(tmp_path)}, tmp_path))
+        with NodeAgent(NodeEnv(1, 2, address), TOKEN, io.StringIO(), {}) as member:
+            member.check_node = check_node
+            with pytest.raises(UnfitNodeError, match=f"{tmp_path}: too little free space"):
+                member._serve_connection(wire, here, lambda: False)
+        for each in (wire, leader):
+            each.close()
+    ends[0].close()
+    assert receive(ends[1]) is None
+
+
 def test_a_node_that_was_asked_to_go_does_not_lead_where_its_leader_is_lost(here: LocalNode, tmp_path: Path) -> None:
     run = Run(tmp_path)
     with ControlServer(("127.0.0.1", 0), TOKEN) as door:

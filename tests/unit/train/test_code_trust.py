@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
-from phalanx.run.code_trust import check_trusted, list_user_code, record_trust
+from phalanx.train.code_trust import check_trusted, list_user_code, record_trust
 
 
 def recipe(build: str = "mine:build", task: str = "language-modeling", **args: object) -> Recipe:

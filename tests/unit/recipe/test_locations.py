@@ -9,7 +9,7 @@ import pytest
 
 from fake_hub import COMMIT, serve_hub
 from phalanx.errors import RecipeError
-from phalanx.storage.named import huggingface_directory, localize_named, pin_location
+from phalanx.recipe.locations import huggingface_directory, localize_named, pin_location
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_the_newest_whole_checkpoint_of_a_run_is_pinned(tmp_path):
 HUB_READER = """
 import json, sys
 from phalanx.errors import PhalanxError
-from phalanx.storage.named import describe_version, huggingface_directory, pin_location
+from phalanx.recipe.locations import describe_version, huggingface_directory, pin_location
 answers = []
 for build in sys.argv[1:]:
     try:

@@ -4,18 +4,21 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from phalanx.errors import RecipeError, UsageError
+from phalanx.recipe.data_schema import IdxFiles, list_sources
 from phalanx.recipe.imports import HF_CONFIG_FILE, huggingface_location
+from phalanx.recipe.schema import Recipe
 from phalanx.run.cache import cache_root
 from phalanx.run.companions import COMPANION_FILES, TOKENIZER_FILE
 from phalanx.storage.cache import localize, localize_files
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.hub import pin_revision
 from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME, StoredSteps
-from phalanx.storage.url import is_url, parse_url
+from phalanx.storage.url import fixed_prefix, is_url, parse_url
 
 TOKENIZER_NAMES = (TOKENIZER_FILE, HF_CONFIG_FILE, *COMPANION_FILES)
 """Files next to a tokenizer that say more about it."""
@@ -111,3 +114,35 @@ def describe_version(path: Path) -> str:
     if match := _COMMIT.search(str(path)):
         return match[1]
     return path.relative_to(cache_root() / "store").parts[0]
+
+
+@dataclass(frozen=True)
+class StorageLocation:
+    """An absolute path or a URL that `key` of a recipe names; of a glob the directory that holds what it matches."""
+
+    key: str
+    location: str
+    is_written: bool = False
+
+
+def list_locations(recipe: Recipe, recipe_dir: Path, run: str) -> list[StorageLocation]:
+    """What a run of the recipe writes and reads, each once, without hubs; `run` is its directory or URL."""
+    upload, init_from = recipe.checkpoint.upload, recipe.init_from
+    found = [StorageLocation("run", _locate(run, Path()), True)]
+    found += [StorageLocation("checkpoint.upload.to", upload.to, True)] if upload is not None else []
+    for source in list_sources(recipe.data, recipe.evaluation):
+        value: str | list[str] | IdxFiles = getattr(source, source.kind)
+        patterns = [value.images, value.labels] if isinstance(value, IdxFiles) else value
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found.append(StorageLocation("data.source", _locate(pattern, recipe_dir)))
+    if init_from is not None:
+        found.append(StorageLocation("init_from", _locate(huggingface_location(init_from) or init_from, recipe_dir)))
+    once = {place.location: place for place in reversed(found) if not place.location.startswith("hf://")}
+    return list(once.values())[::-1]
+
+
+def _locate(pattern: str, recipe_dir: Path) -> str:
+    if is_url(pattern):
+        url = parse_url(pattern)
+        return str(replace(url, key=fixed_prefix(url.key)))
+    return fixed_prefix(os.path.abspath(recipe_dir / Path(pattern).expanduser()))
