@@ -6,12 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.storage.stored_checkpoints import is_stored_whole, list_stored_steps
-from phalanx.storage.url import parse_url
 from phalanx.train.checkpoint import CheckpointSaver, TensorShard
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination
 from phalanx.train.checkpoint.save import SaveStatus
-from phalanx.train.checkpoint.store_destination import StoreDestination
 
 SMALL_BLOCK_BYTES = 64 << 10
 
@@ -39,8 +36,7 @@ def save_to_store(saver: CheckpointSaver, step: int, tensors: Mapping[str, Tenso
 
 
 def whole_steps(directory: Path) -> list[int]:
-    url = parse_url(f"file://{directory}")
-    return [step for step in list_stored_steps(url) if is_stored_whole(url, step)]
+    return list(open_checkpoints(directory).whole_steps())
 
 
 def block_names(directory: Path) -> set[str]:

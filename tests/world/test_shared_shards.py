@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx.data import open_data
 from phalanx.data.dataset_files import upload_dataset
 from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
-from phalanx.storage.store import all_counters
+from phalanx.storage.store import open_store
 from phalanx.storage.url import parse_url
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.shard_sharing import sharing_shards
@@ -24,13 +24,13 @@ def read_all(rank: int, world: int, *, url: str, folder: str, nodes: int, shared
     node = rank * nodes // world
     os.environ |= {"PHALANX_NODE_RANK": str(node), "PHALANX_CACHE_DIR": f"{folder}/{'shared' if shared else node}"}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
-    before = sum(counters.bytes_read for counters in all_counters().values())
+    counters = open_store(url).counters
+    before = counters.bytes_read
     with sharing_shards(DistEnv(rank, world, rank)):
         data = open_data(DataConfig(source=DataSource(prepared=url), seq_len=32), EvaluationConfig(), 0)
         tokens = data.read_training(0, data.num_train_samples)["tokens"]
         dist.barrier()  # as at the end of a run: no worker leaves while others still read
-    read = sum(counters.bytes_read for counters in all_counters().values()) - before
-    return {"sum": int(tokens.sum()), "read": read}
+    return {"sum": int(tokens.sum()), "read": counters.bytes_read - before}
 
 
 @pytest.mark.parametrize(("nodes", "shared"), [(1, True), (2, False), (4, False), (4, True)])

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.safe_files import check_links
 from phalanx.storage.errors import NotFound
+from phalanx.storage.stored_checkpoints import split_checkpoint_url
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint import (
     CheckpointManifest,
@@ -24,15 +26,11 @@ from phalanx.train.checkpoint import (
 from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
 from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
 from phalanx.train.checkpoint import verify_checkpoint as verify_checkpoint
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
 from phalanx.train.checkpoint.durable import make_temporary_path
-from phalanx.train.checkpoint.store_copy import (
-    localize_checkpoint,
-    remove_stored,
-    split_checkpoint_url,
-    upload_checkpoint,
-    verify_stored,
-)
+from phalanx.train.checkpoint.format import MANIFEST_NAME
+from phalanx.train.checkpoint.store_fetch import localize_checkpoint, verify_stored
+from phalanx.train.checkpoint.upload import upload_checkpoint
 from phalanx.train.inference import set_threads
 
 
@@ -48,26 +46,11 @@ def describe_checkpoints(location: str, warn: Callable[[str], None] = lambda tex
     found = find_checkpoints(Path(location))
     best_step = _read_best_step(found[0].parent, warn)
     rows = []
-    for checkpoint in found:
-        step = parse_step(checkpoint.absolute())
-        row = {"step": step, "path": str(checkpoint), "written_at": checkpoint.stat().st_mtime}
-        row |= {"best": step == best_step, "damaged": None}
-        try:
-            manifest = read_manifest(checkpoint)
-        except CorruptCheckpointError as error:
-            rows.append({**row, "damaged": f"{error.file.name}: {error.reason}"})
-            continue
-        rows.append({**row, **_describe_manifest(manifest)})
+    for path in found:
+        step = parse_step(path.absolute())
+        row, _ = _describe(step, str(path), path.stat().st_mtime, partial(read_manifest, path))
+        rows.append({**row, "best": step == best_step})
     return rows
-
-
-def _describe_manifest(manifest: CheckpointManifest) -> dict[str, Any]:
-    return {
-        "size_bytes": manifest.nbytes,
-        "num_samples": manifest.meta.get("samples_consumed"),
-        "num_tensors": len(manifest.tensors),
-        "num_files": len(manifest.files),
-    }
 
 
 def _describe_stored(url: StoreUrl) -> list[dict[str, Any]]:
@@ -76,24 +59,31 @@ def _describe_stored(url: StoreUrl) -> list[dict[str, Any]]:
     checkpoints = CheckpointStore(run_url)
     rows, losses = [], {}
     for step in checkpoints.steps() if own_step is None else [own_step]:
-        objects = checkpoints.store.list_objects(checkpoints.step_url(step).key)
-        if not objects:  # a directory that is used as a store keeps empty ones
-            continue
-        written_at = max(each.modified for each in objects)
-        row = {"step": step, "path": str(checkpoints.step_url(step)), "written_at": written_at}
-        row |= {"best": False, "damaged": None}
-        try:
-            manifest = checkpoints.read(step).manifest
-            losses[step] = manifest.meta.get("best_loss")
-            rows.append({**row, **_describe_manifest(manifest)})
-        except NotFound:
-            rows.append({**row, "damaged": "incomplete: it has no MANIFEST.json"})
-        except CorruptCheckpointError as error:
-            rows.append({**row, "damaged": f"{error.file.name}: {error.reason}"})
+        step_url = checkpoints.step_url(step)
+        objects = checkpoints.store.list_objects(step_url.key)
+        if objects:  # a directory that is used as a store keeps empty ones
+            written_at = max(each.modified for each in objects)
+            row, losses[step] = _describe(step, str(step_url), written_at, partial(checkpoints.read_manifest, step))
+            rows.append(row)
     if not rows:
         raise UsageError(f"{url}: no checkpoint here; name the URL of a run or of a checkpoint")
-    scored = sorted((loss, step) for step, loss in losses.items() if loss is not None)
-    return [{**row, "best": bool(scored) and row["step"] == scored[0][1]} for row in rows]
+    return [{**row, "best": row["step"] == find_best_step(losses)} for row in rows]
+
+
+def _describe(
+    step: int, location: str, written_at: float, read: Callable[[], CheckpointManifest]
+) -> tuple[dict[str, Any], float | None]:
+    """Describe a checkpoint, the manifest of which `read` returns; return its row and its validation loss, too."""
+    row = {"step": step, "path": location, "written_at": written_at, "best": False, "damaged": None}
+    try:
+        manifest = read()
+    except NotFound:
+        return {**row, "damaged": f"incomplete: it has no {MANIFEST_NAME}"}, None
+    except CorruptCheckpointError as error:
+        return {**row, "damaged": f"{error.file.name}: {error.reason}"}, None
+    row |= {"size_bytes": manifest.nbytes, "num_samples": manifest.meta.get("samples_consumed")}
+    row |= {"num_tensors": len(manifest.tensors), "num_files": len(manifest.files)}
+    return row, manifest.meta.get("best_loss")
 
 
 def verify_at(location: str, step: int | None) -> tuple[str, CheckpointManifest]:

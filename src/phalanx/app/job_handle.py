@@ -25,7 +25,7 @@ from phalanx.run import Event, Run
 from phalanx.run.directory import describe_unfinished
 from phalanx.run.event_types import AttemptStarted
 from phalanx.safe_files import check_links
-from phalanx.storage.run_mirror import follow_run, mirror_run
+from phalanx.storage.run_objects import follow_run, mirror_run
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5

@@ -30,7 +30,7 @@ from phalanx.run import EventTail, Run
 from phalanx.run.directory import check_run_path, describe_unfinished
 from phalanx.run.node_env import parse_num_nodes
 from phalanx.std_streams import word_of
-from phalanx.storage.run_mirror import follow_run, mirror_run
+from phalanx.storage.run_objects import follow_run, mirror_run
 from phalanx.storage.url import is_url
 
 POLL_INTERVAL_S = 1.0

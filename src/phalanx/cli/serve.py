@@ -71,7 +71,7 @@ def serve_pages(
 
 
 def _open_root(location: str) -> Path:
-    from phalanx.storage.run_mirror import follow_run, mirror_run
+    from phalanx.storage.run_objects import follow_run, mirror_run
 
     mirror_run(location)  # UsageError where a URL has no run
     return follow_run(location)

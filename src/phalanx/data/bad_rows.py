@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from phalanx.data.file_format import HEAD_BYTES, detect_compression, open_compressed
+from phalanx.data.file_format import open_unpacked
 from phalanx.errors import DataError, PhalanxError
 from phalanx.formatting import format_plural
 from phalanx.run.directory import write_json
@@ -63,9 +63,7 @@ def describe_place(place: RowPlace) -> str:
 def _count_lines(path: str, size: int) -> int:
     """How many lines end in the first bytes of a file, unpacked."""
     with open_location(path) as raw:
-        compression = detect_compression(path, raw.read(HEAD_BYTES))
-        raw.seek(0)
-        stream, lines = raw if compression is None else open_compressed(raw, compression, path), 0
+        (stream, _), lines = open_unpacked(raw, path), 0
         while size and (block := stream.read(min(size, _COUNTED_BYTES))):
             lines, size = lines + block.count(b"\n"), size - len(block)
     return lines

@@ -9,13 +9,7 @@ from typing import Any
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, read_manifest
 from phalanx.data.prepare import prepare_source, prepare_stream
-from phalanx.data.prepare_plan import (
-    PreparePlan,
-    PrepareProgress,
-    ignore_progress,
-    make_prepare_plan,
-    read_done_file,
-)
+from phalanx.data.prepare_plan import PreparePlan, PrepareProgress, ignore_progress, make_prepare_plan, read_done_file
 from phalanx.data.reader import DataInfo
 from phalanx.data.source_files import join_location
 from phalanx.data.stream import (

@@ -87,6 +87,14 @@ def open_compressed(raw: BinaryIO, compression: str, path: str | Path) -> Binary
     return io.BufferedReader(_Unpacked(stream, stream_size(raw), path), BUFFER_BYTES)
 
 
+def open_unpacked(raw: BinaryIO, path: str | Path) -> tuple[BinaryIO, str | None]:
+    """What is in an open file from its beginning, unpacked; and its compression, if it has one."""
+    raw.seek(0)
+    compression = detect_compression(path, raw.read(HEAD_BYTES))
+    raw.seek(0)
+    return (raw if compression is None else open_compressed(raw, compression, path)), compression
+
+
 def check_expansion(path: str | Path, size: int, unpacked: int) -> None:
     """DataError where so much comes out of `size` bytes as only out of a file that is made to fill memory or disks."""
     if unpacked > max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * size):
@@ -128,11 +136,8 @@ def check_file_format(path: str | Path, kind: str) -> None:
     is found out later, with the words for that."""
     try:
         with _open_head(path) as file:
-            first_bytes = file.read(HEAD_BYTES)
-            compression = detect_compression(path, first_bytes)
-            if compression is not None:
-                file.seek(0)
-                first_bytes = open_compressed(file, compression, path).read(HEAD_BYTES)
+            stream, compression = open_unpacked(file, path)
+            first_bytes = stream.read(HEAD_BYTES)
     except StoreUnavailable:
         raise
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from phalanx.data.bad_rows import BadRowError, BadRows
-from phalanx.data.file_format import HEAD_BYTES, check_file_format, detect_compression, open_compressed
+from phalanx.data.file_format import check_file_format, open_unpacked
 from phalanx.data.manifest import LABEL_BYTES
 from phalanx.data.shard import ValueArray
 from phalanx.data.source_files import SourceFile, join_location, list_source_objects, stat_source_file, walk_files
@@ -87,9 +87,7 @@ def read_idx_records(
 @contextmanager
 def _open_idx(path: str) -> Iterator[BinaryIO]:
     with open_location(path) as raw:
-        packed = detect_compression(path, raw.read(HEAD_BYTES))
-        raw.seek(0)
-        yield raw if packed is None else open_compressed(raw, packed, path)
+        yield open_unpacked(raw, path)[0]
 
 
 def _read_exactly(stream: BinaryIO, size: int, path: str) -> bytes:

@@ -147,11 +147,7 @@ def inspect_dataset(location: str | Path, max_tokens: int = 200) -> TextContent 
 
 
 def _describe_text(
-    content: DatasetContent,
-    folder: Path,
-    manifest: DatasetManifest,
-    shard: MappedShard,
-    max_tokens: int,
+    content: DatasetContent, folder: Path, manifest: DatasetManifest, shard: MappedShard, max_tokens: int
 ) -> TextContent:
     tokenizer = load_tokenizer(folder)
     count = min(max_tokens, len(shard.values))

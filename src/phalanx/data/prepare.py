@@ -49,7 +49,7 @@ from phalanx.formatting import format_exit_status
 from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run.cache import CACHE_ADVICE, cache_root
 from phalanx.run.call_process import CallProcess, report_progress, value_of
-from phalanx.run.directory import fsync_if_supported, write_atomic
+from phalanx.run.directory import sync_directory, write_atomic
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.fields import read_as
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
@@ -284,22 +284,14 @@ def _commit_dataset(partial: Path, dataset_dir: Path) -> None:
         # also what a worker that was killed left half-written
         if path.suffix in (".done", ".piece", ".tmp") or path.name == "plan":
             path.unlink()
-    _sync_dir(partial)
+    sync_directory(partial)
     try:
         os.rename(partial, dataset_dir)  # an empty directory gives way
     except OSError:
         if not is_dataset(dataset_dir):  # without locks, another process may have been faster
             raise
     (dataset_dir / "lock").unlink(missing_ok=True)
-    _sync_dir(dataset_dir.parent)
-
-
-def _sync_dir(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fsync_if_supported(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(dataset_dir.parent)
 
 
 SILENCE_TIMEOUT_S = 600.0

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from phalanx.data.manifest import MANIFEST_FILE, ShardEntry
 from phalanx.errors import DataError, is_storage_error
-from phalanx.run.directory import fsync_if_supported
+from phalanx.run.directory import fsync_if_supported, write_synced
 from phalanx.safe_files import read_bytes
 
 BLOCK_BYTES = 1 << 16
@@ -71,9 +71,7 @@ class ShardWriter:
         header = _SIDECAR_HEADER.pack(_SIDECAR_MAGIC, self._bytes, len(self._hashes), len(self._documents))
         arrays = (np.asarray(numbers, "<u8").tobytes() for numbers in (self._hashes, self._documents))
         sidecar = b"".join((header, *arrays))
-        with open(_temporary_path(self._sidecar), "wb") as out:
-            out.write(sidecar)
-            fsync_if_supported(out.fileno())
+        write_synced(_temporary_path(self._sidecar), sidecar)
         self._out.flush()
         fsync_if_supported(self._out.fileno())
         os.replace(_temporary_path(self._sidecar), self._sidecar)

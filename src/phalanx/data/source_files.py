@@ -102,7 +102,7 @@ def list_source_objects(url: str) -> list[tuple[str, SourceFile]]:
     """The objects below a URL, with their names relative to it."""
     with name_recipe_key("data.source"):
         root = parse_url(url)
-        return [(each.key[len(root.key) :].lstrip("/"), _describe_object(root, each)) for each in find_objects(root)]
+        return [(root.relative(each.key), _describe_object(root, each)) for each in find_objects(root)]
 
 
 def _download_matches(pattern: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from phalanx.data.bad_rows import BadRowError, BadRows
-from phalanx.data.file_format import HEAD_BYTES, detect_compression, open_compressed
+from phalanx.data.file_format import HEAD_BYTES, detect_compression, open_unpacked
 from phalanx.data.text_fields import encode_field, parse_json
 from phalanx.errors import DataError
 
@@ -55,9 +55,7 @@ def iterate_samples(raw: BinaryIO, path: str, wanted: Collection[str]) -> Iterat
 
 
 def _iterate_members(raw: BinaryIO, path: str, wanted: Collection[str]) -> Iterator[tuple[str, TarMember]]:
-    compression = detect_compression(path, raw.read(HEAD_BYTES))
-    raw.seek(0)
-    stream = raw if compression is None else open_compressed(raw, compression, path)
+    stream, compression = open_unpacked(raw, path)
     end = 0
     try:
         with tarfile.open(fileobj=stream, mode="r:" if compression is None else "r|") as archive:

@@ -17,14 +17,13 @@ from phalanx.run.companions import COMPANION_FILES, TOKENIZER_FILE
 from phalanx.storage.cache import localize, localize_files
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.hub import pin_revision
-from phalanx.storage.store import open_store
-from phalanx.storage.url import StoreUrl, fixed_prefix, is_url, parse_url
+from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME, StoredSteps
+from phalanx.storage.url import fixed_prefix, is_url, parse_url
 
 TOKENIZER_NAMES = (TOKENIZER_FILE, HF_CONFIG_FILE, *COMPANION_FILES)
 """Files next to a tokenizer that say more about it."""
 _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", *TOKENIZER_NAMES)
 """Files of a Hugging Face directory; hubs have the same weights in other formats, too."""
-_CHECKPOINT_NAME = re.compile(r"step-\d+")
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
@@ -102,17 +101,12 @@ def pin_location(location: str, key: str) -> str:
     if named is not None or not is_url(location):
         return location
     with name_recipe_key(key):
-        return str(_find_newest_checkpoint(parse_url(location)))
-
-
-def _find_newest_checkpoint(url: StoreUrl) -> StoreUrl:
-    for parent in (url / "checkpoints", url):
-        names, _ = open_store(url).list_names(parent.key)
-        steps = [name for name in names if _CHECKPOINT_NAME.fullmatch(name)]
-        for name in sorted(steps, key=lambda name: int(name.removeprefix("step-")), reverse=True):
-            if open_store(url).list_objects((parent / name / "MANIFEST.json").key):
-                return parent / name
-    return url
+        url = parse_url(location)
+        for run_url in [url, *([url.parent] if url.name == CHECKPOINTS_NAME else [])]:
+            checkpoints = StoredSteps(run_url)
+            if (newest := next(checkpoints.whole_steps(), None)) is not None:
+                return str(checkpoints.step_url(newest))
+        return str(url)
 
 
 def describe_version(path: Path) -> str:

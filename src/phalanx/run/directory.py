@@ -46,7 +46,7 @@ class Run:
     def __post_init__(self) -> None:
         path: Any = self.path
         if isinstance(path, str) and "://" in path:  # by name: storage is a layer above this one
-            path = import_module("phalanx.storage.run_mirror").mirror_run(path)
+            path = import_module("phalanx.storage.run_objects").mirror_run(path)
         object.__setattr__(self, "path", Path(path))
 
     @classmethod
@@ -294,14 +294,27 @@ def fsync_if_supported(fd: int) -> None:
             raise
 
 
+def write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        fsync_if_supported(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fsync_if_supported(fd)
+    finally:
+        os.close(fd)
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file so that readers see all of it or the old one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            fsync_if_supported(file.fileno())
+        write_synced(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)

@@ -14,10 +14,7 @@ from phalanx.errors import STORAGE_BROKEN_ERRNOS, UsageError
 from phalanx.run.directory import Run
 
 LOCK_RETRY_INTERVAL_S = 0.5
-"""Seconds between two attempts to take a lock: no lock reports when it is free, except to a caller that waits for it
-without a limit."""
-
-
+"""Seconds between two attempts to take a lock: none reports when it is free to a caller that waits with a limit."""
 WANTED_FILE = "wanted"
 """File in a run's directory while a process waits for another to end with it."""
 
@@ -89,7 +86,6 @@ def lock_on_this_machine(fd: int, timeout_s: float, what: str = "") -> Iterator[
     this file or directory."""
     stat = os.fstat(fd)
     name = f"\0phalanx-{os.getuid()}-{stat.st_dev}-{stat.st_ino}"  # the kernel forgets it with its process
-
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         yield _retry_until_expired(
             Deadline(what, timeout_s, print_status if what else _ignore_message), partial(own.bind, name)

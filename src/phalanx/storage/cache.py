@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from hashlib import file_digest
 from pathlib import Path
 
 import xxhash
@@ -26,6 +27,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.lock import acquire_lock
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import NotFound
+from phalanx.storage.hub import download_snapshot
 from phalanx.storage.peers import ObjectPeers
 from phalanx.storage.store import ObjectInfo, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
@@ -48,8 +50,6 @@ def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
         return Path(location)
     url = parse_url(str(location))
     if url.scheme == "hf":
-        from phalanx.storage.hub import download_snapshot
-
         return download_snapshot(url, patterns)
     return _localize_objects(url, find_objects(url, patterns))
 
@@ -58,8 +58,6 @@ def localize_files(url: StoreUrl, names: Sequence[str], reserve_bytes: int = 0) 
     """The node-local directory with the objects of these names directly below a URL, which is not listed. The cache
     keeps `reserve_bytes` more free for what `localize_into` adds to it."""
     if url.scheme == "hf":
-        from phalanx.storage.hub import download_snapshot
-
         return download_snapshot(url, names)
     store = open_store(url)
     directory = _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
@@ -79,12 +77,20 @@ def localize_into(directory: Path, url: StoreUrl) -> None:
     path = directory / url.name
     if path.exists():
         return
-    with _downloading(path.with_name(f".{url.name}.lock"), str(url)):
+    with lock_download(path.with_name(f".{url.name}.lock"), url):
         if not path.exists():
             store, unfinished = open_store(url), path.with_name(f".{url.name}.tmp")
             if _peers is None or not _peers.copy(url, unfinished):
                 store.download(store.head(url.key), unfinished)
             os.replace(unfinished, path)
+
+
+@contextlib.contextmanager
+def lock_download(path: Path, what: object) -> Iterator[None]:
+    """Hold the lock of a file, which is created, while this process downloads something; wait while another does."""
+    with open(path, "w") as lock:
+        acquire_lock(lock.fileno(), _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
+        yield
 
 
 def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_bytes: int = 0) -> Path:
@@ -95,18 +101,10 @@ def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_byte
     if _is_complete(entry):
         os.utime(entry / ENTRY_FILE)
         return path
-    with _downloading(entry / "download.lock", str(url)):
+    with lock_download(entry / "download.lock", url):
         if not _is_complete(entry):
             _download(url, objects, entry, path, reserve_bytes)
     return path
-
-
-@contextlib.contextmanager
-def _downloading(lock: Path, what: str) -> Iterator[None]:
-    """Be the only process that downloads something, after those that do."""
-    with open(lock, "w") as file:
-        acquire_lock(file.fileno(), _LOCK_TIMEOUT_S, f"the download of {what}, which another process makes")
-        yield
 
 
 def find_objects(url: StoreUrl, patterns: Sequence[str] = (), max_count: int | None = None) -> list[ObjectInfo]:
@@ -116,13 +114,9 @@ def find_objects(url: StoreUrl, patterns: Sequence[str] = (), max_count: int | N
     if url.scheme in ("http", "https"):  # servers of files do not list them
         return [store.head(url.key)]
     objects = store.list_objects(url.key, max_count)
-    start = len(url.key) + 1 if url.key else 0
     if patterns:
-        objects = [
-            each
-            for each in objects
-            if each.key == url.key or any(fnmatch(each.key[start:], pattern) for pattern in patterns)
-        ]
+        names = {each: url.relative(each.key) for each in objects}
+        objects = [each for each in objects if not names[each] or any(fnmatch(names[each], one) for one in patterns)]
     if not objects:
         raise NotFound(f"{url}: no object has this key, and none has a key below it")
     return objects
@@ -134,7 +128,7 @@ def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: P
     shutil.rmtree(entry / "files", ignore_errors=True)
     checksums, store = {}, open_store(url)
     for each in objects:
-        target = path if each.key == url.key else path / (each.key[len(url.key) + 1 :] if url.key else each.key)
+        target = path / url.relative(each.key)
         target.parent.mkdir(parents=True, exist_ok=True)
         store.download(each, target)
         checksums[str(target.relative_to(entry))] = _checksum(target)
@@ -151,11 +145,8 @@ def _is_complete(entry: Path) -> bool:
 
 
 def _checksum(path: Path) -> str:
-    hasher = xxhash.xxh3_64()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def _hold(entry: Path) -> None:

@@ -49,14 +49,7 @@ def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
     """Download a repository, or a path in it, and return its local path. The log says the commit that a revision
     is at. Raises UsageError for what is not there or gated, StoreUnavailable when the hub does not answer."""
     try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub import errors, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
         raise UsageError(f"{url}: needs the `huggingface_hub` package: pip install 'phalanx[huggingface]'") from None
@@ -72,18 +65,18 @@ def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
                 where.repository, repo_type=where.kind, revision=where.revision, allow_patterns=allowed or None
             )
         )
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise UsageError(
             f"{url}: access is gated; accept its terms on the hub, and set HF_TOKEN to a token that may read it"
         ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise UsageError(f"{url}: not on the hub ({type(error).__name__}); check the name and revision") from None
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         raise UsageError(
             f"{url}: the hub cannot be reached, and there is no local copy; download it where there is a network, or "
             "set HF_ENDPOINT to a mirror"
         ) from None
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise StoreUnavailable(str(url), str(error).splitlines()[0]) from None
     logger.info("%s: commit %s", url, root.name)
     path = root / where.path

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
 from phalanx.storage.store import RANGE_BYTES, ObjectInfo, Store, open_store
-from phalanx.storage.url import StoreUrl, is_url, parse_url
+from phalanx.storage.url import is_url, parse_url
 
 _RANGES_AHEAD = 2
 
@@ -24,9 +24,6 @@ class _RangeReader(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.size}[whence]
@@ -60,12 +57,9 @@ class _RangeReader(io.RawIOBase):
         return self._store.read_range(self._info.key, start, min(start + RANGE_BYTES, self._info.size), self._info.etag)
 
 
-def open_object(url: StoreUrl, info: ObjectInfo | None = None) -> BinaryIO:
-    """An object as a buffered binary file. `info`: as it was listed; ObjectChanged if it is another by now."""
-    store = open_store(url)
-    return io.BufferedReader(_RangeReader(store, info or store.head(url.key)), 1 << 20)
-
-
 def open_location(location: str) -> BinaryIO:
-    """A file, or the object of a URL, for reading."""
-    return open_object(parse_url(location)) if is_url(location) else open(location, "rb")
+    """A file, or the object of a URL, for reading. A read raises ObjectChanged if the object is another by then."""
+    if not is_url(location):
+        return open(location, "rb")
+    store = open_store(location)
+    return io.BufferedReader(_RangeReader(store, store.head(parse_url(location).key)), 1 << 20)

@@ -11,9 +11,12 @@ A store cannot append: what grows is written as segments, each named by the byte
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -21,16 +24,19 @@ from pathlib import Path
 
 import xxhash
 
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.run.cache import cache_root
 from phalanx.run.directory import Run, write_atomic, write_json
 from phalanx.safe_files import read_json
 from phalanx.std_streams import word_of
+from phalanx.storage.cache import lock_download
 from phalanx.storage.errors import NotFound, ObjectExists
 from phalanx.storage.lease import LeaseLostError
 from phalanx.storage.store import PARALLEL_REQUESTS, PROBE, RANGE_BYTES, ObjectInfo, check_writable, open_store
-from phalanx.storage.stored_checkpoints import find_newest_stored_step
-from phalanx.storage.url import parse_url
+from phalanx.storage.stored_checkpoints import StoredSteps
+from phalanx.storage.url import is_url, parse_url
+
+logger = logging.getLogger(__name__)
 
 RUN_OBJECT = "run.json"
 EVENTS_FILE = "events.jsonl"
@@ -38,6 +44,8 @@ SMALL_DIRECTORIES = ("huggingface", "trackers")
 """Directories of a run with small files."""
 _LOCAL_FILES = frozenset({"store.json", "leader.json"})
 """Small files that concern one machine only."""
+REFRESH_INTERVAL_S = 5.0
+"""Seconds between two updates of a run that is followed."""
 _MAX_SEGMENTS = 64
 """Segments after which they are merged into one: a run of days has thousands of objects, and not a hundred thousand."""
 
@@ -139,7 +147,7 @@ class RunObjects:
         for directory in SMALL_DIRECTORIES:
             objects += self._list(directory) if directory in names else []
         self._download_small({self._name_of(each): each for each in objects})
-        has_checkpoint = find_newest_stored_step(self.url) is not None
+        has_checkpoint = next(StoredSteps(self.url).whole_steps(), None) is not None
         write_json(self.run.store, {"url": str(self.url), "has_checkpoint": has_checkpoint})
         grown = [name for name, wanted in (("events", events), ("logs", logs), ("telemetry", logs)) if wanted]
         for directory in (name for name in grown if name in names):
@@ -198,7 +206,7 @@ class RunObjects:
         return self.store.list_objects((self.url / name).key)
 
     def _name_of(self, info: ObjectInfo) -> str:
-        return info.key[len(self.url.key) + 1 :] if self.url.key else info.key
+        return self.url.relative(info.key)
 
     def _find_small_files(self) -> Iterator[Path]:
         directories = [self.run.path / name for name in SMALL_DIRECTORIES]
@@ -294,6 +302,41 @@ class RunObjects:
     def _segment_key(self, name: str, offset: int) -> str:
         part = f"events/{offset:016d}.jsonl" if name == EVENTS_FILE else f"{name}/{offset:016d}"
         return (self.url / part).key
+
+
+def mirror_run(location: str | Path, logs: bool = False) -> Path:
+    """The path of a run directory as it is; of a URL the path of a local directory with the run's small files and
+    events, and with its logs and telemetry if `logs`, as they are now. UsageError where the URL has no run."""
+    if not is_url(location):
+        return Path(location)
+    run = make_local_directory(str(location), "run-mirrors")
+    with lock_download(run.path.parent / "lock", location):
+        objects = RunObjects(run)
+        objects.check_run()
+        objects.download(logs=logs)
+    return run.path
+
+
+def follow_run(location: str | Path) -> Path:
+    """`mirror_run` with logs, of a run that may begin later; a thread updates it until this process ends."""
+
+    def update() -> None:
+        while True:
+            time.sleep(REFRESH_INTERVAL_S)
+            _try_to_mirror(location)
+
+    if not is_url(location):
+        return Path(location)
+    _try_to_mirror(location)
+    threading.Thread(target=update, name="run-mirror", daemon=True).start()
+    return find_local_directory(str(location), "run-mirrors")
+
+
+def _try_to_mirror(location: str | Path) -> None:
+    try:
+        mirror_run(location, logs=True)
+    except (PhalanxError, OSError) as error:
+        logger.info("%s: %s", location, error)
 
 
 def _is_small(name: str) -> bool:

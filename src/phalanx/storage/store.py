@@ -16,24 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from phalanx.errors import DataError, UsageError
-from phalanx.storage.errors import (
-    NotFound,
-    ObjectChanged,
-    ObjectExists,
-    StoreUnavailable,
-    describe,
-    is_expired,
-    refuse,
-)
+from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe, is_expired, refuse
 from phalanx.storage.url import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    import obstore.store
+    from obstore.store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +72,7 @@ class Store:
     def __init__(
         self,
         url: StoreUrl,
-        make_client: Callable[[StoreUrl], "obstore.store.ObjectStore"],
+        make_client: Callable[[StoreUrl], "ObjectStore"],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
@@ -90,7 +82,7 @@ class Store:
         self._client = self._connect()
         self._answered = False
 
-    def _connect(self) -> "obstore.store.ObjectStore":
+    def _connect(self) -> "ObjectStore":
         from obstore.exceptions import BaseError
 
         try:
@@ -100,51 +92,43 @@ class Store:
 
     def head(self, key: str) -> ObjectInfo:
         """Size and ETag of an object."""
-        import obstore
-
-        return _info(self._call(key, lambda client: obstore.head(client, key)))
+        return _info(self._call(key, lambda client: client.head(key)))
 
     def list_objects(self, prefix: str, max_count: int | None = None) -> list[ObjectInfo]:
         """Every object below `prefix/`, or the object `prefix` itself; in the order of keys. Empty if there is none.
         With `max_count` no more are asked for once there are as many."""
-        import obstore
 
-        def fetch(client: "obstore.store.ObjectStore") -> list[Any]:
+        def fetch(client: "ObjectStore") -> list[Any]:
             found: list[Any] = []
-            for chunk in obstore.list(client, prefix or None):
+            for chunk in client.list(prefix or None):
                 found += chunk
                 if max_count is not None and len(found) >= max_count:
                     break
             if not found and prefix:
                 with contextlib.suppress(FileNotFoundError):
-                    found = [obstore.head(client, prefix)]
+                    found = [client.head(prefix)]
             return found
 
         return sorted(map(_info, self._call(prefix, fetch)))
 
     def list_names(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
         """The next parts of keys below `prefix/` that others follow, and the objects directly below it."""
-        import obstore
-
-        found = self._call(prefix, lambda client: obstore.list_with_delimiter(client, prefix or None))
+        found = self._call(prefix, lambda client: client.list_with_delimiter(prefix or None))
         names = sorted(each.rstrip("/").rpartition("/")[2] for each in found["common_prefixes"])
         return names, sorted(map(_info, found["objects"]))
 
     def read(self, key: str) -> bytes:
         """A small object as a whole."""
-        import obstore
-
-        data: bytes = self._call(key, lambda client: bytes(obstore.get(client, key).bytes()))
+        data: bytes = self._call(key, lambda client: bytes(client.get(key).bytes()))
         self.counters.bytes_read += len(data)
         return data
 
     def read_range(self, key: str, start: int, stop: int, etag: str = "") -> memoryview:
         """The bytes [start, stop) of an object; ObjectChanged if it no longer has the ETag."""
-        import obstore
 
-        def fetch(client: "obstore.store.ObjectStore") -> memoryview:
+        def fetch(client: "ObjectStore") -> memoryview:
             options: Any = {"range": (start, stop)} | ({"if_match": etag} if etag else {})
-            data = memoryview(obstore.get(client, key, options=options).bytes())
+            data = memoryview(client.get(key, options=options).bytes())
             if len(data) != stop - start:
                 raise ConnectionError(f"{len(data)} of {stop - start} bytes arrived")
             return data
@@ -174,36 +158,26 @@ class Store:
 
     def write(self, key: str, data: "bytes | memoryview", if_absent: bool = False) -> None:
         """Write an object of one request, whole or not at all. `if_absent`: ObjectExists if there is one."""
-        import obstore
-
-        def put(client: "obstore.store.ObjectStore") -> None:
-            obstore.put(client, key, data, mode="create" if if_absent else "overwrite", use_multipart=False)
-
-        self._call(key, put)
+        mode: Any = "create" if if_absent else "overwrite"
+        self._call(key, lambda client: client.put(key, data, mode=mode, use_multipart=False))
         self.counters.bytes_written += len(data)
 
     def upload(self, key: str, path: Path) -> None:
         """Write a file as an object, in parallel parts; it is listed once it is whole."""
-        import obstore
-
-        def put(client: "obstore.store.ObjectStore") -> None:
-            size = path.stat().st_size
-            part = max(RANGE_BYTES, -(-size // 10_000))  # a store takes at most 10,000 parts
-            obstore.put(client, key, path, chunk_size=part, max_concurrency=PARALLEL_REQUESTS)
-
-        self._call(key, put)
-        self.counters.bytes_written += path.stat().st_size
+        size = path.stat().st_size
+        part = max(RANGE_BYTES, -(-size // 10_000))  # a store takes at most 10,000 parts
+        self._call(key, lambda client: client.put(key, path, chunk_size=part, max_concurrency=PARALLEL_REQUESTS))
+        self.counters.bytes_written += size
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; what is not there is no error."""
-        import obstore
-
         # A directory that is used as a store ends a list of deletes at the first file that is missing.
-        for some in [[key] for key in keys] if self.url.scheme == "file" else [list(keys)] if keys else []:
+        batches = [[key] for key in keys] if self.url.scheme == "file" else [list(keys)]
+        for batch in filter(None, batches):
             with contextlib.suppress(NotFound):
-                self._call(some[0], partial(obstore.delete, paths=some))
+                self._call(batch[0], methodcaller("delete", batch))
 
-    def _call(self, key: str, request: Callable[["obstore.store.ObjectStore"], ResultT]) -> ResultT:
+    def _call(self, key: str, request: Callable[["ObjectStore"], ResultT]) -> ResultT:
         """Make a request, and again with growing pauses as long as its failure may pass."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
@@ -260,36 +234,30 @@ def check_writable(url: StoreUrl) -> None:
         raise UsageError(str(error).replace(f"/{probe}", "")) from None
 
 
-def all_counters() -> Mapping[str, StoreCounters]:
-    """What this process asked of each bucket."""
-    return {str(store.url): store.counters for (pid, *_), store in _stores.items() if pid == os.getpid()}
-
-
-def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "obstore.store.ObjectStore":
+def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "ObjectStore":
     """A client with the credentials of the environment, a profile or the machine's role. Its own retries are off."""
     from obstore import store
 
-    options: Any = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
-    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(0)}
+    options: dict[str, Any] = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
+    common: Any = {"client_options": options, "retry_config": {"max_retries": 0, "retry_timeout": timedelta(0)}}
     if url.scheme == "s3":
-        config = _read_profile(environ)
+        config: Any = _read_profile(environ)
         endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or config.get("endpoint", "")
         if endpoint and not re.match(r"https?://[^/:]+", endpoint):
             raise UsageError(f"AWS_ENDPOINT_URL={endpoint}: no address of a store; expected http(s)://HOST[:PORT]")
         options["allow_http"] = endpoint.startswith("http://")
         if not any(environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION")):
             config.setdefault("region", "us-east-1")
-        given: Any = config
-        return store.S3Store(url.bucket, client_options=options, retry_config=retry, config=given)
+        return store.S3Store(url.bucket, config=config, **common)
     if url.scheme == "gs":
         options["allow_http"] = True  # an emulator's; Google's own addresses are https
-        return store.GCSStore(url.bucket, client_options=options, retry_config=retry)
+        return store.GCSStore(url.bucket, **common)
     if url.scheme == "az":
         options["allow_http"] = environ.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true")
-        return store.AzureStore(url.bucket, client_options=options, retry_config=retry)
+        return store.AzureStore(url.bucket, **common)
     if url.scheme in ("http", "https"):
         options["allow_http"] = url.scheme == "http"
-        return store.HTTPStore.from_url(f"{url.scheme}://{url.bucket}", client_options=options, retry_config=retry)
+        return store.HTTPStore.from_url(f"{url.scheme}://{url.bucket}", **common)
     if url.scheme == "file":
         return store.LocalStore("/")
     raise UsageError(f"{url}: {url.scheme}:// has no objects that can be read by keys")
@@ -303,12 +271,10 @@ def _read_profile(environ: Mapping[str, str]) -> dict[str, str]:
     files = configparser.ConfigParser(interpolation=None)
     credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or str(home / "credentials")
     files.read([environ.get("AWS_CONFIG_FILE") or str(home / "config"), credentials])
-    found = {
-        key: value
-        for section in (f"profile {profile}", profile)
-        if files.has_section(section)
-        for key, value in files.items(section)
-    }
+    found: dict[str, str] = {}
+    for section in (f"profile {profile}", profile):
+        if files.has_section(section):
+            found.update(files[section])
     if not found and environ.get("AWS_PROFILE"):
         raise UsageError(f"AWS_PROFILE: there is no profile {profile!r} in {home}; `aws configure` makes one")
     names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key"}

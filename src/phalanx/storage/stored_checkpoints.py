@@ -7,6 +7,7 @@ URL/blocks/<xxh3_128>                               bytes of the ranks' files, n
 """
 
 import re
+from collections.abc import Iterator
 
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import open_store
@@ -15,25 +16,47 @@ from phalanx.storage.url import StoreUrl
 BLOCK_BYTES = 16 << 20
 """Bytes of a block, except the last of a file."""
 BLOCKS_NAME, CHECKPOINTS_NAME = "blocks", "checkpoints"
-STORED_MANIFEST_NAME = "MANIFEST.json"
-_STEP_NAME = re.compile(r"step-(\d{9,})")
+MANIFEST_NAME = "MANIFEST.json"
+CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{9,})")
+"""The name of a checkpoint, on disk as in a store: `format_checkpoint_name`."""
 
 
-def list_stored_steps(url: StoreUrl) -> list[int]:
-    """The steps of which there is anything below a run's URL, newest first, whole or not."""
-    names, _ = open_store(url).list_names((url / CHECKPOINTS_NAME).key)
-    return sorted((int(match[1]) for name in names if (match := _STEP_NAME.fullmatch(name))), reverse=True)
+def format_checkpoint_name(step: int) -> str:
+    return f"step-{step:09d}"
 
 
-def is_stored_whole(url: StoreUrl, step: int) -> bool:
-    """Whether the checkpoint of a step is whole: has its manifest."""
-    try:
-        open_store(url).head((url / CHECKPOINTS_NAME / f"step-{step:09d}" / STORED_MANIFEST_NAME).key)
-    except NotFound:
-        return False
-    return True
+class StoredSteps:
+    """The steps of which a run has checkpoints below its URL."""
+
+    def __init__(self, url: StoreUrl):
+        self.url, self.store = url, open_store(url)
+
+    def step_url(self, step: int) -> StoreUrl:
+        """The URL of a checkpoint."""
+        return self.url / CHECKPOINTS_NAME / format_checkpoint_name(step)
+
+    def steps(self) -> list[int]:
+        """The steps of which there is anything, whole or not, newest first."""
+        names, _ = self.store.list_names((self.url / CHECKPOINTS_NAME).key)
+        matches = map(CHECKPOINT_NAME_PATTERN.fullmatch, names)
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of a step has its manifest."""
+        try:
+            self.store.head((self.step_url(step) / MANIFEST_NAME).key)
+        except NotFound:
+            return False
+        return True
+
+    def whole_steps(self) -> Iterator[int]:
+        """The steps of which the checkpoint is whole, newest first; each is looked at when it is asked for."""
+        return filter(self.is_whole, self.steps())
 
 
-def find_newest_stored_step(url: StoreUrl) -> int | None:
-    """The newest step below a run's URL of which the checkpoint is whole; None if there is none."""
-    return next((step for step in list_stored_steps(url) if is_stored_whole(url, step)), None)
+def split_checkpoint_url(url: StoreUrl) -> tuple[StoreUrl, int | None]:
+    """The URL of the run, or prefix, that a URL names, and the step if it is that of a checkpoint."""
+    match = CHECKPOINT_NAME_PATTERN.fullmatch(url.name)
+    if match and url.parent.name == CHECKPOINTS_NAME:
+        return url.parent.parent, int(match[1])
+    return url, None

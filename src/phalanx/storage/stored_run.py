@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +39,22 @@ class StoredRunLostError(PhalanxError):
     code = ExitCode.UNFINISHED
 
 
-@dataclass(frozen=True)
-class StoreRequest:
-    """A run to keep at its URL. `leads`: it trains under this node's agent, or would under --dry-run (`writes` False);
-    else this node serves another."""
-
-    path: str
-    leads: bool
-    writes: bool = True
-    timeout_s: float = 0.0
-    """Seconds that another process which trains the run may take to end."""
-
-
 class StoredRun:
-    """The agent's side. `close` ends it."""
+    """The agent's side. `close` ends it. The parameters are those of `keep_at_url`."""
 
-    def __init__(self, run: Run, request: StoreRequest):
-        self._run, self._request = run, request
-        self._lost_path = run.path.parent / LOST_FILE
+    def __init__(self, run: Run, leads: bool, writes: bool, timeout_s: float):
+        self._run, self._lost_path = run, run.path.parent / LOST_FILE
         self._lost_path.unlink(missing_ok=True)
         self._process, self._is_closing = CallProcess(), False
         self.on_lost: Callable[[], None] = lambda: None
         """Called by a thread when the run is lost."""
         try:
-            self._call("open_run", asdict(request))
+            path = str(run.path.absolute())
+            self._call("open_run", {"path": path, "leads": leads, "writes": writes, "timeout_s": timeout_s})
         except BaseException:
             self._process.kill()
             raise
-        if request.leads and request.writes:
+        if leads and writes:
             threading.Thread(target=self._watch, name="stored-run", daemon=True).start()
 
     @property
@@ -81,17 +68,17 @@ class StoredRun:
 
     def upload(self) -> None:
         """Put what is new there now."""
-        self._call("upload_run", None)
+        self._call("call_keeper", "upload")
 
     def download(self) -> None:
         """Bring the small files of this node up to date with those of the leading one."""
-        self._call("download_run", None)
+        self._call("call_keeper", "download")
 
     def close(self) -> None:
         """Put the rest there, and let another machine train the run. StoredRunLostError where the store does not
         answer: the rest is here, and goes there with the next start on this machine."""
         try:
-            self._call("close_run", None, CLOSE_TIMEOUT_S)
+            self._call("call_keeper", "close", CLOSE_TIMEOUT_S)
         except TimeoutError:
             raise StoredRunLostError(
                 f"{self._run.location}: the store does not answer, and lacks the last events; start again here"
@@ -118,11 +105,12 @@ class StoredRun:
 @contextlib.contextmanager
 def keep_at_url(run: Run, *, leads: bool, writes: bool = True, timeout_s: float = 0.0) -> Iterator[StoredRun | None]:
     """Keep a run at its URL while this node trains it; None for a run that is a directory. UsageError where the URL is
-    no place for a run, or another process trains it."""
+    no place for a run, or another process trains it, which may take `timeout_s` seconds to end. `leads`: the run trains
+    under this node's agent, or would under --dry-run (`writes` False); else this node serves another."""
     if run.store_url is None:
         yield None
         return
-    stored = StoredRun(run, StoreRequest(str(run.path.absolute()), leads, writes, timeout_s))
+    stored = StoredRun(run, leads, writes, timeout_s)
     try:
         yield stored
     except BaseException:
@@ -136,8 +124,8 @@ def keep_at_url(run: Run, *, leads: bool, writes: bool = True, timeout_s: float 
 class _Keeper:
     """The process's side."""
 
-    def __init__(self, request: StoreRequest):
-        self._request, self._run = request, Run(Path(request.path))
+    def __init__(self, path: str, leads: bool, writes: bool, timeout_s: float):
+        self._run, self._leads, self._writes, self._timeout_s = Run(Path(path)), leads, writes, timeout_s
         self._objects = RunObjects(self._run)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._lease: Lease | None = None
@@ -147,26 +135,26 @@ class _Keeper:
     def open(self) -> None:
         url = self._objects.url
         try:
-            if not self._request.leads:
-                if self._request.writes:
+            if not self._leads:
+                if self._writes:
                     check_writable(url)
                 self._objects.download(events=False)
-            elif not self._request.writes:
+            elif not self._writes:
                 with contextlib.suppress(UsageError):
                     self._objects.check_run()
                     self._objects.download()
             else:
                 self._objects.begin()
-                if not self._lock_file("lock", self._request.timeout_s, f"{url}, which another process is training"):
+                if not self._lock_file("lock", self._timeout_s, f"{url}, which another process is training"):
                     raise UsageError(f"{url}: another process is training this run; wait, or choose another --run")
                 self._lease = Lease(self._objects.store, url, self._objects.directory_id)
-                self._lease.acquire(self._request.timeout_s)
+                self._lease.acquire(self._timeout_s)
                 self._objects.download()
         except StoreUnavailable as error:
             raise UsageError(
                 f"{url}: cannot be reached ({error.strerror}); check the network and the endpoint"
             ) from None
-        if self._request.writes:
+        if self._writes:
             self._repeat(self.upload, UPLOAD_INTERVAL_S)
         if self._lease is not None:
             self._repeat(self._lease.renew, RENEW_INTERVAL_S)
@@ -220,28 +208,14 @@ _keepers: list[_Keeper] = []
 
 def open_run(payload: dict[str, Any]) -> None:
     """Begin to keep a run at its URL."""
-    keeper = _Keeper(StoreRequest(**payload))
+    keeper = _Keeper(**payload)
     keeper.open()
     _keepers.append(keeper)
 
 
-def upload_run(_: None) -> None:
-    """Put what is new there."""
-    _act(_keepers[0].upload)
-
-
-def download_run(_: None) -> None:
-    """Bring the small files up to date."""
-    _act(_keepers[0].download)
-
-
-def close_run(_: None) -> None:
-    """Put the rest there, and release the lease."""
-    _act(_keepers[0].close)
-
-
-def _act(act: Callable[[], None]) -> None:
+def call_keeper(method: str) -> None:
+    """Call `upload`, `download` or `close` of what keeps the run at its URL."""
     try:
-        act()
+        getattr(_keepers[0], method)()
     except StoreUnavailable as error:
         raise StoredRunLostError(f"storage fails: {describe_os_error(error)}; start again to resume") from None

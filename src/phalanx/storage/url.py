@@ -42,6 +42,10 @@ class StoreUrl:
         """The last part of the key."""
         return self.key.rpartition("/")[2]
 
+    def relative(self, key: str) -> str:
+        """A key below this URL's without what both begin with; "" for its own."""
+        return key[len(self.key) :].lstrip("/")
+
     @property
     def parent(self) -> "StoreUrl":
         """The URL without the last part of its key."""

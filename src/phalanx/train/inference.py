@@ -25,7 +25,7 @@ from phalanx.train.checkpoint import (
     load_tensors,
     read_manifest,
 )
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step
 from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.checkpoint.load import recipe_in
 from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
@@ -183,13 +183,11 @@ def _fetch_stored(run: Run, url: str, step: int | None, best: bool) -> int | Non
     """Fetch the selected checkpoint of a run at a URL, or its newest good one, into the local directory of the run.
     Return the selected step."""
     checkpoints = CheckpointStore(url)
-    whole = [each for each in checkpoints.steps() if checkpoints.is_whole(each)]
+    whole = list(checkpoints.whole_steps())
     if best:
-        losses = {each: checkpoints.read(each).manifest.meta.get("best_loss") for each in whole}
-        scored = [(loss, each) for each, loss in losses.items() if loss is not None]
-        if not scored:
+        step = find_best_step({each: checkpoints.read_manifest(each).meta.get("best_loss") for each in whole})
+        if step is None:
             raise UsageError(f"{url}: no checkpoint has a validation loss; the run has not evaluated and saved yet")
-        step = min(scored)[1]
     run.checkpoints.mkdir(exist_ok=True)
     source = StoreSource(run, DistEnv(), url)
     for each in whole if step is None else [step]:

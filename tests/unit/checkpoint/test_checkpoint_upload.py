@@ -48,7 +48,7 @@ def test_an_upload_that_fails_is_a_warning_that_names_the_reason(
     save(checkpointer, 1)
     with monkeypatch.context() as patch:
         patch.setattr("phalanx.storage.store.Store.write", refuse)
-        checkpointer._uploads.wait() if checkpointer._uploads is not None else None
+        checkpointer.close()
     (warning,) = (event for event in events if isinstance(event, RunWarning))
     assert "step 1 was not uploaded" in warning.text
     assert "no space left in the bucket" in warning.text

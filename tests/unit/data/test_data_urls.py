@@ -211,11 +211,11 @@ READ_ALL = """
 import sys
 from phalanx.data import open_data
 from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
-from phalanx.storage.store import all_counters
+from phalanx.storage.store import open_store
 data = open_data(DataConfig(source=DataSource(prepared=sys.argv[1]), seq_len=32), EvaluationConfig(), 0)
 sys.stdin.readline()
 data.read_training(0, data.num_train_samples)
-print(sum(counters.bytes_read for counters in all_counters().values()), flush=True)
+print(open_store(sys.argv[1]).counters.bytes_read, flush=True)
 sys.stdin.readline()
 """
 

@@ -10,8 +10,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.event_types import RunWarning
 from phalanx.storage import run_objects, stored_run
 from phalanx.storage.lease import LeaseLostError
-from phalanx.storage.run_mirror import follow_run, mirror_run
-from phalanx.storage.run_objects import RunObjects, make_local_directory
+from phalanx.storage.run_objects import RunObjects, follow_run, make_local_directory, mirror_run
 from phalanx.storage.url import StoreUrl
 
 
@@ -240,4 +239,4 @@ def test_another_node_that_may_not_write_there_is_refused_before_it_joins(
     monkeypatch.setattr(stored_run, "check_writable", refuse)
     run = make_local_directory(url, "runs")
     with pytest.raises(UsageError, match="access is denied"):
-        stored_run._Keeper(stored_run.StoreRequest(str(run.path), leads=False)).open()
+        stored_run._Keeper(str(run.path), leads=False, writes=True, timeout_s=0.0).open()

@@ -164,7 +164,7 @@ def test_a_second_writer_of_a_new_object_loses(tmp_path: Path) -> None:
 def test_a_key_that_leads_out_of_a_local_copy_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket may be a stranger's."""
     meta = {"path": key, "size": 1, "e_tag": None, "last_modified": datetime.now(UTC)}
-    monkeypatch.setattr("obstore.list", lambda *_: [[meta]])
+    monkeypatch.setattr("obstore.list", lambda *_, **__: [[meta]])
     with pytest.raises(DataError, match="leads out"):
         open_store("file:///").list_objects("")
 

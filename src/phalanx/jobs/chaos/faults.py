@@ -8,7 +8,6 @@ case its pid was reused.
 import contextlib
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -20,6 +19,7 @@ import psutil
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, FaultPhase, FaultTrigger
 from phalanx.jobs.chaos.launcher import CHAOS_TAG_VARIABLE, RunMonitor, TypicalDurations
 from phalanx.run.boot_clock import unix_now
+from phalanx.storage.stored_checkpoints import CHECKPOINT_NAME_PATTERN
 
 POLL_INTERVAL_S, FINE_POLL_INTERVAL_S = 0.005, 0.0005
 """Seconds between polls; the finer one waits for a save, which may take only milliseconds."""
@@ -27,7 +27,6 @@ MAX_PAUSE_S, MAX_GRACE_S = 2.0, 1.0
 """Maximum seconds for which a worker is paused (well below a hang), and between the signals of a time limit."""
 DISK_FULL_MAX_FILE_BYTES = 1000
 """Maximum size of files of a worker with a "full disk"."""
-CHECKPOINT_NAME_PATTERN = re.compile(r"step-\d+")
 HIDDEN_CHECKPOINTS_DIR = "checkpoints.old"
 """Name of the checkpoint directory while it is unreachable. A finished run must not leave it behind."""
 

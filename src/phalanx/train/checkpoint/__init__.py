@@ -16,12 +16,7 @@ from phalanx.train.checkpoint.format import (
     parse_step,
     read_manifest,
 )
-from phalanx.train.checkpoint.load import (
-    find_newest_good,
-    load_blocks,
-    load_tensors,
-    verify_checkpoint,
-)
+from phalanx.train.checkpoint.load import find_newest_good, load_blocks, load_tensors, verify_checkpoint
 from phalanx.train.checkpoint.save import CheckpointSaver, SaveInFlight, SavePhase, SaveStatus, assign_to_ranks
 from phalanx.train.checkpoint.staging import TensorShard
 

@@ -25,14 +25,13 @@ from phalanx.recipe.schema import CheckpointConfig
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, InMemoryCheckpointSaved, RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, record_checkpoint, truncate_history
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, format_checkpoint_name
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination
 from phalanx.train.checkpoint.durable import Retention
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY
 from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies, end_copies
 from phalanx.train.checkpoint.interval import InMemoryInterval, SaveInterval, StepTimes
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.save import OwnedTensors, SaveContext, SaveInFlight, check_all_saved
-from phalanx.train.checkpoint.store_destination import StoreDestination
 from phalanx.train.checkpoint.upload import CheckpointUploads
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 from phalanx.train.distributed.object_collectives import all_gather_json, all_reduce_max
@@ -225,12 +224,7 @@ class Checkpointer:
         """Block until no save to disk is in flight."""
         while (save := self.durable_in_flight) is not None:
             save.saver.poll_when_idle()
-            own_flags = StepFlags()
-            self.raise_flags(own_flags)
-            counts = torch.tensor(own_flags.counts(), dtype=torch.float32, device=self._dist_env.device)
-            if self._dist_env.world_size > 1:
-                dist.all_reduce(counts)
-            self.step_done(StepFlags(*map(round, counts.tolist())))
+            self._exchange_flags()
 
     def save_final(self, improved: bool) -> None:
         """Save the final state of the run, unless it is saved already, and close. Raises FinalSaveError if it could not
@@ -250,7 +244,7 @@ class Checkpointer:
         if self._uploads is not None:
             if self.last_saved is not None:
                 self._uploads.add(self.last_saved, is_last=True)
-            self._uploads.wait()
+            self._uploads.wait(self._exchange_flags)
         end_copies(self._context, self._copies)
         self._copies = self._in_flight = None
         self._retention.close()
@@ -260,6 +254,15 @@ class Checkpointer:
         self._live_state.was_restored()
         self._continue_from(step)
         self._roll_copies_back(step)
+
+    def _exchange_flags(self) -> None:
+        """Do between steps what a step does with the flags."""
+        own_flags = StepFlags()
+        self.raise_flags(own_flags)
+        counts = torch.tensor(own_flags.counts(), dtype=torch.float32, device=self._dist_env.device)
+        if self._dist_env.world_size > 1:
+            dist.all_reduce(counts)
+        self.step_done(StepFlags(*map(round, counts.tolist())))
 
     def _prepare(self) -> None:
         """Check the state before the first save, and allocate its buffer in the background."""

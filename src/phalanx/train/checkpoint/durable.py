@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.formatting import format_bytes
 from phalanx.run import Run
-from phalanx.run.directory import fsync_if_supported, write_json
+from phalanx.run.directory import sync_directory, write_json, write_synced
 from phalanx.run.event_types import RunWarning
 from phalanx.run.events import ReportEventFn
 from phalanx.train.checkpoint.format import (
@@ -118,22 +118,6 @@ DELETED_SUFFIX = f"{_TEMPORARY_TAG}{_DELETED_TAG}"
 
 def make_temporary_path(final: Path, tag: str) -> Path:
     return final.with_name(f"{final.name}{_TEMPORARY_TAG}{tag}")
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        fsync_if_supported(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fsync_if_supported(fd)
-    finally:
-        os.close(fd)
 
 
 def commit_checkpoint(temporary: Path, final: Path, record_paths: Sequence[Path], meta: dict[str, Any]) -> int:

@@ -36,8 +36,8 @@ from phalanx.run.companions import (
     NoteFn,
     read_contained,
 )
-from phalanx.run.directory import fsync_if_supported
-from phalanx.train.checkpoint.durable import make_temporary_path, sync_directory, write_synced
+from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
+from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX

@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import re
 import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -33,12 +32,14 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from phalanx.errors import DataError, is_storage_error
 from phalanx.recipe.schema import LoraConfig
 from phalanx.safe_files import read_bytes
+from phalanx.storage.stored_checkpoints import CHECKPOINT_NAME_PATTERN
+from phalanx.storage.stored_checkpoints import MANIFEST_NAME as MANIFEST_NAME
+from phalanx.storage.stored_checkpoints import format_checkpoint_name as format_checkpoint_name
 from phalanx.storage.url import StoreUrl
 from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 CHECKPOINT_FORMAT = 1
 CHUNK_BYTES = 1 << 20
-MANIFEST_NAME = "MANIFEST.json"
 MANIFEST_HASH_NAME = "MANIFEST.xxh3"
 
 
@@ -334,16 +335,9 @@ def make_safetensors_header(entries: Sequence[tuple[str, str, Sequence[int], int
     return struct.pack("<Q", len(text)) + text
 
 
-_STEP_PATTERN = re.compile(r"step-(\d{9,})")
-
-
-def format_checkpoint_name(step: int) -> str:
-    return f"step-{step:09d}"
-
-
 def parse_step(checkpoint: Path) -> int:
     """Return the step in a checkpoint's name. Raises DataError if it is not the name of a checkpoint."""
-    match = _STEP_PATTERN.fullmatch(checkpoint.name)
+    match = CHECKPOINT_NAME_PATTERN.fullmatch(checkpoint.name)
     if match is None:
         raise DataError(f"{checkpoint}: not a checkpoint (its name would be like {format_checkpoint_name(60)})")
     return int(match[1])
@@ -356,4 +350,5 @@ def list_checkpoints(directory: Path) -> list[Path]:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((directory / name for name in names if _STEP_PATTERN.fullmatch(name)), key=parse_step, reverse=True)
+    paths = (directory / name for name in names if CHECKPOINT_NAME_PATTERN.fullmatch(name))
+    return sorted(paths, key=parse_step, reverse=True)

@@ -18,7 +18,7 @@ from phalanx.recipe.locations import huggingface_directory, localize_named, name
 from phalanx.storage.url import is_url, parse_url
 from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, load_tensors, read_manifest
 from phalanx.train.checkpoint.load_plan import find_unused_entries
-from phalanx.train.checkpoint.store_copy import localize_checkpoint
+from phalanx.train.checkpoint.store_fetch import localize_checkpoint
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persistent_buffers, load_extra_state
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source

@@ -22,6 +22,7 @@ from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerCont
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
 
+_READ_THREADS = 2
 RECIPE_STATE_PREFIXES = ("scaler/", SETTINGS_PREFIX, "grad_sync/", "local_sgd/")
 """Prefixes of the logical names of state that a run has or has not by its recipe."""
 
@@ -51,34 +52,25 @@ def get_local_state(state: AppState) -> dict[str, LocalTensor]:
         if parallel_model.is_owner(name):
             parameter = parameters[name]
             shape = state_entry_shape(entry, parameter.shape)
-            if value.dim() and not parallel_model.is_sharded(
-                name, parameter
-            ):  # a user's optimizer may have state of other shapes
-                shape = value.shape
+            if value.dim() and not parallel_model.is_sharded(name, parameter):
+                shape = value.shape  # a user's optimizer may have state of other shapes
             local_tensors[key] = (
                 parallel_model.local_tensor(name, parameter, value, shape)
                 if value.dim()
                 else parallel_model.replicated_tensor(value)
             )
+    replicated = dict(optimizer.group_settings())
     for module in parallel_model.modules:
-        extra = get_extra_state(module).items()
-        local_tensors |= {
-            name: parallel_model.replicated_tensor(value)
-            for name, value in extra
-            if name not in parallel_model.buffers_owned_elsewhere
-        }
-    local_tensors |= {
-        name: parallel_model.replicated_tensor(value) for name, value in optimizer.group_settings().items()
-    }
+        extra = get_extra_state(module)
+        replicated |= {name: extra[name] for name in extra if name not in parallel_model.buffers_owned_elsewhere}
+    if parallel_model.mesh.coordinates["pipeline"] == 0:  # equal in all stages
+        replicated |= scaler.state()
+    local_tensors |= {name: parallel_model.replicated_tensor(value) for name, value in replicated.items()}
     if parallel_model.error_feedback is not None:
         local_tensors |= parallel_model.error_feedback.local_tensors()
-    if parallel_model.mesh.coordinates["pipeline"] == 0:  # equal in all stages
-        local_tensors |= {name: parallel_model.replicated_tensor(value) for name, value in scaler.state().items()}
-    return (
-        local_tensors
-        if parallel_model.local_sgd is None
-        else parallel_model.local_sgd.add_per_worker_rows(local_tensors)
-    )
+    if parallel_model.local_sgd is None:
+        return local_tensors
+    return parallel_model.local_sgd.add_per_worker_rows(local_tensors)
 
 
 TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
@@ -108,17 +100,13 @@ class LoadPlan:
 
 
 def read_local_state(
-    state: AppState,
-    path: Path,
-    manifest: CheckpointManifest,
-    threads: int = 2,
-    in_place: bool = False,
+    state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
 ) -> Callable[[], None]:
     """Read this worker's part of the state from a checkpoint, written under any parallelism, and return a function that
     applies it. Nothing in use changes before that is called, unless weights are read `in_place`. Raises
     CorruptCheckpointError, which names a bad file, and DataError for what does not fit."""
     load_plan = make_load_plan(state.parallel_model, path, manifest)
-    return execute_load_plan(load_plan, state, path, manifest, threads, in_place)
+    return execute_load_plan(load_plan, state, path, manifest, in_place)
 
 
 def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
@@ -165,11 +153,9 @@ def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: Checkpoi
     if parallel_model.error_feedback is not None:
         read, restore_state = parallel_model.error_feedback.make_load_plan(manifest)
         load_plan = LoadPlan(live_blocks, new_blocks + read, states, restore_state)
-    return (
-        load_plan
-        if parallel_model.local_sgd is None
-        else parallel_model.local_sgd.extend_load_plan(load_plan, manifest)
-    )
+    if parallel_model.local_sgd is None:
+        return load_plan
+    return parallel_model.local_sgd.extend_load_plan(load_plan, manifest)
 
 
 def check_nothing_left(saved: Iterable[str], known: Container[str], where: str) -> None:
@@ -194,12 +180,7 @@ def find_unused_entries(model: nn.Module, saved: Iterable[str]) -> list[str]:
 
 
 def execute_load_plan(
-    load_plan: LoadPlan,
-    state: AppState,
-    path: Path,
-    manifest: CheckpointManifest,
-    threads: int = 2,
-    in_place: bool = False,
+    load_plan: LoadPlan, state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
 ) -> Callable[[], None]:
     """Read the blocks into new memory, except weights that are read `in_place`, and return a function that applies
     them. Raises CorruptCheckpointError, which names a bad file."""
@@ -208,9 +189,9 @@ def execute_load_plan(
         staged = [
             (name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in load_plan.live_blocks
         ]
-    load_blocks(path, [*staged, *load_plan.new_blocks], threads, manifest)
+    load_blocks(path, [*staged, *load_plan.new_blocks], _READ_THREADS, manifest)
     for blocks in load_plan.sequential_blocks:
-        load_blocks(path, blocks, threads, manifest)
+        load_blocks(path, blocks, _READ_THREADS, manifest)
         load_plan.add_sequential()
 
     def apply() -> None:

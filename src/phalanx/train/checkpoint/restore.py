@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from phalanx.run.in_memory_checkpoint import (
     read_epochs,
     truncate_history,
 )
-from phalanx.storage.stored_checkpoints import find_newest_stored_step
+from phalanx.storage.stored_checkpoints import StoredSteps
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint import (
     CheckpointManifest,
@@ -113,14 +113,9 @@ def restore_from_disk(
         if candidate is None:
             candidate, storage_failed_now = _read_newest(run.checkpoints, newest, read, rejected)
             storage_error_seen = storage_error_seen or storage_failed_now
-        gathered = all_gather_json(
-            dist_env,
-            {
-                "step": NO_CHECKPOINT if candidate is None else parse_step(candidate[0]),
-                "unknown": storage_error_seen,
-                "bad": rejected,
-            },
-        )
+        own_step = NO_CHECKPOINT if candidate is None else parse_step(candidate[0])
+        own = {"step": own_step, "unknown": storage_error_seen, "bad": rejected}
+        gathered = all_gather_json(dist_env, own)
         report_rejected_files(gathered, on_reject)
         steps = [each["step"] for each in gathered]
         newest = min(steps)
@@ -213,7 +208,7 @@ def has_checkpoint(run: Run, config: CheckpointConfig, dist_env: DistEnv) -> boo
     seen = bool(list_checkpoints(run.checkpoints))
     if not seen and dist_env.is_rank_zero and (url := find_store_url(run, config)) is not None:
         try:
-            seen = find_newest_stored_step(parse_url(url)) is not None
+            seen = next(StoredSteps(parse_url(url)).whole_steps(), None) is not None
         except (OSError, UsageError):  # the restore says what is wrong, on every worker
             seen = True
     return any(all_gather_json(dist_env, seen))
@@ -255,11 +250,9 @@ def find_verified_copies(
     if not history["epochs"]:
         return None
     node_map, folder = gather_node_map(dist_env, environment), find_node_dir(run, environment)
-    copies = (
-        [(folder / format_copy_name(*copy), copy) for copy in list_copies(folder)]
-        if _is_own_private_dir(folder)
-        else []
-    )
+    copies = []
+    if folder is not None and is_private(folder):
+        copies = [(folder / format_copy_name(*copy), copy) for copy in list_copies(folder)]
     own_shards: dict[CopyId, dict[int, RankRecord]] = {}
     bad: list[RejectedFile] = []
     ranks_on_node = node_map.ranks_on_same_node(dist_env.rank)
@@ -345,7 +338,7 @@ def prune_stale(
     if dist_env.is_rank_zero:
         truncate_history(run, step)
     folder = find_node_dir(run, environment)
-    if dist_env.local_rank == 0 and _is_own_private_dir(folder):
+    if dist_env.local_rank == 0 and folder is not None and is_private(folder):
         prune_copies(folder, () if kept_copy is None else (kept_copy.name,))
 
 
@@ -354,11 +347,6 @@ def _report_bad_copies(dist_env: DistEnv, bad: list[RejectedFile], on_reject: On
     gathered = [{"bad": each} for each in all_gather_json(dist_env, bad)]
     report_rejected_files(gathered, on_reject)
     return any(each["bad"] for each in gathered)
-
-
-def _is_own_private_dir(folder: Path | None) -> TypeGuard[Path]:
-    """Return whether `folder` exists and only this user can have written to it."""
-    return folder is not None and is_private(folder)
 
 
 def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, RankRecord]:
@@ -400,35 +388,27 @@ def _fetch_missing_shards(
 def _send_shard_file(file: Path, shard: RankRecord, target: int) -> None:
     """Send a shard's file. The receiver waits for a fixed number of bytes, so what cannot be read is sent as zeros; the
     receiver then finds the shard damaged."""
-    with contextlib.ExitStack() as stack:
-        content = None
-        with contextlib.suppress(OSError):
-            content = stack.enter_context(open(file, "rb"))
-        for size in _message_sizes(shard):
-            read = b""
-            if content is not None:
-                try:
-                    read = content.read(size)
-                except OSError:
-                    content = None
-            dist.send(torch.frombuffer(bytearray(read.ljust(size, b"\0")), dtype=torch.uint8), target)
+    start = 0
+    for size in _message_sizes(shard):
+        read = b""
+        with contextlib.suppress(OSError), open(file, "rb") as content:
+            content.seek(start)
+            read = content.read(size)
+        dist.send(torch.frombuffer(bytearray(read.ljust(size, b"\0")), dtype=torch.uint8), target)
+        start += size
 
 
 def _receive_shard_file(copy: Path, shard: RankRecord, source: int) -> None:
-    """Receive a shard's file. If the disk is full, verification finds it incomplete."""
-    with contextlib.ExitStack() as stack:
-        content = None
-        with contextlib.suppress(OSError):
-            copy.mkdir(mode=0o700, exist_ok=True)
-            content = stack.enter_context(open(copy / shard.file_name, "wb"))
-        for size in _message_sizes(shard):
-            message = torch.empty(size, dtype=torch.uint8)
-            dist.recv(message, source)
-            if content is not None:
-                try:
-                    content.write(as_bytes(message).data)
-                except OSError:
-                    content = None
+    """Receive a shard's file. If the disk is full, verification finds it damaged."""
+    path = copy / shard.file_name
+    with contextlib.suppress(OSError):
+        copy.mkdir(mode=0o700, exist_ok=True)
+        path.write_bytes(b"")
+    for size in _message_sizes(shard):
+        message = torch.empty(size, dtype=torch.uint8)
+        dist.recv(message, source)
+        with contextlib.suppress(OSError), open(path, "ab") as content:
+            content.write(as_bytes(message).data)
     with contextlib.suppress(OSError):
         write_record(copy, shard)
 

@@ -10,40 +10,42 @@ import logging
 import os
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from phalanx.errors import UsageError, describe_os_error
 from phalanx.run import Run
+from phalanx.run.cache import cache_root
+from phalanx.storage.cache import localize, lock_download
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import write_at
+from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME
+from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.checkpoint_store import (
     PARALLEL_BLOCKS,
     Block,
     CheckpointStore,
     StoredCheckpoint,
     parse_stored,
+    select_stored_step,
 )
 from phalanx.train.checkpoint.durable import discard_directory, make_temporary_path
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
+    CheckpointManifest,
     CorruptCheckpointError,
     format_checkpoint_name,
 )
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.object_collectives import (
-    all_gather_json,
-    broadcast_json_from_rank_zero,
-    gather_node_map,
-)
+from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json_from_rank_zero, gather_node_map
 
 logger = logging.getLogger(__name__)
 
@@ -67,51 +69,22 @@ def read_ahead(blocks: Sequence[Block], read: Callable[[Block], bytes]) -> Gener
                 each.cancel()
 
 
-class PartialCheckpoint:
-    """The files of a checkpoint that is being fetched to `path`."""
-
-    def __init__(self, path: Path, checkpoint: StoredCheckpoint):
-        self.path = path
-        self._files: dict[str, int] = {}
-        for name, file in checkpoint.manifest.files.items():
-            self._files[name] = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.truncate(self._files[name], file.bytes)
-        for name in (MANIFEST_NAME, MANIFEST_HASH_NAME):
-            (path / name).write_bytes(checkpoint.objects[name])
-
-    def write(self, block: Block, data: memoryview) -> None:
-        """Write a block at its place."""
-        write_at(self._files[block.file], data, block.start)
-
-    def close(self) -> None:
-        """Close the files."""
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
-
-
 class StoreSource:
     """The checkpoints that a run has in its store, for a restore on all workers. Every worker makes the same calls.
 
     `newest` is the newest whole step, -1 if there is none. `problem` says why they could not be listed, else ""."""
 
-    def __init__(self, run: Run, dist_env: DistEnv, url: str, environment: Mapping[str, str] = os.environ):
-        self._run, self._dist_env, self._environment = run, dist_env, environment
-        self._checkpoints = CheckpointStore(url)
-        listed: tuple[list[int], str] = ([], "")
+    def __init__(self, run: Run, dist_env: DistEnv, url: str):
+        self._run, self._dist_env, self._checkpoints = run, dist_env, CheckpointStore(url)
+        steps: list[int] = []
+        report = _make_report()
         if dist_env.is_rank_zero:
-            try:
-                steps = self._checkpoints.steps()
-                while steps and not self._checkpoints.is_whole(steps[0]):
-                    steps.pop(0)
-                listed = (steps, "")
-            except OSError as error:
-                listed = ([], describe_os_error(error))
-            except UsageError as error:
-                listed = ([], str(error))
-        self._steps, self.problem = broadcast_json_from_rank_zero(dist_env, listed)
+            with _reporting(report, url):
+                listed = self._checkpoints.steps()
+                newest = next(filter(self._checkpoints.is_whole, listed), -1)
+                steps = [step for step in listed if step <= newest]
+        self._steps, self.problem = broadcast_json_from_rank_zero(dist_env, (steps, report["error"]))
         self.newest: int = self._steps[0] if self._steps else -1
-        self.duration_s = 0.0
 
     def next_above(self, step: int) -> int | None:
         """Return the newest step that was not tried yet, if it is above `step`."""
@@ -120,34 +93,35 @@ class StoreSource:
     def fetch(self, step: int) -> list[RejectedFile] | None:
         """Fetch the checkpoint of a step into the run's directory. Return the bad files; None if the checkpoint is not
         whole. Raises OSError on every worker if the store or the disk of one of them fails."""
-        began = time.perf_counter()
         dist_env, final = self._dist_env, self._run.checkpoints / format_checkpoint_name(step)
-        nodes = gather_node_map(dist_env, self._environment)
+        nodes = gather_node_map(dist_env)
         node, is_leader = nodes.node_of_rank[dist_env.rank], nodes.is_node_leader(dist_env.rank)
         shared_dir = make_temporary_path(final, "fetch0")
-        header: dict[str, Any] = {"objects": None, "bad": [], "token": secrets.token_hex(8)}
+        url = self._checkpoints.step_url(step)
+        header = _make_report() | {"objects": None, "token": secrets.token_hex(8)}
         if dist_env.is_rank_zero:
-            self._describe(step, header)
+            with _reporting(header, url), contextlib.suppress(NotFound):
+                objects = self._checkpoints.read(step).objects
+                header["objects"] = {name: content.decode() for name, content in objects.items()}
             _make_empty(shared_dir)
             with contextlib.suppress(OSError):
                 (shared_dir / _MARKER_NAME).write_text(header["token"])
         header = broadcast_json_from_rank_zero(dist_env, header)
-        if header.get("error"):
-            raise OSError(errno.EIO, header["error"], str(self._checkpoints.step_url(step)))
+        if header["error"]:
+            raise OSError(header["errno"], header["error"], str(url))
         if header["objects"] is None:
             return [tuple(each) for each in header["bad"]] or None
         seen = all_gather_json(dist_env, not is_leader or _read_marker(shared_dir) == header["token"])
         leaders = [nodes.ranks_on(each)[0] for each in range(nodes.num_nodes)]
         exchanged = not all(seen)
         group = dist.new_group(leaders) if exchanged else None  # every worker calls it
-        report: dict[str, Any] = {"bad": [], "error": "", "errno": 0}
+        report = _make_report()
         path = make_temporary_path(final, f"fetch{node}") if exchanged else shared_dir
         if is_leader:
             objects = {name: text.encode() for name, text in header["objects"].items()}
-            checkpoint = parse_stored(self._checkpoints.step_url(step), objects)
             if exchanged and node:
                 _make_empty(path)
-            self._transfer(checkpoint, path, node, leaders, group, report)
+            self._transfer(parse_stored(url, objects), path, node, leaders, group, report)
         gathered = all_gather_json(dist_env, report)
         failed = next((each for each in gathered if each["error"]), None)
         bad = [tuple(file) for each in gathered for file in each["bad"]]
@@ -157,23 +131,8 @@ class StoreSource:
         if group is not None and is_leader:
             dist.destroy_process_group(group)
         if failed:
-            raise OSError(failed["errno"] or errno.EIO, failed["error"], str(self._checkpoints.step_url(step)))
-        self.duration_s = time.perf_counter() - began
+            raise OSError(failed["errno"], failed["error"], str(url))
         return bad
-
-    def _describe(self, step: int, header: dict[str, Any]) -> None:
-        """Read, on rank 0, what is to be fetched."""
-        try:
-            objects = self._checkpoints.read(step).objects
-            header["objects"] = {name: content.decode() for name, content in objects.items()}
-        except NotFound:
-            pass
-        except CorruptCheckpointError as error:
-            header["bad"] = [(str(self._checkpoints.step_url(step)), error.file.name, error.reason)]
-        except OSError as error:
-            header["error"] = describe_os_error(error)
-        except UsageError as error:
-            header["error"] = str(error)
 
     def _transfer(
         self,
@@ -187,9 +146,13 @@ class StoreSource:
         """Read this node's blocks; with a `group`, exchange them. The receivers wait for a fixed number of bytes, so
         what cannot be read is sent as zeros, and the last byte says whether a block is good. All stop at the same one.
         The parameters are those of one fetch."""
-        files: PartialCheckpoint | None = None
+        files: dict[str, int] = {}
         with _reporting(report, path):
-            files = PartialCheckpoint(path, checkpoint)
+            for name, file in checkpoint.manifest.files.items():
+                files[name] = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                os.truncate(files[name], file.bytes)
+            for name in (MANIFEST_NAME, MANIFEST_HASH_NAME):
+                (path / name).write_bytes(checkpoint.objects[name])
         count = len(leaders)
         reads = read_ahead(checkpoint.blocks[node::count], lambda block: self._checkpoints.read_block(block.name))
         for i, block in enumerate(checkpoint.blocks):
@@ -208,12 +171,12 @@ class StoreSource:
                 data = as_bytes(message).data[:-1] if message[-1] else None
             if data is None:
                 break
-            if files is not None and not report["error"]:
+            if not report["error"]:
                 with _reporting(report, path):
-                    files.write(block, memoryview(data))
+                    write_at(files[block.file], memoryview(data), block.start)
         reads.close()
-        if files is not None:
-            files.close()
+        for fd in files.values():
+            os.close(fd)
 
 
 def _make_empty(path: Path) -> None:
@@ -241,6 +204,11 @@ def _finish(path: Path, final: Path, good: bool) -> None:
         os.rename(path, final)
 
 
+def _make_report() -> dict[str, Any]:
+    """What `_reporting` adds to. It is sent as JSON."""
+    return {"bad": [], "error": "", "errno": errno.EIO}
+
+
 @contextlib.contextmanager
 def _reporting(report: dict[str, Any], where: object) -> Iterator[None]:
     """Record an error of this worker, to be raised on all of them."""
@@ -252,3 +220,31 @@ def _reporting(report: dict[str, Any], where: object) -> Iterator[None]:
         report["error"] = str(error)
     except OSError as error:
         report["error"], report["errno"] = describe_os_error(error), error.errno or errno.EIO
+
+
+def localize_checkpoint(url: StoreUrl, step: int | None = None) -> Path:
+    """Return the node-local copy of the checkpoint that `select_stored_step` finds. Raises CorruptCheckpointError if a
+    record or block of it is damaged."""
+    checkpoints, step = select_stored_step(url, step)
+    step_url = checkpoints.step_url(step)
+    if any(each.key.endswith(".safetensors") for each in checkpoints.store.list_objects(step_url.key)):
+        return localize(str(step_url))  # a directory that another tool copied
+    run = Run(cache_root() / CHECKPOINTS_NAME / xxhash.xxh3_64_hexdigest(str(checkpoints.url).encode()))
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    path = run.checkpoints / format_checkpoint_name(step)
+    with lock_download(run.path / "lock", url):
+        if path.is_dir() and checkpoints.holds(path):
+            return path
+        bad = StoreSource(run, DistEnv(), str(checkpoints.url)).fetch(step)
+    if bad:
+        raise CorruptCheckpointError(step_url / bad[0][1], bad[0][2])
+    return path
+
+
+def verify_stored(url: StoreUrl, step: int | None = None) -> tuple[StoreUrl, CheckpointManifest]:
+    """Read every block of a checkpoint in a store and verify it. Raises CorruptCheckpointError for a bad one."""
+    checkpoints, step = select_stored_step(url, step)
+    checkpoint = checkpoints.read(step)
+    for read in read_ahead(checkpoint.blocks, lambda block: checkpoints.read_block(block.name)):
+        read()
+    return checkpoint.url, checkpoint.manifest

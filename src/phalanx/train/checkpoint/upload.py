@@ -13,22 +13,20 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import xxhash
 
 from phalanx.errors import PhalanxError, describe_os_error
 from phalanx.recipe.schema import UploadConfig
 from phalanx.run.event_types import CheckpointUploaded, RunWarning
 from phalanx.safe_files import open_regular, read_bytes
-from phalanx.storage.errors import NotFound
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, KnownBlocks, Pace, WrittenBlocks
+from phalanx.storage.url import StoreUrl
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, KnownBlocks, Pace, StoreRetention, WrittenBlocks
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
@@ -43,7 +41,6 @@ from phalanx.train.checkpoint.format import (
 from phalanx.train.checkpoint.in_memory.format import parse_rank
 from phalanx.train.checkpoint.save import SaveContext, lower_thread_priority
 from phalanx.train.checkpoint.shard_file import RankRecord
-from phalanx.train.checkpoint.store_destination import StoreRetention
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.step_metrics import StepFlags
 
@@ -65,7 +62,8 @@ def upload_file(
 
     def read(start: int, stop: int) -> memoryview:
         try:
-            data = os.pread(fd, stop - start, start)
+            with open(open_regular(path), "rb", buffering=0) as source:
+                data = os.pread(source.fileno(), stop - start, start)
         except OSError as error:
             raise make_unreadable_error(path, error) from None
         if len(data) != stop - start:
@@ -76,14 +74,7 @@ def upload_file(
                 raise CorruptCheckpointError(path, f"damaged in chunk {chunk} (its checksum differs)")
         return memoryview(data)
 
-    try:
-        fd = open_regular(path)
-    except OSError as error:
-        raise make_unreadable_error(path, error) from None
-    try:
-        written = checkpoints.write_blocks(file.bytes, read, known, cancelled, pace)
-    finally:
-        os.close(fd)
+    written = checkpoints.write_blocks(file.bytes, read, known, cancelled, pace)
     tensors = {
         tensor_name: tensor.model_copy(update={"pieces": pieces})
         for tensor_name, tensor in manifest.tensors.items()
@@ -104,15 +95,15 @@ def finish_upload(checkpoints: CheckpointStore, directory: Path, manifest: Check
     checkpoints.write_manifest(parse_step(directory), manifest.files, content, sidecar)
 
 
-def is_uploaded(checkpoints: CheckpointStore, directory: Path) -> bool:
-    """Return whether this checkpoint is whole in the store, and not another one of its step."""
-    step, sidecar = parse_step(directory), read_bytes(directory / MANIFEST_HASH_NAME, MAX_MANIFEST_BYTES)
-    try:
-        return checkpoints.is_whole(step) and (
-            checkpoints.store.read((checkpoints.step_url(step) / MANIFEST_HASH_NAME).key) == sidecar
-        )
-    except NotFound:
-        return False
+def upload_checkpoint(directory: Path, to: StoreUrl) -> StoreUrl:
+    """Write a checkpoint below the URL of a run or prefix; blocks that are there are not written again."""
+    checkpoints, manifest = CheckpointStore(to), read_manifest(directory)
+    if not checkpoints.holds(directory):
+        known, cancelled = KnownBlocks(since=0.0), threading.Event()
+        for name in sorted(manifest.files):
+            upload_file(checkpoints, directory, manifest, name, known, cancelled)
+        finish_upload(checkpoints, directory, manifest)
+    return checkpoints.step_url(parse_step(directory))
 
 
 @dataclass
@@ -134,7 +125,7 @@ class CheckpointUploads:
         self._checkpoints = CheckpointStore(config.to)
         self._retention = StoreRetention(self._checkpoints, config.keep)
         bandwidth = config.max_bandwidth
-        self._pace = Pace(None if bandwidth is None else bandwidth / self._dist_env.world_size)
+        self._pace = None if bandwidth is None else Pace(bandwidth / self._dist_env.world_size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload", initializer=lower_thread_priority)
         self._known: KnownBlocks | None = None
         self._cancelled = threading.Event()
@@ -174,19 +165,14 @@ class CheckpointUploads:
         elif flags.uploaded == self._dist_env.world_size and self._dist_env.is_rank_zero and upload.commit is None:
             upload.commit = self._thread.submit(self._commit, upload.step, upload.job.result() is not None)
 
-    def wait(self) -> None:
-        """Wait until all uploads have ended."""
+    def wait(self, exchange_flags: Callable[[], None]) -> None:
+        """Wait until all uploads have ended. `exchange_flags` does what a step does with the flags."""
         while self._in_flight is not None or self._due is not None:
             self._record_progress()
             if (upload := self._in_flight) is not None:
                 jobs: list[Future[Any]] = [upload.commit or upload.job]
                 wait(jobs, _POLL_INTERVAL_S)
-            own_flags = StepFlags()
-            self.raise_flags(own_flags)
-            counts = torch.tensor(own_flags.counts(), dtype=torch.float32, device=self._dist_env.device)
-            if self._dist_env.world_size > 1:
-                dist.all_reduce(counts)
-            self.step_done(StepFlags(*map(round, counts.tolist())))
+            exchange_flags()
         self._thread.shutdown(wait=False)
 
     def _start(self, step: int) -> None:
@@ -199,11 +185,11 @@ class CheckpointUploads:
     def _send(self, step: int, cancelled: threading.Event) -> WrittenBlocks | None:
         """Send this worker's files: its own, and of a checkpoint of more workers every world-size-th."""
         directory, rank = self._run.checkpoints / format_checkpoint_name(step), self._dist_env.rank
-        if is_uploaded(self._checkpoints, directory):
+        if self._checkpoints.holds(directory):
             return None
         manifest = read_manifest(directory)
         if self._known is None:
-            earlier = (each for each in self._checkpoints.steps() if each < step and self._checkpoints.is_whole(each))
+            earlier = (each for each in self._checkpoints.whole_steps() if each < step)
             self._known = self._checkpoints.known_blocks(next(earlier, None), rank)
         parts = [
             upload_file(self._checkpoints, directory, manifest, name, self._known, cancelled, self._pace)
