@@ -26,7 +26,7 @@ def read_all(rank: int, world: int, *, url: str, folder: str, nodes: int, shared
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world // nodes)}
     counters = open_store(url).counters
     before = counters.bytes_read
-    with sharing_shards(DistEnv(rank, world, rank)):
+    with sharing_shards(DistEnv(rank, world, rank), [url]):
         data = open_data(DataConfig(source=DataSource(prepared=url), seq_len=32), EvaluationConfig(), 0)
         tokens = data.read_training(0, data.num_train_samples)["tokens"]
         dist.barrier()  # as at the end of a run: no worker leaves while others still read

@@ -3,11 +3,12 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx.run.cache import cache_root
 from phalanx.storage.cache import localize_into, set_peers
 from phalanx.storage.peers import ObjectPeers
+from phalanx.storage.url import is_url
 from phalanx.train.checkpoint.in_memory.replication import find_local_address
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import (
@@ -18,11 +19,13 @@ from phalanx.train.distributed.object_collectives import (
 
 
 @contextlib.contextmanager
-def sharing_shards(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Share shards among the nodes, as long as this lasts. The first worker of each node serves them. Nodes that see
-    one cache directory share that instead. Every worker enters at the same time."""
-    nodes = gather_node_map(dist_env, environment)
-    if nodes.num_nodes == 1:
+def sharing_shards(
+    dist_env: DistEnv, datasets: Sequence[str | None], environment: Mapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Share the shards of datasets at URLs among the nodes, as long as this lasts. The first worker of each node serves
+    them. Nodes that see one cache directory share that instead. Every worker enters at the same time."""
+    nodes = gather_node_map(dist_env, environment) if any(map(is_url, datasets)) else None
+    if nodes is None or nodes.num_nodes == 1:
         yield
         return
     secret = broadcast_json_from_rank_zero(dist_env, secrets.token_hex(16))

@@ -73,7 +73,8 @@ def run_worker(
     with _reporting_errors(process) as ending:
         process, recipe = _join_world(process)
         recipe = ensure_data_prepared(recipe, process.run, process.folder)
-        with sharing_shards(process.dist_env), explain_out_of_memory(recipe.batch.micro_size):
+        datasets = [source.prepared for source in list_sources(recipe.data, recipe.evaluation)]
+        with sharing_shards(process.dist_env, datasets), explain_out_of_memory(recipe.batch.micro_size):
             data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
             assert_same_on_all_ranks(process.dist_env, data.fingerprint, "data", SAME_DATA_HINT)
             trainer = _make_trainer(process, recipe, data, force=bool(payload.get("force")))
