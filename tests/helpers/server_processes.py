@@ -1,5 +1,6 @@
 """Servers for tests on this machine: a free port, a certificate, and a process that is ended afterwards."""
 
+import atexit
 import contextlib
 import shutil
 import socket
@@ -21,13 +22,13 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=folder) or shutil.which(name) or shutil.which(name, path="/usr/sbin")
 
 
-_reserved_ports: list[socket.socket] = []
+_reserved_ports = contextlib.ExitStack()
+atexit.register(_reserved_ports.close)
 
 
 def find_free_port() -> int:
     """A port that the system gives to no other process while this one lives."""
-    _reserved_ports.append(reserve_port())
-    return int(_reserved_ports[-1].getsockname()[1])
+    return int(_reserved_ports.enter_context(reserve_port()).getsockname()[1])
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
