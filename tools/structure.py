@@ -35,7 +35,7 @@ BUDGETS = {
     "src/phalanx/serve": 2_000,
     "src/phalanx/storage": 1_780,
     "src/phalanx/telemetry": 1_450,
-    "src/phalanx/train": 22_300,
+    "src/phalanx/train": 22_310,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
