@@ -3,7 +3,6 @@
 import base64
 import hmac
 import os
-import re
 import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.storage.run_objects import find_local_directory
 from server_processes import find_free_port, run_server
-from train_harness import TrainHarness, plan_fault, random_words, write_faults
+from train_harness import TrainHarness, plan_fault, random_words, read_digest, write_faults
 
 AZURITE = Path(__file__).parents[2] / "build/azurite/node_modules/.bin/azurite-blob"
 ACCOUNT = "devstoreaccount1"
@@ -50,12 +49,6 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("AZURITE_BLOB_STORAGE_URL", f"http://127.0.0.1:{port}")
         make_container(f"http://127.0.0.1:{port}/{ACCOUNT}", "training")
         yield
-
-
-def read_digest(text: str) -> str:
-    found = re.search(r"^digest +(\w+)$", text, re.MULTILINE)
-    assert found, text
-    return found[1]
 
 
 def test_a_killed_run_resumes_from_the_store_and_ends_in_the_digest_of_the_local_run(

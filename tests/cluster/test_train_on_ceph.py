@@ -12,7 +12,7 @@ from ceph_cluster import CEPH_MISSING, SECRET_KEY, CephCluster, ceph_cluster
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.storage.run_objects import find_local_directory
-from train_harness import TrainHarness, Values, plan_fault, random_words, wait_until, write_faults
+from train_harness import TrainHarness, Values, plan_fault, random_words, read_digest, wait_until, write_faults
 
 if CEPH_MISSING is not None:
     pytest.skip(CEPH_MISSING, allow_module_level=True)
@@ -34,12 +34,6 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephCluster]:
 
 def changes(**more: object) -> Values:
     return {"data": {"source": {"text": f"s3://{BUCKET}/corpus/*.txt"}}, **more}
-
-
-def read_digest(text: str) -> str:
-    found = re.search(r"^digest +(\w+)$", text, re.MULTILINE)
-    assert found, text
-    return found[1]
 
 
 def test_a_run_with_data_and_checkpoints_in_the_store_survives_a_worker_and_a_disk(

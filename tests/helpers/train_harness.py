@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -295,6 +296,13 @@ def write_faults(run: Run, faults: Sequence[Values]) -> None:
 
 def faults_file(run: Run) -> Path:
     return run.path.with_name(run.path.name + ".faults.json")
+
+
+def read_digest(text: str) -> str:
+    """The digest that `phalanx train` printed."""
+    found = re.search(r"^digest +(\w+)$", text, re.MULTILINE)
+    assert found, text
+    return found[1]
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 90.0, what: str = "") -> Any:

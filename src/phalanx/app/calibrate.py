@@ -47,10 +47,11 @@ def calibrate(
     speeds = []
     for place in locations:
         progress(place.location, 0.0)
+        probe_name = f"{SCRATCH_PREFIX}{secrets.token_hex(8)}"
         try:
-            speeds.append(measure_location(place, f"{SCRATCH_PREFIX}{secrets.token_hex(8)}"))
+            speeds.append(measure_location(place, probe_name))
         except OSError as error:
-            raise UsageError(f"{place.key}: {describe_os_error(error)}") from None
+            raise UsageError(f"{place.key}: {describe_os_error(error).replace(f'/{probe_name}', '')}") from None
     with create_scratch_dir(folder) as scratch, ForkServerClient() as fork_server:
         executor = Executor(
             run_in_process=partial(call_in_subprocess, fork_server),

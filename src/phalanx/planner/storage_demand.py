@@ -58,7 +58,8 @@ def predict_storage_demand(
     data: StoredData | None,
 ) -> StorageDemand:
     """Predict what a run on `num_devices` asks of its storage; `data`: where its data are, if in a store."""
-    nodes, storage, device = -(-num_devices // cluster.node.count), cluster.storage, cluster.node.accelerator
+    nodes = -(-num_devices // cluster.node.count)
+    storage, device = cluster.storage, cluster.node.accelerator
     speeds = {speed.location: speed for speed in (cluster.measured.locations if cluster.measured else ())}
     copy_gbps = device.host_gbps or (device.memory_gbps and device.memory_gbps / 2)  # a CPU reads and writes its own
     rates = {

@@ -47,7 +47,7 @@ class StoreUnavailable(OSError):
 
 def describe(error: Exception) -> str:
     """The reason that a store gave, in one short line without any secret."""
-    text = " ".join(_SECRETS.sub("", str(error).partition("Debug source:")[0]).split())
+    text = " ".join(_SECRETS.sub("", str(error)).split())  # with obstore's details, which may hold the cause
     if found := _REASON.search(text):
         return found[1] or found[2]
     for pattern, reason in (
@@ -57,7 +57,7 @@ def describe(error: Exception) -> str:
     ):
         if pattern.search(text):
             return reason
-    return text[:160]
+    return text.partition(" Debug source:")[0][:160]
 
 
 def is_expired(error: Exception) -> bool:

@@ -232,6 +232,8 @@ def check_writable(url: StoreUrl) -> None:
         store.delete([(url / probe).key])
     except UsageError as error:
         raise UsageError(str(error).replace(f"/{probe}", "")) from None
+    except StoreUnavailable as error:
+        raise StoreUnavailable(str(url), str(error.strerror).replace(f"/{probe}", "")) from None
 
 
 def make_client(url: StoreUrl, environ: Mapping[str, str] = os.environ) -> "ObjectStore":

@@ -42,10 +42,8 @@ def sharing_shards(
     if dist_env.is_rank_zero:
         marker.unlink(missing_ok=True)
     if not any(sees_cache for _, sees_cache in gathered):
-        peers.connect(
-            [(host, port) for (host, port), _ in (gathered[nodes.ranks_on(n)[0]] for n in range(nodes.num_nodes))],
-            own_node,
-        )
+        leaders = [nodes.ranks_on(node)[0] for node in range(nodes.num_nodes)]
+        peers.connect([tuple(gathered[leader][0]) for leader in leaders], own_node)
         set_peers(peers)
     try:
         yield

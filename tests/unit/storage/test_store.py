@@ -13,7 +13,7 @@ import pytest
 from phalanx.errors import DataError, UsageError, is_storage_error
 from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe, refuse
 from phalanx.storage.reader import open_location
-from phalanx.storage.store import FIRST_CONTACT_S, RANGE_BYTES, Store, make_client, open_store
+from phalanx.storage.store import FIRST_CONTACT_S, RANGE_BYTES, Store, check_writable, make_client, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
 Answer = Callable[[BaseHTTPRequestHandler, bytes], None]
@@ -219,3 +219,12 @@ def test_missing_credentials_are_named_for_each_store() -> None:
 def test_a_request_that_a_store_does_not_know_is_not_tried_again() -> None:
     error = Exception("Server returned non-2xx status code: 501 Not Implemented: timed out waiting")
     assert str(refuse("gs://box/key", error)) == "gs://box/key: 501 Not Implemented"
+
+
+def test_a_server_that_is_not_there_is_called_so_without_the_name_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr("phalanx.storage.store.FIRST_CONTACT_S", 0.0)
+    with pytest.raises(StoreUnavailable) as caught:
+        check_writable(parse_url("s3://box/run"))
+    assert (caught.value.filename, caught.value.strerror) == ("s3://box/run", "nothing answers there")
