@@ -1,13 +1,17 @@
 """Prepare, verify and inspect datasets, in a directory or at a URL."""
 
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from phalanx.data import PrepareProgress, prepare_cached, prepare_source
+from phalanx.app.submit import parse_job_fields
+from phalanx.data import DatasetPart, PrepareProgress, prepare_cached, prepare_part, prepare_source
 from phalanx.data import inspect_dataset as inspect_dataset
 from phalanx.data import verify_dataset as verify_dataset
 from phalanx.data.dataset_files import check_upload, upload_dataset
 from phalanx.errors import UsageError
+from phalanx.jobs.spec import Job, make_array
 from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.storage.url import is_url, parse_url
 
@@ -18,17 +22,63 @@ def prepare_to(
     data: DataConfig,
     num_workers: int | None,
     report_progress: Callable[[PrepareProgress], None],
-) -> None:
+    part: DatasetPart | None = None,
+) -> bool:
     """Prepare a source, its paths relative to the working directory, as the dataset `out`: a directory, or a URL to
-    which it is uploaded from the cache. UsageError where something is there, or nothing can be written."""
+    which it is uploaded from the cache. UsageError where something is there, or nothing can be written. Returns whether
+    the dataset is complete, which after one `part` of it may not be so."""
+    if part is not None:
+        _check_parts_directory(out)
+        return prepare_part(
+            source, data, Path.cwd(), Path(out), part, num_workers=num_workers, report_progress=report_progress
+        )
     if is_url(out):
         url = parse_url(out)
         check_upload(url)
         upload_dataset(
             prepare_cached(source, data, Path.cwd(), report_progress=report_progress, num_workers=num_workers), url
         )
-        return
+        return True
     path = Path(out)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
     prepare_source(source, data, Path.cwd(), path, num_workers=num_workers, report_progress=report_progress)
+    return True
+
+
+def make_prepare_jobs(
+    command_words: Sequence[str],
+    out: str,
+    num_tasks: int,
+    workers: int | None,
+    time_limit: str | None,
+    backend_options: Sequence[str],
+) -> tuple[Job, ...]:
+    """Make the array of which each job prepares a part of the dataset `out`, a directory that all nodes see.
+    `command_words`: source and tokenizer, as for `phalanx data prepare`."""
+    _check_parts_directory(out)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"prepare-{Path(out).name}")[:50]
+    command = (sys.executable, "-P", "-m", "phalanx", "data", "prepare")
+    fields = parse_job_fields("1", None, workers, None, time_limit, backend_options)
+    given = {key: value for key, value in fields.items() if value is not None}
+    jobs = [
+        Job(name, (*command, "--part", f"{number}/{num_tasks}", *command_words), Path.cwd(), **given)
+        for number in range(1, num_tasks + 1)
+    ]
+    return make_array(name, jobs)
+
+
+def parse_part(text: str) -> DatasetPart:
+    """Parse I/N, with I from 1 to N."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"--part {text}: expected I/N with I from 1 to N, for instance 1/8")
+    return DatasetPart(int(match[1]) - 1, int(match[2]))
+
+
+def _check_parts_directory(out: str) -> None:
+    if is_url(out):
+        raise UsageError(
+            f"--out {out}: parts are prepared in a directory that all tasks share; give one, and copy the dataset to "
+            "the URL when it is complete"
+        )

@@ -288,7 +288,8 @@ def submit_jobs(backend: Backend, requests: Sequence[SubmitRequest], out: TextIO
     job_ids = backend.submit_array(requests)
     jobs = [job for request in requests for job in request.array_jobs or (request.job,)]
     for job_id, job in zip(job_ids, jobs, strict=True):
-        print(f"job {job_id} ({job.name}) submitted to {backend.name}, run {job.run_dir}", file=out)
+        where = "" if job.run_dir is None else f", run {job.run_dir}"
+        print(f"job {job_id} ({job.name}) submitted to {backend.name}{where}", file=out)
     print(f"cancel all: phalanx jobs cancel {jobs[0].array_name} --on {backend.name}", file=out)
     return job_ids
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from phalanx import formatting
-from phalanx.cli.options import JsonOption
+from phalanx.cli.options import BackendOptionOption, BackendOptionsCommand, JsonOption, TimeLimitOption
 from phalanx.errors import ExitCode, UsageError
 from phalanx.std_streams import escape_control_chars
 from phalanx.storage.url import is_url
@@ -19,6 +19,7 @@ from phalanx.text_table import format_facts
 if TYPE_CHECKING:
     from phalanx.data import PrepareProgress
     from phalanx.data.inspection import DatasetContent
+    from phalanx.jobs.spec import Job
     from phalanx.recipe.data_schema import DataConfig, DataSource
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prepare, verify and inspect training data.")
@@ -27,7 +28,7 @@ DatasetArgument = Annotated[str, typer.Argument(metavar="DIR|URL", help="Dataset
 _LINE_INTERVAL_S = 5.0  # seconds between progress lines where there is no terminal
 
 
-@app.command()
+@app.command(cls=BackendOptionsCommand)
 def prepare(
     out: Annotated[str, typer.Option("--out", metavar="DIR|URL", help="Dataset directory or URL to create.")],
     globs: Annotated[
@@ -83,10 +84,22 @@ def prepare(
             show_default="one per core",
         ),
     ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Prepare the Ith of N parts; whoever finishes last completes the dataset."),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="BACKEND", help="Submit the parts as jobs: local, slurm, kubernetes or ray."),
+    ] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Jobs with --on.")] = None,
+    time_limit: TimeLimitOption = None,
+    backend_option: BackendOptionOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --on: print what would be submitted.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prepare text or images as checksummed shards. If interrupted, run the same command again to resume."""
-    from phalanx.app.data import inspect_dataset, prepare_to
+    from phalanx.app.data import inspect_dataset, make_prepare_jobs, parse_part, prepare_to
 
     formats = {"jsonl": jsonl, "parquet": parquet, "arrow": arrow, "webdataset": webdataset, "tokens": bool(tokens)}
     given = [kind for kind, is_given in formats.items() if is_given]
@@ -99,14 +112,26 @@ def prepare(
     data = _parse_data(tokenizer, on_bad_row)
     if source.has_images and tokenizer != "bytes":
         raise UsageError("--tokenizer is for text, and the source has images: omit it")
+    if on is None and (tasks or time_limit or backend_option or dry_run):
+        raise UsageError("--tasks, --time-limit, --backend-option and --dry-run are for jobs: give --on BACKEND, too")
+    if on is not None:
+        if tasks is None or part is not None:
+            raise UsageError(f"--on {on}: give the number of jobs as --tasks N, and not --part")
+        words = ["--out", out, *([] if workers is None else ["--workers", str(workers)])]
+        words = _format_source(source, tokenizer, on_bad_row, words)
+        _submit_jobs(on, make_prepare_jobs(words, out, tasks, workers, time_limit, backend_option or []), dry_run)
+        return
     try:
         with show_progress() as progress:
-            prepare_to(out, source, data, workers, progress)
+            is_complete = prepare_to(out, source, data, workers, progress, None if part is None else parse_part(part))
     except KeyboardInterrupt:
         kept = "the cache" if is_url(out) else f"{out}.partial"
         print(f"interrupted: finished shards are kept in {kept}; run the same command again to resume", file=sys.stderr)
         raise SystemExit(ExitCode.UNFINISHED) from None
-    _print_dataset(inspect_dataset(out), as_json)
+    if is_complete:
+        _print_dataset(inspect_dataset(out), as_json)
+    else:
+        print(f"part {part} of {out} is prepared; others are not, yet", file=sys.stderr)
 
 
 @app.command()
@@ -142,6 +167,36 @@ def inspect(
     from phalanx.app.data import inspect_dataset
 
     _print_dataset(inspect_dataset(dataset, tokens), as_json)
+
+
+def _format_source(source: "DataSource", tokenizer: str, on_bad_row: str, words: list[str]) -> list[str]:
+    """The command-line words of a source, after `words`."""
+    words = [*words, "--tokenizer", tokenizer, "--on-bad-row", on_bad_row, "--text-field", source.text_field]
+    words += [word for glob in source.exclude for word in ("--exclude", glob)]
+    if source.image_size is not None:
+        words += ["--image-size", *map(str, source.image_size)]
+    if source.idx is not None:
+        return [*words, "--idx", source.idx.images, source.idx.labels]
+    if source.images is not None:
+        return [*words, "--images", source.images]
+    if source.kind == "tokens":
+        words += ["--tokens", source.format]
+    elif source.kind != "text":
+        words.append(f"--{source.kind}")
+    globs = getattr(source, source.kind)
+    return [*words, "--", *([globs] if isinstance(globs, str) else globs)]
+
+
+def _submit_jobs(on: str, jobs: "Sequence[Job]", dry_run: bool) -> None:
+    from phalanx.app.submit import submit_jobs
+    from phalanx.jobs.backends.base import open_backend
+
+    backend = open_backend(on)
+    requests = backend.render_array(jobs)
+    if dry_run:
+        print("\n\n".join(map(str, requests)))
+    else:
+        submit_jobs(backend, requests, sys.stdout)
 
 
 def _parse_source(

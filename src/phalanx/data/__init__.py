@@ -8,7 +8,7 @@ from phalanx.data.cache import prepare_all_sources, prepare_cached
 from phalanx.data.inspection import inspect_dataset, verify_dataset
 from phalanx.data.manifest import is_dataset
 from phalanx.data.prefetch import Prefetcher, RankBatch
-from phalanx.data.prepare import prepare_source
+from phalanx.data.prepare import DatasetPart, prepare_part, prepare_source
 from phalanx.data.prepare_plan import PrepareProgress
 from phalanx.data.reader import IGNORE_INDEX, Batch, DataInfo, RunData, open_data
 from phalanx.data.tokenizers import Tokenizer, load_tokenizer
@@ -17,6 +17,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "DataInfo",
+    "DatasetPart",
     "Prefetcher",
     "PrepareProgress",
     "RankBatch",
@@ -28,6 +29,7 @@ __all__ = [
     "open_data",
     "prepare_all_sources",
     "prepare_cached",
+    "prepare_part",
     "prepare_source",
     "verify_dataset",
 ]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -58,6 +58,9 @@ from phalanx.run.process_messages import CallProgress, CallReply
 logger = logging.getLogger(__name__)
 
 _FORMAT_CHECK_THREADS = 16
+_PLAN_FILE = "plan"
+_PARTS_LOCK_FILE = "lock.parts"
+"""Locked by a part while it checks the plan and makes the tokenizer; `lock` is shared by the parts."""
 BPE_SAMPLE_BYTES = 64 << 20  # bytes of text that a BPE is trained on
 
 
@@ -99,6 +102,14 @@ def prepare_source(
     return dataset_dir
 
 
+@dataclass(frozen=True)
+class DatasetPart:
+    """One of the parts into which the preparation of a dataset is divided: 0 .. num_parts - 1."""
+
+    index: int
+    num_parts: int
+
+
 class _WorkingDir(NamedTuple):
     """A working directory that no other process touches as long as the file `lock_fd` is open anywhere."""
 
@@ -110,18 +121,11 @@ class _WorkingDir(NamedTuple):
 def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator[_WorkingDir | None]:
     """The working directory of `dataset_dir`, locked against other processes; None when `dataset_dir` is there (by
     now)."""
-    partial = dataset_dir.with_name(dataset_dir.name + ".partial")
     if is_dataset(dataset_dir):
         yield None
         return
-    if dataset_dir.exists() and (not dataset_dir.is_dir() or any(dataset_dir.iterdir())):
-        raise UsageError(f"{dataset_dir}: exists and is not a dataset; choose another place or remove it")
-    partial.mkdir(parents=True, exist_ok=True)
-    if any(partial.iterdir()) and not (partial / "lock").is_file():
-        raise UsageError(
-            f"{partial}: preparing would write there, but it holds other files; choose another place than {dataset_dir}"
-        )
-    with open(partial / "lock", "w") as lock:
+    partial = _make_partial(dataset_dir)
+    with open(partial / LOCK_FILE, "w") as lock:
         try:
             acquire_lock(lock.fileno(), inf, f"another process, which is preparing {dataset_dir}", reporter.report_note)
         except LocksUnsupportedError as error:
@@ -141,6 +145,66 @@ def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator
             yield None
         else:
             yield _WorkingDir(partial, lock.fileno())
+
+
+def prepare_part(
+    source: DataSource,
+    data: DataConfig,
+    recipe_dir: Path,
+    dataset_dir: Path,
+    part: DatasetPart,
+    *,
+    num_workers: int | None = None,
+    report_progress: Callable[[PrepareProgress], None] = ignore_progress,
+    clock: Callable[[], float] = time.perf_counter,
+) -> bool:
+    """Prepare one of several parts of `dataset_dir`, which other processes, also on other machines with the same file
+    system, may prepare at the same time. Returns whether the dataset is complete: whoever sees all parts completes it.
+    """
+    plan = make_prepare_plan(source, data, recipe_dir)
+    numbers = range(len(plan.pieces))
+    own = numbers[part.index :: part.num_parts]
+    started = clock()
+    reporter = ProgressReporter(
+        sum(piece_bytes(plan.pieces[number]) for number in own), report_progress, lambda: clock() - started
+    )
+    if is_dataset(dataset_dir):
+        return True
+    partial = _make_partial(dataset_dir)
+    with open(partial / LOCK_FILE, "w+") as lock:  # a shared lock on NFS needs a readable file
+        with open(partial / _PARTS_LOCK_FILE, "w") as parts_lock:
+            acquire_lock(parts_lock.fileno(), inf, f"another part of {dataset_dir}, which begins", reporter.report_note)
+            is_same_plan = _has_plan(plan, partial)
+            what = f"another process, which is preparing {dataset_dir}"
+            acquire_lock(lock.fileno(), inf, what, reporter.report_note, is_shared=is_same_plan)
+            if is_dataset(dataset_dir):  # completed between the two looks, and what we locked is an empty directory
+                shutil.rmtree(partial, ignore_errors=True)
+                return True
+            _begin_dataset(plan, partial, reporter)
+            acquire_lock(lock.fileno(), inf, what, reporter.report_note, is_shared=True)
+        job = PrepareJob.from_plan(plan, partial)
+        _write_pieces(plan, job, own, num_workers or count_free_cores(), reporter, lock.fileno())
+        is_complete = all(read_done_file(partial, number) for number in numbers)
+    if is_complete:
+        prepare_source(source, data, recipe_dir, dataset_dir, report_progress=report_progress)
+    return is_complete
+
+
+def _partial_of(dataset_dir: Path) -> Path:
+    return dataset_dir.with_name(dataset_dir.name + ".partial")
+
+
+def _make_partial(dataset_dir: Path) -> Path:
+    """Make the working directory of `dataset_dir`. Raises UsageError where something else is in the way."""
+    partial = _partial_of(dataset_dir)
+    if dataset_dir.exists() and (not dataset_dir.is_dir() or any(dataset_dir.iterdir())):
+        raise UsageError(f"{dataset_dir}: exists and is not a dataset; choose another place or remove it")
+    partial.mkdir(parents=True, exist_ok=True)
+    if any(partial.iterdir()) and not (partial / LOCK_FILE).is_file():
+        raise UsageError(
+            f"{partial}: preparing would write there, but it holds other files; choose another place than {dataset_dir}"
+        )
+    return partial
 
 
 def prepare_stream(
@@ -167,28 +231,13 @@ def _write_dataset(
 ) -> None:
     """Write everything that a plan asks for and that is not there yet."""
     folder = working_dir.working_dir
-    with ThreadPoolExecutor(_FORMAT_CHECK_THREADS) as pool:
-        for done in pool.map(lambda file: check_file_format(file.path, plan.kind), plan.files):
-            assert done is None
-    _discard_other_plan(plan.cache_key, folder)
-    _write_tokenizer(plan, folder, reporter)
+    _begin_dataset(plan, folder, reporter)
     if is_stream and not is_dataset(folder):
         StreamDescription.from_plan(plan).write(folder)
         _build_manifest(plan, (), folder).write(folder)
     job = PrepareJob.from_plan(plan, folder)
-    pending: dict[int, PreparePiece] = {}
-    for number in dict.fromkeys([*first_pieces, *range(len(plan.pieces))]):
-        piece = plan.pieces[number]
-        if (done := read_done_file(folder, number)) is None:
-            pending[number] = piece
-        else:
-            reporter.add_progress(piece_bytes(piece), done.entry.count)
-    if num_workers == 1 or len(pending) == 1:
-        writer = PieceWriter(job)
-        for number, piece in pending.items():
-            writer.write_piece(number, piece, reporter.add_progress)
-    else:
-        write_with_workers(job, pending, num_workers, reporter, working_dir.lock_fd)
+    numbers = dict.fromkeys([*first_pieces, *range(len(plan.pieces))])
+    _write_pieces(plan, job, list(numbers), num_workers, reporter, working_dir.lock_fd)
     shards, lost_bytes, rows = [], Counter[str](), BadRows(is_skipping=True)
     rows.merge(plan.skipped)
     for entry, lost, skipped in filter(None, (read_done_file(folder, number) for number in range(len(plan.pieces)))):
@@ -211,6 +260,39 @@ def _write_dataset(
     if not shards:
         raise RecipeError(f"data.source: the {len(plan.files)} file(s) found contain no {content}")
     _build_manifest(plan, tuple(shards), folder).write(folder)
+
+
+def _begin_dataset(plan: PreparePlan, folder: Path, reporter: ProgressReporter) -> None:
+    """Check the files of a plan, and put into `folder` what the pieces need: the plan and the tokenizer."""
+    with ThreadPoolExecutor(_FORMAT_CHECK_THREADS) as pool:
+        for done in pool.map(lambda file: check_file_format(file.path, plan.kind), plan.files):
+            assert done is None
+    _discard_other_plan(plan, folder)
+    _write_tokenizer(plan, folder, reporter)
+
+
+def _write_pieces(
+    plan: PreparePlan,
+    job: PrepareJob,
+    numbers: Sequence[int],
+    num_workers: int,
+    reporter: ProgressReporter,
+    lock_fd: int,
+) -> None:
+    """Write these pieces in this order, without those that are there."""
+    pending: dict[int, PreparePiece] = {}
+    for number in numbers:
+        piece = plan.pieces[number]
+        if (done := read_done_file(Path(job.dataset_dir), number)) is None:
+            pending[number] = piece
+        else:
+            reporter.add_progress(piece_bytes(piece), done.entry.count)
+    if num_workers == 1 or len(pending) == 1:
+        writer = PieceWriter(job)
+        for number, piece in pending.items():
+            writer.write_piece(number, piece, reporter.add_progress)
+    else:
+        write_with_workers(job, pending, num_workers, reporter, lock_fd)
 
 
 def _report_warnings(
@@ -236,15 +318,19 @@ def _report_warnings(
         )
 
 
-def _discard_other_plan(key: str, folder: Path) -> None:
+def _discard_other_plan(plan: PreparePlan, folder: Path) -> None:
     """Discard the contents of `folder` unless they belong to the same plan."""
-    plan_file = folder / "plan"
-    if plan_file.is_file() and plan_file.read_text() == key:
+    if _has_plan(plan, folder):
         return
     for path in folder.iterdir():
-        if path.name != "lock":
+        if path.name not in (LOCK_FILE, _PARTS_LOCK_FILE):
             path.unlink()
-    write_atomic(plan_file, key)
+    write_atomic(folder / _PLAN_FILE, plan.cache_key)
+
+
+def _has_plan(plan: PreparePlan, folder: Path) -> bool:
+    """Whether the contents of `folder` belong to this plan."""
+    return (folder / _PLAN_FILE).is_file() and (folder / _PLAN_FILE).read_text() == plan.cache_key
 
 
 def _write_tokenizer(plan: PreparePlan, folder: Path, reporter: ProgressReporter) -> None:
@@ -282,7 +368,7 @@ def _commit_dataset(partial: Path, dataset_dir: Path) -> None:
     """Give the finished directory its name, in such an order that a power cut leaves it whole or unfinished."""
     for path in partial.iterdir():
         # also what a worker that was killed left half-written
-        if path.suffix in (".done", ".piece", ".tmp") or path.name == "plan":
+        if path.suffix in (".done", ".piece", ".tmp") or path.name in (_PLAN_FILE, _PARTS_LOCK_FILE):
             path.unlink()
     sync_directory(partial)
     try:
@@ -290,7 +376,7 @@ def _commit_dataset(partial: Path, dataset_dir: Path) -> None:
     except OSError:
         if not is_dataset(dataset_dir):  # without locks, another process may have been faster
             raise
-    (dataset_dir / "lock").unlink(missing_ok=True)
+    (dataset_dir / LOCK_FILE).unlink(missing_ok=True)
     sync_directory(dataset_dir.parent)
 
 

@@ -53,13 +53,21 @@ def is_wanted(run: Run) -> bool:
     return (run.path / WANTED_FILE).exists()
 
 
-def acquire_lock(fd: int, timeout_s: float, what: str = "", report: Callable[[str], None] = print_status) -> bool:
+def acquire_lock(
+    fd: int,
+    timeout_s: float,
+    what: str = "",
+    report: Callable[[str], None] = print_status,
+    is_shared: bool = False,
+) -> bool:
     """Take the lock on an open file or directory within `timeout_s` seconds, and return whether that worked. Reports
-    that it waits for `what`. Raises NoLocksError where the file system has no locks."""
+    that it waits for `what`. Several processes may hold a shared lock. Raises LocksUnsupportedError where the file
+    system has no locks."""
+    operation = (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     try:
         return _retry_until_expired(
             Deadline(what, timeout_s, report if what else _ignore_message),
-            partial(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB),
+            partial(fcntl.flock, fd, operation),
         )
     except OSError as error:
         if error.errno in STORAGE_BROKEN_ERRNOS:

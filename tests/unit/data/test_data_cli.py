@@ -7,7 +7,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.data import PrepareProgress, prepare_plan
 from phalanx.data import prepare as prepare_module
-from small_data import write_texts
+from phalanx.jobs.spec import Job
+from small_data import contents, write_texts
 
 
 @pytest.fixture
@@ -35,6 +36,21 @@ def test_prepare_verify_inspect(texts, capsys):
     assert printed.endswith("\n\ntext 0\ntext \n")
 
 
+def test_jobs_prepare_the_parts_of_a_dataset(texts, capsys, monkeypatch):
+    monkeypatch.setattr(prepare_plan, "MIN_PIECE_BYTES", 10_000)
+    out = texts / "out"
+    options = ["--exclude", "9.txt", "--on-bad-row", "skip", "--out", str(out), "--workers", "1"]
+    jobs: list[Job] = []
+    monkeypatch.setattr("phalanx.app.submit.submit_jobs", lambda _, requests, __: jobs.extend(r.job for r in requests))
+    assert data("prepare", "*.txt", *options, "--on", "local", "--tasks", "3") == 0
+    assert [job.name for job in jobs] == ["prepare-out.0", "prepare-out.1", "prepare-out.2"]
+    for job in jobs:
+        assert not out.exists()
+        assert main(list(job.command[4:])) == 0
+    assert data("prepare", "*.txt", *options[:4], "--out", texts / "whole") == 0
+    assert contents(out) == contents(texts / "whole")
+
+
 def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     write_texts(texts / "texts", {"a.jsonl": '{"body": "some words and some more words"}\n' * 50})
     words = ["a.jsonl", "--jsonl", "--text-field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]
@@ -46,6 +62,9 @@ def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     ("words", "told"),
     [
         ([], "give one source"),
+        (["*.txt", "--part", "3/2"], "expected I/N"),
+        (["*.txt", "--on", "slurm"], "--tasks N"),
+        (["*.txt", "--tasks", "2"], "--on BACKEND"),
         (["*.txt", "--images", "x"], "give one source"),
         (["--images", "x"], "--image-size 224 224"),
         (["*.txt", "--jsonl", "--parquet"], "give one of them"),

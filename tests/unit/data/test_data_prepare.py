@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 import phalanx.data.prepare
-from phalanx.data import prepare_plan, verify_dataset
+from phalanx.data import DatasetPart, prepare_part, prepare_plan, verify_dataset
 from phalanx.data.prepare_plan import PrepareProgress
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.recipe.data_schema import DataConfig, DataSource
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
 
 SOURCE = Path(prepare_plan.__file__).parents[2]
@@ -41,6 +43,30 @@ def test_the_result_does_not_depend_on_the_number_of_workers(texts, tmp_path, sm
     assert all_tokens(outs[0]).tobytes().replace(b"\0", b"") == b"".join(
         path.read_bytes() for path in sorted(texts.iterdir())
     )
+
+
+def test_parts_in_any_order_and_at_once_make_the_same_dataset(texts, tmp_path, small_pieces):
+    whole = prepare(texts, tmp_path / "whole", {"text": "*.txt"})
+    source, out = DataSource(text="*.txt"), tmp_path / "parts"
+
+    def prepare_one(index: int) -> bool:
+        return prepare_part(source, DataConfig(), texts, out, DatasetPart(index, 4), num_workers=1)
+
+    assert not prepare_one(2)
+    assert not prepare_one(2)  # a task that is started again
+    with ThreadPoolExecutor() as pool:
+        assert any(pool.map(prepare_one, (0, 1, 3)))
+    assert contents(out) == contents(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "whole", "parts"}
+
+
+def test_parts_of_changed_files_are_begun_anew(texts, tmp_path, small_pieces):
+    source, out = DataSource(text="*.txt"), tmp_path / "parts"
+    prepare_part(source, DataConfig(), texts, out, DatasetPart(0, 2), num_workers=1)
+    (texts / "01.txt").write_text("other text\n")
+    for index in range(2):
+        prepare_part(source, DataConfig(), texts, out, DatasetPart(index, 2), num_workers=1)
+    assert contents(out) == contents(prepare(texts, tmp_path / "whole", {"text": "*.txt"}))
 
 
 def test_the_fingerprint_is_that_of_the_contents_wherever_they_lie(texts, tmp_path):
