@@ -1,10 +1,12 @@
 """Training on a source that is prepared meanwhile: the samples and the digest are those of the prepared source."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 from phalanx.errors import ExitCode
+from run_nodes import make_nodes
 from train_harness import TrainHarness, Values, merge_recipes, plan_fault
 
 STREAM: Values = {
@@ -46,3 +48,15 @@ def test_a_killed_curriculum_of_streams_ends_on_another_world_in_the_same_digest
     mixture = merge_recipes(STREAM, {"data": {"source": sources, "curriculum": stages}})
     killed = streamed.train(mixture, 2, faults=[plan_fault(7)])
     assert streamed.train(mixture, 1).digest == killed.digest
+
+
+def test_nodes_with_own_caches_end_in_the_digest_of_one_machine(streamed: TrainHarness, tmp_path: Path) -> None:
+    nodes = make_nodes(streamed, tmp_path)
+    with nodes.stack:
+        nodes.changes = STREAM
+        caches = [tmp_path / "cache-0", tmp_path / "cache-1"]
+        other = nodes.start(1, PHALANX_CACHE_DIR=str(caches[1]))
+        ended = nodes.end(nodes.start(0, PHALANX_CACHE_DIR=str(caches[0])), other)
+    assert ended.code == 0, ended.message
+    assert all(list(cache.glob("data/*.stream/shard-*.bin")) for cache in caches)
+    assert ended.digest == streamed.train(STREAM, 1).digest

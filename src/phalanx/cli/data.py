@@ -86,7 +86,7 @@ def prepare(
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Prepare the Ith of N parts; whoever finishes last completes the dataset."),
+        typer.Option(metavar="I/N", help="Prepare the Ith of N parts; the last part to end completes the dataset."),
     ] = None,
     on: Annotated[
         str | None,

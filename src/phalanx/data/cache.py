@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, read_manifest
-from phalanx.data.prepare import prepare_source, prepare_stream
+from phalanx.data.prepare import WHOLE_DATASET, DatasetPart, prepare_source, prepare_stream
 from phalanx.data.prepare_plan import PreparePlan, PrepareProgress, ignore_progress, make_prepare_plan, read_done_file
 from phalanx.data.reader import DataInfo
 from phalanx.data.source_files import join_location
@@ -18,7 +18,7 @@ from phalanx.data.stream import (
     forget_stream_error,
     is_being_prepared,
     is_stream,
-    piece_order,
+    preparation_order,
     report_stream_error,
 )
 from phalanx.data.tokenizers import check_tokenizer, load_tokenizer
@@ -39,6 +39,7 @@ def prepare_cached(
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
     order: tuple[float, int] = (0.0, 0),
     num_workers: int | None = None,
+    part: DatasetPart = WHOLE_DATASET,
 ) -> Path:
     """The dataset directory of `source` (paths relative to `recipe_dir`): prepared into the cache, or found there.
 
@@ -46,7 +47,7 @@ def prepare_cached(
     number of processes may ask at once: one prepares, the others wait. A `prepared` source is returned as it is; of
     one at a URL, the local directory that has its manifest. RecipeError where another tokenizer made it. A stream is
     returned once its preparation has begun; `order` has the share for validation and the seed, by which the pieces are
-    prepared in the order in which they are read.
+    prepared in the order in which they are read, the `part` of this node before others.
     """
     if source.prepared is not None:
         with name_recipe_key("data.source"):
@@ -56,7 +57,9 @@ def prepare_cached(
     plan = make_prepare_plan(source, data, recipe_dir)
     dataset_dir = (cache_dir or cache_root()) / "data" / plan.cache_key
     if data.prepare == "stream":
-        return _start_stream(source, data, recipe_dir, dataset_dir.with_name(f"{dataset_dir.name}.stream"), plan, order)
+        return _start_stream(
+            source, data, recipe_dir, dataset_dir.with_name(f"{dataset_dir.name}.stream"), plan, order, part
+        )
     if is_dataset(dataset_dir):
         return dataset_dir
     return prepare_source(
@@ -69,13 +72,19 @@ _preparing: list[CallProcess] = []
 
 
 def _start_stream(
-    source: DataSource, data: DataConfig, recipe_dir: Path, directory: Path, plan: PreparePlan, order: tuple[float, int]
+    source: DataSource,
+    data: DataConfig,
+    recipe_dir: Path,
+    directory: Path,
+    plan: PreparePlan,
+    order: tuple[float, int],
+    part: DatasetPart,
 ) -> Path:
     """Have a stream prepared in the background, unless it is or another process does so; return its directory once it
     is described. Raises what the preparation says is wrong by then."""
     if plan.kind not in ("text", "jsonl", "parquet"):
         raise RecipeError(f"data.prepare: found stream for {plan.kind}, expected `first`: only text is streamed")
-    validation, training = piece_order(len(plan.pieces), *order, StreamDescription.from_plan(plan).identity)
+    pieces = preparation_order(StreamDescription.from_plan(plan), *order)
     directory.mkdir(parents=True, exist_ok=True)
     is_finished = all(read_done_file(directory, number) for number in range(len(plan.pieces)))
     if is_finished and is_dataset(directory):
@@ -88,7 +97,10 @@ def _start_stream(
             "data": data.model_dump(),
             "directory": str(directory),
         }
-        payload |= {"recipe_dir": str(recipe_dir.absolute()), "first_pieces": [*validation, *training]}
+        payload |= {
+            "recipe_dir": str(recipe_dir.absolute()),
+            "first_pieces": [*pieces[part.index :: part.num_parts], *pieces],
+        }
         process.send_call(f"{__name__}:prepare_in_background", payload)
         _preparing.append(process)
         while not (is_stream(directory) and is_dataset(directory)):
@@ -125,17 +137,19 @@ def prepare_all_sources(
     cache_dir: Path | None = None,
     report_progress: Callable[[PrepareProgress], None] = ignore_progress,
     seed: int = 0,
+    part: DatasetPart = WHOLE_DATASET,
 ) -> tuple[DataConfig, EvaluationConfig]:
     """The same `data` and `evaluation` with every source `prepared`, as `open_data` wants them; paths are absolute.
 
-    They share one tokenizer: a BPE is trained on the first source and used for all.
+    They share one tokenizer: a BPE is trained on the first source and used for all. Of streams the `part` of this node
+    is prepared first.
     """
     leading, *others = data.sources
 
-    order = (0.0 if evaluation.source else evaluation.holdout_fraction, seed)
+    order = (holdout_fraction(evaluation), seed)
 
     def prepare_one(source: DataSource, data: DataConfig) -> DataSource:
-        dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress, order).absolute()
+        dataset_path = prepare_cached(source, data, recipe_dir, cache_dir, report_progress, order, part=part).absolute()
         location = source.prepared if is_url(source.prepared) else str(dataset_path)
         return DataSource(prepared=location, weight=source.weight)
 
@@ -147,6 +161,11 @@ def prepare_all_sources(
     first = data.model_copy(update={"prepare": "first"})
     validation_source = None if evaluation.source is None else prepare_one(evaluation.source, first)
     return data.model_copy(update={"source": sources}), evaluation.model_copy(update={"source": validation_source})
+
+
+def holdout_fraction(evaluation: EvaluationConfig) -> float:
+    """The share of each source that is kept for validation."""
+    return 0.0 if evaluation.source else evaluation.holdout_fraction
 
 
 def expect_data_info(data: DataConfig, recipe_dir: Path) -> DataInfo:

@@ -110,6 +110,9 @@ class DatasetPart:
     num_parts: int
 
 
+WHOLE_DATASET = DatasetPart(0, 1)
+
+
 class _WorkingDir(NamedTuple):
     """A working directory that no other process touches as long as the file `lock_fd` is open anywhere."""
 
@@ -159,7 +162,7 @@ def prepare_part(
     clock: Callable[[], float] = time.perf_counter,
 ) -> bool:
     """Prepare one of several parts of `dataset_dir`, which other processes, also on other machines with the same file
-    system, may prepare at the same time. Returns whether the dataset is complete: whoever sees all parts completes it.
+    system, may prepare at the same time. Returns whether the dataset is complete: the last part to end completes it.
     """
     plan = make_prepare_plan(source, data, recipe_dir)
     numbers = range(len(plan.pieces))
@@ -280,19 +283,23 @@ def _write_pieces(
     lock_fd: int,
 ) -> None:
     """Write these pieces in this order, without those that are there."""
-    pending: dict[int, PreparePiece] = {}
-    for number in numbers:
-        piece = plan.pieces[number]
-        if (done := read_done_file(Path(job.dataset_dir), number)) is None:
-            pending[number] = piece
-        else:
-            reporter.add_progress(piece_bytes(piece), done.entry.count)
-    if num_workers == 1 or len(pending) == 1:
+    folder = Path(job.dataset_dir)
+
+    def iterate_missing() -> Iterator[int]:
+        for number in numbers:  # another node may have given a piece meanwhile
+            if (done := read_done_file(folder, number)) is None:
+                yield number
+            else:
+                reporter.add_progress(piece_bytes(plan.pieces[number]), done.entry.count)
+
+    num_missing = sum(read_done_file(folder, number) is None for number in numbers)
+    if num_workers == 1 or num_missing == 1:
         writer = PieceWriter(job)
-        for number, piece in pending.items():
-            writer.write_piece(number, piece, reporter.add_progress)
+        for number in iterate_missing():
+            writer.write_piece(number, plan.pieces[number], reporter.add_progress)
     else:
-        write_with_workers(job, pending, num_workers, reporter, lock_fd)
+        missing = ((number, plan.pieces[number]) for number in iterate_missing())
+        write_with_workers(job, missing, min(num_workers, num_missing), reporter, lock_fd)
 
 
 def _report_warnings(
@@ -385,20 +392,27 @@ SILENCE_TIMEOUT_S = 600.0
 
 
 def write_with_workers(
-    job: PrepareJob, pending: dict[int, PreparePiece], num_workers: int, reporter: ProgressReporter, lock: int
+    job: PrepareJob,
+    missing: Iterator[tuple[int, PreparePiece]],
+    num_workers: int,
+    reporter: ProgressReporter,
+    lock: int,
 ) -> None:
     """Write pieces with several processes. Each inherits the `lock`: if this process is killed, no other process begins
     before the last of them has ended."""
-    numbers, num_left = iter(pending), len(pending)
-    workers = [CallProcess(lock) for _ in range(min(num_workers, len(pending)))]
+    num_busy = 0
+    workers = [CallProcess(lock) for _ in range(num_workers)]
 
     def send_next(worker: CallProcess) -> None:
-        if (number := next(numbers, None)) is not None:
-            write_piece_file(Path(job.dataset_dir), number, pending[number])
+        nonlocal num_busy
+        for number, piece in missing:
+            write_piece_file(Path(job.dataset_dir), number, piece)
             worker.send_call(f"{__name__}:write_piece", {"job": asdict(job), "number": number})
+            num_busy += 1
+            return
 
     def receive(worker: CallProcess) -> None:
-        nonlocal num_left
+        nonlocal num_busy
         if (messages := worker.receive()) is None:
             raise _death_error(worker.process.wait())
         for message in messages:
@@ -406,7 +420,7 @@ def write_with_workers(
                 reporter.add_progress(message.num_bytes, message.count)
             elif isinstance(message, CallReply):
                 value_of(message)
-                num_left -= 1
+                num_busy -= 1
                 send_next(worker)
 
     try:
@@ -415,7 +429,7 @@ def write_with_workers(
                 loop.add_reader(worker.socket, partial(receive, worker))
                 send_next(worker)
             deadline = _start_deadline(reporter)
-            while num_left:
+            while num_busy:
                 if loop.run_once(POLL_INTERVAL_S):
                     deadline = _start_deadline(reporter)
                 elif deadline.check_expired():

@@ -6,6 +6,7 @@ that was finished before an interruption is a shard that need not be written aga
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -363,6 +364,25 @@ def read_done_file(folder: Path, number: int) -> DonePiece | None:
     except FileNotFoundError:
         return None
     return DonePiece(ShardEntry(**found["entry"]), Counter(found["lost"]), found["skipped"])
+
+
+def copy_piece(folder: Path, number: int, copy_file: Callable[[str, Path], bool]) -> bool:
+    """Have the files of a piece that another node prepares copied to `folder`, unless the piece is there; the file that
+    marks it as finished comes last. Returns False where `copy_file(name, target)` did so."""
+    done_path = _done_path(folder, number)
+    if done_path.exists():
+        return True
+    copied_done = done_path.with_suffix(".done-copy")
+    if not copy_file(done_path.name, copied_done):
+        return False
+    entry = json.loads(copied_done.read_bytes())["entry"]
+    for name in (entry["sidecar"], entry["file"]) if entry["count"] else ():
+        copied = folder / f"{name}-copy"
+        if not copy_file(name, copied):
+            return False
+        os.replace(copied, folder / name)
+    os.replace(copied_done, done_path)
+    return True
 
 
 def write_piece_file(folder: Path, number: int, piece: PreparePiece) -> None:

@@ -117,6 +117,12 @@ def piece_order(num_pieces: int, holdout_fraction: float, seed: int, identity: s
     return held, [rest[number] for number in _permuted(len(rest), "pieces", identity, seed, 0).tolist()]
 
 
+def preparation_order(description: StreamDescription, holdout_fraction: float, seed: int) -> list[int]:
+    """All pieces, in the order in which a run reads them: those for validation first."""
+    validation, training = piece_order(description.num_pieces, holdout_fraction, seed, description.identity)
+    return [*validation, *training]
+
+
 def _permute(index: Int64Array, size: int, *key: object) -> Int64Array:
     return permute(index.astype(np.uint64), size, np.array(hash_key(*key), np.uint64)).astype(np.int64)
 

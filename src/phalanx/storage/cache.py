@@ -62,7 +62,7 @@ def localize_files(url: StoreUrl, names: Sequence[str], reserve_bytes: int = 0) 
     store = open_store(url)
     directory = _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
     if _peers is not None:
-        _peers.add_directory(url, directory)
+        _peers.add_directory(str(url), directory)
     return directory
 
 

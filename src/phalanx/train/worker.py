@@ -24,6 +24,7 @@ from torch import Tensor
 
 from phalanx.compat import count_graph_breaks, is_compiled, set_deterministic
 from phalanx.data import RunData, is_dataset, open_data, prepare_all_sources
+from phalanx.data.cache import holdout_fraction
 from phalanx.errors import ExitCode, PhalanxError, describe_os_error, is_storage_error
 from phalanx.recipe import ResolvedRecipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.data_schema import list_sources
@@ -37,6 +38,7 @@ from phalanx.storage.url import is_url
 from phalanx.train.builder import build_context
 from phalanx.train.checkpoint import clean_checkpoint_dir
 from phalanx.train.checkpoint.restore import has_checkpoint
+from phalanx.train.data_sharing import DataSharing, sharing_data
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
 from phalanx.train.distributed.failures import OutOfMemory, explain_out_of_memory, naming_causes
 from phalanx.train.distributed.module_state import get_extra_state, load_extra_state
@@ -50,7 +52,6 @@ from phalanx.train.model_builder import describe_model
 from phalanx.train.precision import set_matmul_precision
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import make_result, report_start, resume_training
-from phalanx.train.shard_sharing import sharing_shards
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.tasks import Classification, load_task
 from phalanx.train.train_context import StopRequest, TrainContext, WorkerProcess
@@ -72,9 +73,10 @@ def run_worker(
     process = _start_process(payload, dist_env, on_event)
     with _reporting_errors(process) as ending:
         process, recipe = _join_world(process)
-        recipe = ensure_data_prepared(recipe, process.run, process.folder)
         datasets = [source.prepared for source in list_sources(recipe.data, recipe.evaluation)]
-        with sharing_shards(process.dist_env, datasets), explain_out_of_memory(recipe.batch.micro_size):
+        is_shared = recipe.data.prepare == "stream" or any(map(is_url, datasets))
+        with sharing_data(process.dist_env, is_shared) as sharing, explain_out_of_memory(recipe.batch.micro_size):
+            recipe = ensure_data_prepared(recipe, process.run, process.folder, sharing)
             data = open_data(recipe.data, recipe.evaluation, recipe.seed, recipe.batch.global_size)
             assert_same_on_all_ranks(process.dist_env, data.fingerprint, "data", SAME_DATA_HINT)
             trainer = _make_trainer(process, recipe, data, force=bool(payload.get("force")))
@@ -206,15 +208,19 @@ def _describe_image_inputs(process: WorkerProcess, recipe: ResolvedRecipe, data:
     return {"image_normalization": to_meta(inputs.normalization)}
 
 
-def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> ResolvedRecipe:
+def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path, sharing: DataSharing) -> ResolvedRecipe:
     """The recipe with data that this node has: what the leading node prepared into its cache is prepared here as well
-    where the nodes do not share it."""
+    where the nodes do not share it. Of a stream each node prepares a part, and copies the others."""
     prepared = [each.prepared for each in list_sources(recipe.data, recipe.evaluation) if each.prepared is not None]
     is_here = all(is_url(location) or is_dataset(folder / location) for location in prepared)
     if is_here and recipe.data.prepare == "first":
         return recipe
     given_recipe = load_recipe(run.recipe).recipe
-    data, evaluate = prepare_all_sources(given_recipe.data, given_recipe.evaluation, folder, seed=given_recipe.seed)
+    data, evaluate = prepare_all_sources(
+        given_recipe.data, given_recipe.evaluation, folder, seed=given_recipe.seed, part=sharing.part
+    )
+    for source in data.sources if recipe.data.prepare == "stream" else ():
+        sharing.share_stream(folder / (source.prepared or ""), holdout_fraction(evaluate), given_recipe.seed)
     return recipe.model_copy(update={"data": data, "evaluation": evaluate})
 
 

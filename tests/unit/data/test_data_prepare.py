@@ -16,7 +16,8 @@ import pytest
 
 import phalanx.data.prepare
 from phalanx.data import DatasetPart, prepare_part, prepare_plan, verify_dataset
-from phalanx.data.prepare_plan import PrepareProgress
+from phalanx.data.prepare import prepare_stream
+from phalanx.data.prepare_plan import PrepareProgress, copy_piece
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.data_schema import DataConfig, DataSource
 from small_data import all_tokens, contents, manifest_of, prepare, write_texts
@@ -67,6 +68,25 @@ def test_parts_of_changed_files_are_begun_anew(texts, tmp_path, small_pieces):
     for index in range(2):
         prepare_part(source, DataConfig(), texts, out, DatasetPart(index, 2), num_workers=1)
     assert contents(out) == contents(prepare(texts, tmp_path / "whole", {"text": "*.txt"}))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_another_node_gives_meanwhile_is_not_prepared(texts, tmp_path, small_pieces, num_workers):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    prepare_stream(DataSource(text="*.txt"), DataConfig(), texts, whole, [])
+    inodes: dict[str, int] = {}
+    partial = tmp_path / "out.partial"
+
+    def give_pieces(_: PrepareProgress) -> None:
+        for number in range(6, 9) if not inodes else ():
+            copy_piece(partial, number, lambda name, target: bool(shutil.copy(whole / name, target)))
+        inodes.update({path.name: path.stat().st_ino for path in partial.glob("shard-0000[678].bin")})
+
+    prepare(texts, out, {"text": "*.txt"}, num_workers=num_workers, report_progress=give_pieces)
+    assert {**contents(whole), **contents(out)} == contents(whole)
+    assert {name: (out / name).stat().st_ino for name in inodes} == inodes
+    assert len(inodes) == 3
 
 
 def test_the_fingerprint_is_that_of_the_contents_wherever_they_lie(texts, tmp_path):

@@ -25,7 +25,7 @@ def lose_object(directory: Path, url: StoreUrl) -> None:
 def owner(tmp_path: Path) -> Iterator[ObjectPeers]:
     """Node 0, which has the dataset in a directory."""
     peers = ObjectPeers(b"secret", make_object)
-    peers.add_directory(DATASET, tmp_path)
+    peers.add_directory(str(DATASET), tmp_path)
     yield peers
     peers.close()
 
@@ -50,7 +50,7 @@ def test_nothing_is_given_to_a_stranger(owner: ObjectPeers, tmp_path: Path) -> N
 
 def test_what_the_owner_cannot_read_is_left_to_the_store(tmp_path: Path) -> None:
     owner = ObjectPeers(b"secret", lose_object)
-    owner.add_directory(DATASET, tmp_path)
+    owner.add_directory(str(DATASET), tmp_path)
     assert copied(owner.listen("127.0.0.1"), tmp_path) == {}
     owner.close()
 
@@ -64,7 +64,7 @@ def test_what_a_lost_owner_had_is_left_to_the_store(owner: ObjectPeers, tmp_path
 def test_an_owner_waits_until_it_has_opened_the_dataset(tmp_path: Path) -> None:
     owner = ObjectPeers(b"secret", make_object)
     address = owner.listen("127.0.0.1")
-    opening = threading.Timer(0.2, owner.add_directory, (DATASET, tmp_path))
+    opening = threading.Timer(0.2, owner.add_directory, (str(DATASET), tmp_path))
     opening.start()
     assert copied(address, tmp_path)
     opening.join()
