@@ -8,8 +8,11 @@ Rows, which take turns in each round; medians are shown:
     server         objects of 16 MiB by obstore, 8 at once: the limit of this server and client
     phalanx        a checkpoint of one rank to the store, then read back and verified
     again          a save of which nothing changed, and one of which 1 % of the tensors changed
+    peers          torch.distributed.checkpoint through fsspec and s3fs; torch.save and torch.load through s3fs;
+                   tensorstore, in which Orbax writes arrays. Those that are installed: `pip install s3fs tensorstore`
 
-Client and server share the cores, so figures are below those of a store of its own. Nothing is asserted.
+Client and server share the cores, so figures are below those of a store of its own. Nothing is asserted. Peers neither
+verify what they read nor know what is stored already.
 """
 
 import argparse
@@ -21,10 +24,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import obstore
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from ceph_cluster import ceph_cluster
 from phalanx.run import Run
@@ -89,6 +96,93 @@ class Phalanx:
         assert bad == [], bad
 
 
+class DcpWithFsspec:
+    """torch.distributed.checkpoint through fsspec, one rank."""
+
+    def __init__(self, _: Path):
+        self._url = f"s3://{BUCKET}/dcp"
+        self._options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+        require_modules("s3fs")
+
+    def save(self, state: State, step: int) -> None:
+        writer = FsspecWriter(f"{self._url}/{step}", thread_count=PARALLEL_BLOCKS, overwrite=True, **self._options)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+    def load(self, step: int) -> None:
+        reader = FsspecReader(f"{self._url}/{step}", **self._options)
+        size = (TENSOR_BYTES // 4,)
+        names = reader.read_metadata().state_dict_metadata
+        dcp.load({name: torch.empty(size) for name in names}, storage_reader=reader, no_dist=True)
+
+
+class TorchSave:
+    """torch.save and torch.load through s3fs."""
+
+    def __init__(self, _: Path):
+        require_modules("s3fs")
+        self._files = import_module("s3fs").S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+
+    def save(self, state: State, step: int) -> None:
+        with self._files.open(f"{BUCKET}/torch/{step}.pt", "wb") as file:
+            torch.save(state, file)
+
+    def load(self, step: int) -> None:
+        with self._files.open(f"{BUCKET}/torch/{step}.pt", "rb", block_size=BLOCK_BYTES) as file:
+            torch.load(file)
+
+
+class Tensorstore:
+    """An array for each tensor, all at once, as Orbax writes them."""
+
+    def __init__(self, _: Path):
+        require_modules("tensorstore")
+        self._tensorstore = import_module("tensorstore")
+
+    def _open(self, name: str, step: int, **options: object) -> Any:
+        store = {"driver": "s3", "bucket": BUCKET, "path": f"tensorstore/{step}/{name}/", "aws_region": "default"}
+        store |= {"endpoint": os.environ["AWS_ENDPOINT_URL"], "use_conditional_write": False}
+        return self._tensorstore.open({"driver": "zarr3", "kvstore": store}, **options)
+
+    def save(self, state: State, step: int) -> None:
+        arrays = {name: tensor.numpy() for name, tensor in state.items()}
+        opened = [
+            self._open(name, step, create=True, dtype=array.dtype, shape=array.shape) for name, array in arrays.items()
+        ]
+        writes = [each.result().write(array) for each, array in zip(opened, arrays.values(), strict=True)]
+        for write in writes:
+            write.result()
+        self._names = list(arrays)
+
+    def load(self, step: int) -> None:
+        opened = [self._open(name, step) for name in self._names]
+        for read in [each.result().read() for each in opened]:
+            read.result()
+
+
+PEERS = {
+    "DCP, fsspec and s3fs": DcpWithFsspec,
+    "torch.save, s3fs": TorchSave,
+    "tensorstore (Orbax)": Tensorstore,
+}
+
+
+def require_modules(*names: str) -> None:
+    """Raise ImportError where a peer's modules are not installed."""
+    for name in names:
+        import_module(name)
+
+
+def make_peers(directory: Path) -> dict[str, Any]:
+    """The peers that are installed."""
+    peers = {}
+    for name, peer in PEERS.items():
+        try:
+            peers[name] = peer(directory)
+        except ImportError as error:
+            print(f"SKIPPED {name}: {error}")
+    return peers
+
+
 def timed(act: Callable[..., object], *arguments: object) -> float:
     began = time.perf_counter()
     act(*arguments)
@@ -97,7 +191,7 @@ def timed(act: Callable[..., object], *arguments: object) -> float:
 
 def measure(directory: Path, nbytes: int, rounds: int) -> list[tuple[str, str, str]]:
     """The rows of the table: method, save and load in GB/s."""
-    methods = {"server's limit": ServerLimit(nbytes), "phalanx": Phalanx(directory / "run")}
+    methods = {"server's limit": ServerLimit(nbytes), "phalanx": Phalanx(directory / "run"), **make_peers(directory)}
     saves: dict[str, list[float]] = {name: [] for name in methods}
     loads: dict[str, list[float]] = {name: [] for name in methods}
     again: dict[str, list[float]] = {"nothing changed": [], "1 % changed": []}
@@ -142,11 +236,8 @@ def main() -> None:
         "|---|---:|---:|",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        "Client and server share the cores. No peer is in the table: s3torchconnector 1.5 cannot write to this gateway "
-        '("Header ETag not found" at the end of an upload).',
-        "",
-        "Saves reach what the server takes. Loads reach half of it: each block is verified by its name and by the "
-        "checksums of its chunks, and written to the disk, on the cores that the server uses.",
+        "Client and server share the cores. s3torchconnector 1.5 is no row: it cannot write to this gateway "
+        '("Header ETag not found" at the end of an upload). Peers do not verify what they read.',
     ]
     text = "\n".join(lines) + "\n"
     print(text)
