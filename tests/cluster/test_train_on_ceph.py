@@ -18,6 +18,7 @@ if CEPH_MISSING is not None:
     pytest.skip(CEPH_MISSING, allow_module_level=True)
 
 BUCKET = "training"
+LIBFAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 TEXT = random_words(1, 700)
 
 
@@ -83,6 +84,23 @@ def test_a_gateway_that_restarts_delays_a_run_and_ends_it_in_the_same_digest(
     assert read_digest(errors) == lab.train_reference({}).digest
 
 
+def test_a_run_whose_key_is_refused_for_a_while_ends_in_the_same_digest(lab: TrainHarness, ceph: CephCluster) -> None:
+    url = f"s3://{BUCKET}/runs/expired"
+    with lab.environment():
+        write_faults(Run(find_local_directory(url, "runs")), [plan_fault(5, "slow", delay=3.0)])
+    recipe = lab.recipe_file(changes(), "ceph-expired")
+    with lab.start("train", recipe, "--run", url) as train:
+        events = Path(f"{lab.cache}/runs")
+        wait_until(lambda: any('"step": 4' in path.read_text() for path in events.rglob("events.jsonl")), 100, "step 4")
+        ceph.remove_key()
+        assert train.stderr is not None
+        said = next(line for line in train.stderr if "InvalidAccessKeyId; trying again" in line)
+        ceph.restore_key()
+        _, errors = train.communicate(timeout=200)
+    assert train.returncode == ExitCode.DONE, (said, errors)
+    assert read_digest(errors) == lab.train_reference({}).digest
+
+
 @pytest.mark.parametrize(
     ("where", "environment", "reason"),
     [
@@ -92,6 +110,12 @@ def test_a_gateway_that_restarts_delays_a_run_and_ends_it_in_the_same_digest(
             f"s3://{BUCKET}/runs/unreachable",
             {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
             "nothing answers|no answer|sending",
+        ),
+        pytest.param(
+            f"s3://{BUCKET}/runs/skewed",
+            {"LD_PRELOAD": str(LIBFAKETIME), "FAKETIME": "+30m"},
+            "clock of this machine",
+            marks=pytest.mark.skipif(not LIBFAKETIME.is_file(), reason="needs libfaketime: apt install faketime"),
         ),
     ],
 )

@@ -248,6 +248,15 @@ class CephCluster:
         self._start_gateway()
         self._wait_for_gateway()
 
+    def remove_key(self) -> None:
+        """Have the store refuse the access key from now on, as one that has expired."""
+        self._run("radosgw-admin", "--conf=ceph.conf", "key", "rm", "--uid=test", f"--access-key={self.access_key}")
+
+    def restore_key(self) -> None:
+        """Have the store know the access key again."""
+        key = [f"--access-key={self.access_key}", f"--secret={self.secret_key}"]
+        self._run("radosgw-admin", "--conf=ceph.conf", "key", "create", "--uid=test", *key)
+
     def peak_memory_bytes(self) -> int:
         """Sum of the highest resident memory of each daemon that runs."""
         return sum(_peak_memory_bytes(daemon.pid) for daemon in self._daemons.values())

@@ -9,9 +9,11 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound",
 _WRONG_CREDENTIALS = re.compile(
     r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|Forbidden|Unauthorized|status:? 40[13]", re.IGNORECASE
 )
-_EXPIRED = re.compile(r"ExpiredToken|TokenExpired|token (has|is) expired|RequestTimeTooSkewed", re.IGNORECASE)
+_EXPIRED = re.compile(r"ExpiredToken|TokenExpired|token (has|is) expired", re.IGNORECASE)
+_WRONG_CLOCK = re.compile(r"RequestTimeTooSkewed", re.IGNORECASE)
 _HOST_NOT_FOUND = re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE)
-_REASON = re.compile(r"<Code>(\w+)</Code>|\b(?:status|status code:|with) (\d{3} [A-Z][A-Za-z ]+)")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"\b(?:status|status code:|with) (\d{3} [A-Z][A-Za-z ]+)")
 _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|MissingAccount|Account must be specified", re.IGNORECASE)
 """Where nothing else has credentials, the address is asked at which a machine of a cloud gets those of its role."""
 _CREDENTIALS = {
@@ -48,8 +50,8 @@ class StoreUnavailable(OSError):
 def describe(error: Exception) -> str:
     """The reason that a store gave, in one short line without any secret."""
     text = " ".join(_SECRETS.sub("", str(error)).split())  # with obstore's details, which may hold the cause
-    if found := _REASON.search(text):
-        return found[1] or found[2]
+    if found := _CODE.search(text) or _STATUS.search(text):
+        return found[1]
     for pattern, reason in (
         (_HOST_NOT_FOUND, "its host is not found"),
         (re.compile("[Cc]onnection refused|tcp connect"), "nothing answers there"),
@@ -71,6 +73,10 @@ def refuse(url: str, error: Exception) -> UsageError | None:
     if _NO_CREDENTIALS.search(text):
         variables = _CREDENTIALS.get(url.partition(":")[0], _CREDENTIALS["s3"])
         return UsageError(f"{url}: no credentials were found, and this machine has no role; set {variables}")
+    if _WRONG_CLOCK.search(text):
+        return UsageError(
+            f"{url}: the clock of this machine differs too much from that of the store; set it, for instance by NTP"
+        )
     if _NO_BUCKET.search(text):
         return UsageError(f"{url}: the bucket does not exist; check its name and the region or endpoint")
     if type(error).__name__ in ("UnauthenticatedError", "PermissionDeniedError") or _WRONG_CREDENTIALS.search(text):

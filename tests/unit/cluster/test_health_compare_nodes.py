@@ -54,6 +54,19 @@ def test_a_node_that_did_not_measure_is_unknown() -> None:
     assert verdicts("fleet/matmul", node("n1"), node("n2"), node("n3", None)) == [OK, OK, UNKNOWN]
 
 
+def storage(name: str, write_gbps: float) -> NodeHealthReport:
+    figures = {"location": "/scratch", "read_gbps": 2.0, "write_gbps": write_gbps}
+    return NodeHealthReport(name, 1000.0, 5.0, (HealthFinding("storage/run", OK, "", figures),))
+
+
+def test_a_node_with_less_than_half_the_bandwidth_of_the_others_is_a_warning() -> None:
+    found = compare_nodes([storage("n1", 1.0), storage("n2", 0.4), storage("n3", 1.1)])
+    assert [(each.check, each.verdict) for each in found["n1"]] == [("fleet/storage", OK)]
+    assert [(each.verdict, each.reason) for each in found["n2"]] == [
+        (WARN, "of the bandwidth of the other nodes: run write 40%")
+    ]
+
+
 def test_the_slowest_gpu_of_a_node_counts() -> None:
     one = node("n3")
     slow = HealthFinding("matmul/gpu1", OK, "", {"device": "H100", "time_s": 0.02})

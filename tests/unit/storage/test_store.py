@@ -175,6 +175,12 @@ def test_reasons_hold_no_credentials() -> None:
     assert "SECRET" not in describe(Exception("request with Signature=SECRET&X-Amz-Credential=SECRET failed"))
 
 
+def test_a_refusal_is_named_by_the_code_of_the_store_and_a_wrong_clock_as_such() -> None:
+    answer = "Client error with status 403 Forbidden: <Error><Code>{}</Code></Error>"
+    assert describe(Exception(answer.format("InvalidAccessKeyId"))) == "InvalidAccessKeyId"
+    assert "clock of this machine" in str(refuse("s3://bucket", Exception(answer.format("RequestTimeTooSkewed"))))
+
+
 def test_an_object_is_a_seekable_file(tmp_path: Path) -> None:
     content = bytes(range(251)) * (3 * RANGE_BYTES // 251)
     (tmp_path / "large").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Compare the health reports of nodes: speed, software versions. Pure: reports in, findings by node out.
+"""Compare the health reports of nodes: speed, storage, software versions. Pure: reports in, findings by node out.
 
 A median identifies an outlier only among 3 or more nodes; of 2 nodes, the slower is compared with the faster.
 """
@@ -15,12 +15,14 @@ REQUIRED_EQUAL = ("torch", "phalanx", "python")
 """Versions that must be equal on all nodes: different releases compute different bits or cannot communicate."""
 EXPECTED_EQUAL = ("numpy", "kernel", "driver")
 """Versions that should be equal."""
+SLOW_STORAGE = 0.5
+"""Share of the other nodes' bandwidth below which a node's storage is slow."""
 
 
 def compare_nodes(reports: Sequence[NodeHealthReport]) -> dict[str, list[HealthFinding]]:
     """Return findings by node: one for each comparison, for every node."""
     found: dict[str, list[HealthFinding]] = {each.node: [] for each in reports}
-    for findings in (compare_matmul(reports), compare_versions(reports)):
+    for findings in (compare_matmul(reports), compare_storage(reports), compare_versions(reports)):
         for node, one in findings.items():
             found[node].append(one)
     return found
@@ -46,7 +48,7 @@ def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
         for node, seconds in nodes.items():
             found[node] = _matmul_finding(seconds, baseline, len(nodes))
     for report in reports:
-        if report.node not in found:
+        if times_by_device and report.node not in found:
             found[report.node] = HealthFinding(
                 "fleet/matmul", HealthVerdict.UNKNOWN, "its report has no rate of matrix products"
             )
@@ -66,6 +68,32 @@ def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFindin
         f"{format_relative_speed(slowdown)} {reference}",
         figures,
     )
+
+
+def compare_storage(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
+    """Compare the bandwidth of each location of a recipe among the nodes that measured it."""
+    rates_by_location: dict[str, dict[str, float]] = {}
+    for report in reports:
+        for finding in report.findings:
+            check, _, location = finding.check.partition("/")
+            for direction in ("read", "write") if check == "storage" else ():
+                rate = finding.values.get(f"{direction}_gbps")
+                if isinstance(rate, float):
+                    rates_by_location.setdefault(f"{location} {direction}", {})[report.node] = rate
+    slow: dict[str, list[str]] = {}
+    for what, rates in rates_by_location.items():
+        baseline = statistics.median(rates.values()) if len(rates) >= MIN_PEERS else max(rates.values())
+        for node, rate in rates.items() if len(rates) > 1 else ():
+            share = rate / baseline
+            slow.setdefault(node, []).extend([f"{what} {share:.0%}"] if share < SLOW_STORAGE else [])
+    found = {}
+    for node, parts in slow.items():
+        verdict = HealthVerdict.WARN if parts else HealthVerdict.PASS
+        reason = (
+            f"of the bandwidth of the other nodes: {', '.join(parts)}" if parts else "as fast as on the other nodes"
+        )
+        found[node] = HealthFinding("fleet/storage", verdict, reason)
+    return found
 
 
 def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:

@@ -299,7 +299,7 @@ class Checkpointer:
             return
         if saving is not None and not improved:
             busy = f"step {self._train_state.step}: not saved, because step {saving.step} is still being written"
-            self._report_event(RunWarning(text=f"{busy}; a larger checkpoint.every would suit this disk"))
+            self._report_event(RunWarning(text=f"{busy}; a larger checkpoint.every would suit this storage"))
             return
         self.wait_until_saved()
         self.start_save(improved)
