@@ -1,7 +1,7 @@
 """Checkpoints to and from an S3 store on this machine: how fast, next to the server's own limit.
 
     python benchmarks/storage.py                  # a Ceph gateway on loop-back, 512 MB, three rounds: a few minutes
-    python benchmarks/storage.py --out docs/benchmarks/storage.md
+    python benchmarks/storage.py --link 1gbit     # loop-back limited by tc, in a network namespace; needs root
 
 Rows, which take turns in each round; medians are shown:
 
@@ -19,6 +19,8 @@ import argparse
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -214,12 +216,25 @@ def measure(directory: Path, nbytes: int, rounds: int) -> list[tuple[str, str, s
     return rows + [(f"phalanx, {name}", rate(seconds), "") for name, seconds in again.items()]
 
 
+def limit_loopback(rate: str) -> None:
+    """Give this process a network namespace of its own, with a loop-back of this rate. The gateway and its OSD use it,
+    too."""
+    if "LIMITED_LINK" not in os.environ:
+        os.environ["LIMITED_LINK"] = rate
+        os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
+    for command in ("ip link set lo up", f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 100ms"):
+        subprocess.run(command.split(), check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--link", help="rate of loop-back as `tc` has it, such as 1gbit")
     options = parser.parse_args()
+    if options.link is not None:
+        limit_loopback(options.link)
     nbytes = options.megabytes * 1_000_000 // BLOCK_BYTES * BLOCK_BYTES
     with tempfile.TemporaryDirectory() as name, ceph_cluster(Path(name)) as ceph:
         os.environ.update(ceph.environment)
@@ -230,7 +245,8 @@ def main() -> None:
         "",
         f"`python benchmarks/storage.py --megabytes {options.megabytes} --rounds {options.rounds}` on {date.today()}: "
         f"{os.cpu_count()} cores ({platform.processor() or platform.machine()}), torch {torch.__version__}. "
-        "Ceph's RADOS gateway 16.2 with one OSD on the same machine, over loop-back; one rank; medians.",
+        "Ceph's RADOS gateway 16.2 with one OSD on the same machine, over loop-back"
+        f"{'' if options.link is None else f' of {options.link}, which gateway and OSD share'}; one rank; medians.",
         "",
         "| method | save, GB/s | load, GB/s |",
         "|---|---:|---:|",
