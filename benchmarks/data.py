@@ -121,17 +121,23 @@ def mosaic_loader(tokens: np.ndarray, sequence: int, folder: Path) -> Batches:
 
 
 def rate(batches: Batches, sequence: int, seconds: float) -> float:
-    """Tokens/s over about `seconds`; the first batches, which open files and threads, do not count."""
+    """Tokens/s over about `seconds`."""
+    tokens, targets = next(batches)
+    assert tokens.shape == targets.shape == (BATCH, sequence)
+    assert tokens.dtype == targets.dtype == torch.int64
+    return rate_of_batches(batches, BATCH * sequence, seconds)
+
+
+def rate_of_batches(batches: Iterator[object], size: int, seconds: float) -> float:
+    """Values/s of batches of `size` values over about `seconds`; the first 20 do not count."""
     for _ in range(20):
         next(batches)
     count = 0
     begun = time.perf_counter()
     while (passed := time.perf_counter() - begun) < seconds:
         for _ in range(20):
-            tokens, targets = next(batches)
-        count += 20 * BATCH * sequence
-    assert tokens.shape == targets.shape == (BATCH, sequence)
-    assert tokens.dtype == targets.dtype == torch.int64
+            next(batches)
+        count += 20 * size
     return count / passed
 
 
