@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,6 @@ from phalanx.text_table import format_facts
 
 if TYPE_CHECKING:
     from phalanx.data import PrepareProgress
-    from phalanx.data.inspection import DatasetContent
     from phalanx.recipe.data_schema import DataConfig, DataSource
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Prepare, verify and inspect training data.")
@@ -246,9 +245,8 @@ def _format_progress(now: "PrepareProgress") -> str:
     )
 
 
-def _print_dataset(content: "DatasetContent", as_json: bool) -> None:
+def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
     """Print facts in two columns, and below them the first tokens of text."""
-    facts = asdict(content)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
