@@ -273,11 +273,17 @@ class Leave(TypedMessage):
 
 
 class Topology(TypedMessage):
-    """All nodes have come: their hosts, and free ports of each. Node 0 to the others."""
+    """All nodes have come: `nproc_per_node` processes on every host, the one of rank r on host r // nproc_per_node.
+    `ports`: free ones on each host, one for each of its processes and one more. Node 0 to the others."""
 
     hosts: tuple[str, ...]
     nproc_per_node: int
     ports: tuple[tuple[int, ...], ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.nproc_per_node * len(self.hosts)
 
 
 class NodeFinished(TypedMessage):

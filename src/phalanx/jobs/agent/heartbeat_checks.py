@@ -7,7 +7,7 @@ stages) wait while they compute, and cannot be distinguished.
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -127,15 +127,7 @@ def check_stragglers(leader: LeaderState, attempt: AttemptState) -> None:
     attempt.last_comparison, attempt.straggler_baseline = now, heartbeats
     if found is not None and found.rank not in attempt.reported_stragglers:
         attempt.reported_stragglers.add(found.rank)
-        leader.emit(
-            StragglerDetected(
-                rank=found.rank,
-                host=attempt.host_of(found.rank),
-                slowdown=round(found.slowdown, 3),
-                wait_s_per_step=round(found.wait_s_per_step, 6),
-                wait_fraction=round(found.wait_fraction, 4),
-            )
-        )
+        leader.emit(replace(found, host=attempt.host_of(found.rank)))
 
 
 def measure_log_size(log: Path) -> int:
@@ -151,25 +143,12 @@ def measure_silence(heartbeats: Iterable[Heartbeat | None], now: float) -> float
     return min((now - heartbeat.t for heartbeat in heartbeats if heartbeat is not None), default=0.0)
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A worker that is slower than its peers."""
-
-    rank: int
-    slowdown: float
-    """Its busy time over that of its peers."""
-    wait_s_per_step: float
-    """Seconds per step that the others wait for it."""
-    wait_fraction: float
-    """Share of the elapsed time that the others wait."""
-
-
 def has_too_few_steps(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]) -> bool:
     """Whether workers ran too few steps between the samples to be compared."""
     return any(after[rank].step - before[rank].step < MIN_STEPS for rank in set(before) & set(after))
 
 
-def find_straggler(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]) -> Straggler | None:
+def find_straggler(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]) -> StragglerDetected | None:
     """Return the worker that the others waited for between two samples, or None."""
     ranks = sorted(set(before) & set(after))
     if len(ranks) < 2 or any(before[rank].pid != after[rank].pid for rank in ranks):
@@ -184,4 +163,9 @@ def find_straggler(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbea
     if peer_busy_s <= 0 or busy_s[slowest] <= MIN_SLOWDOWN * peer_busy_s:
         return None
     wait_s = busy_s[slowest] - peer_busy_s
-    return Straggler(slowest, busy_s[slowest] / peer_busy_s, wait_s / steps, min(1.0, wait_s / wall_s))
+    return StragglerDetected(
+        rank=slowest,
+        slowdown=round(busy_s[slowest] / peer_busy_s, 3),
+        wait_s_per_step=round(wait_s / steps, 6),
+        wait_fraction=round(min(1.0, wait_s / wall_s), 4),
+    )

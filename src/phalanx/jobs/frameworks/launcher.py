@@ -23,13 +23,7 @@ from typing import IO
 
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.frameworks.node_joining import check_stop, join_nodes
-from phalanx.jobs.frameworks.process_env import (
-    ProcessTopology,
-    make_mpirun_command,
-    make_process_variables,
-    render_hostfile,
-    select_visible_devices,
-)
+from phalanx.jobs.frameworks.process_env import make_process_variables, select_visible_devices
 from phalanx.jobs.signal_queue import SignalQueue, kill_descendants
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
@@ -37,7 +31,7 @@ from phalanx.run.control_channel import AuthConnection
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.process_messages import NodeFailed, NodeFinished
+from phalanx.run.process_messages import NodeFailed, NodeFinished, Topology
 
 logger = logging.getLogger("phalanx.jobs.frameworks.launcher")  # its __name__ is __main__ under `python -m`
 
@@ -82,7 +76,7 @@ class NodeLauncher:
     def __init__(
         self,
         framework: str,
-        topology: ProcessTopology,
+        topology: Topology,
         node_rank: int,
         command: Sequence[str],
         connections: Sequence[AuthConnection],
@@ -102,7 +96,7 @@ class NodeLauncher:
         """Start the processes, pass on what they print, and see them all to their end, also those of other nodes."""
         become_subreaper()
         signals = stack.enter_context(SignalQueue(wake_on_child_exit=True))
-        stack.callback(self.kill_processes)
+        stack.callback(kill_descendants)  # leave no process behind, whatever happened
         stack.enter_context(self.loop)
         self.loop.add_reader(signals.wake_socket, signals.clear_wake)
         for index, connection in enumerate(self.connections):
@@ -126,13 +120,14 @@ class NodeLauncher:
         if self.framework == "mpi":
             if self.node_rank != 0:
                 return []
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-mpi-")))
-            (folder / "hostfile").write_text(render_hostfile(topology))
             if shutil.which("mpirun") is None:
                 raise UsageError("--framework mpi needs mpirun (Open MPI) on the first node's PATH")
-            return [
-                ("mpirun", make_mpirun_command(topology, str(folder / "hostfile"), self.command, os.geteuid() == 0), {})
-            ]
+            hostfile = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-mpi-"))) / "hostfile"
+            hostfile.write_text("".join(f"{host} slots={topology.nproc_per_node}\n" for host in topology.hosts))
+            launch = ["mpirun", "-n", str(topology.world_size), "--hostfile", str(hostfile)]
+            # Open MPI refuses to run as root without this option, and containers usually run as root
+            launch += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            return [("mpirun", [*launch, *self.command], {})]
         for local in range(topology.nproc_per_node):
             rank = self.node_rank * topology.nproc_per_node + local
             process_env = make_process_variables(self.framework, topology, rank)
@@ -165,7 +160,9 @@ class NodeLauncher:
 
     def copy_output(self, output: "ProcessOutput", is_last: bool = False) -> None:
         """Print what a process has printed, each line behind its rank where there are several."""
-        chunk = self._read_pipe(output.pipe)
+        chunk = None  # nothing is available
+        with contextlib.suppress(BlockingIOError):
+            chunk = os.read(output.pipe.fileno(), 1 << 16)
         *lines, last = (output.partial_line + (chunk or b"")).split(b"\n")
         if (not chunk or is_last) and last:
             lines, last = [*lines, last], b""
@@ -177,14 +174,6 @@ class NodeLauncher:
             self.loop.remove_reader(output.pipe)
             self._outputs.remove(output)
             output.pipe.close()
-
-    @staticmethod
-    def _read_pipe(pipe: IO[bytes]) -> bytes | None:
-        """Return the content of a pipe; empty at the end of file, None when nothing is available."""
-        try:
-            return os.read(pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return None
 
     def reap_processes(self) -> None:
         """Handle processes that ended."""
@@ -206,10 +195,10 @@ class NodeLauncher:
             self._is_finish_sent = True
             self.broadcast(NodeFinished())
 
-    def fail_job(self, code: int) -> None:
-        """End the job on all nodes with this exit code."""
+    def fail_job(self, code: int, source: AuthConnection | None = None) -> None:
+        """End the job with this exit code on all nodes; that at `source` knows it."""
         self.exit_code = code
-        self.broadcast(NodeFailed(exit_code=code))
+        self.broadcast(NodeFailed(exit_code=code), source)
         self.signal_processes(signal.SIGTERM)
 
     def handle_node_messages(self, connection: AuthConnection, node: str) -> None:
@@ -224,31 +213,24 @@ class NodeLauncher:
             self.lose(connection, node, int(ExitCode.UNFINISHED))
             self.loop.remove_reader(connection)
 
-    def lose(self, wire: AuthConnection, node: str, code: int) -> None:
+    def lose(self, connection: AuthConnection, node: str, code: int) -> None:
         """Fail the job after a node failed with this code, or was lost before it finished."""
         if node not in self._unfinished_nodes:
             return
         self._unfinished_nodes.discard(node)
         if self.exit_code is None:
-            self.exit_code = code
-            for other in self.connections:  # if this node leads, it informs the others
-                if other is not wire:
-                    self._send(other, NodeFailed(exit_code=code))
-            self.signal_processes(signal.SIGTERM)
+            self.fail_job(code, connection)
 
     def is_over(self) -> bool:
         """Whether this node and all nodes that determine the end of the job have finished."""
         return not self.processes and (self.exit_code is not None or not self._unfinished_nodes)
 
-    def broadcast(self, message: Message) -> None:
-        """Send a message to all connected nodes."""
+    def broadcast(self, message: Message, source: AuthConnection | None = None) -> None:
+        """Send a message to all connected nodes but that at `source`."""
         for connection in self.connections:
-            self._send(connection, message)
-
-    @staticmethod
-    def _send(connection: AuthConnection, message: Message) -> None:
-        with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
-            connection.send(message)
+            if connection is not source:
+                with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
+                    connection.send(message)
 
     def signal_processes(self, number: int) -> None:
         """Send a signal to all local processes. After SIGTERM or SIGINT they get `EXIT_GRACE_S` to end."""
@@ -261,10 +243,6 @@ class NodeLauncher:
     def _kill(self) -> None:
         self._is_killing = False
         self.signal_processes(signal.SIGKILL)
-
-    def kill_processes(self) -> None:
-        """Leave no process behind, whatever happened."""
-        kill_descendants()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from phalanx.deadline import POLL_INTERVAL_S, Deadline, print_status
 from phalanx.errors import ExitCode, PhalanxError, UsageError
 from phalanx.jobs.agent.node_group import find_incompatibility, make_hello
-from phalanx.jobs.frameworks.process_env import ProcessTopology
 from phalanx.jobs.signal_queue import SignalQueue
 from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
@@ -38,12 +37,12 @@ def join_nodes(
     nproc_per_node: int,
     stack: contextlib.ExitStack,
     check_stop: Callable[[], None] = lambda: None,
-) -> tuple[ProcessTopology, list[AuthConnection]]:
+) -> tuple[Topology, list[AuthConnection]]:
     """All nodes of the job, and this node's connections: from the leader to all others, else to the leader.
     `check_stop` is called each second or so."""
     ports = find_free_ports(nproc_per_node + 1)
     if node_env.leader_address is None:
-        return ProcessTopology(("127.0.0.1",), nproc_per_node, (ports,)), []
+        return Topology(hosts=("127.0.0.1",), nproc_per_node=nproc_per_node, ports=(ports,)), []
     if node_env.node_rank == 0:
         return _accept_nodes(node_env, nproc_per_node, ports, stack, check_stop)
     host, port = node_env.leader_address
@@ -73,7 +72,7 @@ def join_nodes(
         raise UsageError(first.message or "node 0 rejects this node")
     if not isinstance(first, Topology):
         raise UsageError("node 0 runs something else than this node")
-    return _topology_from_message(first), [connection]
+    return first, [connection]
 
 
 def _accept_nodes(
@@ -82,7 +81,7 @@ def _accept_nodes(
     ports: tuple[int, ...],
     stack: contextlib.ExitStack,
     check_stop: Callable[[], None],
-) -> tuple[ProcessTopology, list[AuthConnection]]:
+) -> tuple[Topology, list[AuthConnection]]:
     assert node_env.leader_address is not None
     server = stack.enter_context(ControlServer(node_env.leader_address, load_token()))
     expected_hello = make_hello(0, node_env.num_nodes)
@@ -113,7 +112,7 @@ def _accept_nodes(
     others = [joined[node][1] for node in sorted(joined)]
     # by the address at which the first of them reached this node: its name may lead elsewhere here
     own_address = joined[min(joined)][0].sock.getsockname()[0]
-    topology_message = Topology(
+    topology = Topology(
         hosts=(own_address, *(hello.address for hello in others)),
         nproc_per_node=nproc_per_node,
         ports=(ports, *(hello.ports for hello in others)),
@@ -121,19 +120,15 @@ def _accept_nodes(
     connections = [joined[node][0] for node in sorted(joined)]
     for node, connection in zip(sorted(joined), connections, strict=True):
         try:
-            connection.send(topology_message)
+            connection.send(topology)
         except ConnectionError:
             raise RendezvousError(f"node {node} is gone before all nodes had come") from None
-    return _topology_from_message(topology_message), connections
+    return topology, connections
 
 
 def _describe_missing(node_env: NodeEnv, joined: Collection[int]) -> str:
     missing = [str(node) for node in range(1, node_env.num_nodes) if node not in joined]
     return f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(missing)}"
-
-
-def _topology_from_message(message: Topology) -> ProcessTopology:
-    return ProcessTopology(message.hosts, message.nproc_per_node, message.ports)
 
 
 def find_free_ports(count: int) -> tuple[int, ...]:
