@@ -16,13 +16,19 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data.arrow_files import find_arrow_files
 from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
 from phalanx.data.images import find_idx_pair, find_image_dir, find_webdataset, read_idx_records, read_image_record
 from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, ShardEntry, narrowest_token_dtype
 from phalanx.data.shard import ShardWriter, ValueArray
 from phalanx.data.source_files import SourceFile, find_files, join_location, to_glob_list
-from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_parquet_file, split_source_file
+from phalanx.data.sources import (
+    CHUNK_BYTES,
+    FilePart,
+    find_arrow_files,
+    iterate_documents,
+    split_parquet_file,
+    split_source_file,
+)
 from phalanx.data.token_files import TokenFile, find_token_parts, iterate_tokens, open_token_file
 from phalanx.data.tokenizers import (
     NO_ENDS,

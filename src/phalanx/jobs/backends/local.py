@@ -24,10 +24,10 @@ from phalanx.jobs.backends.base import (
     NodeService,
     NoSuchJobError,
     SubmitRequest,
+    inherit_variables,
     read_secrets,
     warn_about_missing_variables,
 )
-from phalanx.jobs.job_environment import inherit_variables
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner
 from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord, Resources
