@@ -2,21 +2,12 @@
 
 import json
 import math
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from phalanx.cli.options import BestOption, JsonOption, RunArgument, StepOption, TrustCodeOption, print_warning
 from phalanx.text_table import format_facts
-
-
-class Device(StrEnum):
-    """What a recipe's `device` may be."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 def evaluate(
@@ -29,7 +20,8 @@ def evaluate(
     best: BestOption = False,
     trust_code: TrustCodeOption = False,
     device: Annotated[
-        Device | None, typer.Option(help="Device to evaluate on.", show_default="as in the run's recipe")
+        Literal["auto", "cpu", "cuda"] | None,
+        typer.Option(help="Device to evaluate on.", show_default="as in the run's recipe"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

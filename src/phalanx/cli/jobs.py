@@ -99,7 +99,6 @@ def submit(
     """
     from phalanx.app import submit as app_submit
     from phalanx.app.train_arguments import TrainArguments
-    from phalanx.jobs.backends.base import open_backend
 
     job_fields: dict[str, Any] = {
         **app_submit.parse_job_fields(nodes, gpus, cpus, memory, time_limit, backend_option or []),
@@ -132,7 +131,7 @@ def submit(
                 TrainArguments(path, given, where, nproc_per_node, force), **job_fields
             ),
         )
-        backend = open_backend(on)
+        backend = _open_backend(on)
         requests = backend.render_array(jobs)
     else:
         if framework is not None:
@@ -140,7 +139,7 @@ def submit(
         else:
             arguments = TrainArguments(recipes[0], overrides, run, nproc_per_node, force)
             job = app_submit.make_recipe_job(arguments, name, **job_fields)
-        backend = open_backend(on)
+        backend = _open_backend(on)
         requests = [backend.render(job)]
     if dry_run:
         print("\n\n".join(map(str, requests)))
@@ -158,10 +157,7 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
-    from phalanx.jobs.backends.base import open_backend
-
-    backend = open_backend(on)
-    backend.restart_dead_daemon()
+    backend = _open_backend(on, restart_daemon=True)
     jobs = backend.list_jobs(array)
     if array is not None and not jobs:
         raise UsageError(f"{array}: {on} has no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
@@ -178,10 +174,7 @@ def list_jobs(
 @app.command("status")
 def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
     """Show the state of a job."""
-    from phalanx.jobs.backends.base import open_backend
-
-    backend = open_backend(on)
-    backend.restart_dead_daemon()
+    backend = _open_backend(on, restart_daemon=True)
     status = backend.poll(job)
     if as_json:
         print(json.dumps(asdict(status), indent=2))
@@ -202,12 +195,11 @@ def logs(
     Shows all attempts; of a training run, the output of all workers and the events, by time and rank.
     """
     from phalanx.app.job_handle import iter_log_lines
-    from phalanx.jobs.backends.base import open_backend
 
     def print_note(text: str) -> None:
         print(escape_control_chars(text), file=sys.stderr, flush=True)
 
-    for line in iter_log_lines(open_backend(on), job, follow, raw, note=print_note):
+    for line in iter_log_lines(_open_backend(on), job, follow, raw, note=print_note):
         print(line, flush=follow)
 
 
@@ -222,22 +214,19 @@ def signal(
     """Send a signal to a job's processes on each node."""
     import signal as signals
 
-    from phalanx.jobs.backends.base import open_backend
-
     signal_suffix = signal_name.upper().removeprefix("SIG")
     if f"SIG{signal_suffix}" not in signals.Signals.__members__:
         raise UsageError(f"{signal_name}: no such signal; expected a name such as USR1, TERM or INT")
-    backend = open_backend(on)
-    backend.restart_dead_daemon()
+    backend = _open_backend(on, restart_daemon=True)
     backend.send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
 
 
 @app.command()
 def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
     """Save, stop and hold a job until `jobs resume`."""
-    from phalanx.jobs.backends.base import PAUSED_PREFIX, open_backend
+    from phalanx.jobs.backends.base import PAUSED_PREFIX
 
-    backend = open_backend(on)
+    backend = _open_backend(on)
     is_paused = (backend.poll(job).reason or "").startswith(PAUSED_PREFIX)
     backend.pause(job, "by `phalanx jobs pause`")
     print(f"job {job} is paused already" if is_paused else f"pausing job {job}")
@@ -249,9 +238,7 @@ def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
 
     It resumes from its checkpoint; a job that is held because of unfit nodes, on other nodes.
     """
-    from phalanx.jobs.backends.base import open_backend
-
-    if not open_backend(on).resume(job):
+    if not _open_backend(on).resume(job):
         raise UsageError(f"job {job} is not paused or held; `phalanx jobs status {job} --on {on}` shows its state")
     print(f"resumed job {job}")
 
@@ -267,9 +254,7 @@ def cancel(
 
     A training run saves a checkpoint first, so that it can be resumed later.
     """
-    from phalanx.jobs.backends.base import open_backend
-
-    backend: Backend = open_backend(on)
+    backend = _open_backend(on)
     # all must exist before the first is cancelled
     job_ids = [job_id for job in jobs for job_id in _resolve_job_ids(backend, job)]
     for job_id in job_ids:
@@ -306,6 +291,16 @@ def prune(
     for job_id in job_ids:
         backend.delete_job(job_id)
     print(f"removed {len(job_ids)} {'job' if len(job_ids) == 1 else 'jobs'}")
+
+
+def _open_backend(name: str, restart_daemon: bool = False) -> "Backend":
+    """Open a backend. `restart_daemon`: start the daemon of the local queue again if it has died."""
+    from phalanx.jobs.backends.base import open_backend
+
+    backend = open_backend(name)
+    if restart_daemon:
+        backend.restart_dead_daemon()
+    return backend
 
 
 def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:

@@ -32,7 +32,7 @@ from phalanx.cli.options import (
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_count, format_duration
 from phalanx.jobs.agent.leader_agent import RunOutcome
-from phalanx.observe.progress import DeferredDisplay, ProgressDisplay, make_display, read_run_facts
+from phalanx.observe.progress import DeferredDisplay, LogProgressDisplay, make_display, read_run_facts
 from phalanx.recipe import dump_recipe
 from phalanx.run import Event, Run
 from phalanx.run.node_env import NodeEnv
@@ -147,7 +147,7 @@ class TrainPrinter(TrainObserver):
 
     def __init__(self, out: TextIO, dry_run: bool = False):
         self._out, self._dry_run = out, dry_run
-        self._display: ProgressDisplay | None = None
+        self._display: LogProgressDisplay | None = None
         self.started_run: Run | None = None
         """The run that this process prepared, with the events that it shows."""
 
