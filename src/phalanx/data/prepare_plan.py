@@ -269,7 +269,7 @@ class PieceWriter:
         dtype = narrowest_token_dtype(tokenizer.vocab_size)
         separator = np.array([] if tokenizer.separator_token is None else [tokenizer.separator_token], dtype)
         begin = np.array(tokenizer.begin_tokens, dtype)
-        count_lost = count_zeros if tokenizer.name == "bytes" else count_undecodable
+        is_bytes = tokenizer.name == "bytes"
         with ShardWriter(folder, number, dtype) as writer:
             bytes_read = reported = 0
             in_document = False  # a document that has given tokens is not over
@@ -277,7 +277,7 @@ class PieceWriter:
             for part in piece:
                 for chunk in iterate_documents(part, self._job.kind, self._job.text_field, self.bad_rows):
                     tokens = tokenizer.encode_bytes(chunk.data, chunk.before, chunk.after)
-                    if times := count_lost(chunk.data):
+                    if times := chunk.data.count(0) if is_bytes else count_undecodable(chunk.data):
                         self.lost_bytes[part.path] += times
                     is_new = is_new or chunk.starts_document
                     if tokens.size:
@@ -317,11 +317,6 @@ class PieceWriter:
                 yield read_image_record(part, shape), part.disk_bytes
             except BadRowError as error:
                 self.bad_rows.add(error, part.path, part.member)
-
-
-def count_zeros(data: bytes) -> int:
-    """How often a byte of a text is 0."""
-    return data.count(0)
 
 
 def count_undecodable(data: bytes) -> int:

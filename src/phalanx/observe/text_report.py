@@ -163,7 +163,9 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
     )
     predicted_s = speed.predicted_step_s or speed.calibrated_step_s
     if predicted_s and speed.step_median_s:
-        error = _format_error(speed.step_median_s / predicted_s - 1)
+        share = speed.step_median_s / predicted_s - 1
+        error = f"{formatting.format_percent(abs(share))} {'slower' if share > 0 else 'faster'}"
+        error = error if abs(share) >= 0.005 else "as predicted"
         step += f"; predicted {formatting.format_duration(predicted_s)}, {error}"
     facts = [("speed", speed_text), ("step", step)]
     if predicted_s and (largest_error := speed.largest_error) is not None:
@@ -235,12 +237,6 @@ def describe_cost(cost: CostSummary, unit: str) -> str:
 
 def _format_kwh(joules: float) -> str:
     return f"{formatting.format_significant(joules / JOULES_PER_KWH)} kWh"
-
-
-def _format_error(share: float) -> str:
-    if abs(share) < 0.005:
-        return "as predicted"
-    return f"{formatting.format_percent(abs(share))} {'slower' if share > 0 else 'faster'}"
 
 
 def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:

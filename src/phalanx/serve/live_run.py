@@ -181,12 +181,12 @@ class LiveRuns:
         with self._lock:
             found = self._open.pop(run.path, None) or LiveRun(run, self._clock)
             self._open[run.path] = found
-            while len(self._open) > MAX_OPEN_RUNS or (len(self._open) > 1 and self._num_steps() > MAX_OPEN_STEPS):
+            while len(self._open) > 1:
+                num_steps = sum(live.num_steps for live in self._open.values())
+                if len(self._open) <= MAX_OPEN_RUNS and num_steps <= MAX_OPEN_STEPS:
+                    break
                 self._open.popitem(last=False)
             return found
-
-    def _num_steps(self) -> int:
-        return sum(live.num_steps for live in self._open.values())
 
 
 def _change_of(path: Path) -> str:

@@ -71,11 +71,6 @@ class StorageBackoff:
     started_at: float
     num_attempts: int = 0
 
-    def next_delay(self) -> float:
-        """Return the minimum delay of the next attempt in seconds. Call once per attempt."""
-        self.num_attempts += 1
-        return float(min(MAX_DELAY_S, MIN_DELAY_S * 2 ** (self.num_attempts - 1)))
-
     def wait_until_usable(
         self, run: Run, clock: Callable[[], float], wait: Callable[[float], bool], emit: Callable[[Event], None]
     ) -> str | None:
@@ -84,7 +79,8 @@ class StorageBackoff:
         `wait` sleeps for the given seconds and returns whether to stop. Returns None on success, or a sentence when the
         outage takes too long or the run is to stop.
         """
-        deadline, announced = clock() + self.next_delay(), False
+        deadline, announced = clock() + min(MAX_DELAY_S, MIN_DELAY_S * 2**self.num_attempts), False
+        self.num_attempts += 1
         while (problem := find_storage_problem(run)) is not None or clock() < deadline:
             if clock() - self.started_at > MAX_OUTAGE_S:
                 return f"storage has failed for {MAX_OUTAGE_S:.0f} s; start it again when storage works"

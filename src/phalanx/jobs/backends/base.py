@@ -9,7 +9,7 @@ import itertools
 import logging
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
@@ -171,9 +171,11 @@ def add_inherited_variables(job: Job, environment: Mapping[str, str], shares_fil
     Args:
         shares_files: Whether the job sees the files of this machine; else it gets no variable that names one.
     """
-    inherited = inherit_variables(environment)
-    inherited = inherited if shares_files else drop_local_paths(inherited)
-    given = {name: value for name, value in inherited.items() if name not in job.secrets}
+    given = {
+        name: value
+        for name, value in inherit_variables(environment).items()
+        if name not in job.secrets and (shares_files or not LOCAL_PATH.search(value))
+    }
     job = replace(job, environment={**given, **job.environment})
     warn_about_missing_variables(job, environment)
     return job
@@ -181,7 +183,8 @@ def add_inherited_variables(job: Job, environment: Mapping[str, str], shares_fil
 
 def warn_about_missing_variables(job: Job, environment: Mapping[str, str]) -> None:
     """Warn about variables of trackers, networks, storage and the like that are set here and that the job lacks."""
-    if missing := list_missing_variables(environment, {*job.environment, *job.secrets}):
+    names = (name for name, _ in _select(environment) if not name.startswith(PREFIXES_BY_PURPOSE["Phalanx"]))
+    if missing := [name for name in names if name not in {*job.environment, *job.secrets}]:
         logger.warning(
             "job %s does not get %s: secrets and files of this machine are passed only by --secret NAME or "
             "--env NAME=VALUE",
@@ -298,18 +301,6 @@ LOCAL_PATH = re.compile(r"(?:^|file://|sqlite:///)[/~]")
 def inherit_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a job inherits, without secrets."""
     return {name: value for name, value in _select(environ) if not _holds_secret(name, value)}
-
-
-def list_missing_variables(environ: Mapping[str, str], given: Collection[str]) -> list[str]:
-    """Return the names of variables that programs of the job may need, that are set here, and that a job with those of
-    `given` lacks."""
-    names = (name for name, _ in _select(environ) if not name.startswith(PREFIXES_BY_PURPOSE["Phalanx"]))
-    return [name for name in names if name not in given]
-
-
-def drop_local_paths(variables: Mapping[str, str]) -> dict[str, str]:
-    """Leave out variables that name a file of this machine, for backends that share no file system with it."""
-    return {name: value for name, value in variables.items() if not LOCAL_PATH.search(value)}
 
 
 def _select(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

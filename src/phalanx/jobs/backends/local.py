@@ -100,7 +100,9 @@ class LocalBackend(Backend):
         job = request.job
         resources = self._resources_for(job)
         secret_values = read_secrets(job, self._environment)
-        job = _replace_environment(job, {**inherit_environment(self._environment), **job.environment})
+        variables = {**inherit_environment(self._environment), **job.environment}
+        variables = {name: value for name, value in variables.items() if name not in job.secrets}
+        job = replace(job, environment=variables)
         warn_about_missing_variables(job, self._environment)
 
         def fill_dir(home: Path) -> None:
@@ -301,7 +303,3 @@ def inherit_environment(environment: Mapping[str, str]) -> dict[str, str]:
             found[name] = value
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     return found
-
-
-def _replace_environment(job: Job, environment: Mapping[str, str]) -> Job:
-    return replace(job, environment={k: v for k, v in environment.items() if k not in job.secrets})

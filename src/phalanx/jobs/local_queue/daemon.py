@@ -193,7 +193,8 @@ def next_state(
     boot).
     """
     shown_code, reason = ending.exit_code, ending.reason
-    code = normalize_exit_code(shown_code)
+    # the shell's 128 + N for signal N counts as -N
+    code = 128 - shown_code if 128 < shown_code <= 128 + signal.SIGRTMAX else shown_code
     reason_text = reason or (f"was killed by {format_signal(-code)}" if code < 0 else None)
     ended_at = ending.ended_at or now
     lifetime_s = ending.duration_s
@@ -236,11 +237,6 @@ def next_state(
     ):
         return JobState.FAILED, {**values, "reason": problem}
     return state_from_exit_code(code), values
-
-
-def normalize_exit_code(code: int) -> int:
-    """Normalize an exit code: the shell's 128 + N for signal N becomes -N."""
-    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
 
 
 def find_runner(row: JobRecord) -> psutil.Process | None:

@@ -125,7 +125,8 @@ def translate_api_errors(what: str) -> Iterator[None]:
             f"{what}: {describe_api_error(error.status, error.body) if error.status else error.reason}"
         ) from error
     except urllib3.exceptions.HTTPError as error:
-        raise UsageError(f"{what}: the cluster does not answer: {_root_cause(error)}") from error
+        cause = getattr(error, "reason", None) or error  # behind the retries
+        raise UsageError(f"{what}: the cluster does not answer: {cause}") from error
 
 
 def describe_api_error(status: int | None, body: str | bytes | None) -> str:
@@ -155,11 +156,6 @@ def _parse_body(body: str | bytes | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _root_cause(error: Exception) -> str:
-    """Return the root cause behind the retries."""
-    return str(getattr(error, "reason", None) or error)
 
 
 class PodLogStreams:
