@@ -152,11 +152,9 @@ class TrainPrinter(TrainObserver):
         """The run that this process prepared, with the events that it shows."""
 
     def show_finished(self, text: str) -> None:
-        """Print that nothing is left to train."""
         print(text, file=self._out)
 
     def open_progress(self) -> contextlib.AbstractContextManager["Callable[[PrepareProgress], None]"]:
-        """Show how far data and trials are."""
         return show_progress()
 
     def show_prepared(self, prepared: PreparedRun) -> None:
@@ -169,7 +167,6 @@ class TrainPrinter(TrainObserver):
             self._display = make_display(self._out, prepared.recipe.steps, read_run_facts(prepared.run))
 
     def show_event(self, event: Event) -> None:
-        """Show an event of the run."""
         assert self._display is not None
         self._display.show_event(event)
 

@@ -145,7 +145,6 @@ class PackedDataset(PreparedDataset):
         return [tuple(zip(*(column[part].tolist() for column in columns), strict=True)) for part in parts]
 
     def count_tokens(self, sample: Int64Array) -> Int64Array:
-        """Tokens of each sample that are no padding."""
         return self._windows.num_tokens[sample]
 
 

@@ -137,18 +137,13 @@ def build_node_metrics(readings: NodeReadings) -> Iterator["Metric"]:
     yield from READ_TIME.build(((node,), sample.time) for node, sample in readings.items())
     for column, device_metric in _DEVICE_DEFINITIONS.items():
         yield from device_metric.build((labels, getattr(device, column)) for labels, device in _label_devices(readings))
-    yield from _build_slow_reasons(readings)
-    yield from _build_aliases(readings)
-
-
-def _build_slow_reasons(readings: NodeReadings) -> Iterator["Metric"]:
-    rows = [
+    yield from DEVICE_SLOW.build(
         ((*labels, label), float(reason in device.slow_reasons))
         for labels, device in _label_devices(readings)
         if device.slow_reasons is not None
         for reason, label in SLOW_REASON_LABELS.items()
-    ]
-    yield from DEVICE_SLOW.build(rows)
+    )
+    yield from _build_aliases(readings)
 
 
 def _build_aliases(readings: NodeReadings) -> Iterator["Metric"]:

@@ -125,11 +125,9 @@ class LocalBackend(Backend):
         return str(job_id)
 
     def poll(self, job_id: str) -> JobStatus:
-        """Return the status of a job."""
         return self._explain_waiting([self._get_record(job_id).status])[0]
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
-        """Return all jobs, including ended ones."""
         return self._explain_waiting(self.database.list_statuses(array)) if queue_exists(self.folder) else []
 
     def send_signal(self, job_id: str, number: int) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, JobState, stat
 from phalanx.logging_config import configure_logging
 from phalanx.run import Run
 from phalanx.run.boot_clock import BootClock, process_identity
-from phalanx.run.directory import describe_unfinished
+from phalanx.run.directory import describe_unfinished, write_json
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
 logger = logging.getLogger("phalanx.jobs.local_queue.daemon")  # its __name__ is __main__ under `python -m`
@@ -119,7 +120,7 @@ class QueueDaemon:
             time_limit_s=row.job.time_limit_s,
             warning_s=row.job.warning_s,
         )
-        spec.write(job_dir, attempt)
+        write_json(job_dir / f"attempt-{attempt}.json", asdict(spec))
         runner = self.spawn_runner(job_dir, attempt)
         self.database.update_if(
             row.id, JobState.RUNNING, runner=runner, runner_born=process_identity(runner)
