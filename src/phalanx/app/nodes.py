@@ -22,7 +22,7 @@ from phalanx.jobs.agent.node_agent import (
     report_departure,
 )
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
-from phalanx.recipe import num_workers_for
+from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import ControlServer, connect_to_leader

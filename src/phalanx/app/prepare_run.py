@@ -41,22 +41,13 @@ from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.formatting import format_bytes, format_percent, format_plural
 from phalanx.planner.storage_costs import checkpoint_bytes_of
-from phalanx.recipe import (
-    Recipe,
-    ResolvedRecipe,
-    check_device,
-    check_recipe,
-    describe_batch_scaling,
-    dump_recipe,
-    huggingface_location,
-    load_resolved_recipe,
-    num_workers_for,
-    scale_batch_with_workers,
-)
-from phalanx.recipe.checks import check_task
+from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, load_resolved_recipe, scale_batch_with_workers
+from phalanx.recipe.batch_scaling import describe_batch_scaling
+from phalanx.recipe.checks import check_task, num_workers_for
 from phalanx.recipe.data_schema import list_sources
-from phalanx.recipe.devices import FP8_VARIABLE
-from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.devices import FP8_VARIABLE, check_device
+from phalanx.recipe.imports import huggingface_location
+from phalanx.recipe.load import LoadedRecipe, dump_recipe
 from phalanx.recipe.locations import (
     describe_version,
     huggingface_directory,

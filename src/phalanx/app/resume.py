@@ -6,15 +6,9 @@ Each worker then restores its state from the newest good checkpoint: `train/resu
 from collections.abc import Sequence
 
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe import (
-    Recipe,
-    RecipeDifference,
-    ResolvedRecipe,
-    describe_kept_batch,
-    incompatible_changes,
-    load_recipe,
-    load_resolved_recipe,
-)
+from phalanx.recipe import Recipe, ResolvedRecipe, load_recipe, load_resolved_recipe
+from phalanx.recipe.batch_scaling import describe_kept_batch
+from phalanx.recipe.diff import RecipeDifference, incompatible_changes
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, StepDone, WorkerStarted

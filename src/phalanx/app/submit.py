@@ -23,7 +23,8 @@ from phalanx.jobs.frameworks.process_env import check_framework as check_framewo
 from phalanx.jobs.snapshot import Snapshot, snapshot_folder
 from phalanx.jobs.spec import Job, JobState, JobStatus, make_array
 from phalanx.observe.progress import DeferredDisplay
-from phalanx.recipe import load_recipe, num_workers_for
+from phalanx.recipe import load_recipe
+from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.snapshot_paths import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run import EventTail, Run

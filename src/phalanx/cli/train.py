@@ -33,7 +33,7 @@ from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_count, format_duration
 from phalanx.jobs.agent.leader_agent import RunOutcome
 from phalanx.observe.progress import DeferredDisplay, LogProgressDisplay, make_display, read_run_facts
-from phalanx.recipe import dump_recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Event, Run
 from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import escape_control_chars, word_of

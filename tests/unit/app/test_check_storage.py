@@ -12,7 +12,8 @@ from phalanx.app import nodes, prepare_run
 from phalanx.app.prepare_run import check_free_space, check_node
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
-from phalanx.recipe import Recipe, dump_recipe
+from phalanx.recipe import Recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.run.node_env import NodeEnv

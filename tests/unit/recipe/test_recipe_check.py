@@ -7,18 +7,11 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import (
-    Recipe,
-    RecipeDifference,
-    check_recipe,
-    diff_recipes,
-    import_object,
-    incompatible_changes,
-    json_schema,
-    load_recipe,
-    num_workers_for,
-)
+from phalanx.recipe import Recipe, check_recipe, import_object, load_recipe
+from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.devices import FP8_VARIABLE
+from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes
+from phalanx.recipe.schema_keys import json_schema
 from phalanx.recipe.yaml_loader import parse_yaml
 
 
