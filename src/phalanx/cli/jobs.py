@@ -23,6 +23,7 @@ from phalanx.cli.options import (
     TimeLimitOption,
 )
 from phalanx.errors import ExitCode, UsageError
+from phalanx.formatting import format_duration
 from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import Column, format_facts, format_table
 
@@ -315,8 +316,6 @@ def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
 
 
 def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
-    from phalanx.formatting import format_duration
-
     timestamps = (status.ended_at, status.started_at, status.submitted_at)
     last_change = next((moment for moment in timestamps if moment is not None), None)
     reason = status.reason or (f"exit code {status.exit_code}" if status.exit_code else "")
