@@ -280,11 +280,9 @@ def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -
         return True, ""
     payback_steps = break_even_steps(measurement, extra_seconds)
     startup_text = f"starts {extra_seconds:.0f} s later, which {payback_steps} steps pay back"
-    return (
-        (True, startup_text)
-        if payback_steps <= recipe.steps
-        else (False, f"{startup_text}; this run has {recipe.steps}")
-    )
+    if payback_steps <= recipe.steps:
+        return True, startup_text
+    return False, f"{startup_text}; this run has {recipe.steps}"
 
 
 def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], result: TuneResult, day: date) -> str:

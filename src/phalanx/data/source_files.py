@@ -142,11 +142,9 @@ def _file_identity(path: str, real: Callable[[str], str]) -> object:
     stat_result = os.stat(path)
     if stat_result.st_nlink > 1:
         return stat_result.st_dev, stat_result.st_ino
-    return (
-        os.path.realpath(path)
-        if os.path.islink(path)
-        else os.path.join(real(os.path.dirname(path)), os.path.basename(path))
-    )
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    return os.path.join(real(os.path.dirname(path)), os.path.basename(path))
 
 
 def _absolute_path(pattern: str, base_dir: Path) -> str:

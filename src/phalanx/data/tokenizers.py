@@ -432,11 +432,9 @@ def find_tokenizer_file(path: Path) -> Path:
         return path
     if not (path / TOKENIZER_FILE).is_file():
         others = [name for name in _OTHER_TOKENIZER_FILES if (path / name).is_file()]
-        cure = (
-            f"transformers makes one of {others[0]}: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
-            if others
-            else "name the file of one, or a directory that has one"
-        )
+        cure = "name the file of one, or a directory that has one"
+        if others:
+            cure = f"transformers makes one of {others[0]}: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
         raise RecipeError(f"data.tokenizer: {path} has no {TOKENIZER_FILE}; {cure}")
     return path / TOKENIZER_FILE
 

@@ -166,11 +166,9 @@ def render_comparison_text(comparison: RunComparison) -> str:
 
 
 def _shorten(text: str) -> str:
-    return (
-        text
-        if len(text) <= _MAX_CELL_CHARS
-        else f"{text[: _MAX_CELL_CHARS // 2 - 2]}...{text[-(_MAX_CELL_CHARS // 2 - 1) :]}"
-    )
+    if len(text) <= _MAX_CELL_CHARS:
+        return text
+    return f"{text[: _MAX_CELL_CHARS // 2 - 2]}...{text[-(_MAX_CELL_CHARS // 2 - 1) :]}"
 
 
 def render_comparison_html(comparison: RunComparison) -> str:

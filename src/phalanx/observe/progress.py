@@ -53,11 +53,9 @@ def read_run_facts(run: Run) -> RunFacts:
     from phalanx.observe.metrics import measured_matmul_flops
     from phalanx.observe.run_info import read_resolved_recipe
 
-    recipe, plan, cluster = (
-        read_resolved_recipe(run),
-        run.read_json_or_empty(run.plan),
-        run.read_json_or_empty(run.cluster),
-    )
+    recipe = read_resolved_recipe(run)
+    plan = run.read_json_or_empty(run.plan)
+    cluster = run.read_json_or_empty(run.cluster)
     return RunFacts(
         name=str(recipe.get("name", run.path.name)),
         unit=str(plan.get("unit") or ("samples" if recipe.get("task") == "classification" else "tokens")),

@@ -114,11 +114,9 @@ def read_run_info(
 ) -> RunInfo:
     """Put the facts together. A plan, cluster or environment that was not written leaves its facts out."""
     plan, cluster, environment = plan or {}, cluster or {}, environment or {}
-    model, batch, optimizer = (
-        _sub_mapping(recipe, "model"),
-        _sub_mapping(recipe, "batch"),
-        _sub_mapping(recipe, "optimizer"),
-    )
+    model = _sub_mapping(recipe, "model")
+    batch = _sub_mapping(recipe, "batch")
+    optimizer = _sub_mapping(recipe, "optimizer")
     session = _sub_mapping(plan, "session")  # what only a training loop of the user's own knew
     task = "a session" if session else str(recipe.get("task", "?"))
     unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))

@@ -73,11 +73,9 @@ def select_visible_devices(visible_devices: str | None, nproc_per_node: int, loc
     """CUDA_VISIBLE_DEVICES of one process, of those that its node has; None leaves them as they are."""
     names = [name for name in (visible_devices or "").split(",") if name]
     devices_per_process = len(names) // nproc_per_node
-    return (
-        ",".join(names[local_rank * devices_per_process : (local_rank + 1) * devices_per_process])
-        if devices_per_process
-        else None
-    )
+    if devices_per_process:
+        return ",".join(names[local_rank * devices_per_process : (local_rank + 1) * devices_per_process])
+    return None
 
 
 def check_framework(framework: str) -> None:

@@ -49,12 +49,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 DRIVER_MODULE = "phalanx.jobs.backends.ray.driver"
-JOB_NAME_KEY, NUM_NODES_KEY, WORKING_DIR_KEY, RUN_DIR_KEY = (
-    "phalanx-job",
-    "phalanx-nodes",
-    "phalanx-folder",
-    "phalanx-run",
-)
+JOB_NAME_KEY = "phalanx-job"
+NUM_NODES_KEY = "phalanx-nodes"
+WORKING_DIR_KEY = "phalanx-folder"
+RUN_DIR_KEY = "phalanx-run"
 """Keys of a job's metadata: its name, how many nodes it has, its folder, and the run that it trains."""
 GENERATED_PLACEHOLDER = "<drawn when it is submitted>"
 SNAPSHOT_PLACEHOLDER = "<a folder with the code>"
@@ -338,12 +336,10 @@ def make_driver_spec(job: Job) -> DriverSpec:
 
 def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
     """Return the status of a job from Ray's record and its log."""
-    driver_state, state, code, reason = (
-        parse_driver_state(strip_ray_preamble(log)),
-        JobState.QUEUED,
-        info.driver_exit_code,
-        info.message,
-    )
+    driver_state = parse_driver_state(strip_ray_preamble(log))
+    state = JobState.QUEUED
+    code = info.driver_exit_code
+    reason = info.message
     ray_status = str(info.status)
     if ray_status == "RUNNING":
         state = JobState.QUEUED if driver_state.is_waiting else JobState.RUNNING
