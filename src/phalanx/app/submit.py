@@ -13,12 +13,7 @@ from phalanx.app.elastic_world import check_min_nodes
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.backends.base import (
-    Backend,
-    SubmitRequest,
-    open_backend,
-    poll_again,
-)
+from phalanx.jobs.backends.base import Backend, SubmitRequest, open_backend, poll_again
 from phalanx.jobs.frameworks.process_env import check_framework as check_framework
 from phalanx.jobs.snapshot import Snapshot, snapshot_folder
 from phalanx.jobs.spec import Job, JobState, JobStatus, make_array

@@ -33,8 +33,7 @@ def calibrate(
         ),
     ] = None,
     run: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|URL", help="Run directory of the recipe.", show_default="runs/NAME"),
+        str | None, typer.Option(metavar="DIR|URL", help="Run directory of the recipe.", show_default="runs/NAME")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure fewer sizes: under 20 s instead of 3 minutes.")

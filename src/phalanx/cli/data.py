@@ -56,8 +56,7 @@ def prepare(
         typer.Option(help="Copy token files of this format, made with --tokenizer."),
     ] = None,
     field: Annotated[
-        str,
-        typer.Option("--text-field", metavar="NAME", help="Field with the text, such as text or choices[0].text."),
+        str, typer.Option("--text-field", metavar="NAME", help="Field with the text, such as text or choices[0].text.")
     ] = "text",
     idx: Annotated[
         tuple[str, str] | None, typer.Option(metavar="IMAGES LABELS", help="Read a pair of IDX files, plain or .gz.")
@@ -76,10 +75,7 @@ def prepare(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            metavar="N",
-            help="Processes. The result does not depend on it.",
-            show_default="one per core",
+            min=1, metavar="N", help="Processes. The result does not depend on it.", show_default="one per core"
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -109,10 +105,7 @@ def prepare(
 
 
 @app.command()
-def verify(
-    dataset: DatasetArgument,
-    as_json: JsonOption = False,
-) -> None:
+def verify(dataset: DatasetArgument, as_json: JsonOption = False) -> None:
     """Verify every byte against its checksum. Exits with 65 and names the file and block if one is damaged."""
     from phalanx.app.data import verify_dataset
 

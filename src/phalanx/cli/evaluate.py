@@ -13,8 +13,7 @@ from phalanx.text_table import format_facts
 def evaluate(
     run: RunArgument,
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Evaluate at most N validation samples.", show_default="all"),
+        int | None, typer.Option(min=1, metavar="N", help="Evaluate at most N validation samples.", show_default="all")
     ] = None,
     step: StepOption = None,
     best: BestOption = False,

@@ -59,10 +59,7 @@ def submit(
     cpus: CpusOption = None,
     memory: MemoryOption = None,
     time_limit: TimeLimitOption = None,
-    priority: Annotated[
-        int,
-        typer.Option(metavar="N", help="Priority: higher starts first."),
-    ] = 0,
+    priority: Annotated[int, typer.Option(metavar="N", help="Priority: higher starts first.")] = 0,
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi or plain.")
     ] = None,
@@ -84,8 +81,7 @@ def submit(
         ),
     ] = None,
     max_parallel: Annotated[
-        int | None,
-        typer.Option("--max-parallel", min=1, metavar="N", help="Array members that run concurrently."),
+        int | None, typer.Option("--max-parallel", min=1, metavar="N", help="Array members that run concurrently.")
     ] = None,
     force: ForceOption = False,
     dry_run: Annotated[

@@ -22,8 +22,7 @@ StepOption = Annotated[
 ]
 BestOption = Annotated[bool, typer.Option("--best", help="Use the checkpoint with the lowest validation loss.")]
 TrustCodeOption = Annotated[
-    bool,
-    typer.Option("--trust-code", help="Import the run's code even if you did not train with it on this machine."),
+    bool, typer.Option("--trust-code", help="Import the run's code even if you did not train with it on this machine.")
 ]
 
 BackendOption = Annotated[
@@ -42,8 +41,7 @@ NprocOption = Annotated[
 NodesOption = Annotated[
     str,
     typer.Option(
-        metavar="N|MIN:MAX",
-        help="Number of nodes. MIN:MAX: train while MIN are left, and take in nodes that return.",
+        metavar="N|MIN:MAX", help="Number of nodes. MIN:MAX: train while MIN are left, and take in nodes that return."
     ),
 ]
 GpusOption = Annotated[

@@ -60,8 +60,7 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(min=1, metavar="K", help="Number of candidates to show.")] = 5,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Recipe to write.", show_default="NAME.planned.yaml"),
+        Path | None, typer.Option(metavar="FILE", help="Recipe to write.", show_default="NAME.planned.yaml")
     ] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Write the choice into RECIPE.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Break down step time and memory.")] = False,

@@ -33,8 +33,7 @@ def serve_pages(
     allow_actions: Annotated[
         bool,
         typer.Option(
-            "--allow-actions",
-            help="Let a browser with the token cancel jobs and act on what added pages show.",
+            "--allow-actions", help="Let a browser with the token cancel jobs and act on what added pages show."
         ),
     ] = False,
     no_token: Annotated[
@@ -42,11 +41,7 @@ def serve_pages(
     ] = False,
     proxy_name: Annotated[
         list[str] | None,
-        typer.Option(
-            "--proxy-name",
-            metavar="NAME",
-            help="Name of a proxy before the server (repeatable).",
-        ),
+        typer.Option("--proxy-name", metavar="NAME", help="Name of a proxy before the server (repeatable)."),
     ] = None,
 ) -> None:
     """Serve a live page of runs and jobs until Ctrl-C. Installed packages may add pages, such as phalanx-fleet.

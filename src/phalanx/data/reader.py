@@ -176,11 +176,7 @@ class SampleReader:
     """A mixture of datasets of which training or evaluation takes samples by number."""
 
     def __init__(
-        self,
-        datasets: Sequence[AnyDataset],
-        orders: Sequence[AnyOrder],
-        mixture: Mixture,
-        is_validation: bool,
+        self, datasets: Sequence[AnyDataset], orders: Sequence[AnyOrder], mixture: Mixture, is_validation: bool
     ):
         self._datasets, self._orders, self._mixture = datasets, orders, mixture
         self._is_validation = is_validation
@@ -507,10 +503,7 @@ def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float
         raise RecipeError(f"data.source: {location} has no tokens to train on")
     return _Source(
         (PackedDataset(location, train), ShuffleOrder(len(train.ends), 0, manifest.fingerprint, seed)),
-        (
-            PackedDataset(location, validation),
-            ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed),
-        ),
+        (PackedDataset(location, validation), ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed)),
         train.padding_fraction,
         train.num_cut,
     )

@@ -14,14 +14,7 @@ import numpy as np
 from phalanx import formatting
 from phalanx.errors import UsageError
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory, read_history
-from phalanx.observe.html_report.chart import (
-    Chart,
-    ChartSeries,
-    linear_range,
-    log_range,
-    needs_log_scale,
-    render_chart,
-)
+from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range, log_range, needs_log_scale, render_chart
 from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.run_charts import MIN_STEPS_TO_SMOOTH, validation_series
 from phalanx.observe.metrics import smooth_series

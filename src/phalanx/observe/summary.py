@@ -19,13 +19,7 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.formatting import format_bytes, format_duration, format_plural
 from phalanx.observe import metrics
-from phalanx.observe.energy_cost import (
-    CostSummary,
-    EnergySummary,
-    read_run_prices,
-    summarize_cost,
-    summarize_energy,
-)
+from phalanx.observe.energy_cost import CostSummary, EnergySummary, read_run_prices, summarize_cost, summarize_energy
 from phalanx.observe.event_messages import describe_straggler
 from phalanx.observe.goodput import (
     ETTR_DEFINITION,

@@ -10,14 +10,7 @@ from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX, huggingface_location
 from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
-from phalanx.recipe.schema import (
-    GradSyncConfig,
-    LocalSgdConfig,
-    LrScheduleConfig,
-    OptimizerConfig,
-    Parallelism,
-    Recipe,
-)
+from phalanx.recipe.schema import GradSyncConfig, LocalSgdConfig, LrScheduleConfig, OptimizerConfig, Parallelism, Recipe
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 from phalanx.storage.url import is_url
 

@@ -38,10 +38,7 @@ class JobReader:
     backend for itself, since the local queue is an SQLite file."""
 
     def __init__(
-        self,
-        backend: str,
-        open_backend: Callable[[str], Backend],
-        wall_clock: Callable[[], float] = time.time,
+        self, backend: str, open_backend: Callable[[str], Backend], wall_clock: Callable[[], float] = time.time
     ):
         self.backend, self._open_backend, self._wall_clock = backend, open_backend, wall_clock
         self.jobs = JobList()

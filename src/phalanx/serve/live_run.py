@@ -75,10 +75,7 @@ class LiveRun:
     """Reads a run and renders its page. Threads may share it."""
 
     def __init__(
-        self,
-        run: Run,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        self, run: Run, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
     ):
         self.run = run
         self._clock, self._wall_clock = clock, wall_clock

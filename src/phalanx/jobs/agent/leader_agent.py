@@ -15,13 +15,7 @@ from typing import Any
 
 from phalanx.deadline import Deadline, format_clock_time
 from phalanx.errors import ExitCode, describe_os_error, is_storage_error
-from phalanx.jobs.agent.attempt import (
-    PLANNED_EXIT_CODES,
-    AttemptState,
-    decide_outcome,
-    fault_fields,
-    unfit_node_event,
-)
+from phalanx.jobs.agent.attempt import PLANNED_EXIT_CODES, AttemptState, decide_outcome, fault_fields, unfit_node_event
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
 from phalanx.jobs.agent.fork_server_client import ForkServerLostError, StopRequestedError
 from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
@@ -387,11 +381,7 @@ def _describe_missing(leader: LeaderState, deadline: Deadline) -> str:
     missing_text = _format_nodes(leader.node_group.missing_nodes)
     restart_hint = f"start again, with {missing_text} on another machine if that one is unfit"
     return "; ".join(
-        (
-            f"{missing_text} did not come within {deadline.limit_s:.0f} s",
-            *leader.list_departure_reasons(),
-            restart_hint,
-        )
+        (f"{missing_text} did not come within {deadline.limit_s:.0f} s", *leader.list_departure_reasons(), restart_hint)
     )
 
 

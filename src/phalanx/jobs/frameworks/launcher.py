@@ -48,10 +48,7 @@ class RendezvousError(PhalanxError):
 
 
 def join_nodes(
-    node_env: NodeEnv,
-    nproc_per_node: int,
-    stack: contextlib.ExitStack,
-    check_stop: Callable[[], None] = lambda: None,
+    node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack, check_stop: Callable[[], None] = lambda: None
 ) -> tuple[Topology, list[AuthConnection]]:
     """All nodes of the job, and this node's connections: from the leader to all others, else to the leader.
     `check_stop` is called each second or so."""

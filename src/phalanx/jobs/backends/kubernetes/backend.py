@@ -39,13 +39,7 @@ from phalanx.jobs.backends.kubernetes.client import (
     translate_api_errors,
 )
 from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
-from phalanx.jobs.backends.kubernetes.status import (
-    make_cordon,
-    parse_node,
-    parse_status,
-    pod_index,
-    select_latest_pods,
-)
+from phalanx.jobs.backends.kubernetes.status import make_cordon, parse_node, parse_status, pod_index, select_latest_pods
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
@@ -293,11 +287,7 @@ class KubernetesBackend(Backend):
         namespace, kind, name = _parse_job_id(job_id)
         with translate_api_errors(f"changing {job_id}, which needs the verb patch on {API_GROUPS[kind]['plural']}"):
             self._client.custom.patch_namespaced_custom_object(
-                **API_GROUPS[kind],
-                namespace=namespace,
-                name=name,
-                body=change,
-                _request_timeout=REQUEST_TIMEOUTS_S,
+                **API_GROUPS[kind], namespace=namespace, name=name, body=change, _request_timeout=REQUEST_TIMEOUTS_S
             )
 
     def _get_workload(self, job_id: str) -> dict[str, Any]:

@@ -43,16 +43,7 @@ MAX_WARNING_S = 65535
 """Seconds, of --signal."""
 LIMIT_CHECK_INTERVAL_S, MAX_SCRIPT_START_S = 30, 15
 """Seconds between Slurm's looks at limits, by which it may warn early; and until a job's script runs on a slow node."""
-EXPORTED_VARIABLES = (
-    "HOME",
-    "LANG",
-    "LD_LIBRARY_PATH",
-    "LOGNAME",
-    "PATH",
-    "SHELL",
-    "TMPDIR",
-    "USER",
-)
+EXPORTED_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
 """Variables of the submitter's environment that a job gets in addition to those that it names."""
 
 
