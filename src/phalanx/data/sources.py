@@ -320,17 +320,11 @@ def _read_cells(
     """The texts in a column's cells, the first of which is in row `first_row`."""
     for row, cell in enumerate(cells, first_row):
         try:
-            yield encode_field({column: _read_cell(cell)}, field)
+            yield encode_field({column: cell.as_py()}, field)
+        except UnicodeDecodeError as error:
+            bad_rows.add(BadRowError("not UTF-8", f"text that is not UTF-8 ({error.reason})"), path, f"row {row}")
         except BadRowError as error:
             bad_rows.add(error, path, f"row {row}")
-
-
-def _read_cell(cell: Any) -> Any:
-    """A cell as a plain value."""
-    try:
-        return cell.as_py()
-    except UnicodeDecodeError as error:
-        raise BadRowError("not UTF-8", f"text that is not UTF-8 ({error.reason})") from None
 
 
 _FILE_MAGIC = b"ARROW1"

@@ -1,7 +1,5 @@
 """Runs side by side: where their recipes differ, and what came of it; as text, as JSON, as a page with both losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

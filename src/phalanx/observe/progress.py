@@ -4,8 +4,6 @@
 `TerminalProgressDisplay` has a bar below these lines, redrawn in place, instead of lines for steps.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque
@@ -224,7 +222,7 @@ class TerminalProgressDisplay(LogProgressDisplay):
         facts: RunFacts,
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = DRAW_INTERVAL_S,
-        console: Console | None = None,
+        console: "Console | None" = None,
     ):
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -258,7 +256,7 @@ class TerminalProgressDisplay(LogProgressDisplay):
         self._bar.console.print(text, style=style, markup=False, highlight=False)
 
 
-def make_console(stream: TextIO, **options: Any) -> Console:
+def make_console(stream: TextIO, **options: Any) -> "Console":
     """A rich console that outlives its stream; rich itself would end the program with it."""
     from rich.console import Console as RichConsole
 

@@ -6,8 +6,6 @@ advice could save at best, so that advices sort; those about quality or safety h
 `is_urgent` ones, which come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -167,7 +165,7 @@ def recommend_for_precision(summary: RunSummary, history: RunHistory) -> Recomme
 def recommend_for_restarts(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """Work that was repeated, and time without work."""
     durations = summary.durations
-    share = durations.restart_cost_s / durations.wall_s if durations.wall_s > 0 else 0.0
+    share = (durations.wasted_s + durations.unavailable_s) / durations.wall_s if durations.wall_s > 0 else 0.0
     if share < 0.03:
         return None
     every = summary.run_info.checkpoint_interval_steps

@@ -3,8 +3,6 @@
 Tolerant on purpose: a run made by another version, or one that died while starting, must still have a report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ Nothing here is formatted for people.
 A field is None when the run did not say it or it was not measured; a run that has only just started has many of these.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

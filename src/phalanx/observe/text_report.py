@@ -1,7 +1,5 @@
 """The page that `phalanx report RUN` prints: plain text, at most 100 columns, the same in a pipe."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 

@@ -98,11 +98,6 @@ def render_jobs(found: JobList, backend: str, may_cancel: bool) -> str:
     return "".join(parts)
 
 
-def render_jobs_page(content: str) -> str:
-    """The page of jobs."""
-    return f'<header><h1>Jobs</h1></header><p id="answer" role="status"></p><div id="jobs">{content}</div>'
-
-
 def _render_cells(job: JobStatus, may_cancel: bool) -> Sequence[str]:
     run = f'<a href="run/{run_id(Path(job.run_dir))}">{escape(job.name)}</a>' if job.run_dir else escape(job.name)
     why = job.reason or (f"exit code {job.exit_code}" if job.exit_code else "")

@@ -154,17 +154,12 @@ def _build_aliases(readings: NodeReadings) -> Iterator["Metric"]:
             continue
         seen.add(column)
         rows = [
-            (labels, float(value) / factor)
-            for labels, device in _label_for_dcgm(readings)
+            ((str(index), device.id, f"nvidia{index}", device.name, node), float(value) / factor)
+            for node, sample in readings.items()
+            for index, device in enumerate(sample.devices)
             if (value := getattr(device, column)) is not None
         ]
         yield from MetricDefinition(name, f"As of dcgm-exporter; see {column}", DCGM_LABELS).build(rows)
-
-
-def _label_for_dcgm(readings: NodeReadings) -> Iterator[tuple[tuple[str, ...], DeviceSample]]:
-    for node, sample in readings.items():
-        for index, device in enumerate(sample.devices):
-            yield (str(index), device.id, f"nvidia{index}", device.name, node), device
 
 
 def _label_devices(readings: NodeReadings) -> Iterator[tuple[tuple[str, ...], DeviceSample]]:

@@ -1,7 +1,5 @@
 """The report as one HTML file, and its parts, which the live page shows as well."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape

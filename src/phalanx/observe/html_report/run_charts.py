@@ -1,7 +1,5 @@
 """Which charts a run's page has, and what each shows: from RunHistory to Chart values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +36,10 @@ class _RunCharts:
     def build(self) -> Iterator[Chart]:
         steps = self.history.steps
         restarts = _restart_marks(self.history)
-        nonfinite = _nonfinite_step_marks(self.history)
+        nonfinite = [
+            ChartMark("nonfinite", event.step, f"step {event.step}: {event.reason}, {event.action}")
+            for event in self.history.of(NonFiniteStep)[:_MAX_MARKS]
+        ]
         yield self.loss([*restarts, *nonfinite])
         if np.isfinite(steps.lr).any():
             lr = ChartSeries("learning rate", steps.step, steps.lr, "train")
@@ -113,13 +114,6 @@ def _restart_marks(history: RunHistory) -> list[ChartMark]:
         for attempt in history.attempts[1:]
     ]
     return marks[:_MAX_MARKS]
-
-
-def _nonfinite_step_marks(history: RunHistory) -> list[ChartMark]:
-    return [
-        ChartMark("nonfinite", event.step, f"step {event.step}: {event.reason}, {event.action}")
-        for event in history.of(NonFiniteStep)[:_MAX_MARKS]
-    ]
 
 
 def _checkpoint_marks(history: RunHistory) -> list[ChartMark]:

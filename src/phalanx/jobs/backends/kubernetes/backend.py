@@ -89,7 +89,8 @@ class KubernetesBackend(Backend):
             )
         options = parse_options(job)
         job = add_inherited_variables(job, self._environ, shares_files=False)
-        objects = {"secret": manifest.make_secret(job, options), options.kind: manifest.make_workload(job, options)}
+        make_workload = manifest.make_jobset if options.kind == "jobset" else manifest.make_trainjob
+        objects = {"secret": manifest.make_secret(job, options), options.kind: make_workload(job, options)}
         texts = {f"{name}.yaml": to_yaml(one, flow=False) for name, one in objects.items()}
         return SubmitRequest(self.name, job, texts)
 
@@ -267,7 +268,8 @@ class KubernetesBackend(Backend):
         their Job, but applies the failure policy to one that it still sees after its container has ended with 75."""
         for pod in self._list_pods(namespace, name):
             pod_name = pod["metadata"]["name"]
-            body = manifest.make_eviction(namespace, pod_name)
+            metadata = {"name": pod_name, "namespace": namespace}
+            body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
             try:
                 with translate_api_errors(f"evicting pod {pod_name}, which needs the verb create on pods/eviction"):
                     self._client.core.create_namespaced_pod_eviction(
