@@ -44,7 +44,6 @@ def calibrate(
     nproc_per_node: Annotated[
         int | None,
         typer.Option(
-            "--nproc-per-node",
             min=1,
             metavar="N",
             help="Processes that measure concurrently.",

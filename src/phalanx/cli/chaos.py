@@ -44,8 +44,7 @@ def chaos(
     ] = 1,
     queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a separate local queue.")] = False,
     baseline: Annotated[
-        Path | None,
-        typer.Option("--baseline", metavar="RUN", help="Finished run without faults, instead of training one."),
+        Path | None, typer.Option(metavar="RUN", help="Finished run without faults, instead of training one.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the fault plan, without training.")] = False,
     as_json: JsonOption = False,

@@ -121,10 +121,10 @@ def export(
     path: PathArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     step: StepOption = None,
-    to: Annotated[Literal["hf"], typer.Option("--to", help="Format; hf: a Hugging Face directory.")] = "hf",
+    to: Annotated[Literal["hf"], typer.Option(help="Format; hf: a Hugging Face directory.")] = "hf",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option("--dtype", help="Dtype of the weights.", show_default="that of the original"),
+        typer.Option(help="Dtype of the weights.", show_default="that of the original"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -28,7 +28,7 @@ _LINE_INTERVAL_S = 5.0  # seconds between progress lines where there is no termi
 
 @app.command()
 def prepare(
-    out: Annotated[str, typer.Option("--out", metavar="DIR|URL", help="Dataset directory or URL to create.")],
+    out: Annotated[str, typer.Option(metavar="DIR|URL", help="Dataset directory or URL to create.")],
     globs: Annotated[
         list[str] | None,
         typer.Argument(

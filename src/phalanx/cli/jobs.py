@@ -81,7 +81,7 @@ def submit(
         ),
     ] = None,
     max_parallel: Annotated[
-        int | None, typer.Option("--max-parallel", min=1, metavar="N", help="Array members that run concurrently.")
+        int | None, typer.Option(min=1, metavar="N", help="Array members that run concurrently.")
     ] = None,
     force: ForceOption = False,
     dry_run: Annotated[

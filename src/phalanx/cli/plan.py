@@ -55,8 +55,7 @@ def plan(
         ),
     ] = None,
     num_gpus: Annotated[
-        int | None,
-        typer.Option("--num-gpus", min=1, metavar="N", help="Devices to plan for, of all nodes.", show_default="all"),
+        int | None, typer.Option(min=1, metavar="N", help="Devices to plan for, of all nodes.", show_default="all")
     ] = None,
     top: Annotated[int, typer.Option(min=1, metavar="K", help="Number of candidates to show.")] = 5,
     out: Annotated[

@@ -28,7 +28,6 @@ def check(
     world_size: Annotated[
         int | None,
         typer.Option(
-            "--world-size",
             min=1,
             metavar="N",
             help="World size to check for.",

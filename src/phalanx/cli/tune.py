@@ -38,8 +38,7 @@ def tune(
         float, typer.Option(min=0.1, metavar="S", help="Measuring time for each trial, in seconds.")
     ] = 5.0,
     nproc_per_node: Annotated[
-        int | None,
-        typer.Option("--nproc-per-node", min=1, metavar="N", help="Workers.", show_default="chosen by trials on a CPU"),
+        int | None, typer.Option(min=1, metavar="N", help="Workers.", show_default="chosen by trials on a CPU")
     ] = None,
     allow_precision: Annotated[
         bool, typer.Option("--allow-precision", help="Also try precisions other than the recipe's.")
