@@ -79,9 +79,7 @@ def make_recipe_job(
     job_snapshot, environment = None, dict(environment or {})
     if snapshot is not None:
         if is_url(arguments.path):
-            raise UsageError(
-                f"--snapshot {snapshot}: {arguments.path} is not in a directory here; leave the option out"
-            )
+            raise UsageError(f"--snapshot {snapshot}: {arguments.path} is not in a directory here; leave it out")
         recipe_path = os.path.relpath(path.absolute(), source_dir)
         if recipe_path.startswith(".."):
             raise UsageError(

@@ -225,9 +225,8 @@ class SampleReader:
                     tokens[own] = dataset.count_tokens(sample)
                 before = np.concatenate([[0], np.cumsum(tokens)])
                 self._tokens_before = sample_number, before
-            start, stop = np.clip(
-                (first_sample - sample_number, first_sample + count - sample_number), 0, self._block_size
-            )
+            offset = first_sample - sample_number
+            start, stop = np.clip((offset, offset + count), 0, self._block_size)
             total += int(before[stop] - before[start])
         return total
 

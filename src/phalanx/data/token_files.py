@@ -120,9 +120,7 @@ def _open_megatron(path: str, size: int) -> TokenFile:
             raise DataError(f"{index_path}: not an index of Megatron, version 1, of tokens that are integers")
         index = file.read(12 * num_sequences + 8 * num_edges)
     if len(index) < 12 * num_sequences + 8 * num_edges:
-        raise DataError(
-            f"{index_path}: is cut short: it has no {num_sequences} sequences and {num_edges - 1} documents"
-        )
+        raise DataError(f"{index_path}: cut short: it has no {num_sequences} sequences and {num_edges - 1} documents")
     lengths = np.frombuffer(index, "<i4", num_sequences)
     pointers = np.frombuffer(index, "<i8", num_sequences, 4 * num_sequences)
     documents = np.frombuffer(index, "<i8", num_edges, 12 * num_sequences)

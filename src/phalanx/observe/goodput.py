@@ -245,9 +245,7 @@ def _failure_costs(history: RunHistory, gaps: Sequence[float]) -> list[FailureCo
     for (before, after), gap in zip(pairwise(history.attempts), gaps, strict=True):
         if not before.has_died:
             continue
-        fault_events = [
-            each for each in history.of(WorkerFailure) if before.started_at <= each.time <= after.started_at
-        ]
+        fault_events = [one for one in history.of(WorkerFailure) if before.started_at <= one.time <= after.started_at]
         t = fault_events[0].time if fault_events else before.last_work_at
         costs.append(
             FailureCost(

@@ -192,9 +192,7 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Folders of pictures, and keys that only other sources have."""
     several_given = isinstance(recipe.data.source, list)
-    sources = {
-        f"data.source.{n}" if several_given else "data.source": each for n, each in enumerate(recipe.data.sources)
-    }
+    sources = {f"data.source.{n}" if several_given else "data.source": one for n, one in enumerate(recipe.data.sources)}
     if recipe.evaluation.source is not None:
         sources["evaluation.source"] = recipe.evaluation.source
     for key, source in sources.items():

@@ -147,9 +147,7 @@ class Run:
         if created or resumed or self.has_checkpoint() or self.store.is_file():
             return None
         own = {folder for folder in (self.logs, self.checkpoints) if folder.is_dir() and not any(folder.iterdir())}
-        others = sorted(
-            entry.name for entry in self.path.iterdir() if entry not in own and entry.name != _LOST_AND_FOUND
-        )
+        others = sorted(each.name for each in self.path.iterdir() if each not in own and each.name != _LOST_AND_FOUND)
         return others[0] if others else None
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
@@ -209,9 +207,7 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
     """UsageError when a file cannot be written to `path`: there is no such folder, or a file is there already that is
     not an earlier output of this kind. One of `markers` stands near the beginning of each of those."""
     if not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"{option} {path}: there is no folder {path.absolute().parent}; create it, or choose another file"
-        )
+        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}; create it, or choose another")
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a folder; expected a file")
     if path.exists() and not path.is_file():  # a device or pipe
@@ -220,18 +216,14 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
     try:
         open(path, "ab").close()
     except OSError as error:
-        raise UsageError(
-            f"{option} {path}: cannot be written: {describe_os_error(error)}; choose another file"
-        ) from None
+        raise UsageError(f"{option} {path}: cannot be written: {describe_os_error(error)}; choose another") from None
     if is_new:
         path.unlink()
         return
     with open(path, "rb") as file:
         head = file.read(_HEADER_BYTES)
     if head and not any(mark.encode() in head for mark in markers):
-        raise UsageError(
-            f"{option} {path}: exists and was not written by this command; remove it or choose another file"
-        )
+        raise UsageError(f"{option} {path}: exists and was not written by this command; remove it or choose another")
 
 
 def _is_event_log(path: Path) -> bool:

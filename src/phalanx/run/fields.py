@@ -66,9 +66,7 @@ def to_json(value: Any) -> Any:
     if is_dataclass(value):
         value_type: Any = type(value)
         defaults = _defaults(value_type)
-        return {
-            name: to_json(each) for name, each in vars(value).items() if name not in defaults or each != defaults[name]
-        }
+        return {key: to_json(each) for key, each in vars(value).items() if key not in defaults or each != defaults[key]}
     if isinstance(value, tuple):
         return [to_json(each) for each in value]
     return {key: to_json(each) for key, each in value.items()} if type(value) is dict else value

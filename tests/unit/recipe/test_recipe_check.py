@@ -188,8 +188,8 @@ def test_a_module_called_like_another_is_refused(name: str, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
-        ("ours_a", "", "found 'ours_a', expected an import path module:name"),
-        ("ours_b:", "", "found 'ours_b:', expected an import path module:name"),
+        ("ours_a", "", "found 'ours_a', expected module:name"),
+        ("ours_b:", "", "found 'ours_b:', expected module:name"),
         ("nothing_here:x", "", "'nothing_here:x': there is no module 'nothing_here'; looked in "),
         ("ours_c:Nett", "class Net: pass\n", "'ours_c:Nett': ours_c has no 'Nett'; did you mean Net?"),
         (

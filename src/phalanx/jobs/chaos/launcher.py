@@ -278,9 +278,7 @@ class QueueLauncher:
         ]
 
     def list_leftovers(self) -> list[str]:
-        entries = [
-            f"job {status.id} is {status.state}" for status in self.backend.list_jobs() if not status.state.is_final
-        ]
+        entries = [f"job {each.id} is {each.state}" for each in self.backend.list_jobs() if not each.state.is_final]
         secrets = [str(path) for path in self.folder.rglob("secrets.json")]
         return entries + secrets
 

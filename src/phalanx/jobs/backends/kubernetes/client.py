@@ -179,9 +179,7 @@ class PodLogStreams:
             name = pod["metadata"]["name"]
             if name not in self._threads and pod.get("status", {}).get("phase") != "Pending":
                 prefix = f"[node {pod_index(pod)}] " if len(pods) > 1 else ""
-                thread = threading.Thread(
-                    target=self._stream_pod, args=(pod, prefix), name=f"log of {name}", daemon=True
-                )
+                thread = threading.Thread(None, self._stream_pod, f"log of {name}", (pod, prefix), daemon=True)
                 self._threads[name] = thread
                 thread.start()
         if is_last:

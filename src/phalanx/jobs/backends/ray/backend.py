@@ -151,9 +151,7 @@ class RayBackend(Backend):
             active_jobs = [info for info in client.list_jobs() if not info.status.is_terminal()]
         same_name = [info.submission_id for info in active_jobs if (info.metadata or {}).get(JOB_NAME_KEY) == job.name]
         if same_name:
-            raise UsageError(
-                f"job {job.name}: there is one of that name already, {same_name[0]}; stop it, or take another"
-            )
+            raise UsageError(f"job {job.name}: that name is taken by {same_name[0]}; stop it, or take another")
         submission = f"{job.name}-{self._make_suffix()}"
         sent["submission_id"] = sent["runtime_env"]["env_vars"][JOB_ID_VARIABLE] = submission
         file = secrets_path(str(job.working_dir), submission)
@@ -384,9 +382,7 @@ def _check_job(job: Job) -> None:
     """Raise UsageError for what Ray cannot do."""
     job_text = f"job {job.name}"
     if job.max_parallel is not None:
-        raise UsageError(
-            f"{job_text}: Ray cannot limit the members of an array that run at once: it starts all that fit"
-        )
+        raise UsageError(f"{job_text}: Ray cannot limit the members of an array that run: it starts all that fit")
     if job.secrets and job.snapshot is not None:
         raise UsageError(
             f"{job_text}: all users of the cluster can read a snapshot's directory, so {job.secrets[0]} cannot be "
