@@ -37,10 +37,8 @@ class JobReader:
     """Reads the jobs of a backend. `update` reads once; `start` and `stop` have a thread do so. Each thread opens the
     backend for itself, since the local queue is an SQLite file."""
 
-    def __init__(
-        self, backend: str, open_backend: Callable[[str], Backend], wall_clock: Callable[[], float] = time.time
-    ):
-        self.backend, self._open_backend, self._wall_clock = backend, open_backend, wall_clock
+    def __init__(self, backend: str, open_backend: Callable[[str], Backend]):
+        self.backend, self._open_backend = backend, open_backend
         self.jobs = JobList()
         self._reader: Backend | None = None
         self._stop_requested = threading.Event()
@@ -61,7 +59,7 @@ class JobReader:
         """Read the jobs once. One that cannot be read leaves the jobs as they were, with a problem."""
         try:
             self._reader = self._reader or self._open_backend(self.backend)
-            self.jobs = JobList(self._reader.list_jobs(), self._wall_clock())
+            self.jobs = JobList(self._reader.list_jobs(), time.time())
         except UsageError as error:
             self.jobs = replace(self.jobs, problem=str(error))
         except Exception as error:  # the thread must not end: the next reading may succeed

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -327,12 +327,10 @@ def read_command_line(process: psutil.Process) -> list[str]:
     return []
 
 
-def kill_tagged_processes(
-    tag: str, timeout_s: float = EXIT_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
-) -> None:
+def kill_tagged_processes(tag: str) -> None:
     """Kill whatever carries the mark, and wait until it is gone."""
-    deadline = clock() + timeout_s
-    while (found := find_tagged_processes(tag)) and clock() < deadline:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while (found := find_tagged_processes(tag)) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
