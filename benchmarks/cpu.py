@@ -49,7 +49,8 @@ from loop_overhead import (
 from phalanx.data import open_data
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.trial_workers import TrialWorkers, WorkersFailedError
-from phalanx.recipe import Recipe, dump_recipe, load_recipe
+from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases
 from phalanx.run.process_messages import Command, SendSignal

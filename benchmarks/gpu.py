@@ -55,7 +55,8 @@ from loop_overhead import (
 from phalanx.cluster import Machine, discover_machine, find_data_sheet, measure_matmul
 from phalanx.compat import set_deterministic
 from phalanx.errors import PhalanxError
-from phalanx.recipe import Recipe, check_device
+from phalanx.recipe import Recipe
+from phalanx.recipe.devices import check_device
 from phalanx.run import Run
 
 FP8 = "Phalanx, fp8"

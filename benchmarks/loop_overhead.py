@@ -50,7 +50,8 @@ from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.leader_state import RecoveryPolicy
 from phalanx.observe.progress import make_display, read_run_facts
-from phalanx.recipe import Recipe, data_schema, dump_recipe, load_recipe
+from phalanx.recipe import Recipe, data_schema, load_recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted
 from phalanx.run.process_messages import Command, WorkerFinishing

@@ -12,9 +12,7 @@ from enum import IntEnum
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What storage says that is full, or on which a file has reached the size that it may have."""
 STORAGE_BROKEN_ERRNOS = frozenset(
-    getattr(errno, name)
-    for name in ("EIO", "EREMOTEIO", "ENXIO", "ENODEV", "EROFS", "ESTALE", "ENOTCONN", "ELOOP")
-    if hasattr(errno, name)  # some are Linux's own
+    (errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ELOOP)
 )
 """Errors of broken storage: devices; ESTALE: a server that lost the file, ENOTCONN: a file system without its process,
 ELOOP: autofs that cannot mount."""

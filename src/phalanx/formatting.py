@@ -107,11 +107,9 @@ def format_exit_status(status: int) -> str:
 
 def format_timestamp(t: float | None) -> str:
     """Unix seconds as local date and time."""
-    return (
-        NOT_MEASURED_TEXT
-        if t is None
-        else datetime.fromtimestamp(t).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
-    )
+    if t is None:
+        return NOT_MEASURED_TEXT
+    return datetime.fromtimestamp(t).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
 
 
 def shorten_paths(paths: Sequence[str]) -> list[str]:

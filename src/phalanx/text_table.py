@@ -1,7 +1,5 @@
 """Tables of text: columns without lines around them. They fit a terminal, and are as wide as they need elsewhere."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import sys

@@ -272,7 +272,7 @@ def test_a_job_waits_for_nodes_that_are_out_of_service(slurm: SlurmBackend, rig:
 def test_a_job_that_slurm_has_forgotten_is_still_known(slurm: SlurmBackend, jobs: dict[str, str]) -> None:
     id = jobs["unfinished"]
     until(slurm, id, over)
-    forgetful = SlurmBackend(lambda argv: (1, "", "slurm_load_jobs error: Invalid job id specified"), slurm.jobs_dir)
+    forgetful = SlurmBackend(lambda argv: (1, "", "slurm_load_jobs error: Invalid job id specified"), slurm._dirs.root)
     status = forgetful.poll(id)
     assert (status.name, status.state, status.exit_code, status.num_attempts) == ("unfinished", JobState.DONE, 0, 2)
     assert status.nodes == slurm.poll(id).nodes

@@ -242,7 +242,7 @@ def _disturbed(
             place,
             scene,
             faults_for(what, rng),
-            verify.ChaosCallbacks(on_finish=over),
+            on_finish=over,
             sleep=deadline.sleep,
         )
     finally:

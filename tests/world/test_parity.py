@@ -19,7 +19,8 @@ from parity_inputs import write_parity_inputs
 from phalanx.errors import ExitCode, RecipeError
 from phalanx.jobs.agent.leader_agent import LeaderAgent
 from phalanx.jobs.agent.leader_state import RecoveryPolicy
-from phalanx.recipe import dump_recipe, load_recipe
+from phalanx.recipe import load_recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, StepDone

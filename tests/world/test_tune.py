@@ -10,7 +10,8 @@ import pytest
 from phalanx.app.tune import TuneCallbacks, TuneResult, render_recipe, tune
 from phalanx.autoconfig.tuning_candidates import TUNABLE_KEYS, TuningCandidate, TuningFacts
 from phalanx.errors import ExitCode
-from phalanx.recipe import Recipe, diff_recipes, load_recipe
+from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe.diff import diff_recipes
 from train_harness import TrainHarness
 
 TRIED = {

@@ -154,7 +154,8 @@ class ChaosExperiment:
             launcher,
             FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
             self.fault_plan,
-            verify.ChaosCallbacks(self.observer.on_restart, on_finish),
+            self.observer.on_restart,
+            on_finish,
         )
         duration_s = time.monotonic() - started_at
         digest = (baseline_run.read_json(baseline_run.result) or {})["digest"]

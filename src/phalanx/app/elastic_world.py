@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from phalanx.app.resume import describe_resume
 from phalanx.autoconfig.choices import divide_parallelism, divide_recipe
 from phalanx.errors import RecipeError
-from phalanx.recipe import Recipe, ResolvedRecipe, dump_recipe, load_resolved_recipe
+from phalanx.recipe import Recipe, ResolvedRecipe, load_resolved_recipe
 from phalanx.recipe.batch_scaling import scale_batch_with_workers
-from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.load import LoadedRecipe, dump_recipe
 from phalanx.recipe.parallelism_checks import find_batch_problems
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run

@@ -126,13 +126,7 @@ def generate_text(
     prompt_tokens = tokenizer.encode_prompt(prompt)
     if not prompt_tokens:
         raise UsageError("--prompt: give at least one character to continue")
-    tokens = generate_tokens(
-        trained.model,
-        prompt_tokens,
-        sampling,
-        facts.seq_len,
-        device,
-    )
+    tokens = generate_tokens(trained.model, prompt_tokens, sampling, facts.seq_len, device)
     stops = described.get("stops") if isinstance(described, dict) else None
     ends = {tokenizer.separator_token, *(stops if isinstance(stops, list) else [])} - {None}
     if ignore_end:

@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.app.submit import (
-    default_gpus,
-    format_status,
-    make_recipe_job,
-    parse_job_fields,
-    poll_until_final,
-)
+from phalanx.app.submit import default_gpus, format_status, make_recipe_job, parse_job_fields, poll_until_final
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import DataError, ExitCode, GaveUpError
 from phalanx.jobs.backends.base import Backend, open_backend, poll_again
@@ -30,10 +24,7 @@ from phalanx.storage.run_objects import follow_run, mirror_run
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 """Seconds between two polls."""
-NO_OUTPUT_TEXTS = {
-    JobState.QUEUED: "waits in the queue: no output yet",
-    JobState.RUNNING: "runs: no output yet",
-}
+NO_OUTPUT_TEXTS = {JobState.QUEUED: "waits in the queue: no output yet", JobState.RUNNING: "runs: no output yet"}
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from phalanx.app.check_storage import check_node, check_upload
 from phalanx.app.elastic_world import check_min_nodes
-from phalanx.app.prepare_run import find_machine
+from phalanx.app.prepare_run import check_node, check_upload, find_machine
 from phalanx.app.resume import describe_finished
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster.discovery import find_local_gpu_ids
@@ -23,7 +22,7 @@ from phalanx.jobs.agent.node_agent import (
     report_departure,
 )
 from phalanx.jobs.agent.node_group import LocalNode, NodeGroup
-from phalanx.recipe import num_workers_for
+from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import ControlServer, connect_to_leader

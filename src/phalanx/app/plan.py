@@ -11,8 +11,8 @@ from phalanx.cluster.load import CLUSTER_VARIABLE
 from phalanx.planner.search import Candidate
 from phalanx.planner.step_time import format_breakdown as format_breakdown
 from phalanx.planner.step_time import format_seconds as format_seconds
-from phalanx.recipe import Recipe, expand_recipe, load_recipe
-from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe.load import LoadedRecipe, expand_recipe
 from phalanx.run.directory import check_output_path, write_output
 
 

@@ -6,6 +6,7 @@ Everything that can be wrong is checked before anything is written.
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.app.check_storage import check_free_space, check_upload
 from phalanx.app.elastic_world import FULL_DIVISION_KEY, restore_full_division
 from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
 from phalanx.app.trackers import check_trackers
@@ -29,6 +29,7 @@ from phalanx.autoconfig.resolve import (
 from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
 from phalanx.cluster import Machine, collect_environment, discover_machine
 from phalanx.cluster.discovery import check_workers
+from phalanx.cluster.health.checks.host import nearest_existing
 from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
 from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
@@ -37,28 +38,22 @@ from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
-from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UsageError
-from phalanx.formatting import format_percent, format_plural
-from phalanx.recipe import (
-    Recipe,
-    ResolvedRecipe,
-    check_device,
-    check_recipe,
-    describe_batch_scaling,
-    dump_recipe,
-    huggingface_location,
-    num_workers_for,
-    scale_batch_with_workers,
-)
-from phalanx.recipe.checks import check_task
+from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
+from phalanx.formatting import format_bytes, format_percent, format_plural
+from phalanx.planner.storage_costs import checkpoint_bytes_of
+from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, load_resolved_recipe, scale_batch_with_workers
+from phalanx.recipe.batch_scaling import describe_batch_scaling
+from phalanx.recipe.checks import check_task, num_workers_for
 from phalanx.recipe.data_schema import list_sources
-from phalanx.recipe.devices import FP8_VARIABLE
-from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.devices import FP8_VARIABLE, check_device
+from phalanx.recipe.imports import huggingface_location
+from phalanx.recipe.load import LoadedRecipe, dump_recipe
 from phalanx.recipe.locations import (
     describe_version,
     huggingface_directory,
     localize_named,
     localize_tokenizer,
+    name_recipe_key,
     pin_location,
 )
 from phalanx.recipe.schema import Parallelism
@@ -71,7 +66,8 @@ from phalanx.run.fields import to_json
 from phalanx.run.lock import lock_run
 from phalanx.run.mixture import MIXTURE_KEY, format_epochs
 from phalanx.safe_files import read_bytes
-from phalanx.storage.url import is_url
+from phalanx.storage.store import check_writable
+from phalanx.storage.url import is_url, parse_url
 from phalanx.train.code_trust import record_trust
 from phalanx.train.lr_schedule import peak_learning_rate
 
@@ -440,3 +436,33 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
     if model is not None:
         keep_companions(run, model, prepared.notes.append, [GENERATION_CONFIG_FILE])
     return described
+
+
+def check_upload(recipe: Recipe) -> None:
+    """Raise RecipeError where `checkpoint.upload.to` takes no objects from this node."""
+    if (upload := recipe.checkpoint.upload) is not None:
+        with name_recipe_key("checkpoint.upload.to"):
+            check_writable(parse_url(upload.to))
+
+
+def check_free_space(run: Run, recipe: Recipe, plan: Mapping[str, Any]) -> None:
+    """Raise UsageError where a disk has less free space than two checkpoints take: a new one is written before an old
+    one is removed. A run that has checkpoints needs space for one more. The free space of stores is not known."""
+    num_new, upload = 1 if run.has_checkpoint() else 2, recipe.checkpoint.upload
+    nbytes = checkpoint_bytes_of(recipe, plan.get("trainable_parameters") or 0, plan.get("frozen_parameters") or 0)
+    for location in (run.location, *([] if upload is None else [upload.to])):
+        path = location.removeprefix("file://")
+        if not is_url(path) and (free_bytes := shutil.disk_usage(nearest_existing(Path(path))).free) < num_new * nbytes:
+            raise UsageError(
+                f"{location}: too little free space for checkpoints of {format_bytes(nbytes)}: {num_new} need "
+                f"{format_bytes(num_new * nbytes)}, and {format_bytes(free_bytes)} are free; choose another place"
+            )
+
+
+def check_node(run: Run) -> None:
+    """Raise UnfitNodeError where the run that the leading node has prepared cannot be kept from this node."""
+    if run.resolved.is_file():  # a shared disk may show it later
+        try:
+            check_free_space(run, load_resolved_recipe(run.resolved), run.read_json_or_empty(run.plan))
+        except UsageError as error:
+            raise UnfitNodeError(str(error)) from None

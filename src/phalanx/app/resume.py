@@ -6,15 +6,9 @@ Each worker then restores its state from the newest good checkpoint: `train/resu
 from collections.abc import Sequence
 
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe import (
-    Recipe,
-    RecipeDifference,
-    ResolvedRecipe,
-    describe_kept_batch,
-    incompatible_changes,
-    load_recipe,
-    load_resolved_recipe,
-)
+from phalanx.recipe import Recipe, ResolvedRecipe, load_recipe, load_resolved_recipe
+from phalanx.recipe.batch_scaling import describe_kept_batch
+from phalanx.recipe.diff import RecipeDifference, incompatible_changes
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, StepDone, WorkerStarted
@@ -48,10 +42,15 @@ def load_resumed_recipe(run: Run, given: Recipe, force: bool) -> tuple[ResolvedR
 
 def describe_all_changes(run: Run, given: Recipe, old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
     """Describe what a run that resumes has lost, and what is not as before or not as `given`."""
+    lost = []
+    if not run.resolved.is_file():
+        lost = [f"{run.resolved} is missing; the run resumes with the recipe in its newest checkpoint"]
+    elif not run.recipe.is_file():
+        lost = [f"{run.recipe} is missing; the run resumes with {run.resolved.name}"]
     return [
         *describe_resume(old, new),
         *describe_kept_batch(given, new, new.parallelism.world),
-        *describe_missing_recipes(run),
+        *lost,
         *run.describe_damage(),
     ]
 
@@ -101,13 +100,6 @@ def describe_changes(run: Run, differing: Sequence[RecipeDifference]) -> str:
         f"{run.location}: this run was started with another recipe, and cannot resume with this one:\n{listed}\n"
         "Use the old values, another --run directory, or --force to resume with the new values"
     )
-
-
-def describe_missing_recipes(run: Run) -> list[str]:
-    """Describe recipes that a run with checkpoints has lost."""
-    if not run.resolved.is_file():
-        return [f"{run.resolved} is missing; the run resumes with the recipe in its newest checkpoint"]
-    return [] if run.recipe.is_file() else [f"{run.recipe} is missing; the run resumes with {run.resolved.name}"]
 
 
 def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:

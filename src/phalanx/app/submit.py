@@ -13,17 +13,13 @@ from phalanx.app.elastic_world import check_min_nodes
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.backends.base import (
-    Backend,
-    SubmitRequest,
-    open_backend,
-    poll_again,
-)
+from phalanx.jobs.backends.base import Backend, SubmitRequest, open_backend, poll_again
 from phalanx.jobs.frameworks.process_env import check_framework as check_framework
 from phalanx.jobs.snapshot import Snapshot, snapshot_folder
 from phalanx.jobs.spec import Job, JobState, JobStatus, make_array
 from phalanx.observe.progress import DeferredDisplay
-from phalanx.recipe import load_recipe, num_workers_for
+from phalanx.recipe import load_recipe
+from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.snapshot_paths import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run import EventTail, Run
@@ -83,9 +79,7 @@ def make_recipe_job(
     job_snapshot, environment = None, dict(environment or {})
     if snapshot is not None:
         if is_url(arguments.path):
-            raise UsageError(
-                f"--snapshot {snapshot}: {arguments.path} is not in a directory here; leave the option out"
-            )
+            raise UsageError(f"--snapshot {snapshot}: {arguments.path} is not in a directory here; leave it out")
         recipe_path = os.path.relpath(path.absolute(), source_dir)
         if recipe_path.startswith(".."):
             raise UsageError(

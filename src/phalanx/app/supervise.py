@@ -22,7 +22,8 @@ from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
 from phalanx.jobs.agent.leader_state import RecoveryPolicy
 from phalanx.jobs.agent.node_group import NodeGroup
-from phalanx.recipe import Recipe, dump_recipe, load_recipe, load_resolved_recipe
+from phalanx.recipe import Recipe, load_recipe, load_resolved_recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Event, Run, read_events, select_final_steps, sum_training_seconds
 from phalanx.run.directory import RESULT_FORMAT, check_run_path, write_atomic, write_json
 from phalanx.run.event_types import AttemptStarted, RunEnded, RunStatus, RunWarning

@@ -13,12 +13,7 @@ from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
 from phalanx.observe.trackers.libraries import make_tracker
 from phalanx.observe.trackers.process import INCOMPLETE_EXIT_CODE
-from phalanx.observe.trackers.tracker import (
-    TRACKER_NAMES,
-    describe_error,
-    describe_problem,
-    set_library_defaults,
-)
+from phalanx.observe.trackers.tracker import TRACKER_NAMES, describe_error, describe_problem, set_library_defaults
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.run import Run

@@ -125,50 +125,39 @@ def train_run(
     node_env = node_env or NodeEnv()
     loaded.check_required()
     lock_timeout_s = LOCK_TIMEOUT_S if node_env.num_nodes > 1 else 0.0
+
+    def train_kept(stored: StoredRun | None) -> RunOutcome | None:
+        check_run_path(run.path)
+        if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
+            observer.show_finished(finished_text)
+            return None
+        if node_env.num_nodes == 1:  # other nodes must hear of an error: open_node_group sends it
+            check_start(loaded, nproc_per_node, begins=not run.has_checkpoint())
+        limits = loaded.recipe.fault_tolerance
+        with (
+            fork_server or ForkServerClient(call_timeout_s=call_timeout(limits.hang_timeout_s)) as server,
+            open_node_group(server, node_env, limits.last_call_s) as node_group,
+            contextlib.ExitStack() as stack,
+        ):
+            num_workers = count_workers(loaded, nproc_per_node, node_env)
+            request = RunRequest(loaded, run, num_workers, node_env.num_nodes, force, node_env.min_nodes is not None)
+            with observer.open_progress() as progress:
+                preparing = prepare_run(request, server, progress, not dry_run, lock_timeout_s)
+                prepared = stack.enter_context(preparing)
+            observer.show_prepared(prepared)
+            if dry_run:
+                node_group.exit_code = ExitCode.DONE
+                return None
+            if node_env.min_nodes is not None:
+                _lead(run, node_env, stack)
+            outcome = supervise_run(prepared, server, observer.show_event, force, node_group, stored)
+            node_group.exit_code = outcome.code
+        return outcome
+
     with keep_at_url(run, leads=True, writes=not dry_run, timeout_s=lock_timeout_s) as stored:
-        outcome = _train_kept_run(loaded, run, observer, nproc_per_node, force, dry_run, node_env, fork_server, stored)
+        outcome = train_kept(stored)
     if stored is not None and stored.problem is not None:
         return RunOutcome(ExitCode.UNFINISHED, None, stored.problem)
-    return outcome
-
-
-def _train_kept_run(
-    loaded: LoadedRecipe,
-    run: Run,
-    observer: TrainObserver,
-    nproc_per_node: int | None,
-    force: bool,
-    dry_run: bool,
-    node_env: NodeEnv,
-    fork_server: ForkServerClient | None,
-    stored: StoredRun | None,
-) -> RunOutcome | None:
-    check_run_path(run.path)
-    if not dry_run and (finished_text := describe_finished(run, loaded.recipe)):
-        observer.show_finished(finished_text)
-        return None
-    if node_env.num_nodes == 1:  # other nodes must hear of an error: open_node_group sends it
-        check_start(loaded, nproc_per_node, begins=not run.has_checkpoint())
-    call_timeout_s = call_timeout(loaded.recipe.fault_tolerance.hang_timeout_s)
-    with (
-        fork_server or ForkServerClient(call_timeout_s=call_timeout_s) as fork_server,
-        open_node_group(fork_server, node_env, loaded.recipe.fault_tolerance.last_call_s) as node_group,
-        contextlib.ExitStack() as stack,
-    ):
-        num_workers = count_workers(loaded, nproc_per_node, node_env)
-        request = RunRequest(loaded, run, num_workers, node_env.num_nodes, force, node_env.min_nodes is not None)
-        lock_timeout_s = LOCK_TIMEOUT_S if node_env.num_nodes > 1 else 0.0
-        with observer.open_progress() as progress:
-            preparing = prepare_run(request, fork_server, progress, not dry_run, lock_timeout_s)
-            prepared = stack.enter_context(preparing)
-        observer.show_prepared(prepared)
-        if dry_run:
-            node_group.exit_code = ExitCode.DONE
-            return None
-        if node_env.min_nodes is not None:
-            _lead(run, node_env, stack)
-        outcome = supervise_run(prepared, fork_server, observer.show_event, force, node_group, stored)
-        node_group.exit_code = outcome.code
     return outcome
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.recipe import Recipe, expand_recipe, load_recipe
-from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe.load import LoadedRecipe, expand_recipe
 from phalanx.run import Run
 from phalanx.storage.run_objects import make_local_directory
 from phalanx.storage.url import is_url

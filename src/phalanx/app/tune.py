@@ -31,9 +31,10 @@ from phalanx.errors import PhalanxError, RecipeError
 from phalanx.formatting import format_duration
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
 from phalanx.jobs.agent.trial_workers import TrialWorkers, WorkersFailedError
-from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, dump_recipe, num_workers_for
+from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe
+from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.devices import device_kind_of
-from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.load import LoadedRecipe, dump_recipe
 from phalanx.recipe.overrides import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
@@ -279,11 +280,9 @@ def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -
         return True, ""
     payback_steps = break_even_steps(measurement, extra_seconds)
     startup_text = f"starts {extra_seconds:.0f} s later, which {payback_steps} steps pay back"
-    return (
-        (True, startup_text)
-        if payback_steps <= recipe.steps
-        else (False, f"{startup_text}; this run has {recipe.steps}")
-    )
+    if payback_steps <= recipe.steps:
+        return True, startup_text
+    return False, f"{startup_text}; this run has {recipe.steps}"
 
 
 def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], result: TuneResult, day: date) -> str:

@@ -15,9 +15,11 @@ from phalanx.cluster.calibration.anomalies import best_gemm_tflops, measured_mem
 from phalanx.cluster.calibration.location_speed import describe_speed
 from phalanx.cluster.calibration.runner import data_sheet_of
 from phalanx.cluster.spec import Measurements
+from phalanx.errors import UsageError, describe_os_error
 from phalanx.formatting import format_bytes, format_duration, format_plural, format_significant
 from phalanx.recipe import load_recipe
 from phalanx.recipe.locations import StorageLocation, list_locations
+from phalanx.run.directory import check_output_path
 from phalanx.text_table import Column, format_table
 
 DEFAULT_OUT_TEXT = "a file in the cache directory, by hardware and versions"
@@ -31,8 +33,7 @@ def calibrate(
         ),
     ] = None,
     run: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|URL", help="Run directory of the recipe.", show_default="runs/NAME"),
+        str | None, typer.Option(metavar="DIR|URL", help="Run directory of the recipe.", show_default="runs/NAME")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure fewer sizes: under 20 s instead of 3 minutes.")
@@ -43,7 +44,6 @@ def calibrate(
     nproc_per_node: Annotated[
         int | None,
         typer.Option(
-            "--nproc-per-node",
             min=1,
             metavar="N",
             help="Processes that measure concurrently.",
@@ -65,8 +65,6 @@ def calibrate(
     from phalanx.cluster import discover_machine, save_cluster
     from phalanx.cluster.calibration.hardware_key import default_calibration_path
     from phalanx.cluster.discovery import check_workers
-    from phalanx.errors import UsageError, describe_os_error
-    from phalanx.run.directory import check_output_path
 
     locations = find_locations(words, run)[1] if words else []
     if not folder.is_dir():

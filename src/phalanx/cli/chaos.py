@@ -11,12 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.app.chaos import (
-    ChaosExperiment,
-    ChaosResult,
-    find_baseline_run,
-    make_run_shape,
-)
+from phalanx.app.chaos import ChaosExperiment, ChaosResult, find_baseline_run, make_run_shape
 from phalanx.cli.options import JsonOption, NprocOption, OverridesArgument, RecipeArgument
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_duration, format_plural
@@ -41,8 +36,7 @@ def chaos(
         str | None, typer.Option(metavar="KIND,...", help="Kinds of faults.", show_default="all applicable")
     ] = None,
     run: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="New directory for both runs.", show_default="runs/<name>-chaos"),
+        Path | None, typer.Option(metavar="DIR", help="New directory for both runs.", show_default="runs/<name>-chaos")
     ] = None,
     nproc_per_node: NprocOption = None,
     nodes: Annotated[
@@ -50,8 +44,7 @@ def chaos(
     ] = 1,
     queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a separate local queue.")] = False,
     baseline: Annotated[
-        Path | None,
-        typer.Option("--baseline", metavar="RUN", help="Finished run without faults, instead of training one."),
+        Path | None, typer.Option(metavar="RUN", help="Finished run without faults, instead of training one.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the fault plan, without training.")] = False,
     as_json: JsonOption = False,
@@ -206,10 +199,4 @@ def to_json(fault_plan: Sequence[Fault], seed: int, result: ChaosResult | None =
 
 
 def _fault_to_json(one: InjectedFault) -> dict[str, Any]:
-    return {
-        "time": one.t,
-        "attempt": one.attempt,
-        "step": one.step,
-        "phase": one.phase,
-        "description": one.description,
-    }
+    return {"time": one.t, "attempt": one.attempt, "step": one.step, "phase": one.phase, "description": one.description}

@@ -2,9 +2,8 @@
 
 import json
 import time
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,20 +19,6 @@ app = typer.Typer(
 PathArgument = Annotated[
     str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run directory or URL, or one of its checkpoints.")
 ]
-
-
-class ExportFormat(StrEnum):
-    """Format of an export."""
-
-    HF = "hf"
-
-
-class ExportDtype(StrEnum):
-    """Dtype of exported weights."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
 
 
 @app.command("ls")
@@ -136,9 +121,10 @@ def export(
     path: PathArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     step: StepOption = None,
-    to: Annotated[ExportFormat, typer.Option("--to", help="Format; hf: a Hugging Face directory.")] = ExportFormat.HF,
+    to: Annotated[Literal["hf"], typer.Option(help="Format; hf: a Hugging Face directory.")] = "hf",
     dtype: Annotated[
-        ExportDtype | None, typer.Option("--dtype", help="Dtype of the weights.", show_default="that of the original")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Dtype of the weights.", show_default="that of the original"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,7 +135,7 @@ def export(
     from phalanx.app.checkpoint import export_to_huggingface, select_checkpoint
 
     checkpoint = select_checkpoint(path, step)
-    files, notes = {ExportFormat.HF: export_to_huggingface}[to](checkpoint, out, dtype)
+    files, notes = export_to_huggingface(checkpoint, out, dtype)
     if as_json:
         facts = {"path": str(checkpoint), "out": str(out), "files": files, "notes": notes}
         print(json.dumps(facts))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,6 @@ from phalanx.text_table import format_facts
 
 if TYPE_CHECKING:
     from phalanx.data import PrepareProgress
-    from phalanx.data.inspection import DatasetContent
     from phalanx.jobs.spec import Job
     from phalanx.recipe.data_schema import DataConfig, DataSource
 
@@ -30,7 +29,7 @@ _LINE_INTERVAL_S = 5.0  # seconds between progress lines where there is no termi
 
 @app.command(cls=BackendOptionsCommand)
 def prepare(
-    out: Annotated[str, typer.Option("--out", metavar="DIR|URL", help="Dataset directory or URL to create.")],
+    out: Annotated[str, typer.Option(metavar="DIR|URL", help="Dataset directory or URL to create.")],
     globs: Annotated[
         list[str] | None,
         typer.Argument(
@@ -58,8 +57,7 @@ def prepare(
         typer.Option(help="Copy token files of this format, made with --tokenizer."),
     ] = None,
     field: Annotated[
-        str,
-        typer.Option("--text-field", metavar="NAME", help="Field with the text, such as text or choices[0].text."),
+        str, typer.Option("--text-field", metavar="NAME", help="Field with the text, such as text or choices[0].text.")
     ] = "text",
     idx: Annotated[
         tuple[str, str] | None, typer.Option(metavar="IMAGES LABELS", help="Read a pair of IDX files, plain or .gz.")
@@ -78,10 +76,7 @@ def prepare(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            metavar="N",
-            help="Processes. The result does not depend on it.",
-            show_default="one per core",
+            min=1, metavar="N", help="Processes. The result does not depend on it.", show_default="one per core"
         ),
     ] = None,
     part: Annotated[
@@ -135,10 +130,7 @@ def prepare(
 
 
 @app.command()
-def verify(
-    dataset: DatasetArgument,
-    as_json: JsonOption = False,
-) -> None:
+def verify(dataset: DatasetArgument, as_json: JsonOption = False) -> None:
     """Verify every byte against its checksum. Exits with 65 and names the file and block if one is damaged."""
     from phalanx.app.data import verify_dataset
 
@@ -301,9 +293,8 @@ def _format_progress(now: "PrepareProgress") -> str:
     )
 
 
-def _print_dataset(content: "DatasetContent", as_json: bool) -> None:
+def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
     """Print facts in two columns, and below them the first tokens of text."""
-    facts = asdict(content)
     if as_json:
         print(json.dumps(facts, indent=2))
         return

@@ -38,10 +38,7 @@ def doctor(
         str | None,
         typer.Option(metavar="DIR|URL", help="Run, to check its disk.", show_default="runs/NAME with a recipe, else ."),
     ] = None,
-    expect_gpus: Annotated[
-        int | None,
-        typer.Option("--expect-gpus", min=0, metavar="N", help="Number of GPUs expected."),
-    ] = None,
+    expect_gpus: Annotated[int | None, typer.Option(min=0, metavar="N", help="Number of GPUs expected.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare the reports of several nodes.")] = False,
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,

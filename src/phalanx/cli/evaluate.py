@@ -2,8 +2,7 @@
 
 import json
 import math
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,25 +10,17 @@ from phalanx.cli.options import BestOption, JsonOption, RunArgument, StepOption,
 from phalanx.text_table import format_facts
 
 
-class Device(StrEnum):
-    """What a recipe's `device` may be."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
 def evaluate(
     run: RunArgument,
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Evaluate at most N validation samples.", show_default="all"),
+        int | None, typer.Option(min=1, metavar="N", help="Evaluate at most N validation samples.", show_default="all")
     ] = None,
     step: StepOption = None,
     best: BestOption = False,
     trust_code: TrustCodeOption = False,
     device: Annotated[
-        Device | None, typer.Option(help="Device to evaluate on.", show_default="as in the run's recipe")
+        Literal["auto", "cpu", "cuda"] | None,
+        typer.Option(help="Device to evaluate on.", show_default="as in the run's recipe"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -21,8 +21,7 @@ def generate(
     ] = "def ",
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Number of tokens to generate.")] = 300,
     temperature: Annotated[
-        float,
-        typer.Option(min=0, metavar="T", help="Sampling temperature; 0: always the most likely token."),
+        float, typer.Option(min=0, metavar="T", help="Sampling temperature; 0: always the most likely token.")
     ] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(min=1, metavar="K", help="Sample among the K most likely tokens.")

@@ -23,6 +23,7 @@ from phalanx.cli.options import (
     TimeLimitOption,
 )
 from phalanx.errors import ExitCode, UsageError
+from phalanx.formatting import format_duration
 from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import Column, format_facts, format_table
 
@@ -58,10 +59,7 @@ def submit(
     cpus: CpusOption = None,
     memory: MemoryOption = None,
     time_limit: TimeLimitOption = None,
-    priority: Annotated[
-        int,
-        typer.Option(metavar="N", help="Priority: higher starts first."),
-    ] = 0,
+    priority: Annotated[int, typer.Option(metavar="N", help="Priority: higher starts first.")] = 0,
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi or plain.")
     ] = None,
@@ -83,8 +81,7 @@ def submit(
         ),
     ] = None,
     max_parallel: Annotated[
-        int | None,
-        typer.Option("--max-parallel", min=1, metavar="N", help="Array members that run concurrently."),
+        int | None, typer.Option(min=1, metavar="N", help="Array members that run concurrently.")
     ] = None,
     force: ForceOption = False,
     dry_run: Annotated[
@@ -99,7 +96,6 @@ def submit(
     """
     from phalanx.app import submit as app_submit
     from phalanx.app.train_arguments import TrainArguments
-    from phalanx.jobs.backends.base import open_backend
 
     job_fields: dict[str, Any] = {
         **app_submit.parse_job_fields(nodes, gpus, cpus, memory, time_limit, backend_option or []),
@@ -132,7 +128,7 @@ def submit(
                 TrainArguments(path, given, where, nproc_per_node, force), **job_fields
             ),
         )
-        backend = open_backend(on)
+        backend = _open_backend(on)
         requests = backend.render_array(jobs)
     else:
         if framework is not None:
@@ -140,7 +136,7 @@ def submit(
         else:
             arguments = TrainArguments(recipes[0], overrides, run, nproc_per_node, force)
             job = app_submit.make_recipe_job(arguments, name, **job_fields)
-        backend = open_backend(on)
+        backend = _open_backend(on)
         requests = [backend.render(job)]
     if dry_run:
         print("\n\n".join(map(str, requests)))
@@ -158,10 +154,7 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
-    from phalanx.jobs.backends.base import open_backend
-
-    backend = open_backend(on)
-    backend.restart_dead_daemon()
+    backend = _open_backend(on, restart_daemon=True)
     jobs = backend.list_jobs(array)
     if array is not None and not jobs:
         raise UsageError(f"{array}: {on} has no array of this name; `phalanx jobs ls --on {on}` lists all jobs")
@@ -178,10 +171,7 @@ def list_jobs(
 @app.command("status")
 def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
     """Show the state of a job."""
-    from phalanx.jobs.backends.base import open_backend
-
-    backend = open_backend(on)
-    backend.restart_dead_daemon()
+    backend = _open_backend(on, restart_daemon=True)
     status = backend.poll(job)
     if as_json:
         print(json.dumps(asdict(status), indent=2))
@@ -202,12 +192,11 @@ def logs(
     Shows all attempts; of a training run, the output of all workers and the events, by time and rank.
     """
     from phalanx.app.job_handle import iter_log_lines
-    from phalanx.jobs.backends.base import open_backend
 
     def print_note(text: str) -> None:
         print(escape_control_chars(text), file=sys.stderr, flush=True)
 
-    for line in iter_log_lines(open_backend(on), job, follow, raw, note=print_note):
+    for line in iter_log_lines(_open_backend(on), job, follow, raw, note=print_note):
         print(line, flush=follow)
 
 
@@ -222,22 +211,19 @@ def signal(
     """Send a signal to a job's processes on each node."""
     import signal as signals
 
-    from phalanx.jobs.backends.base import open_backend
-
     signal_suffix = signal_name.upper().removeprefix("SIG")
     if f"SIG{signal_suffix}" not in signals.Signals.__members__:
         raise UsageError(f"{signal_name}: no such signal; expected a name such as USR1, TERM or INT")
-    backend = open_backend(on)
-    backend.restart_dead_daemon()
+    backend = _open_backend(on, restart_daemon=True)
     backend.send_signal(job, signals.Signals[f"SIG{signal_suffix}"])
 
 
 @app.command()
 def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
     """Save, stop and hold a job until `jobs resume`."""
-    from phalanx.jobs.backends.base import PAUSED_PREFIX, open_backend
+    from phalanx.jobs.backends.base import PAUSED_PREFIX
 
-    backend = open_backend(on)
+    backend = _open_backend(on)
     is_paused = (backend.poll(job).reason or "").startswith(PAUSED_PREFIX)
     backend.pause(job, "by `phalanx jobs pause`")
     print(f"job {job} is paused already" if is_paused else f"pausing job {job}")
@@ -249,9 +235,7 @@ def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
 
     It resumes from its checkpoint; a job that is held because of unfit nodes, on other nodes.
     """
-    from phalanx.jobs.backends.base import open_backend
-
-    if not open_backend(on).resume(job):
+    if not _open_backend(on).resume(job):
         raise UsageError(f"job {job} is not paused or held; `phalanx jobs status {job} --on {on}` shows its state")
     print(f"resumed job {job}")
 
@@ -267,9 +251,7 @@ def cancel(
 
     A training run saves a checkpoint first, so that it can be resumed later.
     """
-    from phalanx.jobs.backends.base import open_backend
-
-    backend: Backend = open_backend(on)
+    backend = _open_backend(on)
     # all must exist before the first is cancelled
     job_ids = [job_id for job in jobs for job_id in _resolve_job_ids(backend, job)]
     for job_id in job_ids:
@@ -308,6 +290,16 @@ def prune(
     print(f"removed {len(job_ids)} {'job' if len(job_ids) == 1 else 'jobs'}")
 
 
+def _open_backend(name: str, restart_daemon: bool = False) -> "Backend":
+    """Open a backend. `restart_daemon`: start the daemon of the local queue again if it has died."""
+    from phalanx.jobs.backends.base import open_backend
+
+    backend = open_backend(name)
+    if restart_daemon:
+        backend.restart_dead_daemon()
+    return backend
+
+
 def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
     """Return the ID of a job, or those of the members of an array."""
     try:
@@ -320,8 +312,6 @@ def _resolve_job_ids(backend: "Backend", name_or_id: str) -> list[str]:
 
 
 def _table_row(status: "JobStatus", now: float) -> tuple[str, ...]:
-    from phalanx.formatting import format_duration
-
     timestamps = (status.ended_at, status.started_at, status.submitted_at)
     last_change = next((moment for moment in timestamps if moment is not None), None)
     reason = status.reason or (f"exit code {status.exit_code}" if status.exit_code else "")

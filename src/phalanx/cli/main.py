@@ -124,7 +124,6 @@ def _make_app() -> TyperGroup:
         log_level: Annotated[
             str | None,
             typer.Option(
-                "--log-level",
                 metavar="LEVEL",
                 help="Log records to show on standard error: debug, info, warning or error. Also as PHALANX_LOG.",
                 show_default="warning",

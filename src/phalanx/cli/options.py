@@ -18,21 +18,17 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 StepOption = Annotated[
-    int | None, typer.Option("--step", min=0, metavar="N", help="Step of the checkpoint.", show_default="newest")
+    int | None, typer.Option(min=0, metavar="N", help="Step of the checkpoint.", show_default="newest")
 ]
 BestOption = Annotated[bool, typer.Option("--best", help="Use the checkpoint with the lowest validation loss.")]
 TrustCodeOption = Annotated[
-    bool,
-    typer.Option("--trust-code", help="Import the run's code even if you did not train with it on this machine."),
+    bool, typer.Option("--trust-code", help="Import the run's code even if you did not train with it on this machine.")
 ]
 
-BackendOption = Annotated[
-    str, typer.Option("--on", metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")
-]
+BackendOption = Annotated[str, typer.Option(metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")]
 NprocOption = Annotated[
     int | None,
     typer.Option(
-        "--nproc-per-node",
         min=1,
         metavar="N",
         help="Workers on each node.",
@@ -42,22 +38,17 @@ NprocOption = Annotated[
 NodesOption = Annotated[
     str,
     typer.Option(
-        metavar="N|MIN:MAX",
-        help="Number of nodes. MIN:MAX: train while MIN are left, and take in nodes that return.",
+        metavar="N|MIN:MAX", help="Number of nodes. MIN:MAX: train while MIN are left, and take in nodes that return."
     ),
 ]
 GpusOption = Annotated[
     int | None,
-    typer.Option("--gpus", min=0, metavar="N", help="GPUs on each node.", show_default="local: one per worker, or all"),
+    typer.Option(min=0, metavar="N", help="GPUs on each node.", show_default="local: one per worker, or all"),
 ]
 CpusOption = Annotated[
     int | None,
     typer.Option(
-        "--cpus",
-        min=1,
-        metavar="N",
-        help="CPU cores on each node.",
-        show_default="the job's share of a node, or a few a worker",
+        min=1, metavar="N", help="CPU cores on each node.", show_default="the job's share of a node, or a few a worker"
     ),
 ]
 MemoryOption = Annotated[
@@ -71,7 +62,6 @@ MemoryOption = Annotated[
 TimeLimitOption = Annotated[
     str | None,
     typer.Option(
-        "--time-limit",
         metavar="TIME",
         help="Time limit of each attempt: seconds, or such as 30s, 15min, 2h, 1d, 01:30:00.",
         show_default="none",
@@ -87,10 +77,7 @@ BackendOptionOption = Annotated[
     ),
 ]
 SnapshotOption = Annotated[
-    str | None,
-    typer.Option(
-        "--snapshot", metavar="workdir|REV", help="Run a copy of the recipe's directory, or of a git revision."
-    ),
+    str | None, typer.Option(metavar="workdir|REV", help="Run a copy of the recipe's directory, or of a git revision.")
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Resume although the recipe or the data changed.")]
 

@@ -55,13 +55,11 @@ def plan(
         ),
     ] = None,
     num_gpus: Annotated[
-        int | None,
-        typer.Option("--num-gpus", min=1, metavar="N", help="Devices to plan for, of all nodes.", show_default="all"),
+        int | None, typer.Option(min=1, metavar="N", help="Devices to plan for, of all nodes.", show_default="all")
     ] = None,
     top: Annotated[int, typer.Option(min=1, metavar="K", help="Number of candidates to show.")] = 5,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Recipe to write.", show_default="NAME.planned.yaml"),
+        Path | None, typer.Option(metavar="FILE", help="Recipe to write.", show_default="NAME.planned.yaml")
     ] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Write the choice into RECIPE.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Break down step time and memory.")] = False,

@@ -7,6 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.options import JsonOption, OverridesArgument, RecipeArgument
+from phalanx.formatting import format_plural
+from phalanx.run import Run
+from phalanx.run.directory import check_output_path
 from phalanx.text_table import Column, format_table
 
 
@@ -25,8 +28,6 @@ def profile(
     from phalanx.cli.data import show_progress
     from phalanx.jobs.agent.fork_server_client import ForkServerClient, call_timeout
     from phalanx.recipe import load_recipe
-    from phalanx.run import Run
-    from phalanx.run.directory import check_output_path
 
     check_output_path("--out", out, ['"traceEvents"', '"schemaVersion"'])
     loaded = load_recipe(recipe, overrides or [])
@@ -51,7 +52,6 @@ def profile(
 
 
 def _format_trace(answer: dict[str, Any], top: int) -> str:
-    from phalanx.formatting import format_plural
     from phalanx.observe.text_report import COMPONENT_LABELS
 
     seconds = answer["step_s"]

@@ -16,9 +16,9 @@ def schema() -> None:
 
     Editors use it for completion and checks.
     """
-    from phalanx import recipe
+    from phalanx.recipe.schema_keys import json_schema
 
-    print(json.dumps(recipe.json_schema(), indent=2))
+    print(json.dumps(json_schema(), indent=2))
 
 
 @app.command()
@@ -28,7 +28,6 @@ def check(
     world_size: Annotated[
         int | None,
         typer.Option(
-            "--world-size",
             min=1,
             metavar="N",
             help="World size to check for.",
@@ -41,20 +40,19 @@ def check(
 
     Checks keys, values, world size, import paths and the arguments of the model.
     """
-    from phalanx import recipe as recipes
-    from phalanx.recipe.imports import check_known_arguments
-    from phalanx.recipe.load import list_import_paths
+    from phalanx.recipe.checks import check_recipe, num_workers_for
+    from phalanx.recipe.imports import check_known_arguments, huggingface_location, import_object
+    from phalanx.recipe.load import list_import_paths, load_recipe
     from phalanx.recipe.locations import huggingface_directory, name_recipe_key
+    from phalanx.recipe.schema_keys import can_be_auto
     from phalanx.storage.url import is_url, parse_url
 
-    loaded = recipes.load_recipe(path, overrides or [])
-    recipes.check_recipe(
-        loaded.recipe, loaded.recipe_dir, world_size or recipes.num_workers_for(loaded.recipe, 1), loaded.location_of
-    )
-    location = recipes.huggingface_location(loaded.recipe.model.build)
+    loaded = load_recipe(path, overrides or [])
+    check_recipe(loaded.recipe, loaded.recipe_dir, world_size or num_workers_for(loaded.recipe, 1), loaded.location_of)
+    location = huggingface_location(loaded.recipe.model.build)
     if location is None:
         with loaded.locate_errors():
-            builder = recipes.import_object(loaded.recipe.model.build, loaded.recipe_dir, "model.build")
+            builder = import_object(loaded.recipe.model.build, loaded.recipe_dir, "model.build")
             check_known_arguments(builder, loaded.recipe.model.args)
     elif is_url(location):  # only named: a check downloads nothing
         with name_recipe_key(loaded.location_of("model.build")):
@@ -63,12 +61,12 @@ def check(
         huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir, loaded.location_of("model.build"))
     for key, value in list_import_paths(loaded.recipe):
         if key != "model.build":
-            recipes.import_object(value, loaded.recipe_dir, loaded.location_of(key))
+            import_object(value, loaded.recipe_dir, loaded.location_of(key))
     # A recipe for phalanx.session has neither model nor data, but says how to train.
     if len(loaded.missing_keys()) == 1 or not loaded.given.keys() - {"name"}:
         loaded.check_required()
     recipe_json = loaded.recipe.model_dump(mode="json")
-    auto_keys = [key for key in _list_auto_keys(recipe_json) if recipes.can_be_auto(key)]
+    auto_keys = [key for key in _list_auto_keys(recipe_json) if can_be_auto(key)]
     if as_json:
         print(json.dumps({"recipe": recipe_json, "auto": auto_keys}, indent=2))
     else:

@@ -8,6 +8,8 @@ import typer
 
 from phalanx.cli.options import JsonOption, RunArgument
 from phalanx.errors import UsageError
+from phalanx.run import Run
+from phalanx.run.directory import check_output_path, write_output
 
 PAGE_MARKERS = ('content="phalanx"', "<footer>Phalanx ")
 """Each page that these commands write contains one of these."""
@@ -30,8 +32,6 @@ def report(
     from phalanx.observe.recommendations import find_recommendations
     from phalanx.observe.summary import build_summary
     from phalanx.observe.text_report import render_report_text
-    from phalanx.run import Run
-    from phalanx.run.directory import check_output_path
 
     run_dir = Run.open_existing(run)
     if to is not None:
@@ -67,8 +67,6 @@ def compare(
 ) -> None:
     """Compare runs: differences of their recipes, loss and speed."""
     from phalanx.observe.compare import compare_runs, render_comparison_html, render_comparison_text
-    from phalanx.run import Run
-    from phalanx.run.directory import check_output_path
 
     if html is not None:
         check_output_path("--html", html, PAGE_MARKERS)
@@ -85,7 +83,6 @@ def compare(
 
 def write_page(path: Path, text: str) -> None:
     """Write a page. UsageError where that cannot be done."""
-    from phalanx.run.directory import write_output
 
     try:
         write_output(path, text)

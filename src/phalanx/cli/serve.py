@@ -25,28 +25,20 @@ def serve_pages(
             help="Directories with runs, at any depth up to 4, and URLs of runs; runs by default.",
         ),
     ] = None,
-    on: Annotated[
-        str, typer.Option("--on", help="Show the jobs of this backend: local, slurm, kubernetes or ray.")
-    ] = "local",
+    on: Annotated[str, typer.Option(help="Show the jobs of this backend: local, slurm, kubernetes or ray.")] = "local",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8420,
     allow_actions: Annotated[
         bool,
         typer.Option(
-            "--allow-actions",
-            help="Let a browser with the token cancel jobs and act on what added pages show.",
+            "--allow-actions", help="Let a browser with the token cancel jobs and act on what added pages show."
         ),
     ] = False,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Show the pages to every user of this machine, without the token.")
     ] = False,
     proxy_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--proxy-name",
-            metavar="NAME",
-            help="Name of a proxy before the server (repeatable).",
-        ),
+        list[str] | None, typer.Option(metavar="NAME", help="Name of a proxy before the server (repeatable).")
     ] = None,
 ) -> None:
     """Serve a live page of runs and jobs until Ctrl-C. Installed packages may add pages, such as phalanx-fleet.

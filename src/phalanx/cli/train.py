@@ -32,8 +32,8 @@ from phalanx.cli.options import (
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_count, format_duration
 from phalanx.jobs.agent.leader_agent import RunOutcome
-from phalanx.observe.progress import DeferredDisplay, ProgressDisplay, make_display, read_run_facts
-from phalanx.recipe import dump_recipe
+from phalanx.observe.progress import DeferredDisplay, LogProgressDisplay, make_display, read_run_facts
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Event, Run
 from phalanx.run.node_env import NodeEnv
 from phalanx.std_streams import escape_control_chars, word_of
@@ -147,16 +147,14 @@ class TrainPrinter(TrainObserver):
 
     def __init__(self, out: TextIO, dry_run: bool = False):
         self._out, self._dry_run = out, dry_run
-        self._display: ProgressDisplay | None = None
+        self._display: LogProgressDisplay | None = None
         self.started_run: Run | None = None
         """The run that this process prepared, with the events that it shows."""
 
     def show_finished(self, text: str) -> None:
-        """Print that nothing is left to train."""
         print(text, file=self._out)
 
     def open_progress(self) -> contextlib.AbstractContextManager["Callable[[PrepareProgress], None]"]:
-        """Show how far data and trials are."""
         return show_progress()
 
     def show_prepared(self, prepared: PreparedRun) -> None:
@@ -169,7 +167,6 @@ class TrainPrinter(TrainObserver):
             self._display = make_display(self._out, prepared.recipe.steps, read_run_facts(prepared.run))
 
     def show_event(self, event: Event) -> None:
-        """Show an event of the run."""
         assert self._display is not None
         self._display.show_event(event)
 

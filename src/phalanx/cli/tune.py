@@ -2,12 +2,16 @@
 
 import json
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.cli.options import OverridesArgument, RecipeArgument, name_output
+from phalanx.errors import UsageError
+from phalanx.formatting import format_duration
+from phalanx.std_streams import word_of
 from phalanx.text_table import Column, format_table
 
 if TYPE_CHECKING:
@@ -28,26 +32,13 @@ def tune(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Tuned recipe to write.", show_default="NAME.tuned.yaml"),
+        Path | None, typer.Option(metavar="FILE", help="Tuned recipe to write.", show_default="NAME.tuned.yaml")
     ] = None,
     seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.1,
-            metavar="S",
-            help="Measuring time for each trial, in seconds.",
-        ),
+        float, typer.Option(min=0.1, metavar="S", help="Measuring time for each trial, in seconds.")
     ] = 5.0,
     nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node",
-            min=1,
-            metavar="N",
-            help="Workers.",
-            show_default="chosen by trials on a CPU",
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="Workers.", show_default="chosen by trials on a CPU")
     ] = None,
     allow_precision: Annotated[
         bool, typer.Option("--allow-precision", help="Also try precisions other than the recipe's.")
@@ -64,7 +55,6 @@ def tune(
     from phalanx.app.tune import TuneCallbacks, render_recipe
     from phalanx.app.tune import tune as search
     from phalanx.cli.data import show_progress
-    from phalanx.errors import UsageError
     from phalanx.recipe import load_recipe
     from phalanx.run.directory import check_output_path, write_output
 
@@ -94,8 +84,6 @@ class TuneConsole:
         self._quiet = quiet
 
     def print_baseline(self, prepared: "PreparedRun", seconds: float) -> None:
-        from phalanx.formatting import format_duration
-
         if self._quiet:
             return
         recipe = prepared.recipe
@@ -119,7 +107,6 @@ class TuneConsole:
 def format_trial(trial: "TuneTrial") -> str:
     """Format a row of the table."""
     from phalanx.app.tune import format_gain
-    from phalanx.formatting import format_duration
 
     predicted = "" if trial.predicted is None else f"{trial.predicted:.2f} x"
     result = ": ".join(part for part in ("kept" if trial.is_kept and trial.predicted else "", trial.note) if part)
@@ -130,8 +117,6 @@ def format_trial(trial: "TuneTrial") -> str:
 
 def _format_conclusion(result: "TuneResult", recipe: str, out: Path) -> list[str]:
     from phalanx.app.tune import format_gain
-    from phalanx.formatting import format_duration
-    from phalanx.std_streams import word_of
 
     lines = [""]
     if result.total is None:
@@ -146,8 +131,6 @@ def _format_conclusion(result: "TuneResult", recipe: str, out: Path) -> list[str
 
 
 def _result_to_json(result: "TuneResult", out: Path) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "default_step_s": result.default_seconds,
         "trials": [row.to_json() for row in result.trials],

@@ -144,7 +144,8 @@ def _find_image_files(root: Path) -> dict[str, list[SourceFile]]:
         raise RecipeError(f"data.source: {root}: no such folder of images")
     images = {}
     for label in sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
-        found = {os.path.realpath(path): path for path in reversed(_list_images(root / label))}
+        paths = sorted(path for path in map(Path, walk_files(root / label)) if path.suffix.lower() in _IMAGE_SUFFIXES)
+        found = {os.path.realpath(path): path for path in reversed(paths)}
         images[label] = [stat_source_file(path) for path in sorted(found.values())]
     return images
 
@@ -183,11 +184,6 @@ def find_webdataset(files: Sequence[SourceFile], image_size: tuple[int, int], ba
     return ImageSourceInfo(list(files), parts, (*image_size, 3), num_classes, None)
 
 
-def _list_images(folder: Path) -> list[Path]:
-    """Image files anywhere below a folder, sorted; links to folders above are not followed."""
-    return sorted(path for path in map(Path, walk_files(folder)) if path.suffix.lower() in _IMAGE_SUFFIXES)
-
-
 def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray:
     """One image file as a record (uint8 [1, record]): upright, RGB (see `_to_rgb`), resized to height x width
     (bilinear, antialiased). Raises BadRowError for what is no image."""
@@ -196,7 +192,10 @@ def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray
         import PIL.ImageOps
     except ImportError:
         raise UsageError("image sources need the `pillow` package: pip install 'phalanx[images]'") from None
-    content = io.BytesIO(_read_image_file(part))
+    with translate_read_errors(part.path), open_location(part.path) as file:
+        if part.member:
+            file.seek(part.start)
+        content = io.BytesIO(file.read(part.stop - part.start if part.member else -1))
     try:
         with PIL.Image.open(content) as image:
             image.load()
@@ -210,14 +209,6 @@ def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray
         raise BadRowError("not images", why) from None
     label = np.array([part.class_label], "<u4").view(np.uint8)
     return np.concatenate([label, np.asarray(resized, np.uint8).ravel()])[None]
-
-
-def _read_image_file(part: FilePart) -> bytes:
-    """A file, or the one that lies in a part of an archive."""
-    with translate_read_errors(part.path), open_location(part.path) as file:
-        if part.member:
-            file.seek(part.start)
-        return file.read(part.stop - part.start if part.member else -1)
 
 
 class _UnknownPixelRangeError(Exception):

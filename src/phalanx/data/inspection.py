@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from phalanx.data.bad_rows import count_skipped
 from phalanx.data.dataset_files import DatasetFiles, open_dataset_files
-from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, ShardEntry, read_manifest
+from phalanx.data.manifest import LABEL_BYTES, ShardEntry, read_manifest
 from phalanx.data.prepare_plan import PrepareProgress, ignore_progress
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import load_tokenizer, show_tokens
@@ -28,45 +29,6 @@ class VerifiedDataset:
     size_bytes: int
     duration_s: float
     fingerprint: str
-
-
-@dataclass(frozen=True)
-class DatasetContent:
-    """What a dataset directory holds."""
-
-    path: str
-    kind: str
-    dtype: str
-    count: int
-    """Tokens, or images."""
-    size_bytes: int
-    num_shards: int
-    fingerprint: str
-    num_skipped_rows: int | None
-    """Rows of the source that were left out because they cannot be read; None: none."""
-
-
-@dataclass(frozen=True)
-class TextContent(DatasetContent):
-    """What a dataset directory of text holds."""
-
-    num_documents: int
-    vocab_size: int | None
-    tokenizer: str
-    begins: str
-    """The first tokens, decoded; control tokens have their names in brackets."""
-
-
-@dataclass(frozen=True)
-class ImageContent(DatasetContent):
-    """What a dataset directory of images holds."""
-
-    classes: int | None
-    shape: tuple[int, int, int] | None
-    """Height, width, channels."""
-    labels: tuple[str, ...] | None
-    """Names of the classes, where they have names."""
-    first_labels: list[int]
 
 
 def verify_dataset(
@@ -124,53 +86,41 @@ def _find_bad_blocks(files: DatasetFiles, entry: ShardEntry) -> list[str]:
     return problems
 
 
-def inspect_dataset(location: str | Path, max_tokens: int = 200) -> TextContent | ImageContent:
-    """Describe a dataset, with its first `max_tokens` tokens decoded, or its first labels."""
+def inspect_dataset(location: str | Path, max_tokens: int = 200) -> dict[str, Any]:
+    """Describe a dataset as JSON values: of text with its first `max_tokens` tokens decoded (`begins`, where control
+    tokens have their names in brackets), of images with its first labels."""
     files = open_dataset_files(location)
     folder = files.directory
     manifest = read_manifest(folder)
-    files.fetch(manifest.shards[0].sidecar, manifest.shards[0].file)
-    first = MappedShard(folder, manifest.shards[0], np.dtype(manifest.dtype))
-    content = DatasetContent(
-        path=str(location),
-        kind=manifest.kind,
-        dtype=np.dtype(manifest.dtype).name,
-        count=manifest.count,
-        size_bytes=manifest.bytes,
-        num_shards=len(manifest.shards),
-        fingerprint=manifest.fingerprint,
-        num_skipped_rows=count_skipped(folder) or None,
-    )
+    entry = manifest.shards[0]
+    files.fetch(entry.sidecar, entry.file)
+    first = MappedShard(folder, entry, np.dtype(manifest.dtype))
+    content = {
+        "path": str(location),
+        "kind": manifest.kind,
+        "dtype": np.dtype(manifest.dtype).name,
+        "count": manifest.count,
+        "size_bytes": manifest.bytes,
+        "num_shards": len(manifest.shards),
+        "fingerprint": manifest.fingerprint,
+        "num_skipped_rows": count_skipped(folder) or None,
+    }
     if manifest.kind == "tokens":
-        return _describe_text(content, folder, manifest, first, max_tokens)
-    return _describe_images(content, manifest, first)
-
-
-def _describe_text(
-    content: DatasetContent, folder: Path, manifest: DatasetManifest, shard: MappedShard, max_tokens: int
-) -> TextContent:
-    tokenizer = load_tokenizer(folder)
-    count = min(max_tokens, len(shard.values))
-    shard.verify_range(0, count)
-    begins = show_tokens(tokenizer, shard.values[:count].tolist())
-    return TextContent(
-        **vars(content),
-        num_documents=manifest.documents,
-        vocab_size=manifest.vocab,
-        tokenizer=tokenizer.name,
-        begins=begins,
-    )
-
-
-def _describe_images(content: DatasetContent, manifest: DatasetManifest, shard: MappedShard) -> ImageContent:
-    count = min(20, manifest.shards[0].count)
-    shard.verify_range(0, count * manifest.record)
-    records = shard.values[: count * manifest.record].reshape(count, manifest.record)
-    first_labels = records[:, :LABEL_BYTES].copy().view("<u4")[:, 0].tolist()
-    return ImageContent(
-        **vars(content),
-        classes=manifest.classes,
-        shape=manifest.shape,
-        labels=manifest.labels,
-        first_labels=first_labels,
-    )
+        tokenizer = load_tokenizer(folder)
+        count = min(max_tokens, len(first.values))
+        first.verify_range(0, count)
+        return content | {
+            "num_documents": manifest.documents,
+            "vocab_size": manifest.vocab,
+            "tokenizer": tokenizer.name,
+            "begins": show_tokens(tokenizer, first.values[:count].tolist()),
+        }
+    count = min(20, entry.count)
+    first.verify_range(0, count * manifest.record)
+    records = first.values[: count * manifest.record].reshape(count, manifest.record)
+    return content | {
+        "classes": manifest.classes,
+        "shape": manifest.shape,
+        "labels": manifest.labels,
+        "first_labels": records[:, :LABEL_BYTES].copy().view("<u4")[:, 0].tolist(),
+    }

@@ -17,13 +17,19 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data.arrow_files import find_arrow_files
 from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
 from phalanx.data.images import find_idx_pair, find_image_dir, find_webdataset, read_idx_records, read_image_record
 from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, ShardEntry, narrowest_token_dtype
 from phalanx.data.shard import ShardWriter, ValueArray
 from phalanx.data.source_files import SourceFile, find_files, join_location, to_glob_list
-from phalanx.data.sources import CHUNK_BYTES, FilePart, iterate_documents, split_parquet_file, split_source_file
+from phalanx.data.sources import (
+    CHUNK_BYTES,
+    FilePart,
+    find_arrow_files,
+    iterate_documents,
+    split_parquet_file,
+    split_source_file,
+)
 from phalanx.data.token_files import TokenFile, find_token_parts, iterate_tokens, open_token_file
 from phalanx.data.tokenizers import (
     NO_ENDS,
@@ -264,7 +270,7 @@ class PieceWriter:
         dtype = narrowest_token_dtype(tokenizer.vocab_size)
         separator = np.array([] if tokenizer.separator_token is None else [tokenizer.separator_token], dtype)
         begin = np.array(tokenizer.begin_tokens, dtype)
-        count_lost = count_zeros if tokenizer.name == "bytes" else count_undecodable
+        is_bytes = tokenizer.name == "bytes"
         with ShardWriter(folder, number, dtype) as writer:
             bytes_read = reported = 0
             in_document = False  # a document that has given tokens is not over
@@ -272,7 +278,7 @@ class PieceWriter:
             for part in piece:
                 for chunk in iterate_documents(part, self._job.kind, self._job.text_field, self.bad_rows):
                     tokens = tokenizer.encode_bytes(chunk.data, chunk.before, chunk.after)
-                    if times := count_lost(chunk.data):
+                    if times := chunk.data.count(0) if is_bytes else count_undecodable(chunk.data):
                         self.lost_bytes[part.path] += times
                     is_new = is_new or chunk.starts_document
                     if tokens.size:
@@ -312,11 +318,6 @@ class PieceWriter:
                 yield read_image_record(part, shape), part.disk_bytes
             except BadRowError as error:
                 self.bad_rows.add(error, part.path, part.member)
-
-
-def count_zeros(data: bytes) -> int:
-    """How often a byte of a text is 0."""
-    return data.count(0)
 
 
 def count_undecodable(data: bytes) -> int:

@@ -145,7 +145,6 @@ class PackedDataset(PreparedDataset):
         return [tuple(zip(*(column[part].tolist() for column in columns), strict=True)) for part in parts]
 
     def count_tokens(self, sample: Int64Array) -> Int64Array:
-        """Tokens of each sample that are no padding."""
         return self._windows.num_tokens[sample]
 
 
@@ -177,11 +176,7 @@ class SampleReader:
     """A mixture of datasets of which training or evaluation takes samples by number."""
 
     def __init__(
-        self,
-        datasets: Sequence[AnyDataset],
-        orders: Sequence[AnyOrder],
-        mixture: Mixture,
-        is_validation: bool,
+        self, datasets: Sequence[AnyDataset], orders: Sequence[AnyOrder], mixture: Mixture, is_validation: bool
     ):
         self._datasets, self._orders, self._mixture = datasets, orders, mixture
         self._is_validation = is_validation
@@ -230,9 +225,8 @@ class SampleReader:
                     tokens[own] = dataset.count_tokens(sample)
                 before = np.concatenate([[0], np.cumsum(tokens)])
                 self._tokens_before = sample_number, before
-            start, stop = np.clip(
-                (first_sample - sample_number, first_sample + count - sample_number), 0, self._block_size
-            )
+            offset = first_sample - sample_number
+            start, stop = np.clip((offset, offset + count), 0, self._block_size)
             total += int(before[stop] - before[start])
         return total
 
@@ -508,10 +502,7 @@ def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float
         raise RecipeError(f"data.source: {location} has no tokens to train on")
     return _Source(
         (PackedDataset(location, train), ShuffleOrder(len(train.ends), 0, manifest.fingerprint, seed)),
-        (
-            PackedDataset(location, validation),
-            ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed),
-        ),
+        (PackedDataset(location, validation), ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed)),
         train.padding_fraction,
         train.num_cut,
     )

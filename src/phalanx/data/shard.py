@@ -8,7 +8,6 @@ authoritative: a separator among the tokens is only there for the model to read.
 import os
 import struct
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -61,7 +60,9 @@ class ShardWriter:
         self._pending += data
         whole = len(self._pending) // BLOCK_BYTES * BLOCK_BYTES
         if whole:
-            self._hashes.extend(_hash_blocks(memoryview(self._pending)[:whole]))
+            blocks = memoryview(self._pending)
+            self._hashes.extend(xxh3_64_intdigest(blocks[at : at + BLOCK_BYTES]) for at in range(0, whole, BLOCK_BYTES))
+            blocks.release()
             del self._pending[:whole]
 
     def commit(self) -> ShardEntry:
@@ -95,10 +96,6 @@ class ShardWriter:
 
 def _temporary_path(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
-
-
-def _hash_blocks(data: memoryview) -> Iterator[int]:
-    return (xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,7 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
                 advice = f"{directory} is a folder; name the files in it, such as {directory}/*"
                 raise RecipeError(f"data.source: {pattern!r} matches no file: {advice}")
             all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
-            raise RecipeError(
-                f"data.source: {pattern!r} matches no file{all_excluded} (looked in {base_dir.absolute()})"
-            )
+            raise RecipeError(f"data.source: {pattern!r} matches no file{all_excluded} (in {base_dir.absolute()})")
         for path in not_excluded:
             found.setdefault(_file_identity(path, real), stat_source_file(path))
     return list(found.values())
@@ -142,11 +140,9 @@ def _file_identity(path: str, real: Callable[[str], str]) -> object:
     stat_result = os.stat(path)
     if stat_result.st_nlink > 1:
         return stat_result.st_dev, stat_result.st_ino
-    return (
-        os.path.realpath(path)
-        if os.path.islink(path)
-        else os.path.join(real(os.path.dirname(path)), os.path.basename(path))
-    )
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    return os.path.join(real(os.path.dirname(path)), os.path.basename(path))
 
 
 def _absolute_path(pattern: str, base_dir: Path) -> str:

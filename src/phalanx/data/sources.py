@@ -15,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from phalanx.data.arrow_files import iterate_arrow_batches
 from phalanx.data.bad_rows import RAISE_AT_BAD_ROW, BadRowError, BadRows
 from phalanx.data.file_format import (
     HEAD_BYTES,
@@ -26,12 +25,14 @@ from phalanx.data.file_format import (
     open_compressed,
     stream_size,
 )
-from phalanx.data.source_files import SourceFile
+from phalanx.data.source_files import SourceFile, find_files, to_glob_list
 from phalanx.data.text_fields import encode_field, find_column, parse_json
 from phalanx.data.webdataset import iterate_texts
-from phalanx.errors import DataError, ExitCode, PhalanxError, UsageError
+from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
+from phalanx.safe_files import read_json
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.reader import open_location
+from phalanx.storage.url import is_url
 
 CHUNK_BYTES = 1 << 20
 CONTEXT_BYTES = 1 << 12
@@ -239,12 +240,18 @@ def _document(text: bytes, consumed: int) -> Iterator[DocumentChunk]:
         yield chunk._replace(bytes_read=consumed if chunk.ends_document else 0)
 
 
-def _open_parquet(raw: BinaryIO, path: str) -> Any:
+def _import_pyarrow(format_name: str) -> Any:
     try:
         import pyarrow
+        import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise UsageError("Parquet sources need the `pyarrow` package: pip install 'phalanx[pyarrow]'") from None
+        raise UsageError(f"{format_name} sources need the `pyarrow` package: pip install 'phalanx[pyarrow]'") from None
+    return pyarrow
+
+
+def _open_parquet(raw: BinaryIO, path: str) -> Any:
+    pyarrow = _import_pyarrow("Parquet")
     try:
         return pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=CHUNK_BYTES)
     except pyarrow.ArrowException as error:
@@ -268,10 +275,22 @@ def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str, bad_rows: BadRow
 
 
 def _iterate_arrow_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows) -> Iterator[bytes]:
-    row = 0
-    for column, cells in iterate_arrow_batches(raw, path, field):
-        yield from _read_cells(cells, row, column, field, path, bad_rows)
-        row += len(cells)
+    pyarrow = _import_pyarrow("Arrow")
+    is_file = raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+    raw.seek(max(raw.seek(0, 2) - len(_END_OF_STREAM), 0))
+    is_whole = is_file or raw.read() == _END_OF_STREAM
+    raw.seek(0)
+    try:
+        reader = pyarrow.ipc.open_file(raw) if is_file else pyarrow.ipc.open_stream(raw)
+        if not is_whole:
+            raise DataError(f"{path}: a stream of Arrow that is cut short: its end is missing")
+        names, row = reader.schema.names, 0
+        column = find_column(field, names, path)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            yield from _read_cells(batch.column(names.index(column)), row, column, field, path, bad_rows)
+            row += batch.num_rows
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a file or stream of Arrow, or cut short ({error})") from None
 
 
 _SOURCE_TEXTS = {"arrow": _iterate_arrow_texts, "webdataset": iterate_texts}
@@ -301,14 +320,36 @@ def _read_cells(
     """The texts in a column's cells, the first of which is in row `first_row`."""
     for row, cell in enumerate(cells, first_row):
         try:
-            yield encode_field({column: _read_cell(cell)}, field)
+            yield encode_field({column: cell.as_py()}, field)
+        except UnicodeDecodeError as error:
+            bad_rows.add(BadRowError("not UTF-8", f"text that is not UTF-8 ({error.reason})"), path, f"row {row}")
         except BadRowError as error:
             bad_rows.add(error, path, f"row {row}")
 
 
-def _read_cell(cell: Any) -> Any:
-    """A cell as a plain value."""
+_FILE_MAGIC = b"ARROW1"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def find_arrow_files(globs: str | list[str], exclude: str | list[str], base_dir: Path) -> list[SourceFile]:
+    """The files of globs, and those of directories in the order of their rows."""
+    names: list[str] = []
+    for pattern in to_glob_list(globs):
+        is_directory = not is_url(pattern) and (base_dir / pattern).is_dir()
+        names += _list_directory(base_dir / pattern) if is_directory else [pattern]
+    return find_files(names, exclude, base_dir)
+
+
+def _list_directory(directory: Path) -> list[str]:
+    if (directory / "dataset_dict.json").is_file():
+        splits = read_json(directory / "dataset_dict.json").get("splits")
+        raise RecipeError(f"data.source.arrow: {directory} has the splits {splits}; name one: {directory}/SPLIT")
+    if not (directory / "state.json").is_file():
+        return [f"{directory}/*.arrow"]
+    state = read_json(directory / "state.json")
+    if state.get("_indices_data_files"):
+        raise DataError(f"{directory}: is a selection of rows; save it again after `flatten_indices()`")
     try:
-        return cell.as_py()
-    except UnicodeDecodeError as error:
-        raise BadRowError("not UTF-8", f"text that is not UTF-8 ({error.reason})") from None
+        return [str(directory / file["filename"]) for file in state["_data_files"]]
+    except (KeyError, TypeError):
+        raise DataError(f"{directory}/state.json: not the state of a dataset that `save_to_disk` wrote") from None

@@ -12,7 +12,6 @@ shards and their `.done` files are added, and at the end the manifest has all sh
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -147,7 +146,7 @@ class StreamedDataset:
         self.description = read_description(directory)
         self.fingerprint = self.description.identity
         self.manifest = manifest = read_manifest(directory)
-        self._finished = {_piece_number(entry): entry for entry in manifest.shards}
+        self._finished = {int(entry.file[len("shard-") : -len(".bin")]): entry for entry in manifest.shards}
         self._shards: dict[int, MappedShard] = {}
 
     def count_samples(self, piece: int) -> int:
@@ -199,12 +198,6 @@ class StreamedDataset:
         """Have everything that is read from now on verified again."""
         for shard in self._shards.values():
             shard.reset_verification()
-
-
-def _piece_number(entry: ShardEntry) -> int:
-    match = re.fullmatch(r"shard-(\d+)\.bin", entry.file)
-    assert match is not None, entry.file
-    return int(match[1])
 
 
 class _SampleRange:

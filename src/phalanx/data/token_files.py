@@ -54,7 +54,9 @@ def find_token_parts(
         found.append(file)
         if tokens.token_format == "megatron":
             found.append(stat_source_file(_index_path(file.path)))
-        continues = tokens.token_format == "llm.c" and bool(parts) and not _begins_document(tokens, tokenizer)
+        first, separator = next(_read_blocks(tokens, 0, min(tokens.num_tokens, 1)), None), tokenizer.separator_token
+        begins_document = first is None or separator is None or first[0] == separator
+        continues = tokens.token_format == "llm.c" and bool(parts) and not begins_document
         count = max(round(file.size / part_bytes), 1)
         for start, stop in pairwise(tokens.num_tokens * number // count for number in range(count + 1)):
             size = (stop - start) * tokens.dtype.itemsize
@@ -118,9 +120,7 @@ def _open_megatron(path: str, size: int) -> TokenFile:
             raise DataError(f"{index_path}: not an index of Megatron, version 1, of tokens that are integers")
         index = file.read(12 * num_sequences + 8 * num_edges)
     if len(index) < 12 * num_sequences + 8 * num_edges:
-        raise DataError(
-            f"{index_path}: is cut short: it has no {num_sequences} sequences and {num_edges - 1} documents"
-        )
+        raise DataError(f"{index_path}: cut short: it has no {num_sequences} sequences and {num_edges - 1} documents")
     lengths = np.frombuffer(index, "<i4", num_sequences)
     pointers = np.frombuffer(index, "<i8", num_sequences, 4 * num_sequences)
     documents = np.frombuffer(index, "<i8", num_edges, 12 * num_sequences)
@@ -132,11 +132,6 @@ def _open_megatron(path: str, size: int) -> TokenFile:
     tokens = TokenFile(path, "megatron", dtype, int(starts[-1]), 0, np.unique(starts[documents[:-1]]))
     _check_size(tokens, size)
     return tokens
-
-
-def _begins_document(tokens: TokenFile, tokenizer: Tokenizer) -> bool:
-    first = next(_read_blocks(tokens, 0, min(tokens.num_tokens, 1)), None)
-    return first is None or tokenizer.separator_token is None or first[0] == tokenizer.separator_token
 
 
 def iterate_tokens(tokens: TokenFile, part: FilePart, tokenizer: Tokenizer) -> Iterator[tuple[ValueArray, Int64Array]]:

@@ -304,7 +304,9 @@ def _find_begin_of_text(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 def _find_end_of_text(folder: Path, tokenizer: Any) -> int | None:
     """The token that ends a text: as the Hugging Face files of a folder say, else what the tokenizer itself puts behind
     a text, else one of _SEPARATOR_TOKENS."""
-    found = [*_iterate_configured_ends(folder), *_iterate_appended_ends(tokenizer), *_SEPARATOR_TOKENS]
+    encoded = tokenizer.encode("a", add_special_tokens=True)
+    appended = encoded.ids[-1:] if len(encoded.ids) > 1 and encoded.special_tokens_mask[-1] else []
+    found = [*_iterate_configured_ends(folder), *appended, *_SEPARATOR_TOKENS]
     ids = (each if isinstance(each, int) else tokenizer.token_to_id(each) for each in found)
     return next((number for number in ids if number is not None and tokenizer.id_to_token(number) is not None), None)
 
@@ -346,13 +348,6 @@ def _iterate_configured_ends(folder: Path) -> Iterator[str | int]:
             value = value[0] if isinstance(value, list) and value else value
             if isinstance(value, str) or (type(value) is int and 0 <= value < MAX_VOCAB_SIZE):
                 yield value
-
-
-def _iterate_appended_ends(tokenizer: Any) -> Iterator[int]:
-    """The token that a tokenizer puts behind every text, if it does."""
-    ids = tokenizer.encode("a", add_special_tokens=True)
-    if len(ids.ids) > 1 and ids.special_tokens_mask[-1]:
-        yield ids.ids[-1]
 
 
 def describe_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -437,11 +432,9 @@ def find_tokenizer_file(path: Path) -> Path:
         return path
     if not (path / TOKENIZER_FILE).is_file():
         others = [name for name in _OTHER_TOKENIZER_FILES if (path / name).is_file()]
-        cure = (
-            f"transformers makes one of {others[0]}: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
-            if others
-            else "name the file of one, or a directory that has one"
-        )
+        cure = "name the file of one, or a directory that has one"
+        if others:
+            cure = f"transformers makes one of {others[0]}: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
         raise RecipeError(f"data.tokenizer: {path} has no {TOKENIZER_FILE}; {cure}")
     return path / TOKENIZER_FILE
 

@@ -188,7 +188,8 @@ def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str
             included[name] = None
         else:
             excluded[name] = "no regular file"
-    files = _list_files_and_parents(included)
+    # without the top: a link to it would contain itself
+    files = {path for name in included for path in (name, *map(str, PurePosixPath(name).parents)) if path != "."}
     for name in links:
         real = os.path.relpath(os.path.realpath(source_dir / name), os.path.realpath((source_dir / name).parent))
         if os.path.normpath(PurePosixPath(name).parent / real) in files:
@@ -196,11 +197,6 @@ def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str
         else:
             excluded[name] = f"a link to {os.readlink(source_dir / name)}, which does not travel"
     return dict(sorted(included.items())), sorted(excluded.items())
-
-
-def _list_files_and_parents(names: Iterable[str]) -> frozenset[str]:
-    """Return files and their parent directories, without the top: a link to the top would contain itself."""
-    return frozenset(path for name in names for path in (name, *map(str, PurePosixPath(name).parents)) if path != ".")
 
 
 def _exclusion_reason(folder: Path) -> str | None:

@@ -1,7 +1,5 @@
 """Runs side by side: where their recipes differ, and what came of it; as text, as JSON, as a page with both losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +12,7 @@ import numpy as np
 from phalanx import formatting
 from phalanx.errors import UsageError
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory, read_history
-from phalanx.observe.html_report.chart import (
-    Chart,
-    ChartSeries,
-    linear_range,
-    log_range,
-    needs_log_scale,
-    render_chart,
-)
+from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range, log_range, needs_log_scale, render_chart
 from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.run_charts import MIN_STEPS_TO_SMOOTH, validation_series
 from phalanx.observe.metrics import smooth_series
@@ -166,11 +157,9 @@ def render_comparison_text(comparison: RunComparison) -> str:
 
 
 def _shorten(text: str) -> str:
-    return (
-        text
-        if len(text) <= _MAX_CELL_CHARS
-        else f"{text[: _MAX_CELL_CHARS // 2 - 2]}...{text[-(_MAX_CELL_CHARS // 2 - 1) :]}"
-    )
+    if len(text) <= _MAX_CELL_CHARS:
+        return text
+    return f"{text[: _MAX_CELL_CHARS // 2 - 2]}...{text[-(_MAX_CELL_CHARS // 2 - 1) :]}"
 
 
 def render_comparison_html(comparison: RunComparison) -> str:

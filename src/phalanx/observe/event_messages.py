@@ -42,11 +42,9 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
             )
             return f"{attempt_text}{formatting.format_plural(world_size, 'worker')} on {event.device}, {start_text}"
         case Compiled():
-            breaks = (
-                f", with {formatting.format_plural(event.num_graph_breaks, 'graph break')}"
-                if event.num_graph_breaks
-                else ""
-            )
+            breaks = ""
+            if event.num_graph_breaks:
+                breaks = f", with {formatting.format_plural(event.num_graph_breaks, 'graph break')}"
             return (
                 f"compiled {formatting.format_plural(event.num_blocks, 'block')} in "
                 f"{formatting.format_duration(event.duration_s)}{breaks}"

@@ -6,8 +6,6 @@ device for each worker. Goodput is its productive share (Meta's effective traini
 queue time). The cost of each failure is listed separately.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,11 +113,6 @@ class RunDurations:
     def ettr(self) -> float | None:
         """The ratio of ETTR_DEFINITION."""
         return self.productive_s / self.wall_s if self.wall_s > 0 else None
-
-    @property
-    def restart_cost_s(self) -> float:
-        """Cost of restarts: repeated work and time without work."""
-        return self.wasted_s + self.unavailable_s
 
 
 def summarize_durations(history: RunHistory) -> RunDurations:
@@ -252,9 +245,7 @@ def _failure_costs(history: RunHistory, gaps: Sequence[float]) -> list[FailureCo
     for (before, after), gap in zip(pairwise(history.attempts), gaps, strict=True):
         if not before.has_died:
             continue
-        fault_events = [
-            each for each in history.of(WorkerFailure) if before.started_at <= each.time <= after.started_at
-        ]
+        fault_events = [one for one in history.of(WorkerFailure) if before.started_at <= one.time <= after.started_at]
         t = fault_events[0].time if fault_events else before.last_work_at
         costs.append(
             FailureCost(

@@ -5,8 +5,6 @@ here (`wasted_ranges`) and dropped from the columns, so everybody else sees each
 numbers are made in `metrics.py`.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from bisect import bisect_right
@@ -181,7 +179,7 @@ class HistoryBuilder:
     """Fold events, in the order they were written, into a history. `values` is flat: one float for each of
     _STEP_COLUMNS and STEP_COMPONENTS, step after step."""
 
-    values: array[float] = field(default_factory=lambda: array("d"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
     step_numbers: list[int] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
     planned_steps: int | None = None

@@ -1,7 +1,5 @@
 """Speed, time split, MFU and prediction error: pure functions over numbers. None means "could not be measured"."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

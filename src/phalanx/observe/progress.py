@@ -4,14 +4,12 @@
 `TerminalProgressDisplay` has a bar below these lines, redrawn in place, instead of lines for steps.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from phalanx import formatting
 from phalanx.observe.event_messages import ALERT_EVENTS, describe_event
@@ -53,11 +51,9 @@ def read_run_facts(run: Run) -> RunFacts:
     from phalanx.observe.metrics import measured_matmul_flops
     from phalanx.observe.run_info import read_resolved_recipe
 
-    recipe, plan, cluster = (
-        read_resolved_recipe(run),
-        run.read_json_or_empty(run.plan),
-        run.read_json_or_empty(run.cluster),
-    )
+    recipe = read_resolved_recipe(run)
+    plan = run.read_json_or_empty(run.plan)
+    cluster = run.read_json_or_empty(run.cluster)
     return RunFacts(
         name=str(recipe.get("name", run.path.name)),
         unit=str(plan.get("unit") or ("samples" if recipe.get("task") == "classification" else "tokens")),
@@ -130,16 +126,6 @@ DRAW_INTERVAL_S = 0.25
 LOG_INTERVAL_S = 5.0
 
 
-class ProgressDisplay(Protocol):
-    """Shows a run's events as they come."""
-
-    def show_event(self, event: Event) -> None:
-        """Take one event, in the order of events.jsonl."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was found. May be called twice."""
-
-
 class LogProgressDisplay:
     """Lines for a log: one every `interval_s` seconds, the first and the last step, and each event that is not a
     step."""
@@ -158,6 +144,7 @@ class LogProgressDisplay:
         self._last_logged_step = 0
 
     def show_event(self, event: Event) -> None:
+        """Take one event, in the order of events.jsonl."""
         self._progress.add_event(event)
         if isinstance(event, StepDone):
             now = self._clock()
@@ -177,6 +164,7 @@ class LogProgressDisplay:
             self._next_log_at = float("-inf")
 
     def close(self) -> None:
+        """Leave the terminal as it was found. May be called twice."""
         self._stream.flush()
 
     def _show_step(self, event: StepDone) -> None:
@@ -234,7 +222,7 @@ class TerminalProgressDisplay(LogProgressDisplay):
         facts: RunFacts,
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = DRAW_INTERVAL_S,
-        console: Console | None = None,
+        console: "Console | None" = None,
     ):
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -268,7 +256,7 @@ class TerminalProgressDisplay(LogProgressDisplay):
         self._bar.console.print(text, style=style, markup=False, highlight=False)
 
 
-def make_console(stream: TextIO, **options: Any) -> Console:
+def make_console(stream: TextIO, **options: Any) -> "Console":
     """A rich console that outlives its stream; rich itself would end the program with it."""
     from rich.console import Console as RichConsole
 
@@ -277,14 +265,11 @@ def make_console(stream: TextIO, **options: Any) -> Console:
 
 def make_display(
     stream: TextIO, total_steps: int, facts: RunFacts, clock: Callable[[], float] = time.monotonic
-) -> ProgressDisplay:
+) -> LogProgressDisplay:
     """The display that suits a stream: in place on a terminal, lines elsewhere (a pipe, a file, a dumb terminal)."""
-    if not stream.isatty():
-        return LogProgressDisplay(stream, total_steps, facts, clock)
-    console = make_console(stream)
-    if console.is_dumb_terminal:
-        return LogProgressDisplay(stream, total_steps, facts, clock)
-    return TerminalProgressDisplay(stream, total_steps, facts, clock, console=console)
+    if stream.isatty() and not (console := make_console(stream)).is_dumb_terminal:
+        return TerminalProgressDisplay(stream, total_steps, facts, clock, console=console)
+    return LogProgressDisplay(stream, total_steps, facts, clock)
 
 
 class DeferredDisplay:
@@ -292,7 +277,7 @@ class DeferredDisplay:
 
     def __init__(self, run: Run, stream: TextIO):
         self._run, self._stream = run, stream
-        self._display: ProgressDisplay = LogProgressDisplay(stream, 0, RunFacts(run.path.name))
+        self._display = LogProgressDisplay(stream, 0, RunFacts(run.path.name))
         self._has_started = False
 
     def show_event(self, event: Event) -> None:

@@ -6,8 +6,6 @@ advice could save at best, so that advices sort; those about quality or safety h
 `is_urgent` ones, which come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -125,20 +123,14 @@ def recommend_for_low_mfu(summary: RunSummary, history: RunHistory) -> Recommend
         return None
     micro, hidden_size = summary.run_info.micro_batch, summary.run_info.model_args.get("hidden_size")
     if micro is not None and micro <= 4:
-        advice_text, recipe_key = (
-            f"micro-batches of {micro} are small; try batch.micro_size={micro * 4}",
-            "batch.micro_size",
-        )
+        advice_text = f"micro-batches of {micro} are small; try batch.micro_size={micro * 4}"
+        recipe_key = "batch.micro_size"
     elif isinstance(hidden_size, int) and hidden_size < 256:
-        advice_text, recipe_key = (
-            f"a width of {hidden_size} is too narrow to keep the units busy; compile may help",
-            "compile",
-        )
+        advice_text = f"a width of {hidden_size} is too narrow to keep the units busy; compile may help"
+        recipe_key = "compile"
     else:
-        advice_text, recipe_key = (
-            "see which operations take the time with `phalanx profile`, and try compile=true",
-            "compile",
-        )
+        advice_text = "see which operations take the time with `phalanx profile`, and try compile=true"
+        recipe_key = "compile"
     return Recommendation(
         "low-mfu",
         f"forward and backward reach {formatting.format_percent(matmul_efficiency)} of the machine's measured "
@@ -173,7 +165,7 @@ def recommend_for_precision(summary: RunSummary, history: RunHistory) -> Recomme
 def recommend_for_restarts(summary: RunSummary, history: RunHistory) -> Recommendation | None:
     """Work that was repeated, and time without work."""
     durations = summary.durations
-    share = durations.restart_cost_s / durations.wall_s if durations.wall_s > 0 else 0.0
+    share = (durations.wasted_s + durations.unavailable_s) / durations.wall_s if durations.wall_s > 0 else 0.0
     if share < 0.03:
         return None
     every = summary.run_info.checkpoint_interval_steps

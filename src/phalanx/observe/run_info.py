@@ -3,8 +3,6 @@
 Tolerant on purpose: a run made by another version, or one that died while starting, must still have a report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,11 +112,9 @@ def read_run_info(
 ) -> RunInfo:
     """Put the facts together. A plan, cluster or environment that was not written leaves its facts out."""
     plan, cluster, environment = plan or {}, cluster or {}, environment or {}
-    model, batch, optimizer = (
-        _sub_mapping(recipe, "model"),
-        _sub_mapping(recipe, "batch"),
-        _sub_mapping(recipe, "optimizer"),
-    )
+    model = _sub_mapping(recipe, "model")
+    batch = _sub_mapping(recipe, "batch")
+    optimizer = _sub_mapping(recipe, "optimizer")
     session = _sub_mapping(plan, "session")  # what only a training loop of the user's own knew
     task = "a session" if session else str(recipe.get("task", "?"))
     unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))

@@ -5,8 +5,6 @@ Nothing here is formatted for people.
 A field is None when the run did not say it or it was not measured; a run that has only just started has many of these.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,13 +17,7 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.formatting import format_bytes, format_duration, format_plural
 from phalanx.observe import metrics
-from phalanx.observe.energy_cost import (
-    CostSummary,
-    EnergySummary,
-    read_run_prices,
-    summarize_cost,
-    summarize_energy,
-)
+from phalanx.observe.energy_cost import CostSummary, EnergySummary, read_run_prices, summarize_cost, summarize_energy
 from phalanx.observe.event_messages import describe_straggler
 from phalanx.observe.goodput import (
     ETTR_DEFINITION,

@@ -1,7 +1,5 @@
 """The page that `phalanx report RUN` prints: plain text, at most 100 columns, the same in a pipe."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 
@@ -41,11 +39,9 @@ def render_report_text(summary: RunSummary, recommendations: Sequence[Recommenda
 
 def describe_outcome(summary: RunSummary) -> str:
     """How the run ended, in one line."""
-    steps_text = (
-        f"{summary.last_step} of {formatting.format_plural(summary.planned_steps, 'step')}"
-        if summary.planned_steps
-        else ""
-    )
+    steps_text = ""
+    if summary.planned_steps:
+        steps_text = f"{summary.last_step} of {formatting.format_plural(summary.planned_steps, 'step')}"
     steps_text = steps_text or formatting.format_plural(summary.last_step, "step")
     wall_text = f" in {formatting.format_duration(summary.durations.wall_s)}" if summary.durations.wall_s else ""
     if summary.status == "not known":
@@ -61,11 +57,9 @@ def describe_outcome(summary: RunSummary) -> str:
 def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
     """Name and value of everything that was fixed before the first step."""
     args = ", ".join(f"{key} {value}" for key, value in run_info.model_args.items())
-    size = (
-        f"{formatting.format_count(run_info.parameters)} parameters"
-        if run_info.parameters is not None
-        else "parameters not counted"
-    )
+    size = "parameters not counted"
+    if run_info.parameters is not None:
+        size = f"{formatting.format_count(run_info.parameters)} parameters"
     batch = formatting.NOT_MEASURED_TEXT
     if run_info.global_batch is not None:
         batch = formatting.format_plural(run_info.global_batch, "sample")
@@ -163,7 +157,9 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
     )
     predicted_s = speed.predicted_step_s or speed.calibrated_step_s
     if predicted_s and speed.step_median_s:
-        error = _format_error(speed.step_median_s / predicted_s - 1)
+        share = speed.step_median_s / predicted_s - 1
+        error = f"{formatting.format_percent(abs(share))} {'slower' if share > 0 else 'faster'}"
+        error = error if abs(share) >= 0.005 else "as predicted"
         step += f"; predicted {formatting.format_duration(predicted_s)}, {error}"
     facts = [("speed", speed_text), ("step", step)]
     if predicted_s and (largest_error := speed.largest_error) is not None:
@@ -235,12 +231,6 @@ def describe_cost(cost: CostSummary, unit: str) -> str:
 
 def _format_kwh(joules: float) -> str:
     return f"{formatting.format_significant(joules / JOULES_PER_KWH)} kWh"
-
-
-def _format_error(share: float) -> str:
-    if abs(share) < 0.005:
-        return "as predicted"
-    return f"{formatting.format_percent(abs(share))} {'slower' if share > 0 else 'faster'}"
 
 
 def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
@@ -387,11 +377,9 @@ def _render_recommendations(recommendations: Sequence[Recommendation], summary: 
         return f"{title}\n  No issues found."
     rows = []
     for number, recommendation in enumerate(recommendations, 1):
-        gain = (
-            f" [up to {formatting.format_percent(recommendation.max_gain)} of the run]"
-            if recommendation.max_gain >= 0.005
-            else ""
-        )
+        gain = ""
+        if recommendation.max_gain >= 0.005:
+            gain = f" [up to {formatting.format_percent(recommendation.max_gain)} of the run]"
         key = f" (recipe: {recommendation.recipe_key})" if recommendation.recipe_key else ""
         rows.append((f"{number}.", f"{recommendation.full_text}{key}{gain}"))
     return "\n".join([title, *format_table([Column(is_number=True), Column()], rows, indent=2, width=PAGE_WIDTH)])

@@ -10,14 +10,7 @@ from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX, huggingface_location
 from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
-from phalanx.recipe.schema import (
-    GradSyncConfig,
-    LocalSgdConfig,
-    LrScheduleConfig,
-    OptimizerConfig,
-    Parallelism,
-    Recipe,
-)
+from phalanx.recipe.schema import GradSyncConfig, LocalSgdConfig, LrScheduleConfig, OptimizerConfig, Parallelism, Recipe
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 from phalanx.storage.url import is_url
 
@@ -179,27 +172,19 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
         why = f"workers take local steps, which determinism: {determinism} forbids"
         yield "local_sgd", f"{why}: use local_sgd: null, or determinism: off"
     if isinstance(layout, Parallelism) and layout.replicate != layout.world:
-        yield (
-            "local_sgd",
-            "is for workers that hold the whole model: give parallelism.replicate only, or local_sgd: null",
-        )
+        problem = "is for workers that hold the whole model: give parallelism.replicate only, or local_sgd: null"
+        yield "local_sgd", problem
     if local_sgd.method == "average" and local_sgd.outer_optimizer != LocalSgdConfig().outer_optimizer:
-        yield (
-            "local_sgd.outer_optimizer",
-            "is for method: diloco, and average takes the plain mean: leave it out, or use diloco",
-        )
+        problem = "is for method: diloco, and average takes the plain mean: leave it out, or use diloco"
+        yield "local_sgd.outer_optimizer", problem
     every, fragments, delay = local_sgd.sync_every, local_sgd.num_fragments, local_sgd.sync_delay
     if fragments > every:
-        yield (
-            "local_sgd.num_fragments",
-            f"found {fragments}, but at most one leaves after a step: at most sync_every = {every}",
-        )
+        problem = f"found {fragments}, but at most one leaves after a step: at most sync_every = {every}"
+        yield "local_sgd.num_fragments", problem
     elif delay >= every // fragments:
         between = every // fragments
-        yield (
-            "local_sgd.sync_delay",
-            f"found {delay}, but the next fragment leaves after {between}: at most {between - 1}",
-        )
+        problem = f"found {delay}, but the next fragment leaves after {between}: at most {between - 1}"
+        yield "local_sgd.sync_delay", problem
     if recipe.optimizer.state_dtype == "int8":
         yield "optimizer.state_dtype", "int8 state has no mean over workers, which local_sgd may have to take: use bf16"
 
@@ -207,9 +192,7 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Folders of pictures, and keys that only other sources have."""
     several_given = isinstance(recipe.data.source, list)
-    sources = {
-        f"data.source.{n}" if several_given else "data.source": each for n, each in enumerate(recipe.data.sources)
-    }
+    sources = {f"data.source.{n}" if several_given else "data.source": one for n, one in enumerate(recipe.data.sources)}
     if recipe.evaluation.source is not None:
         sources["evaluation.source"] = recipe.evaluation.source
     for key, source in sources.items():
@@ -229,10 +212,8 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
         recipe.evaluation.source is not None
         and recipe.evaluation.holdout_fraction != EvaluationConfig().holdout_fraction
     ):
-        yield (
-            "evaluation.holdout_fraction",
-            "is a share of the training data, and evaluation.source names other data: leave one out",
-        )
+        problem = "is a share of the training data, and evaluation.source names other data: leave one out"
+        yield "evaluation.holdout_fraction", problem
 
 
 def _mixture(data: DataConfig) -> Iterator[tuple[str, str]]:

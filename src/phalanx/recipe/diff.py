@@ -43,7 +43,7 @@ class RecipeDifference:
 
 def diff_recipes(old: Recipe, new: Recipe) -> list[RecipeDifference]:
     """Return the keys with different values, the deepest that both recipes have, in the recipe's order."""
-    return list(_diff_values(_to_dict(old), _to_dict(new), ""))
+    return list(_diff_values(old.model_dump(), new.model_dump(), ""))
 
 
 def is_free_on_resume(key: str) -> bool:
@@ -68,7 +68,7 @@ def incompatible_changes(given_old: Recipe, resolved_old: Recipe, given_new: Rec
     An `auto` stays what it was resolved to: only an explicit other value differs from it, and a new `auto` differs
     from nothing.
     """
-    resolved = _to_dict(resolved_old)
+    resolved = resolved_old.model_dump()
     result: list[RecipeDifference] = []
     for difference in diff_recipes(given_old, given_new):
         can_be_auto_ = can_be_auto(difference.key)
@@ -82,10 +82,6 @@ def incompatible_changes(given_old: Recipe, resolved_old: Recipe, given_new: Rec
         else:
             result.append(difference)
     return [each for each in result if not is_free_on_resume(each.key)]
-
-
-def _to_dict(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_dump()
 
 
 def _diff_values(old: Any, new: Any, key: str) -> Iterator[RecipeDifference]:

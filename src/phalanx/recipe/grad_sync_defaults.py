@@ -56,11 +56,9 @@ def num_warmup_steps(recipe: Recipe) -> int:
     start = given_start(recipe)
     if isinstance(start, int):
         return start
-    return (
-        DEFAULT_WARMUP_STEPS
-        if recipe.local_sgd is None
-        else max(DEFAULT_WARMUP_STEPS, math.ceil(recipe.steps / LOCAL_SGD_WARMUP_DIVISOR))
-    )
+    if recipe.local_sgd is None:
+        return DEFAULT_WARMUP_STEPS
+    return max(DEFAULT_WARMUP_STEPS, math.ceil(recipe.steps / LOCAL_SGD_WARMUP_DIVISOR))
 
 
 def bucket_size_bytes(grad_sync: GradSyncConfig) -> float:

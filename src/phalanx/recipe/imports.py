@@ -42,9 +42,7 @@ def import_object(path: str, recipe_dir: Path | None = None, key: str = "import 
     """
     module_name, colon, name = path.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
-        raise RecipeError(
-            f"{key}: found {path!r}, expected an import path module:name, such as phalanx.models:transformer"
-        )
+        raise RecipeError(f"{key}: found {path!r}, expected module:name, such as phalanx.models:transformer")
     if recipe_dir is not None:
         recipe_dir = resolve_code_dir(recipe_dir)
         if str(recipe_dir) not in sys.path:

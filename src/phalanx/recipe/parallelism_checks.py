@@ -24,15 +24,11 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
         yield "parallelism.expert", f"found {parallelism.expert}, which must divide shard x context = {shard_ranks}"
     other_dimensions = parallelism.replicate * parallelism.shard != parallelism.world or parallelism.expert > 1
     if recipe.determinism == "elastic" and other_dimensions:
-        yield (
-            "parallelism",
-            "determinism: elastic goes with replicate and shard only: give these, or determinism: fixed-world",
-        )
+        problem = "determinism: elastic goes with replicate and shard only: give these, or determinism: fixed-world"
+        yield "parallelism", problem
     if recipe.optimizer.name == "muon" and parallelism.tensor > 1:
-        yield (
-            "parallelism.tensor",
-            "muon works on whole matrices, which tensor ranks do not have; use parallelism.shard or adamw",
-        )
+        problem = "muon works on whole matrices, which tensor ranks do not have; use parallelism.shard or adamw"
+        yield "parallelism.tensor", problem
     if recipe.compile == "cuda-graphs" and parallelism.replicate != parallelism.world:
         yield (
             "compile",
@@ -51,10 +47,8 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
         yield "memory.activation_checkpointing", f"{reason}; use full or none, or parallelism.pipeline_schedule=1f1b"
     yield from _find_pipeline_problems(recipe, parallelism)
     if parallelism.async_tp and parallelism.tensor == 1:
-        yield (
-            "parallelism.async_tp",
-            "affects communication between tensor ranks only; give parallelism.tensor, or false",
-        )
+        problem = "affects communication between tensor ranks only; give parallelism.tensor, or false"
+        yield "parallelism.async_tp", problem
     for name in ("tensor", "expert"):
         if recipe.optimizer.state_dtype == "int8" and getattr(parallelism, name) > 1:
             what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
@@ -97,10 +91,8 @@ def find_batch_problems(global_size: int, micro_size: int | str, num_groups: int
     if global_size % num_groups:
         below, above = global_size // num_groups * num_groups, (global_size // num_groups + 1) * num_groups
         valid_sizes = " or ".join(str(size) for size in (below, above) if size)
-        yield (
-            "batch.global_size",
-            f"{global_size} samples cannot be divided among {num_groups} workers; {valid_sizes} can",
-        )
+        problem = f"{global_size} samples cannot be divided among {num_groups} workers; {valid_sizes} can"
+        yield "batch.global_size", problem
     elif isinstance(micro_size, int) and global_size % (micro_size * num_groups):
         samples_per_group = global_size // num_groups
         best = min(list_divisors(samples_per_group), key=lambda size: (abs(size - micro_size), size))

@@ -179,21 +179,8 @@ def _describe_range(schema: JsonSchema) -> str:
         minimum, exclusive_minimum = exclusive_minimum + 1, None
     if minimum is not None and maximum is not None:
         return f" from {_figure(minimum)} to {_figure(maximum)}"
-    start = (
-        f"above {_figure(exclusive_minimum)}"
-        if exclusive_minimum is not None
-        else f"of at least {_figure(minimum)}"
-        if minimum is not None
-        else ""
-    )
-    end = (
-        f"below {_figure(exclusive_maximum)}"
-        if exclusive_maximum is not None
-        else f"of at most {_figure(maximum)}"
-        if maximum is not None
-        else ""
-    )
-    both = " and ".join(text for text in (start, end) if text)
+    bounds = {"above": exclusive_minimum, "of at least": minimum, "below": exclusive_maximum, "of at most": maximum}
+    both = " and ".join(f"{word} {_figure(bound)}" for word, bound in bounds.items() if bound is not None)
     return f" {both}" if both else ""
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
@@ -90,24 +89,6 @@ class _Representer(SafeRepresenter):
 _Representer.add_representer(str, _Representer.represent_str)
 
 
-class _Refused(MarkedYAMLError):
-    """A text that is YAML and no recipe."""
-
-
-class _Composer(Composer):
-    """Refuses more than `MAX_VALUES` values and more than `MAX_DEPTH` levels before it has composed them."""
-
-    _count = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one more value, with what is within it."""
-        self._count += 1
-        if self._count > MAX_VALUES or self.depth == MAX_DEPTH:
-            why = TOO_MANY_VALUES_TEXT if self._count > MAX_VALUES else _TOO_DEEP_TEXT
-            raise _Refused(problem=why, problem_mark=self.parser.peek_event().start_mark)
-        return super().compose_node(parent, index)
-
-
 def to_yaml(value: Any, flow: bool | None = None, width: int = 120) -> str:
     """YAML of plain values, in their order, as YAML 1.1 has it where it differs; `parse_yaml` reads the same values
     back.
@@ -130,15 +111,16 @@ def _compose(text: str, label: str, numbered: bool) -> tuple[Node | None, YAML]:
         line = f":{text.count(chr(10), 0, match.start()) + 1}" if numbered else ""
         raise RecipeError(f"{label}{line}: not valid YAML: control character {match[0]!r}")
     yaml = YAML(typ="safe", pure=True)
-    yaml.Resolver, yaml.Composer = _Rules, _Composer
+    yaml.Resolver = _Rules
     yaml.composer.warn_double_anchors = False
     try:
         return yaml.compose(text), yaml
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(part for part in (error.problem, error.context) if part)
-        kind = "" if isinstance(error, _Refused) else "not valid YAML: "
-        raise RecipeError(f"{_place(label, mark if numbered else None)}: {kind}{why}") from None
+        raise RecipeError(f"{_place(label, mark if numbered else None)}: not valid YAML: {why}") from None
+    except RecursionError:
+        raise RecipeError(f"{label}: {_TOO_DEEP_TEXT}") from None
     except (YAMLError, ValueError, OverflowError) as error:  # the last two: escapes of characters that do not exist
         raise RecipeError(f"{label}: not valid YAML: {error}") from None
 

@@ -5,14 +5,11 @@ waits and the identity of processes go by the seconds since this machine was sta
 process they stand in a file as a mark, which names the boot that it belongs to.
 """
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 PROC_ROOT = Path("/proc")
 START_TIME_FIELD = 19
@@ -20,16 +17,14 @@ START_TIME_FIELD = 19
 
 
 def seconds_since_boot() -> float:
-    """Seconds since this machine was started, time asleep included where the kernel counts it."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    """Seconds since this machine was started, time asleep included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @functools.cache
 def boot_id() -> str:
-    """What distinguishes this start of the machine from all others; nothing where the kernel has no name for it."""
-    with contextlib.suppress(OSError):
-        return (PROC_ROOT / "sys/kernel/random/boot_id").read_text().strip()
-    return ""
+    """What distinguishes this start of the machine from all others."""
+    return (PROC_ROOT / "sys/kernel/random/boot_id").read_text().strip()
 
 
 _UNIX_OFFSET_S = time.time() - seconds_since_boot()
@@ -61,10 +56,9 @@ class BootClock:
 
 
 def process_identity(pid: int) -> str | None:
-    """What distinguishes a process from every other that has or had its number; None when there is none. Its number
-    alone where the kernel has no /proc."""
+    """What distinguishes a process from every other that has or had its number; None when there is none."""
     try:
         stat_fields = (PROC_ROOT / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None if (PROC_ROOT / "self").exists() or not psutil.pid_exists(pid) else str(pid)
+        return None
     return f"{boot_id()} {stat_fields[START_TIME_FIELD]}"

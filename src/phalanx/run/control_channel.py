@@ -224,6 +224,5 @@ def _make_connection(
 ) -> AuthConnection:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in TCP_KEEPALIVE_OPTIONS.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return AuthConnection(sock, hmac.digest(token, b"key" + leader_nonce + member_nonce, "sha256"), is_leader)

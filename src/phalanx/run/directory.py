@@ -36,12 +36,47 @@ _LOST_AND_FOUND = "lost+found"
 """What a file system has in it before anyone has written there."""
 
 
+class _PathOf:
+    """The path of a file or directory of a run, by its name."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, run: "Run", owner: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class Run:
     """A run directory. Making this value creates nothing; `create` does. Of a URL it is a local copy without weights,
     which is brought up to date."""
 
     path: Path
+    recipe = _PathOf("recipe.yaml")
+    """The recipe as it was given, overrides applied."""
+    resolved = _PathOf("resolved.yaml")
+    """The recipe with every `auto` replaced: what really runs."""
+    plan = _PathOf("plan.json")
+    cluster = _PathOf("cluster.json")
+    leader = _PathOf("leader.json")
+    environment = _PathOf("environment.json")
+    events = _PathOf("events.jsonl")
+    logs = _PathOf("logs")
+    checkpoints = _PathOf("checkpoints")
+    store = _PathOf("store.json")
+    """The file of a local scratch directory that says which URL is the run."""
+    telemetry = _PathOf("telemetry")
+    """Directory of the nodes' telemetry: NODE.jsonl of each (`telemetry_minutes`)."""
+    trackers = _PathOf("trackers")
+    """Directory of what was sent to experiment trackers: NAME.json of each."""
+    tensorboard = _PathOf("tensorboard")
+    """Directory of TensorBoard's event files."""
+    result = _PathOf("result.json")
+    tokenizer = _PathOf("tokenizer.json")
+    """The tokenizer.json of a model that needs one."""
+    companions = _PathOf("huggingface")
+    """The other files of the directory from which the tokenizer comes."""
+    report = _PathOf("report.html")
 
     def __post_init__(self) -> None:
         path: Any = self.path
@@ -70,49 +105,6 @@ class Run:
         return run
 
     @property
-    def recipe(self) -> Path:
-        """The recipe as it was given, overrides applied."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def resolved(self) -> Path:
-        """The recipe with every `auto` replaced: what really runs."""
-        return self.path / "resolved.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def cluster(self) -> Path:
-        return self.path / "cluster.json"
-
-    @property
-    def leader(self) -> Path:
-        return self.path / "leader.json"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def store(self) -> Path:
-        """The file of a local scratch directory that says which URL is the run."""
-        return self.path / "store.json"
-
-    @property
     def store_url(self) -> str | None:
         """The URL of a run that is kept in an object store; this directory is then one node's scratch of it."""
         url = (self.read_json(self.store) or {}).get("url")
@@ -122,39 +114,6 @@ class Run:
     def location(self) -> str:
         """The URL of the run, or the path of its directory."""
         return self.store_url or str(self.path)
-
-    @property
-    def telemetry(self) -> Path:
-        """Directory of the nodes' telemetry: NODE.jsonl of each (`telemetry_minutes`)."""
-        return self.path / "telemetry"
-
-    @property
-    def trackers(self) -> Path:
-        """Directory of what was sent to experiment trackers: NAME.json of each."""
-        return self.path / "trackers"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Directory of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer.json of a model that needs one."""
-        return self.path / "tokenizer.json"
-
-    @property
-    def companions(self) -> Path:
-        """The other files of the directory from which the tokenizer comes."""
-        return self.path / "huggingface"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     def create(self) -> None:
         """Make the directory, its folders and its event log; what is there already stays. DataError where a link leads
@@ -188,9 +147,7 @@ class Run:
         if created or resumed or self.has_checkpoint() or self.store.is_file():
             return None
         own = {folder for folder in (self.logs, self.checkpoints) if folder.is_dir() and not any(folder.iterdir())}
-        others = sorted(
-            entry.name for entry in self.path.iterdir() if entry not in own and entry.name != _LOST_AND_FOUND
-        )
+        others = sorted(each.name for each in self.path.iterdir() if each not in own and each.name != _LOST_AND_FOUND)
         return others[0] if others else None
 
     def read_json(self, path: Path) -> dict[str, Any] | None:
@@ -250,9 +207,7 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
     """UsageError when a file cannot be written to `path`: there is no such folder, or a file is there already that is
     not an earlier output of this kind. One of `markers` stands near the beginning of each of those."""
     if not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"{option} {path}: there is no folder {path.absolute().parent}; create it, or choose another file"
-        )
+        raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}; create it, or choose another")
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a folder; expected a file")
     if path.exists() and not path.is_file():  # a device or pipe
@@ -261,18 +216,14 @@ def check_output_path(option: str, path: Path, markers: Sequence[str]) -> None:
     try:
         open(path, "ab").close()
     except OSError as error:
-        raise UsageError(
-            f"{option} {path}: cannot be written: {describe_os_error(error)}; choose another file"
-        ) from None
+        raise UsageError(f"{option} {path}: cannot be written: {describe_os_error(error)}; choose another") from None
     if is_new:
         path.unlink()
         return
     with open(path, "rb") as file:
         head = file.read(_HEADER_BYTES)
     if head and not any(mark.encode() in head for mark in markers):
-        raise UsageError(
-            f"{option} {path}: exists and was not written by this command; remove it or choose another file"
-        )
+        raise UsageError(f"{option} {path}: exists and was not written by this command; remove it or choose another")
 
 
 def _is_event_log(path: Path) -> bool:

@@ -32,7 +32,6 @@ FailureCause = Literal[
 """What ended a worker. `store`: the process through which workers find each other."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunEvent(TypedMessage):
     """What every event has. `time`: unix seconds, from a clock that is read when the process starts and never set after
     it."""
@@ -40,7 +39,6 @@ class RunEvent(TypedMessage):
     time: float = field(default_factory=unix_now)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LogOpened(RunEvent):
     """The first line of events.jsonl. `format` is the version of the file's format."""
 
@@ -48,7 +46,6 @@ class LogOpened(RunEvent):
     phalanx_version: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerStarted(RunEvent):
     """A worker process of `attempt` has started."""
 
@@ -58,7 +55,6 @@ class WorkerStarted(RunEvent):
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttemptStarted(RunEvent):
     """Training begins, or resumes, after `start_step` of `total_steps` steps. A global batch has
     `num_micro_batches`."""
@@ -71,7 +67,6 @@ class AttemptStarted(RunEvent):
     num_micro_batches: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecipeResolved(RunEvent):
     """The data are prepared and every `auto` is resolved, before the first attempt of a command. This took
     `duration_s`: `trace_s` of it to trace the model, `trials_s` in other trials. Cached results take no time."""
@@ -81,7 +76,6 @@ class RecipeResolved(RunEvent):
     trials_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Compiled(RunEvent):
     """torch.compile has compiled the blocks, before the first step."""
 
@@ -103,7 +97,6 @@ class StepPhases:
     other: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepDone(RunEvent, kind="step"):
     """A training step is done. `loss` is the mean over the terms of the global batch, `grad_norm` the norm before
     clipping, both None where they are not finite; `units` the tokens of the global batch, or its samples where the task
@@ -121,7 +114,6 @@ class StepDone(RunEvent, kind="step"):
     noise_scale_samples: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluationProgress(RunEvent):
     """The validation set is being scored after `step`, and this takes long: `num_samples_done` of `num_samples`."""
 
@@ -130,7 +122,6 @@ class EvaluationProgress(RunEvent):
     num_samples: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluationDone(RunEvent, kind="evaluation"):
     """`num_samples` of the validation set were scored after `step`. `loss` and `metrics` are None where they are not
     finite; with several sources `metrics` have the loss of each. `is_best`: the lowest loss so far."""
@@ -143,7 +134,6 @@ class EvaluationDone(RunEvent, kind="evaluation"):
     is_best: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(RunEvent):
     """A checkpoint is complete on disk. `path` is relative to the run directory. The save took `duration_s` in the
     background; training waited for `stall_s` of it."""
@@ -155,7 +145,6 @@ class CheckpointSaved(RunEvent):
     stall_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointUploaded(RunEvent):
     """The checkpoint of `step` is whole in the store at `url`. Blocks of `skipped_bytes` were there already. Of
     `requests` some were tried again, as often as `retries` says, by reason."""
@@ -169,7 +158,6 @@ class CheckpointUploaded(RunEvent):
     requests: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(RunEvent):
     """The checkpoint of `step` could not be written; training continues."""
 
@@ -177,7 +165,6 @@ class CheckpointFailed(RunEvent):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointRejected(RunEvent):
     """A checkpoint is damaged and is not used. `path` is relative to the run directory, absolute for an in-memory
     checkpoint; `file` is the damaged file in it."""
@@ -187,7 +174,6 @@ class CheckpointRejected(RunEvent):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class InMemoryIntervalChosen(RunEvent, kind="in_memory_interval"):
     """From `step` on, an in-memory checkpoint is saved every `interval_steps` (None: never). One slows training by
     `cost_s`."""
@@ -197,7 +183,6 @@ class InMemoryIntervalChosen(RunEvent, kind="in_memory_interval"):
     cost_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class InMemoryCheckpointSaved(RunEvent):
     """An in-memory checkpoint is complete. Sizes and times are as in `checkpoint_saved`."""
 
@@ -207,7 +192,6 @@ class InMemoryCheckpointSaved(RunEvent):
     stall_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class InMemoryRestored(RunEvent):
     """The state of `step` was restored from memory. The newest checkpoint on disk is that of `checkpoint_step`;
     `fetched_bytes` came from other nodes."""
@@ -218,7 +202,6 @@ class InMemoryRestored(RunEvent):
     duration_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class NonFiniteStep(RunEvent, kind="nonfinite_step"):
     """A step was skipped because its loss or gradient was not finite. `action`: `skip` it, `rescale` (lower the loss
     scale of fp16), or `rollback` to the last checkpoint. `num_skipped`: skipped steps of the run so far."""
@@ -229,7 +212,6 @@ class NonFiniteStep(RunEvent, kind="nonfinite_step"):
     num_skipped: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class HangDetected(RunEvent, kind="hang"):
     """All workers wait for one that has made no progress for `silence_s`. `phase`: what it was doing. `is_stopped`: by
     SIGSTOP or a debugger. `stack`: stacks of its threads, None if it did not print them."""
@@ -243,7 +225,6 @@ class HangDetected(RunEvent, kind="hang"):
     stack: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class StragglerDetected(RunEvent, kind="straggler"):
     """A worker takes `slowdown` times as long as its peers. They wait `wait_s_per_step` for it, which is
     `wait_fraction` of the time."""
@@ -255,7 +236,6 @@ class StragglerDetected(RunEvent, kind="straggler"):
     wait_fraction: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerFailure(RunEvent, kind="failure"):
     """A worker, or what it needs, has failed. `signal` is set if `cause` is `signal`, `exit_code` if it is `exit_code`,
     `host` for a lost node, an unfit node (exit code 77) and a fork server. `message` describes the failure in words."""
@@ -275,14 +255,12 @@ class WorkerFailure(RunEvent, kind="failure"):
         return f"exit {self.exit_code}" if self.cause == "exit_code" else self.cause.replace("_", " ")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunWarning(RunEvent, kind="warning"):
     """A message for the user: one or two sentences."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunEnded(RunEvent):
     """The run has ended after `step`."""
 

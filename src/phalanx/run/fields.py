@@ -8,9 +8,20 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 LATEST_TIME_S, LARGEST_COUNT, LARGEST_FLOAT = 1e11, 1 << 53, 1e30
 """Unix seconds of a time, a count and any other number beyond which they are none."""
@@ -22,13 +33,16 @@ Check = Callable[[Any], Any]
 """Returns a JSON value as a field has it. ValueError or OverflowError where it is of another type."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class TypedMessage:
-    """A message; `kind` names its class among JSON values: in snake case, unless the class gives another name."""
+    """A message, whose class is a frozen dataclass; `kind` names it among JSON values: in snake case, unless the class
+    gives another name."""
 
     kind: ClassVar[str]
 
-    def __init_subclass__(cls, kind: str | None = None) -> None:
+    def __init_subclass__(cls, kind: str | None = None, kw_only: bool = True) -> None:
         cls.kind = kind or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        dataclass(frozen=True, kw_only=kw_only)(cls)
 
 
 def to_fields(value: Any) -> dict[str, Any]:
@@ -52,9 +66,7 @@ def to_json(value: Any) -> Any:
     if is_dataclass(value):
         value_type: Any = type(value)
         defaults = _defaults(value_type)
-        return {
-            name: to_json(each) for name, each in vars(value).items() if name not in defaults or each != defaults[name]
-        }
+        return {key: to_json(each) for key, each in vars(value).items() if key not in defaults or each != defaults[key]}
     if isinstance(value, tuple):
         return [to_json(each) for each in value]
     return {key: to_json(each) for key, each in value.items()} if type(value) is dict else value

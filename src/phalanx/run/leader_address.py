@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from phalanx.run.directory import Run, write_json
+from phalanx.run.fields import read_as
 
 LOCK_FILE = "leader.lock"
 
@@ -33,12 +34,10 @@ class LeaderAddress:
 
 def read_leader_address(run: Run) -> LeaderAddress | None:
     """Return where a run is led, or was led last; None where no leader said so."""
-    values = run.read_json_or_empty(run.leader)
-    fields = [values.get(name) for name in ("host", "port", "node_rank", "term", "run")]
-    kinds = (str, int, int, int, str)
-    if not all(isinstance(value, kind) for value, kind in zip(fields, kinds, strict=True)):
+    try:
+        leader: LeaderAddress = read_as(LeaderAddress, run.read_json_or_empty(run.leader))
+    except ValueError:
         return None
-    leader = LeaderAddress(*fields)  # type: ignore[arg-type]
     return leader if leader.run == os.path.realpath(run.path) else None
 
 
@@ -78,8 +77,7 @@ def claim_leadership(run: Run, lost: LeaderAddress, own_address: tuple[str, int]
         with lock_leadership(run) as is_free:
             if not is_free or read_leader_address(run) != lost:
                 return False
-            host, port = own_address
-            write_json(run.leader, asdict(LeaderAddress(host, port, node_rank, lost.term + 1, lost.run)))
+            write_json(run.leader, asdict(LeaderAddress(*own_address, node_rank, lost.term + 1, lost.run)))
             return True
     except OSError:
         return False

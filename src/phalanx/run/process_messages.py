@@ -20,7 +20,6 @@ class Command:
     payload: Any
 
 
-@dataclass(frozen=True, kw_only=True)
 class StartWorkers(TypedMessage):
     """Fork this node's workers of an attempt: `local_world_size` from `first_rank` on, of `world_size` on all nodes.
     `environment`: variables that they get.
@@ -41,7 +40,6 @@ class StartWorkers(TypedMessage):
     store_key: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class SendSignal(TypedMessage):
     """Send a signal to all workers, and SIGKILL to calls, too."""
 
@@ -51,14 +49,12 @@ class SendSignal(TypedMessage):
 # --- agent to its own fork server -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class StartStore(TypedMessage):
     """Have the process run that hosts the rendezvous store, listening on `address` only. Answered by StoreStarted."""
 
     address: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunCall(TypedMessage):
     """Call `function`, as `module:name`, with `payload` in a process of its own. Answered by a CallReply."""
 
@@ -67,7 +63,6 @@ class RunCall(TypedMessage):
     call_id: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class Preload(TypedMessage):
     """Call `function`, as `module:name`, with `payload` in the fork server itself: it imports what workers need."""
 
@@ -78,19 +73,16 @@ class Preload(TypedMessage):
 # --- fork server to its agent; a node agent passes on what concerns workers -------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class ProcessReady(TypedMessage):
     """A process that answers calls is ready: the fork server has imported torch."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkersStarted(TypedMessage):
     """The workers of StartWorkers are forked."""
 
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerExited(TypedMessage):
     """A worker has ended. `killed_by_agent`: it lived until its agent killed it, so it is not why the attempt ended."""
 
@@ -99,35 +91,30 @@ class WorkerExited(TypedMessage):
     killed_by_agent: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class StoreStarted(TypedMessage):
     """The rendezvous store listens on `port`."""
 
     port: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class StoreDied(TypedMessage):
     """The process that hosts the rendezvous store is gone. `attempt`: the newest, which may still have needed it."""
 
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class CallReply(TypedMessage):
     """What both ends of a RunCall have."""
 
     call_id: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class CallReturned(CallReply):
     """The call returned `value`."""
 
     value: Any
 
 
-@dataclass(frozen=True, kw_only=True)
 class CallRaised(CallReply):
     """The call failed: a PhalanxError with `exit_code`, any other exception with `traceback`, or its process ended
     without an answer (`was_killed`: by SIGKILL)."""
@@ -138,7 +125,6 @@ class CallRaised(CallReply):
     was_killed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class CallProgress(TypedMessage):
     """What a call has done since it said so last."""
 
@@ -149,7 +135,6 @@ class CallProgress(TypedMessage):
 # --- worker to its agent, next to the events of the run; a node agent passes all of it on -----------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerCrashed(TypedMessage):
     """An exception ended a worker. `message`: its type and text, and the user's line."""
 
@@ -157,7 +142,6 @@ class WorkerCrashed(TypedMessage):
     message: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerError(TypedMessage):
     """Why a worker ends with `exit_code`. `out_of_memory`: a smaller micro-batch may fit."""
 
@@ -177,7 +161,6 @@ class PendingCollective:
     operation: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class WaitingInCollective(TypedMessage):
     """The main thread of a worker sleeps until one of its `pending` collectives ends. `issued`: the number of
     collectives that it has issued in each process group."""
@@ -188,14 +171,12 @@ class WaitingInCollective(TypedMessage):
     stack: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunResult(TypedMessage):
     """What result.json of the run will hold."""
 
     value: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RankResult(TypedMessage):
     """What a measurement returned on one rank."""
 
@@ -203,7 +184,6 @@ class RankResult(TypedMessage):
     value: Any
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerFinishing(TypedMessage):
     """A worker came to its end in order, and is about to exit with this code."""
 
@@ -214,7 +194,6 @@ class WorkerFinishing(TypedMessage):
 # --- node agent to leader agent ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class NodeIdentity(TypedMessage):
     """What an agent says of its node, first of all. What must be equal on all nodes is empty where another Phalanx does
     not say it, so that this node hears why it is rejected."""
@@ -229,12 +208,10 @@ class NodeIdentity(TypedMessage):
     build_fingerprint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Hello(NodeIdentity):
     """A node wants to take part in a run."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class NodeDeparture(NodeIdentity):
     """A node leaves, with `exit_code`, and is not to be waited for."""
 
@@ -242,7 +219,6 @@ class NodeDeparture(NodeIdentity):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class LauncherHello(NodeIdentity):
     """A node wants to take part in a program of another framework, with `nproc_per_node` processes. `ports`: free ones
     at its `address`."""
@@ -266,7 +242,6 @@ class HeartbeatEntry:
     busy_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class Heartbeats(TypedMessage):
     """The last signs of life of a node's workers. `stopped_ranks`: those stopped by SIGSTOP or a debugger."""
 
@@ -274,7 +249,6 @@ class Heartbeats(TypedMessage):
     stopped_ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
 class StopRequested(TypedMessage):
     """The agent of a node was asked to stop. `only_this_node`: its machine goes away, and the others may train on."""
 
@@ -284,12 +258,10 @@ class StopRequested(TypedMessage):
 # --- leader agent to node agent ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ping(TypedMessage):
     """The leader agent is there."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Leave(TypedMessage):
     """End the workers and exit with this code. `message`: why the leader rejects this node."""
 
@@ -300,21 +272,24 @@ class Leave(TypedMessage):
 # --- between the nodes of a program of another framework (jobs/frameworks/launcher.py) --------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class Topology(TypedMessage):
-    """All nodes have come: their hosts, and free ports of each. Node 0 to the others."""
+    """All nodes have come: `nproc_per_node` processes on every host, the one of rank r on host r // nproc_per_node.
+    `ports`: free ones on each host, one for each of its processes and one more. Node 0 to the others."""
 
     hosts: tuple[str, ...]
     nproc_per_node: int
     ports: tuple[tuple[int, ...], ...]
 
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.nproc_per_node * len(self.hosts)
 
-@dataclass(frozen=True, kw_only=True)
+
 class NodeFinished(TypedMessage):
     """All workers of a node have ended as they should; from node 0: those of all nodes."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class NodeFailed(TypedMessage):
     """The program ends with this code, on every node."""
 

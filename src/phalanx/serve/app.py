@@ -22,7 +22,7 @@ from phalanx import formatting
 from phalanx.errors import DataError
 from phalanx.observe.html_report.document import read_page_css, read_page_script
 from phalanx.serve.access import Access, AccessMiddleware, Form, answer_form
-from phalanx.serve.job_pages import JobReader, render_jobs, render_jobs_page
+from phalanx.serve.job_pages import JobReader, render_jobs
 from phalanx.serve.page_context import AddedPages, Message, PageContext, ServedSite, on_first_request
 from phalanx.serve.pages import (
     ROWS_PER_PAGE,
@@ -132,7 +132,9 @@ class Server:
 
     async def show_jobs(self, request: Request) -> Response:
         """The jobs of the backend."""
-        return self.context.render("Jobs", "Jobs", render_jobs_page(self._render_jobs(request)), "stream/jobs")
+        head = '<header><h1>Jobs</h1></header><p id="answer" role="status"></p>'
+        body = f'{head}<div id="jobs">{self._render_jobs(request)}</div>'
+        return self.context.render("Jobs", "Jobs", body, "stream/jobs")
 
     async def stream_jobs(self, request: Request) -> Response:
         """The jobs again, whenever they change."""

@@ -37,13 +37,8 @@ class JobReader:
     """Reads the jobs of a backend. `update` reads once; `start` and `stop` have a thread do so. Each thread opens the
     backend for itself, since the local queue is an SQLite file."""
 
-    def __init__(
-        self,
-        backend: str,
-        open_backend: Callable[[str], Backend],
-        wall_clock: Callable[[], float] = time.time,
-    ):
-        self.backend, self._open_backend, self._wall_clock = backend, open_backend, wall_clock
+    def __init__(self, backend: str, open_backend: Callable[[str], Backend]):
+        self.backend, self._open_backend = backend, open_backend
         self.jobs = JobList()
         self._reader: Backend | None = None
         self._stop_requested = threading.Event()
@@ -64,7 +59,7 @@ class JobReader:
         """Read the jobs once. One that cannot be read leaves the jobs as they were, with a problem."""
         try:
             self._reader = self._reader or self._open_backend(self.backend)
-            self.jobs = JobList(self._reader.list_jobs(), self._wall_clock())
+            self.jobs = JobList(self._reader.list_jobs(), time.time())
         except UsageError as error:
             self.jobs = replace(self.jobs, problem=str(error))
         except Exception as error:  # the thread must not end: the next reading may succeed
@@ -99,11 +94,6 @@ def render_jobs(found: JobList, backend: str, may_cancel: bool) -> str:
     if jobs:
         parts.append(render_rows(JOB_COLUMNS, (_render_cells(job, may_cancel) for job in jobs)))
     return "".join(parts)
-
-
-def render_jobs_page(content: str) -> str:
-    """The page of jobs."""
-    return f'<header><h1>Jobs</h1></header><p id="answer" role="status"></p><div id="jobs">{content}</div>'
 
 
 def _render_cells(job: JobStatus, may_cancel: bool) -> Sequence[str]:

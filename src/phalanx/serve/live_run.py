@@ -75,10 +75,7 @@ class LiveRun:
     """Reads a run and renders its page. Threads may share it."""
 
     def __init__(
-        self,
-        run: Run,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        self, run: Run, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
     ):
         self.run = run
         self._clock, self._wall_clock = clock, wall_clock
@@ -181,12 +178,12 @@ class LiveRuns:
         with self._lock:
             found = self._open.pop(run.path, None) or LiveRun(run, self._clock)
             self._open[run.path] = found
-            while len(self._open) > MAX_OPEN_RUNS or (len(self._open) > 1 and self._num_steps() > MAX_OPEN_STEPS):
+            while len(self._open) > 1:
+                num_steps = sum(live.num_steps for live in self._open.values())
+                if len(self._open) <= MAX_OPEN_RUNS and num_steps <= MAX_OPEN_STEPS:
+                    break
                 self._open.popitem(last=False)
             return found
-
-    def _num_steps(self) -> int:
-        return sum(live.num_steps for live in self._open.values())
 
 
 def _change_of(path: Path) -> str:

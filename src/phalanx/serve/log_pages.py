@@ -40,7 +40,8 @@ def read_log_tail(path: Path, max_bytes: int) -> list[str]:
         os.close(descriptor)
     lines = text.split(b"\n")
     kept = lines[1:] if start and len(lines) > 1 else lines
-    return [_to_text(line) for line in kept if line]
+    texts = (escape_control_chars(decode_terminal_line(line)) for line in kept if line)
+    return [text if len(text) <= MAX_LINE_CHARS else f"{text[:MAX_LINE_CHARS]} ..." for text in texts]
 
 
 def render_log_tail(run: Run, name: str | None = None, max_bytes: int = SHORT_TAIL_BYTES) -> str:
@@ -75,8 +76,3 @@ def _describe_name(name: str) -> str:
     found = LOG_NAME_PATTERN.fullmatch(name)
     assert found is not None
     return f"rank {found[2]}" + (f", attempt {found[1]}" if int(found[1]) else "")
-
-
-def _to_text(line: bytes) -> str:
-    text = escape_control_chars(decode_terminal_line(line))
-    return text if len(text) <= MAX_LINE_CHARS else f"{text[:MAX_LINE_CHARS]} ..."

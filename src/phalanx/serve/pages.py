@@ -164,18 +164,16 @@ def select_rows(rows: Mapping[str, RunRow], names: Mapping[str, str], query: Run
     listed = [ListedRun(id, names[id], row.status(now), row) for id, row in rows.items()]
     if words:
         listed = [each for each in listed if all(word in f"{each.row.path} {each.status}".lower() for word in words)]
-    listed.sort(key=_order_by_default)
+    listed.sort(  # running runs stay in place, although each is written all the time
+        key=lambda each: (
+            (0, -(each.row.first_event_at or 0.0)) if each.status == "running" else (1, -each.row.last_written_at)
+        )
+    )
     if (key := SORT_KEYS.get(query.sort)) is None:
         return listed
     keyed = [(value, each) for each in listed if (value := key(each)) is not None]
     keyed.sort(key=lambda pair: pair[0], reverse=query.descending)
     return [*(each for _, each in keyed), *(each for each in listed if key(each) is None)]
-
-
-def _order_by_default(listed: ListedRun) -> tuple[bool, float]:
-    """Running runs stay in place, although each is written all the time."""
-    row, is_running = listed.row, listed.status == "running"
-    return not is_running, -((row.first_event_at or 0.0) if is_running else row.last_written_at)
 
 
 def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: bool) -> str:

@@ -87,24 +87,17 @@ def read_run_row(run: Run, before: RunRow | None = None) -> RunRow:
     except (OSError, DataError) as error:
         return replace(empty, problem=_describe(error))
     try:
-        if before is not None and before.state is not None and _is_continued(before.state, state):
-            added = _read_end(descriptor, before.state.size, state.size)
+        old = None if before is None else before.state
+        if before is not None and old is not None and old.inode == state.inode and 0 < old.size <= state.size:
+            added = _read_end(descriptor, old.size, state.size)
             return _add_events(replace(before, state=state, last_written_at=written_at), added)
-        return _read_whole(empty, descriptor, state.size)
+        head = list(_parse_events(os.pread(descriptor, END_BYTES, 0), is_start=True))
+        row = _add_start(replace(empty, first_event_at=head[0].time if head else None), head)
+        return _add_events(row, _read_end(descriptor, 0, state.size))
     except OSError as error:  # storage that fails
         return replace(empty, problem=_describe(error))
     finally:
         os.close(descriptor)
-
-
-def _is_continued(before: FileState, now: FileState) -> bool:
-    return before.inode == now.inode and 0 < before.size <= now.size
-
-
-def _read_whole(empty: RunRow, descriptor: int, size: int) -> RunRow:
-    head = list(_parse_events(os.pread(descriptor, END_BYTES, 0), is_start=True))
-    row = _add_start(replace(empty, first_event_at=head[0].time if head else None), head)
-    return _add_events(row, _read_end(descriptor, 0, size))
 
 
 def _read_end(descriptor: int, start: int, size: int) -> list[RunEvent]:

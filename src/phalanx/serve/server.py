@@ -50,13 +50,7 @@ def serve(options: ServeOptions, added: Sequence[AddedPages], report: Callable[[
     _raise_file_limit()
     with _listen(options.host, options.port) as listener:
         index = RunIndex(options.roots)
-        server = Server(
-            index,
-            JobReader(options.backend, open_backend),
-            access,
-            added,
-            options.backend,
-        )
+        server = Server(index, JobReader(options.backend, open_backend), access, added, options.backend)
         index.start()
         readers: list[ServerThread] = [server.jobs, *added]
         threads: list[ServerThread] = [index]

@@ -347,9 +347,7 @@ def _is_small(name: str) -> bool:
 
 def _parse_segment(name: str) -> tuple[str, int]:
     """The file of a segment, and the byte at which it begins."""
-    file, _, offset = (
-        name.removesuffix(".jsonl").rpartition("/") if name.startswith("events/") else name.rpartition("/")
-    )
+    file, _, offset = (name.removesuffix(".jsonl") if name.startswith("events/") else name).rpartition("/")
     return EVENTS_FILE if file == "events" else file, int(offset) if offset.isdecimal() else 0
 
 

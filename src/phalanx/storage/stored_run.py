@@ -151,9 +151,7 @@ class _Keeper:
                 self._lease.acquire(self._timeout_s)
                 self._objects.download()
         except StoreUnavailable as error:
-            raise UsageError(
-                f"{url}: cannot be reached ({error.strerror}); check the network and the endpoint"
-            ) from None
+            raise UsageError(f"{url}: cannot be reached ({error.strerror}); check network and endpoint") from None
         if self._writes:
             self._repeat(self.upload, UPLOAD_INTERVAL_S)
         if self._lease is not None:

@@ -137,18 +137,13 @@ def build_node_metrics(readings: NodeReadings) -> Iterator["Metric"]:
     yield from READ_TIME.build(((node,), sample.time) for node, sample in readings.items())
     for column, device_metric in _DEVICE_DEFINITIONS.items():
         yield from device_metric.build((labels, getattr(device, column)) for labels, device in _label_devices(readings))
-    yield from _build_slow_reasons(readings)
-    yield from _build_aliases(readings)
-
-
-def _build_slow_reasons(readings: NodeReadings) -> Iterator["Metric"]:
-    rows = [
+    yield from DEVICE_SLOW.build(
         ((*labels, label), float(reason in device.slow_reasons))
         for labels, device in _label_devices(readings)
         if device.slow_reasons is not None
         for reason, label in SLOW_REASON_LABELS.items()
-    ]
-    yield from DEVICE_SLOW.build(rows)
+    )
+    yield from _build_aliases(readings)
 
 
 def _build_aliases(readings: NodeReadings) -> Iterator["Metric"]:
@@ -159,17 +154,12 @@ def _build_aliases(readings: NodeReadings) -> Iterator["Metric"]:
             continue
         seen.add(column)
         rows = [
-            (labels, float(value) / factor)
-            for labels, device in _label_for_dcgm(readings)
+            ((str(index), device.id, f"nvidia{index}", device.name, node), float(value) / factor)
+            for node, sample in readings.items()
+            for index, device in enumerate(sample.devices)
             if (value := getattr(device, column)) is not None
         ]
         yield from MetricDefinition(name, f"As of dcgm-exporter; see {column}", DCGM_LABELS).build(rows)
-
-
-def _label_for_dcgm(readings: NodeReadings) -> Iterator[tuple[tuple[str, ...], DeviceSample]]:
-    for node, sample in readings.items():
-        for index, device in enumerate(sample.devices):
-            yield (str(index), device.id, f"nvidia{index}", device.name, node), device
 
 
 def _label_devices(readings: NodeReadings) -> Iterator[tuple[tuple[str, ...], DeviceSample]]:

@@ -5,8 +5,6 @@ mean of about a second on Ampere and later (except GA100), so it counts as a mea
 exists. PCIe throughput is not read: a call takes 20 ms, and the byte counters wrap within a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from http_objects import serve_objects
-from phalanx.app import check_storage, nodes
-from phalanx.app.check_storage import check_free_space, check_node
+from phalanx.app import nodes, prepare_run
+from phalanx.app.prepare_run import check_free_space, check_node
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
-from phalanx.recipe import Recipe, dump_recipe
+from phalanx.recipe import Recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.run.node_env import NodeEnv
@@ -27,7 +28,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the GB that are free on every disk."""
 
     def set_free(gb: float) -> None:
-        monkeypatch.setattr(check_storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=gb * 1e9))
+        monkeypatch.setattr(prepare_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=gb * 1e9))
 
     return set_free
 

@@ -6,7 +6,8 @@ import pytest
 
 from phalanx.app.elastic_world import ElasticWorld, restore_full_division
 from phalanx.errors import RecipeError
-from phalanx.recipe import Recipe, ResolvedRecipe, dump_recipe, load_resolved_recipe
+from phalanx.recipe import Recipe, ResolvedRecipe, load_resolved_recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from resolved_recipes import resolved_recipe

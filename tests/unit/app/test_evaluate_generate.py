@@ -12,8 +12,9 @@ from phalanx.app.evaluate import CheckpointSelection, SamplingOptions, decode_in
 from phalanx.cli import main
 from phalanx.data import load_tokenizer, open_data, prepare_source
 from phalanx.errors import UsageError
-from phalanx.recipe import Recipe, dump_recipe
+from phalanx.recipe import Recipe
 from phalanx.recipe.data_schema import DataConfig, DataSource
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard

@@ -58,7 +58,7 @@ def test_the_job_of_a_recipe_at_a_url_reads_it_there(tmp_path: Path, monkeypatch
     (tmp_path / "recipe.yaml").write_text("name: mine\nmodel: {args: {layers: 1}}\ndata: {source: {text: '*.txt'}}\n")
     arguments = TrainArguments(f"file://{tmp_path}/recipe.yaml")
     assert f"file://{tmp_path}/recipe.yaml" in make_recipe_job(arguments).command
-    with pytest.raises(UsageError, match=r"recipe\.yaml is not in a directory here; leave the option out"):
+    with pytest.raises(UsageError, match=r"recipe\.yaml is not in a directory here; leave it out"):
         make_recipe_job(arguments, snapshot="workdir")
 
 

@@ -15,7 +15,9 @@ from phalanx.app.supervise import build_result
 from phalanx.autoconfig.resolve import make_trial_recipe
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx.jobs.agent.leader_agent import RunOutcome
-from phalanx.recipe import Recipe, ResolvedRecipe, dump_recipe, incompatible_changes, load_resolved_recipe
+from phalanx.recipe import Recipe, ResolvedRecipe, load_resolved_recipe
+from phalanx.recipe.diff import incompatible_changes
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import (

@@ -15,7 +15,8 @@ from phalanx.autoconfig.tuning_candidates import (
     propose_candidates,
     summarize_rounds,
 )
-from phalanx.recipe import Recipe, diff_recipes
+from phalanx.recipe import Recipe
+from phalanx.recipe.diff import diff_recipes
 from resolved_recipes import resolved_recipe
 
 CPU = TuningFacts(

@@ -8,7 +8,8 @@ from phalanx.app.train import train
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cli.main import main
 from phalanx.errors import ExitCode, UsageError
-from phalanx.recipe import dump_recipe, load_recipe
+from phalanx.recipe import load_recipe
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.distributed.environment import dist_env_from_environment

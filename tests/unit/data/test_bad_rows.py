@@ -51,7 +51,7 @@ def test_skipped_lines_are_counted_by_kind_with_their_numbers(tmp_path):
         numbers = [line := line + 2 for _ in lines]
         places = [f"{tmp_path}/a.jsonl, line {number}" for number in numbers]
         assert skipped(out)[kind] == {"count": len(lines), "first": places}
-    assert inspect_dataset(out).num_skipped_rows == sum(map(len, BAD_LINES.values()))
+    assert inspect_dataset(out)["num_skipped_rows"] == sum(map(len, BAD_LINES.values()))
 
 
 def test_skipping_depends_on_neither_workers_nor_the_good_rows(tmp_path, monkeypatch):
@@ -133,4 +133,4 @@ def test_a_dataset_that_skipped_nothing_has_no_list(tmp_path):
     write_texts(tmp_path, {"a.jsonl": GOOD})
     out = prepare_skipping(tmp_path, tmp_path / "out", {"jsonl": "a.jsonl"})
     assert not (out / "skipped.json").exists()
-    assert inspect_dataset(out).num_skipped_rows is None
+    assert inspect_dataset(out)["num_skipped_rows"] is None

@@ -10,7 +10,6 @@ import PIL.Image
 import pytest
 
 from phalanx.data import inspect_dataset, load_tokenizer, open_data, prepare_all_sources, verify_dataset
-from phalanx.data.inspection import ImageContent
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
 from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
@@ -279,9 +278,8 @@ def test_without_pillow_the_message_says_what_to_install(folder, tmp_path, monke
 def test_images_have_no_tokenizer_but_can_be_inspected(folder, tmp_path):
     out = prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
     content = inspect_dataset(out)
-    assert isinstance(content, ImageContent)
-    assert content.first_labels == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert (content.count, content.classes, content.shape) == (9, 3, (4, 4, 3))
+    assert content["first_labels"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert (content["count"], content["classes"], content["shape"]) == (9, 3, (4, 4, 3))
     with pytest.raises(UsageError, match="images has no tokenizer"):
         load_tokenizer(out)
 

@@ -62,7 +62,7 @@ def test_a_folder_with_a_glob_character_in_its_name_is_searched(tmp_path):
 
 
 def test_a_glob_without_files_is_named(tree):
-    with pytest.raises(RecipeError, match=r"'\*\.rst' matches no file \(looked in .*tree\)") as error:
+    with pytest.raises(RecipeError, match=r"'\*\.rst' matches no file \(in .*tree\)") as error:
         find_files(["*.txt", "*.rst"], [], tree)
     assert error.value.code == 78
     with pytest.raises(RecipeError, match=r"matches no file that is not excluded \(2 are\)"):

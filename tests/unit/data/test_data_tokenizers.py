@@ -424,7 +424,7 @@ def test_names_of_control_tokens_in_a_document_stay_text(tmp_path, kind):
     assert tokens.count(1) == 0
     if kind != "word level":  # of which `</s>` as a word is unknown
         assert tokenizer.decode(tokens) == CONTROL_TEXT
-    assert inspect_dataset(out).begins.endswith("\u27e6</s>\u27e7")
+    assert inspect_dataset(out)["begins"].endswith("\u27e6</s>\u27e7")
 
 
 def test_a_token_that_only_a_config_calls_special_stays_text(tmp_path):
@@ -454,7 +454,7 @@ def test_zeros_in_a_text_are_counted_for_the_byte_tokenizer(tmp_path):
     )
     (warning,) = filter(None, notes)
     assert re.match(r"warning: .*1.txt: byte 0, which ends a document .* in 2 places; remove it", warning)
-    assert inspect_dataset(out).begins.endswith("none\u27e6byte 0\u27e7")
+    assert inspect_dataset(out)["begins"].endswith("none\u27e6byte 0\u27e7")
 
 
 def gemma_like(folder, template=True, **config):

@@ -162,7 +162,7 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
     [
         ("megatron-i4", "a.idx", lambda data: b"MMIDIDY" + data[7:], r"a\.idx: not an index of Megatron"),
         ("megatron-i4", "a.idx", lambda data: data[:17] + b"\6" + data[18:], "of tokens that are integers"),
-        ("megatron-i4", "a.idx", lambda data: data[:-8], r"a\.idx: is cut short: it has no 7 sequences and 7"),
+        ("megatron-i4", "a.idx", lambda data: data[:-8], r"a\.idx: cut short: it has no 7 sequences and 7"),
         ("megatron-i4", "a.idx", lambda data: data[:10], r"a\.idx: not an index of Megatron"),
         ("megatron-i4", "a.idx", lambda data: data[:-8] + b"\x63" + data[-7:], "its documents are not its sequences"),
         ("megatron-i4", "a.bin", lambda data: data[:-4], r"a\.bin: is cut short: 11624 bytes, 2907 tokens have 11628"),

@@ -13,8 +13,8 @@ import pytest
 from phalanx.deadline import Deadline
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.agent.node_group import make_hello
-from phalanx.jobs.frameworks import launcher, node_joining
-from phalanx.jobs.frameworks.node_joining import RendezvousError, join_nodes
+from phalanx.jobs.frameworks import launcher
+from phalanx.jobs.frameworks.launcher import RendezvousError, join_nodes
 from phalanx.run.control_channel import TCP_KEEPALIVE_OPTIONS, ControlServer, connect_to_leader
 from phalanx.run.listener import reserve_port
 from phalanx.run.messages import Message
@@ -28,9 +28,9 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
     monkeypatch.delenv("PHALANX_TOKEN_FILE", raising=False)
-    monkeypatch.setattr(node_joining, "POLL_INTERVAL_S", 0.05)
-    monkeypatch.setattr(node_joining, "JOIN_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(node_joining, "Deadline", partial(Deadline, report_interval_s=0.2))
+    monkeypatch.setattr(launcher, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(launcher, "JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(launcher, "Deadline", partial(Deadline, report_interval_s=0.2))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_leader_that_does_not_come_is_reported(address: tuple[str, int], stack
 def test_a_node_that_is_stopped_while_it_waits_for_others_may_be_started_again(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
 ) -> None:
-    monkeypatch.setattr(node_joining, "JOIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(launcher, "JOIN_TIMEOUT_S", 60.0)
     values = {"NUM_NODES": "2", "NODE_RANK": str(rank), "LEADER_ADDR": f"{address[0]}:{address[1]}"}
     for name, value in values.items():
         monkeypatch.setenv(f"PHALANX_{name}", value)

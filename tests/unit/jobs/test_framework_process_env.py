@@ -6,15 +6,13 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.jobs.frameworks.process_env import (
-    ProcessTopology,
     check_framework,
-    make_mpirun_command,
     make_process_variables,
-    render_hostfile,
     select_visible_devices,
 )
+from phalanx.run.process_messages import Topology
 
-WORLD = ProcessTopology(("10.0.0.1", "10.0.0.2"), 2, ((5001, 5002, 5003), (6001, 6002, 6003)))
+WORLD = Topology(hosts=("10.0.0.1", "10.0.0.2"), nproc_per_node=2, ports=((5001, 5002, 5003), (6001, 6002, 6003)))
 
 
 def test_torch_gets_what_torchrun_gives() -> None:
@@ -36,22 +34,8 @@ def test_tensorflow_gets_every_worker_and_its_own_index() -> None:
     assert config["task"] == {"type": "worker", "index": 2}
 
 
-def test_mpi_gets_a_file_of_hosts() -> None:
-    assert render_hostfile(WORLD) == "10.0.0.1 slots=2\n10.0.0.2 slots=2\n"
-    assert make_mpirun_command(WORLD, "/f", ["prog", "a b"], as_root=False) == [
-        "mpirun",
-        "-n",
-        "4",
-        "--hostfile",
-        "/f",
-        "prog",
-        "a b",
-    ]
-    assert "--allow-run-as-root" in make_mpirun_command(WORLD, "/f", ["prog"], as_root=True)
-
-
 def test_an_address_of_the_sixth_version_is_put_into_brackets() -> None:
-    world = ProcessTopology(("fe80::1",), 1, ((1, 2),))
+    world = Topology(hosts=("fe80::1",), nproc_per_node=1, ports=((1, 2),))
     assert make_process_variables("jax", world, 0)["JAX_COORDINATOR_ADDRESS"] == "[fe80::1]:2"
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import Recipe, check_device
-from phalanx.recipe.devices import DEVICE_KINDS, DeviceKind, device_kind_of
+from phalanx.recipe import Recipe
+from phalanx.recipe.devices import DEVICE_KINDS, DeviceKind, check_device, device_kind_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "devices.md"
 

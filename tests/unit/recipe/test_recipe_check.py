@@ -7,18 +7,11 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.recipe import (
-    Recipe,
-    RecipeDifference,
-    check_recipe,
-    diff_recipes,
-    import_object,
-    incompatible_changes,
-    json_schema,
-    load_recipe,
-    num_workers_for,
-)
+from phalanx.recipe import Recipe, check_recipe, import_object, load_recipe
+from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.devices import FP8_VARIABLE
+from phalanx.recipe.diff import RecipeDifference, diff_recipes, incompatible_changes
+from phalanx.recipe.schema_keys import json_schema
 from phalanx.recipe.yaml_loader import parse_yaml
 
 
@@ -195,8 +188,8 @@ def test_a_module_called_like_another_is_refused(name: str, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
-        ("ours_a", "", "found 'ours_a', expected an import path module:name"),
-        ("ours_b:", "", "found 'ours_b:', expected an import path module:name"),
+        ("ours_a", "", "found 'ours_a', expected module:name"),
+        ("ours_b:", "", "found 'ours_b:', expected module:name"),
         ("nothing_here:x", "", "'nothing_here:x': there is no module 'nothing_here'; looked in "),
         ("ours_c:Nett", "class Net: pass\n", "'ours_c:Nett': ours_c has no 'Nett'; did you mean Net?"),
         (

@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
-from phalanx.recipe import Recipe, dump_recipe, expand_recipe, load_recipe
+from phalanx.recipe import Recipe, load_recipe
 from phalanx.recipe.data_schema import DataSource, IdxFiles
-from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.load import LoadedRecipe, dump_recipe, expand_recipe
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
 

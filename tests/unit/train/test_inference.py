@@ -11,8 +11,9 @@ import torch
 from phalanx.cli import main
 from phalanx.data import DataInfo, open_data, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
-from phalanx.recipe import Recipe, dump_recipe
+from phalanx.recipe import Recipe
 from phalanx.recipe.data_schema import DataConfig, DataSource
+from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard

@@ -1,7 +1,6 @@
 """What a node keeps of its caps over restarts, and where."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +12,7 @@ from phalanx.safe_files import read_json
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CapRecord(TypedMessage):
+class CapRecord(TypedMessage, kw_only=False):
     """What a node keeps over restarts.
 
     `original_w`: caps before the first write, for `phalanx power release`. `enforced_w`: what devices enforced when

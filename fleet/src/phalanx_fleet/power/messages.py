@@ -29,8 +29,7 @@ class DeviceCap:
     temperature_c: float | None = None
 
 
-@dataclass(frozen=True)
-class NodeRequest(TypedMessage):
+class NodeRequest(TypedMessage, kw_only=False):
     """A question to a node; with `caps_w` or `releases` an order.
 
     `seq` grows with each request of a writer. `epoch` and `writer`: by which authority. `takes_over`: become the
@@ -57,8 +56,7 @@ class NodeRequest(TypedMessage):
         return self.caps_w is not None or self.releases
 
 
-@dataclass(frozen=True)
-class NodeReport(TypedMessage):
+class NodeReport(TypedMessage, kw_only=False):
     """What a node answers. `seq`: of the request; `newest_seq`: the newest request that the node has seen of its
     writer, so that an older order that still travels has no effect."""
 

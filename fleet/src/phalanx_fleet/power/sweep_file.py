@@ -27,8 +27,7 @@ class SweptCap:
     num_steps: int
 
 
-@dataclass(frozen=True)
-class PowerSweep(TypedMessage):
+class PowerSweep(TypedMessage, kw_only=False):
     """A sweep of a run."""
 
     caps: tuple[SweptCap, ...]

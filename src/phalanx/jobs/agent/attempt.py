@@ -144,9 +144,7 @@ class AttemptState:
             }
             by_node[node] = node_heartbeats
         heartbeats = {rank: heartbeat for node_found in by_node.values() for rank, heartbeat in node_found.items()}
-        return heartbeats, lambda: {
-            rank for node, node_found in by_node.items() for rank in node.stopped_ranks(node_found)
-        }
+        return heartbeats, lambda: {rank for node, found in by_node.items() for rank in node.stopped_ranks(found)}
 
     def failed_with(self, exit_status: int) -> bool:
         """Whether it ended because a worker failed with this status."""

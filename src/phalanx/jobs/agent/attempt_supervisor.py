@@ -17,13 +17,7 @@ from phalanx.jobs.agent.attempt import (
 )
 from phalanx.jobs.agent.fork_server_client import FORK_SERVER_DIED_MESSAGE, RESTART_HINT, ForkServerLostError
 from phalanx.jobs.agent.forked_child import LOST_PEER_STATUS
-from phalanx.jobs.agent.heartbeat_checks import (
-    check_deadlock,
-    check_hangs,
-    check_stop,
-    check_stragglers,
-    note_meeting,
-)
+from phalanx.jobs.agent.heartbeat_checks import check_deadlock, check_hangs, check_stop, check_stragglers, note_meeting
 from phalanx.jobs.agent.leader_state import LeaderState
 from phalanx.jobs.agent.node_group import NODE_TIMEOUT_S, NodeHandle, RemoteNode, find_ended_ranks
 from phalanx.run import Event

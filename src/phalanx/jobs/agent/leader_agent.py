@@ -15,13 +15,7 @@ from typing import Any
 
 from phalanx.deadline import Deadline, format_clock_time
 from phalanx.errors import ExitCode, describe_os_error, is_storage_error
-from phalanx.jobs.agent.attempt import (
-    PLANNED_EXIT_CODES,
-    AttemptState,
-    decide_outcome,
-    fault_fields,
-    unfit_node_event,
-)
+from phalanx.jobs.agent.attempt import PLANNED_EXIT_CODES, AttemptState, decide_outcome, fault_fields, unfit_node_event
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
 from phalanx.jobs.agent.fork_server_client import ForkServerLostError, StopRequestedError
 from phalanx.jobs.agent.forked_child import GPU_FAILED_STATUS, STORAGE_FAILED_STATUS
@@ -71,11 +65,6 @@ class StorageBackoff:
     started_at: float
     num_attempts: int = 0
 
-    def next_delay(self) -> float:
-        """Return the minimum delay of the next attempt in seconds. Call once per attempt."""
-        self.num_attempts += 1
-        return float(min(MAX_DELAY_S, MIN_DELAY_S * 2 ** (self.num_attempts - 1)))
-
     def wait_until_usable(
         self, run: Run, clock: Callable[[], float], wait: Callable[[float], bool], emit: Callable[[Event], None]
     ) -> str | None:
@@ -84,7 +73,8 @@ class StorageBackoff:
         `wait` sleeps for the given seconds and returns whether to stop. Returns None on success, or a sentence when the
         outage takes too long or the run is to stop.
         """
-        deadline, announced = clock() + self.next_delay(), False
+        deadline, announced = clock() + min(MAX_DELAY_S, MIN_DELAY_S * 2**self.num_attempts), False
+        self.num_attempts += 1
         while (problem := find_storage_problem(run)) is not None or clock() < deadline:
             if clock() - self.started_at > MAX_OUTAGE_S:
                 return f"storage has failed for {MAX_OUTAGE_S:.0f} s; start it again when storage works"
@@ -391,11 +381,7 @@ def _describe_missing(leader: LeaderState, deadline: Deadline) -> str:
     missing_text = _format_nodes(leader.node_group.missing_nodes)
     restart_hint = f"start again, with {missing_text} on another machine if that one is unfit"
     return "; ".join(
-        (
-            f"{missing_text} did not come within {deadline.limit_s:.0f} s",
-            *leader.list_departure_reasons(),
-            restart_hint,
-        )
+        (f"{missing_text} did not come within {deadline.limit_s:.0f} s", *leader.list_departure_reasons(), restart_hint)
     )
 
 

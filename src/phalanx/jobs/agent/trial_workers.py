@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.deadline import POLL_INTERVAL_S, Deadline
-from phalanx.jobs.agent.attempt import (
-    EXIT_REPORT_TIMEOUT_S,
-    EXITS_NOT_REPORTED_MESSAGE,
-    AttemptState,
-    decide_outcome,
-)
+from phalanx.jobs.agent.attempt import EXIT_REPORT_TIMEOUT_S, EXITS_NOT_REPORTED_MESSAGE, AttemptState, decide_outcome
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError
 from phalanx.jobs.agent.forked_child import LOST_PEER_STATUS
 from phalanx.run.boot_clock import unix_now

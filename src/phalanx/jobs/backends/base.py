@@ -7,6 +7,7 @@ would be sent; printing it is the dry run. `submit` sends exactly that. One suit
 
 import itertools
 import logging
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,8 @@ from enum import StrEnum
 from importlib import import_module
 from typing import Protocol
 
+from phalanx.cluster.environment import is_secret
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.jobs.job_environment import drop_local_paths, inherit_variables, list_missing_variables
 from phalanx.jobs.spec import Job, JobState, JobStatus
 
 logger = logging.getLogger(__name__)
@@ -170,9 +171,11 @@ def add_inherited_variables(job: Job, environment: Mapping[str, str], shares_fil
     Args:
         shares_files: Whether the job sees the files of this machine; else it gets no variable that names one.
     """
-    inherited = inherit_variables(environment)
-    inherited = inherited if shares_files else drop_local_paths(inherited)
-    given = {name: value for name, value in inherited.items() if name not in job.secrets}
+    given = {
+        name: value
+        for name, value in inherit_variables(environment).items()
+        if name not in job.secrets and (shares_files or not LOCAL_PATH.search(value))
+    }
     job = replace(job, environment={**given, **job.environment})
     warn_about_missing_variables(job, environment)
     return job
@@ -180,7 +183,8 @@ def add_inherited_variables(job: Job, environment: Mapping[str, str], shares_fil
 
 def warn_about_missing_variables(job: Job, environment: Mapping[str, str]) -> None:
     """Warn about variables of trackers, networks, storage and the like that are set here and that the job lacks."""
-    if missing := list_missing_variables(environment, {*job.environment, *job.secrets}):
+    names = (name for name, _ in _select(environment) if not name.startswith(PREFIXES_BY_PURPOSE["Phalanx"]))
+    if missing := [name for name in names if name not in {*job.environment, *job.secrets}]:
         logger.warning(
             "job %s does not get %s: secrets and files of this machine are passed only by --secret NAME or "
             "--env NAME=VALUE",
@@ -269,3 +273,42 @@ def find_node(nodes: Sequence[BackendNode], name: str, backend: str) -> BackendN
     near = get_close_matches(name, names, MAX_SUGGESTED_NAMES) or names[:MAX_SUGGESTED_NAMES]
     hint = f"nearest are {', '.join(near)}" if near else "it has no nodes"
     raise UsageError(f"{name}: {backend} has no such node; {hint} (`phalanx nodes ls --on {backend}` lists all)")
+
+
+PREFIXES_BY_PURPOSE = {
+    "trackers": ("WANDB_", "MLFLOW_", "TRACKIO_"),
+    "networks": ("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_", "TORCH_GLOO_"),
+    "proxies and certificates": (
+        *("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
+        *("SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    ),
+    "storage": ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_", "S3_ENDPOINT"),
+    "hubs": ("HF_", "HUGGINGFACE_", "TRANSFORMERS_"),
+    "threads": ("OMP_", "MKL_", "KMP_", "GOMP_"),
+    "torch": ("TORCH", "PYTORCH_"),
+    "Phalanx": ("PHALANX_",),
+}
+"""Names, or how names begin. Variables of devices and of paths of programs belong to the place where a job runs."""
+NOT_INHERITED = re.compile(
+    "PHALANX_(NODE_.*|NUM_NODES|LEADER_ADDR|SNAPSHOT_.*|EVENTS_FD|ATTEMPT|RENDEZVOUS_ID|STORE_.*|JOB_TAG)"
+)
+"""Variables of the node contract, of workers and of a snapshot: a job has its own."""
+INHERITED_PREFIXES = tuple(prefix for prefixes in PREFIXES_BY_PURPOSE.values() for prefix in prefixes)
+CREDENTIALS_IN_URL = re.compile(r"://[^/@\s]+:[^/@\s]+@")
+LOCAL_PATH = re.compile(r"(?:^|file://|sqlite:///)[/~]")
+
+
+def inherit_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a job inherits, without secrets."""
+    return {name: value for name, value in _select(environ) if not _holds_secret(name, value)}
+
+
+def _select(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, value in sorted(environ.items()):
+        if name.startswith(INHERITED_PREFIXES) and not NOT_INHERITED.fullmatch(name):
+            yield name, value
+
+
+def _holds_secret(name: str, value: str) -> bool:
+    names_file = name.endswith(("_FILE", "_PATH")) or name == "GOOGLE_APPLICATION_CREDENTIALS"
+    return (is_secret(name) and not names_file) or CREDENTIALS_IN_URL.search(value) is not None

@@ -24,10 +24,10 @@ from phalanx.jobs.backends.base import (
     NodeService,
     NoSuchJobError,
     SubmitRequest,
+    inherit_variables,
     read_secrets,
     warn_about_missing_variables,
 )
-from phalanx.jobs.job_environment import inherit_variables
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner
 from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
 from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord, Resources
@@ -100,7 +100,9 @@ class LocalBackend(Backend):
         job = request.job
         resources = self._resources_for(job)
         secret_values = read_secrets(job, self._environment)
-        job = _replace_environment(job, {**inherit_environment(self._environment), **job.environment})
+        variables = {**inherit_environment(self._environment), **job.environment}
+        variables = {name: value for name, value in variables.items() if name not in job.secrets}
+        job = replace(job, environment=variables)
         warn_about_missing_variables(job, self._environment)
 
         def fill_dir(home: Path) -> None:
@@ -123,11 +125,9 @@ class LocalBackend(Backend):
         return str(job_id)
 
     def poll(self, job_id: str) -> JobStatus:
-        """Return the status of a job."""
         return self._explain_waiting([self._get_record(job_id).status])[0]
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
-        """Return all jobs, including ended ones."""
         return self._explain_waiting(self.database.list_statuses(array)) if queue_exists(self.folder) else []
 
     def send_signal(self, job_id: str, number: int) -> None:
@@ -301,7 +301,3 @@ def inherit_environment(environment: Mapping[str, str]) -> dict[str, str]:
             found[name] = value
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     return found
-
-
-def _replace_environment(job: Job, environment: Mapping[str, str]) -> Job:
-    return replace(job, environment={k: v for k, v in environment.items() if k not in job.secrets})

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -278,9 +278,7 @@ class QueueLauncher:
         ]
 
     def list_leftovers(self) -> list[str]:
-        entries = [
-            f"job {status.id} is {status.state}" for status in self.backend.list_jobs() if not status.state.is_final
-        ]
+        entries = [f"job {each.id} is {each.state}" for each in self.backend.list_jobs() if not each.state.is_final]
         secrets = [str(path) for path in self.folder.rglob("secrets.json")]
         return entries + secrets
 
@@ -329,12 +327,10 @@ def read_command_line(process: psutil.Process) -> list[str]:
     return []
 
 
-def kill_tagged_processes(
-    tag: str, timeout_s: float = EXIT_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
-) -> None:
+def kill_tagged_processes(tag: str) -> None:
     """Kill whatever carries the mark, and wait until it is gone."""
-    deadline = clock() + timeout_s
-    while (found := find_tagged_processes(tag)) and clock() < deadline:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while (found := find_tagged_processes(tag)) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)

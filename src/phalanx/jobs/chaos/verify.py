@@ -36,27 +36,22 @@ class ChaosOutcome:
     hang: str | None = None
 
 
-@dataclass(frozen=True)
-class ChaosCallbacks:
-    """Called during a run with faults."""
-
-    on_restart: Callable[[int], None] = lambda num_starts: None
-    """Gets the number of each start after the first."""
-    on_finish: Callable[[], None] = lambda: None
-    """Called when the run ends without intervention, before its remaining processes are ended."""
-
-
 def run_with_faults(
     launcher: Launcher,
     context: FaultContext,
     faults: Sequence[Fault],
-    callbacks: ChaosCallbacks | None = None,
+    on_restart: Callable[[int], None] = lambda num_starts: None,
+    on_finish: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ChaosOutcome:
     """Start the run, inject the faults, and restart the run until it is over. The run has always ended when this
-    function returns or raises."""
-    callbacks = callbacks or ChaosCallbacks()
+    function returns or raises.
+
+    Args:
+        on_restart: gets the number of each start after the first.
+        on_finish: called when the run ends without intervention, before its remaining processes are ended.
+    """
     monitor, injection = context.monitor, inject_faults(faults, context)
     hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
     num_starts, last_event_at = 1, clock()
@@ -68,9 +63,9 @@ def run_with_faults(
             code = launcher.restart_if_needed()
             if launcher.num_starts > num_starts:
                 num_starts = launcher.num_starts
-                callbacks.on_restart(num_starts)
+                on_restart(num_starts)
             if code is not None:
-                callbacks.on_finish()
+                on_finish()
                 return ChaosOutcome(code, launcher.num_starts)
             if events:
                 last_event_at = clock()

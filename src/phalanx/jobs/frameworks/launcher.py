@@ -15,29 +15,140 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
 
+from phalanx.deadline import POLL_INTERVAL_S, Deadline, print_status
 from phalanx.errors import ExitCode, PhalanxError, UsageError
-from phalanx.jobs.frameworks.node_joining import check_stop, join_nodes
-from phalanx.jobs.frameworks.process_env import (
-    ProcessTopology,
-    make_mpirun_command,
-    make_process_variables,
-    render_hostfile,
-    select_visible_devices,
-)
+from phalanx.jobs.agent.node_group import find_incompatibility, make_hello
+from phalanx.jobs.frameworks.process_env import make_process_variables, select_visible_devices
 from phalanx.jobs.signal_queue import SignalQueue, kill_descendants
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
-from phalanx.run.control_channel import AuthConnection
+from phalanx.run.authentication import load_token
+from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.event_loop import EventLoop
+from phalanx.run.listener import open_listener
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
-from phalanx.run.process_messages import NodeFailed, NodeFinished
+from phalanx.run.process_messages import LauncherHello, Leave, NodeFailed, NodeFinished, Topology
+
+JOIN_TIMEOUT_S = 600.0
+"""Seconds for all nodes to join."""
+CONNECT_RETRY_INTERVAL_S = 0.2
+
+
+class RendezvousError(PhalanxError):
+    """The rendezvous of the nodes failed."""
+
+    code = ExitCode.UNFINISHED
+
+
+def join_nodes(
+    node_env: NodeEnv, nproc_per_node: int, stack: contextlib.ExitStack, check_stop: Callable[[], None] = lambda: None
+) -> tuple[Topology, list[AuthConnection]]:
+    """All nodes of the job, and this node's connections: from the leader to all others, else to the leader.
+    `check_stop` is called each second or so."""
+    ports = find_free_ports(nproc_per_node + 1)
+    if node_env.leader_address is None:
+        return Topology(hosts=("127.0.0.1",), nproc_per_node=nproc_per_node, ports=(ports,)), []
+    if node_env.node_rank == 0:
+        return _accept_nodes(node_env, nproc_per_node, ports, stack, check_stop)
+    host, port = node_env.leader_address
+    deadline = Deadline(f"node 0 at {host}:{port}", JOIN_TIMEOUT_S)
+    while True:
+        check_stop()
+        try:
+            connection = connect_to_leader(node_env.leader_address, load_token())
+            break
+        except OSError as error:
+            if deadline.check_expired():
+                raise RendezvousError(f"node 0 cannot be reached at {host}:{port}: {error}") from None
+            time.sleep(CONNECT_RETRY_INTERVAL_S)  # there is no notification when node 0 begins to listen
+    stack.callback(connection.close)
+    address = connection.sock.getsockname()[0]
+    identity = asdict(make_hello(node_env.node_rank, node_env.num_nodes))
+    connection.send(LauncherHello(**identity, address=address, ports=ports, nproc_per_node=nproc_per_node))
+    deadline = Deadline("all nodes to come", JOIN_TIMEOUT_S)
+    while not (messages := connection.wait(POLL_INTERVAL_S)):
+        if messages is None:
+            raise RendezvousError("node 0 is gone before all nodes had come")
+        check_stop()
+        if deadline.check_expired():
+            raise RendezvousError(f"not all nodes came within {JOIN_TIMEOUT_S:.0f} s")
+    first = messages[0]
+    if isinstance(first, Leave):
+        raise UsageError(first.message or "node 0 rejects this node")
+    if not isinstance(first, Topology):
+        raise UsageError("node 0 runs something else than this node")
+    return first, [connection]
+
+
+def _accept_nodes(
+    node_env: NodeEnv,
+    nproc_per_node: int,
+    ports: tuple[int, ...],
+    stack: contextlib.ExitStack,
+    check_stop: Callable[[], None],
+) -> tuple[Topology, list[AuthConnection]]:
+    assert node_env.leader_address is not None
+    server = stack.enter_context(ControlServer(node_env.leader_address, load_token()))
+    expected_hello = make_hello(0, node_env.num_nodes)
+    joined: dict[int, tuple[AuthConnection, LauncherHello]] = {}
+    deadline = Deadline(_describe_missing(node_env, joined), JOIN_TIMEOUT_S)
+    server.wake_socket.settimeout(POLL_INTERVAL_S)
+    while len(joined) < node_env.num_nodes - 1:
+        deadline.what = _describe_missing(node_env, joined)
+        check_stop()
+        try:
+            server.wake_socket.recv(1)
+        except TimeoutError:
+            if deadline.check_expired():
+                raise RendezvousError(f"{deadline.what} did not come within {JOIN_TIMEOUT_S:.0f} s") from None
+            continue
+        connection, hello = server.joins.get()
+        stack.callback(connection.close)
+        node, starts = hello.node_rank, hello.nproc_per_node if isinstance(hello, LauncherHello) else None
+        mismatch = find_incompatibility(hello, expected_hello)
+        if mismatch is None and starts != nproc_per_node:
+            mismatch = f"it starts {starts} processes, and the leading node {nproc_per_node}"
+        if mismatch is not None:
+            print_status(f"node {node} ({hello.host}) was sent away: {mismatch}")
+            with contextlib.suppress(ConnectionError):  # it is gone already
+                connection.send(Leave(exit_code=int(ExitCode.USAGE), message=mismatch))
+        elif isinstance(hello, LauncherHello) and 0 < node < node_env.num_nodes:
+            joined[node] = connection, hello
+    others = [joined[node][1] for node in sorted(joined)]
+    # by the address at which the first of them reached this node: its name may lead elsewhere here
+    own_address = joined[min(joined)][0].sock.getsockname()[0]
+    topology = Topology(
+        hosts=(own_address, *(hello.address for hello in others)),
+        nproc_per_node=nproc_per_node,
+        ports=(ports, *(hello.ports for hello in others)),
+    )
+    connections = [joined[node][0] for node in sorted(joined)]
+    for node, connection in zip(sorted(joined), connections, strict=True):
+        try:
+            connection.send(topology)
+        except ConnectionError:
+            raise RendezvousError(f"node {node} is gone before all nodes had come") from None
+    return topology, connections
+
+
+def _describe_missing(node_env: NodeEnv, joined: Collection[int]) -> str:
+    missing = [str(node) for node in range(1, node_env.num_nodes) if node not in joined]
+    return f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(missing)}"
+
+
+def find_free_ports(count: int) -> tuple[int, ...]:
+    """Ports that are free now. Frameworks open them later by their number, so another program may be quicker."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(open_listener("", 0)) for _ in range(count)]
+        return tuple(sock.getsockname()[1] for sock in socks)
+
 
 logger = logging.getLogger("phalanx.jobs.frameworks.launcher")  # its __name__ is __main__ under `python -m`
 
@@ -53,7 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         node_env = NodeEnv.from_environment(os.environ)
         with contextlib.ExitStack() as stack:
             with SignalQueue() as signals:
-                topology, connections = join_nodes(node_env, int(nproc_per_node), stack, lambda: check_stop(signals))
+
+                def check_stop() -> None:
+                    """A node that a signal kills takes the others with it."""
+                    if signals.received:
+                        raise RendezvousError("asked to stop before all nodes had come")
+
+                topology, connections = join_nodes(node_env, int(nproc_per_node), stack, check_stop)
             logger.info(
                 "node %d: %d %s processes on each of %s",
                 node_env.node_rank,
@@ -82,7 +199,7 @@ class NodeLauncher:
     def __init__(
         self,
         framework: str,
-        topology: ProcessTopology,
+        topology: Topology,
         node_rank: int,
         command: Sequence[str],
         connections: Sequence[AuthConnection],
@@ -102,7 +219,7 @@ class NodeLauncher:
         """Start the processes, pass on what they print, and see them all to their end, also those of other nodes."""
         become_subreaper()
         signals = stack.enter_context(SignalQueue(wake_on_child_exit=True))
-        stack.callback(self.kill_processes)
+        stack.callback(kill_descendants)  # leave no process behind, whatever happened
         stack.enter_context(self.loop)
         self.loop.add_reader(signals.wake_socket, signals.clear_wake)
         for index, connection in enumerate(self.connections):
@@ -126,13 +243,14 @@ class NodeLauncher:
         if self.framework == "mpi":
             if self.node_rank != 0:
                 return []
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-mpi-")))
-            (folder / "hostfile").write_text(render_hostfile(topology))
             if shutil.which("mpirun") is None:
                 raise UsageError("--framework mpi needs mpirun (Open MPI) on the first node's PATH")
-            return [
-                ("mpirun", make_mpirun_command(topology, str(folder / "hostfile"), self.command, os.geteuid() == 0), {})
-            ]
+            hostfile = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-mpi-"))) / "hostfile"
+            hostfile.write_text("".join(f"{host} slots={topology.nproc_per_node}\n" for host in topology.hosts))
+            launch = ["mpirun", "-n", str(topology.world_size), "--hostfile", str(hostfile)]
+            # Open MPI refuses to run as root without this option, and containers usually run as root
+            launch += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            return [("mpirun", [*launch, *self.command], {})]
         for local in range(topology.nproc_per_node):
             rank = self.node_rank * topology.nproc_per_node + local
             process_env = make_process_variables(self.framework, topology, rank)
@@ -165,7 +283,9 @@ class NodeLauncher:
 
     def copy_output(self, output: "ProcessOutput", is_last: bool = False) -> None:
         """Print what a process has printed, each line behind its rank where there are several."""
-        chunk = self._read_pipe(output.pipe)
+        chunk = None  # nothing is available
+        with contextlib.suppress(BlockingIOError):
+            chunk = os.read(output.pipe.fileno(), 1 << 16)
         *lines, last = (output.partial_line + (chunk or b"")).split(b"\n")
         if (not chunk or is_last) and last:
             lines, last = [*lines, last], b""
@@ -177,14 +297,6 @@ class NodeLauncher:
             self.loop.remove_reader(output.pipe)
             self._outputs.remove(output)
             output.pipe.close()
-
-    @staticmethod
-    def _read_pipe(pipe: IO[bytes]) -> bytes | None:
-        """Return the content of a pipe; empty at the end of file, None when nothing is available."""
-        try:
-            return os.read(pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return None
 
     def reap_processes(self) -> None:
         """Handle processes that ended."""
@@ -206,10 +318,10 @@ class NodeLauncher:
             self._is_finish_sent = True
             self.broadcast(NodeFinished())
 
-    def fail_job(self, code: int) -> None:
-        """End the job on all nodes with this exit code."""
+    def fail_job(self, code: int, source: AuthConnection | None = None) -> None:
+        """End the job with this exit code on all nodes; that at `source` knows it."""
         self.exit_code = code
-        self.broadcast(NodeFailed(exit_code=code))
+        self.broadcast(NodeFailed(exit_code=code), source)
         self.signal_processes(signal.SIGTERM)
 
     def handle_node_messages(self, connection: AuthConnection, node: str) -> None:
@@ -224,31 +336,24 @@ class NodeLauncher:
             self.lose(connection, node, int(ExitCode.UNFINISHED))
             self.loop.remove_reader(connection)
 
-    def lose(self, wire: AuthConnection, node: str, code: int) -> None:
+    def lose(self, connection: AuthConnection, node: str, code: int) -> None:
         """Fail the job after a node failed with this code, or was lost before it finished."""
         if node not in self._unfinished_nodes:
             return
         self._unfinished_nodes.discard(node)
         if self.exit_code is None:
-            self.exit_code = code
-            for other in self.connections:  # if this node leads, it informs the others
-                if other is not wire:
-                    self._send(other, NodeFailed(exit_code=code))
-            self.signal_processes(signal.SIGTERM)
+            self.fail_job(code, connection)
 
     def is_over(self) -> bool:
         """Whether this node and all nodes that determine the end of the job have finished."""
         return not self.processes and (self.exit_code is not None or not self._unfinished_nodes)
 
-    def broadcast(self, message: Message) -> None:
-        """Send a message to all connected nodes."""
+    def broadcast(self, message: Message, source: AuthConnection | None = None) -> None:
+        """Send a message to all connected nodes but that at `source`."""
         for connection in self.connections:
-            self._send(connection, message)
-
-    @staticmethod
-    def _send(connection: AuthConnection, message: Message) -> None:
-        with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
-            connection.send(message)
+            if connection is not source:
+                with contextlib.suppress(ConnectionError):  # its end is noticed where it is read
+                    connection.send(message)
 
     def signal_processes(self, number: int) -> None:
         """Send a signal to all local processes. After SIGTERM or SIGINT they get `EXIT_GRACE_S` to end."""
@@ -261,10 +366,6 @@ class NodeLauncher:
     def _kill(self) -> None:
         self._is_killing = False
         self.signal_processes(signal.SIGKILL)
-
-    def kill_processes(self) -> None:
-        """Leave no process behind, whatever happened."""
-        kill_descendants()
 
 
 if __name__ == "__main__":

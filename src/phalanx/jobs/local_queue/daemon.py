@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, JobState, stat
 from phalanx.logging_config import configure_logging
 from phalanx.run import Run
 from phalanx.run.boot_clock import BootClock, process_identity
-from phalanx.run.directory import describe_unfinished
+from phalanx.run.directory import describe_unfinished, write_json
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 
 logger = logging.getLogger("phalanx.jobs.local_queue.daemon")  # its __name__ is __main__ under `python -m`
@@ -119,7 +120,7 @@ class QueueDaemon:
             time_limit_s=row.job.time_limit_s,
             warning_s=row.job.warning_s,
         )
-        spec.write(job_dir, attempt)
+        write_json(job_dir / f"attempt-{attempt}.json", asdict(spec))
         runner = self.spawn_runner(job_dir, attempt)
         self.database.update_if(
             row.id, JobState.RUNNING, runner=runner, runner_born=process_identity(runner)
@@ -193,7 +194,8 @@ def next_state(
     boot).
     """
     shown_code, reason = ending.exit_code, ending.reason
-    code = normalize_exit_code(shown_code)
+    # the shell's 128 + N for signal N counts as -N
+    code = 128 - shown_code if 128 < shown_code <= 128 + signal.SIGRTMAX else shown_code
     reason_text = reason or (f"was killed by {format_signal(-code)}" if code < 0 else None)
     ended_at = ending.ended_at or now
     lifetime_s = ending.duration_s
@@ -236,11 +238,6 @@ def next_state(
     ):
         return JobState.FAILED, {**values, "reason": problem}
     return state_from_exit_code(code), values
-
-
-def normalize_exit_code(code: int) -> int:
-    """Normalize an exit code: the shell's 128 + N for signal N becomes -N."""
-    return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
 
 
 def find_runner(row: JobRecord) -> psutil.Process | None:

@@ -181,8 +181,7 @@ class JobDatabase:
         names = ", ".join(f"{name} = ?" for name in values)
         with self._transaction():
             cursor = self._db.execute(
-                f"UPDATE jobs SET {names} WHERE id = ? AND state = ?",
-                (*values.values(), job_id, expected_state),
+                f"UPDATE jobs SET {names} WHERE id = ? AND state = ?", (*values.values(), job_id, expected_state)
             )
             return cursor.rowcount == 1
 

@@ -44,10 +44,6 @@ class AttemptSpec:
     time_limit_s: float | None
     warning_s: float
 
-    def write(self, home: Path, attempt: int) -> None:
-        """Write the file atomically."""
-        write_json(home / f"attempt-{attempt}.json", asdict(self))
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:

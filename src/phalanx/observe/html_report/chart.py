@@ -1,7 +1,5 @@
 """A chart as a value, and the pure functions that turn it into JSON for `charts.js` and into the HTML of a page."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

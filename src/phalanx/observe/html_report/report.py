@@ -1,7 +1,5 @@
 """The report as one HTML file, and its parts, which the live page shows as well."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -123,11 +121,9 @@ def _render_recommendations(recommendations: Sequence[Recommendation], summary: 
         return '<h2>Recommendations</h2><p class="note">No issues found.</p>'
     items = []
     for recommendation in recommendations:
-        gain = (
-            f'<span class="gain">up to {formatting.format_percent(recommendation.max_gain)} of the run</span>'
-            if recommendation.max_gain >= 0.005
-            else ""
-        )
+        gain = ""
+        if recommendation.max_gain >= 0.005:
+            gain = f'<span class="gain">up to {formatting.format_percent(recommendation.max_gain)} of the run</span>'
         key = f" <code>{escape(recommendation.recipe_key)}</code>" if recommendation.recipe_key else ""
         urgent = ' class="urgent"' if recommendation.is_urgent else ""
         finding, text = _render_prose(recommendation.finding), _render_prose(recommendation.advice)

@@ -1,7 +1,5 @@
 """Which charts a run's page has, and what each shows: from RunHistory to Chart values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,14 +7,7 @@ import numpy as np
 
 from phalanx import formatting
 from phalanx.observe.history import STEP_COMPONENTS, Floats, RunHistory, as_float
-from phalanx.observe.html_report.chart import (
-    Chart,
-    ChartMark,
-    ChartSeries,
-    linear_range,
-    log_range,
-    needs_log_scale,
-)
+from phalanx.observe.html_report.chart import Chart, ChartMark, ChartSeries, linear_range, log_range, needs_log_scale
 from phalanx.observe.metrics import breakdown_over_time, smooth_series
 from phalanx.observe.summary import RunSummary
 from phalanx.observe.text_report import COMPONENT_LABELS
@@ -45,7 +36,10 @@ class _RunCharts:
     def build(self) -> Iterator[Chart]:
         steps = self.history.steps
         restarts = _restart_marks(self.history)
-        nonfinite = _nonfinite_step_marks(self.history)
+        nonfinite = [
+            ChartMark("nonfinite", event.step, f"step {event.step}: {event.reason}, {event.action}")
+            for event in self.history.of(NonFiniteStep)[:_MAX_MARKS]
+        ]
         yield self.loss([*restarts, *nonfinite])
         if np.isfinite(steps.lr).any():
             lr = ChartSeries("learning rate", steps.step, steps.lr, "train")
@@ -120,13 +114,6 @@ def _restart_marks(history: RunHistory) -> list[ChartMark]:
         for attempt in history.attempts[1:]
     ]
     return marks[:_MAX_MARKS]
-
-
-def _nonfinite_step_marks(history: RunHistory) -> list[ChartMark]:
-    return [
-        ChartMark("nonfinite", event.step, f"step {event.step}: {event.reason}, {event.action}")
-        for event in history.of(NonFiniteStep)[:_MAX_MARKS]
-    ]
 
 
 def _checkpoint_marks(history: RunHistory) -> list[ChartMark]:

@@ -136,9 +136,7 @@ class StepRows:
         if step <= self.sent_step:
             return
         row = self._rows.get(step)
-        self._rows[step] = (
-            MetricRow(step, time, metrics) if row is None else replace(row, metrics=row.metrics | metrics)
-        )
+        self._rows[step] = replace(row, metrics=row.metrics | metrics) if row else MetricRow(step, time, metrics)
 
     def _step_metrics(self, event: StepDone) -> dict[str, float]:
         metrics = {"train/loss": math.nan if event.loss is None else event.loss, "train/lr": event.lr}

@@ -71,13 +71,11 @@ class TensorBoardTracker(Tracker):
         """Do nothing: TensorBoard has no tags of a run."""
 
     def close(self, status: str | None) -> None:
-        """Close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def describe_location(self) -> str:
-        """The folder."""
         return str(self._folder)
 
     def _write(self, *events: "EventProto") -> None:
@@ -125,7 +123,6 @@ class WandbTracker(Tracker):
             run.finish(exit_code=1 if status == "failed" else 0)
 
     def describe_location(self) -> str:
-        """The page, or the folder of offline files."""
         return self._location
 
     def _session(self) -> "wandb.Run":
@@ -214,12 +211,10 @@ class MlflowTracker(Tracker):
             self._opened().set_tag(self.remote_id, f"phalanx.{name}", value)
 
     def close(self, status: str | None) -> None:
-        """Set the run's status."""
         if status is not None:
             self._opened().set_terminated(self.remote_id, MLFLOW_STATUS[status])
 
     def describe_location(self) -> str:
-        """Server and page."""
         server = os.environ.get("MLFLOW_TRACKING_URI", "the default store")
         return f"{server}, experiment {self._experiment_id}, run {self.remote_id}"
 
@@ -274,7 +269,6 @@ class TrackioTracker(Tracker):
         """Do nothing: every call has ended its session."""
 
     def describe_location(self) -> str:
-        """Project and run."""
         assert self._tracked_run is not None
         place = os.environ.get("TRACKIO_SERVER_URL") or os.environ.get("TRACKIO_SPACE_ID") or "this machine"
         return f"{place}, project {self._tracked_run.project}, run {self._name}"

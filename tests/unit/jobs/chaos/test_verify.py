@@ -27,7 +27,6 @@ from phalanx.jobs.chaos.launcher import (
     make_environment,
 )
 from phalanx.jobs.chaos.verify import (
-    ChaosCallbacks,
     ChaosOutcome,
     find_leftovers,
     list_shared_memory,
@@ -173,7 +172,7 @@ def test_a_command_that_was_killed_or_is_not_finished_is_started_again(commands:
     count = tmp_path / "count"
     commands.command = ("sh", "-c", f"echo >> {count}; case $(wc -l < {count}) in 1) exit 75;; 2) kill -9 $$;; esac")
     again: list[int] = []
-    ended = run_with_faults(commands, scene_of(commands), (), ChaosCallbacks(on_restart=again.append))
+    ended = run_with_faults(commands, scene_of(commands), (), on_restart=again.append)
     assert ended == ChaosOutcome(0, 3)
     assert again == [2, 3]
 

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
-from phalanx.recipe import Recipe, check_device
+from phalanx.recipe import Recipe
+from phalanx.recipe.devices import check_device
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
 from phalanx.train.distributed.parallelize import compile_blocks
 from phalanx.train.ops.blocks import find_blocks

@@ -39,14 +39,7 @@ from phalanx.jobs.backends.kubernetes.client import (
     translate_api_errors,
 )
 from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
-from phalanx.jobs.backends.kubernetes.status import (
-    make_cordon,
-    make_uncordon,
-    parse_node,
-    parse_status,
-    pod_index,
-    select_latest_pods,
-)
+from phalanx.jobs.backends.kubernetes.status import make_cordon, parse_node, parse_status, pod_index, select_latest_pods
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 
@@ -96,7 +89,8 @@ class KubernetesBackend(Backend):
             )
         options = parse_options(job)
         job = add_inherited_variables(job, self._environ, shares_files=False)
-        objects = {"secret": manifest.make_secret(job, options), options.kind: manifest.make_workload(job, options)}
+        make_workload = manifest.make_jobset if options.kind == "jobset" else manifest.make_trainjob
+        objects = {"secret": manifest.make_secret(job, options), options.kind: make_workload(job, options)}
         texts = {f"{name}.yaml": to_yaml(one, flow=False) for name, one in objects.items()}
         return SubmitRequest(self.name, job, texts)
 
@@ -138,7 +132,8 @@ class KubernetesBackend(Backend):
             if job_id not in self._known_names:
                 raise NoSuchJobError(self.name, job_id)
             return JobStatus(job_id, self._known_names[job_id], JobState.CANCELLED, reason="it was deleted")
-        return parse_status(job_id, workload, self._list_jobs(namespace, name), self._list_pods(namespace, name))
+        jobs = _list_owned(self._client.batch.list_namespaced_job, namespace, name)
+        return parse_status(job_id, workload, jobs, self._list_pods(namespace, name))
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return the jobs of all users that Phalanx submitted to the namespace of the context.
@@ -191,9 +186,8 @@ class KubernetesBackend(Backend):
         running = [pod for pod in self._list_pods(namespace, name) if pod.get("status", {}).get("phase") == "Running"]
         if not running:
             raise UsageError(f"{job_id}: it does not run, so that nothing can be signalled")
-        client, _ = self._connect()
         for pod in running:
-            send_signal_to_pod(client, pod, manifest.CONTAINER_NAME, number)
+            send_signal_to_pod(self._client, pod, manifest.CONTAINER_NAME, number)
 
     def read_logs(self, job_id: str) -> Iterator[str]:
         namespace, _, name = _parse_job_id(job_id)
@@ -220,9 +214,8 @@ class KubernetesBackend(Backend):
         if status.state.is_final:
             return
         self._known_names[job_id] = status.name
-        client, _ = self._connect()
         with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # deleted meanwhile
-            client.custom.delete_namespaced_custom_object(
+            self._client.custom.delete_namespaced_custom_object(
                 **API_GROUPS[kind],
                 namespace=namespace,
                 name=name,
@@ -268,18 +261,18 @@ class KubernetesBackend(Backend):
 
     def undrain_node(self, node: str) -> None:
         """Uncordon a node."""
-        self._patch_node(node, make_uncordon())
+        self._patch_node(node, make_cordon(None, None))
 
     def _evict_pods(self, namespace: str, name: str) -> None:
         """Mark the pods of a suspended JobSet as disrupted. Kubernetes does not count suspended pods as failures of
         their Job, but applies the failure policy to one that it still sees after its container has ended with 75."""
-        client, _ = self._connect()
         for pod in self._list_pods(namespace, name):
             pod_name = pod["metadata"]["name"]
-            body = manifest.make_eviction(namespace, pod_name)
+            metadata = {"name": pod_name, "namespace": namespace}
+            body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
             try:
                 with translate_api_errors(f"evicting pod {pod_name}, which needs the verb create on pods/eviction"):
-                    client.core.create_namespaced_pod_eviction(
+                    self._client.core.create_namespaced_pod_eviction(
                         pod_name, namespace, body, _preload_content=False, _request_timeout=REQUEST_TIMEOUTS_S
                     )
             except ObjectNotFoundError:  # gone already
@@ -289,20 +282,14 @@ class KubernetesBackend(Backend):
                 return
 
     def _patch_node(self, node: str, change: dict[str, Any]) -> None:
-        client, _ = self._connect()
         with translate_api_errors(f"changing node {node}, which needs the verb patch on nodes"):
-            client.core.patch_node(node, change, _request_timeout=REQUEST_TIMEOUTS_S)
+            self._client.core.patch_node(node, change, _request_timeout=REQUEST_TIMEOUTS_S)
 
     def _patch_workload(self, job_id: str, change: dict[str, Any]) -> None:
         namespace, kind, name = _parse_job_id(job_id)
-        client, _ = self._connect()
         with translate_api_errors(f"changing {job_id}, which needs the verb patch on {API_GROUPS[kind]['plural']}"):
-            client.custom.patch_namespaced_custom_object(
-                **API_GROUPS[kind],
-                namespace=namespace,
-                name=name,
-                body=change,
-                _request_timeout=REQUEST_TIMEOUTS_S,
+            self._client.custom.patch_namespaced_custom_object(
+                **API_GROUPS[kind], namespace=namespace, name=name, body=change, _request_timeout=REQUEST_TIMEOUTS_S
             )
 
     def _get_workload(self, job_id: str) -> dict[str, Any]:
@@ -314,24 +301,18 @@ class KubernetesBackend(Backend):
     def _find_workload(self, job_id: str) -> dict[str, Any] | None:
         """The JobSet or TrainJob, if it is there."""
         namespace, kind, name = _parse_job_id(job_id)
-        client, _ = self._connect()
         try:
             with translate_api_errors(f"asking for {job_id}"):
-                found: dict[str, Any] = client.custom.get_namespaced_custom_object(
+                found: dict[str, Any] = self._client.custom.get_namespaced_custom_object(
                     **API_GROUPS[kind], namespace=namespace, name=name, _request_timeout=REQUEST_TIMEOUTS_S
                 )
         except ObjectNotFoundError:
             return None
         return found
 
-    def _list_jobs(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
-        client, _ = self._connect()
-        return _list_owned(client.batch.list_namespaced_job, namespace, name)
-
     def _list_pods(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
         """Return the pods of the last attempt, by node."""
-        client, _ = self._connect()
-        return select_latest_pods(_list_owned(client.core.list_namespaced_pod, namespace, name))
+        return select_latest_pods(_list_owned(self._client.core.list_namespaced_pod, namespace, name))
 
     def _read_pod_log(
         self, namespace: str, pod: Mapping[str, Any], prefix: str, follow: bool = False, since: int | None = None
@@ -341,10 +322,9 @@ class KubernetesBackend(Backend):
         With `follow`, yield until the pod ends. `since`: only lines of the last `since` seconds and later.
         """
         since_option: dict[str, Any] = {} if since is None else {"since_seconds": since}
-        client, _ = self._connect()
         name = pod["metadata"]["name"]
         with translate_api_errors(f"reading the log of pod {name}"):
-            answer = client.core.read_namespaced_pod_log(
+            answer = self._client.core.read_namespaced_pod_log(
                 name,
                 namespace,
                 container=manifest.CONTAINER_NAME,
@@ -358,6 +338,10 @@ class KubernetesBackend(Backend):
             for raw in io.TextIOWrapper(answer, encoding="utf-8", errors="replace", newline="\n"):
                 timestamp, _, line = raw.rstrip("\n").partition(" ")
                 yield timestamp, prefix + line
+
+    @property
+    def _client(self) -> KubernetesClient:
+        return self._connect()[0]
 
     def _connect(self) -> tuple[KubernetesClient, str]:
         """The client, and the namespace that the configuration names."""

@@ -125,7 +125,8 @@ def translate_api_errors(what: str) -> Iterator[None]:
             f"{what}: {describe_api_error(error.status, error.body) if error.status else error.reason}"
         ) from error
     except urllib3.exceptions.HTTPError as error:
-        raise UsageError(f"{what}: the cluster does not answer: {_root_cause(error)}") from error
+        cause = getattr(error, "reason", None) or error  # behind the retries
+        raise UsageError(f"{what}: the cluster does not answer: {cause}") from error
 
 
 def describe_api_error(status: int | None, body: str | bytes | None) -> str:
@@ -157,11 +158,6 @@ def _parse_body(body: str | bytes | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _root_cause(error: Exception) -> str:
-    """Return the root cause behind the retries."""
-    return str(getattr(error, "reason", None) or error)
-
-
 class PodLogStreams:
     """`read` gives the lines that have come since it was called before, in the order of time as far as it is known."""
 
@@ -183,9 +179,7 @@ class PodLogStreams:
             name = pod["metadata"]["name"]
             if name not in self._threads and pod.get("status", {}).get("phase") != "Pending":
                 prefix = f"[node {pod_index(pod)}] " if len(pods) > 1 else ""
-                thread = threading.Thread(
-                    target=self._stream_pod, args=(pod, prefix), name=f"log of {name}", daemon=True
-                )
+                thread = threading.Thread(None, self._stream_pod, f"log of {name}", (pod, prefix), daemon=True)
                 self._threads[name] = thread
                 thread.start()
         if is_last:

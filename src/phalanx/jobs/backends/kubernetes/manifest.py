@@ -55,11 +55,6 @@ def make_secret(job: Job, options: KubernetesOptions) -> Manifest:
     }
 
 
-def make_workload(job: Job, options: KubernetesOptions) -> Manifest:
-    """Return the JobSet or TrainJob that runs the job."""
-    return make_jobset(job, options) if options.kind == "jobset" else make_trainjob(job, options)
-
-
 def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
     """A JobSet with one Job that has one pod a node. It fails as a whole, and is started again as a whole when the exit
     code says so."""
@@ -90,11 +85,6 @@ def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
 def make_pause(reason: str | None) -> Manifest:
     """Return the change of a JobSet or TrainJob that suspends it, or without a reason resumes it."""
     return {"metadata": {"annotations": {PAUSE_ANNOTATION: reason}}, "spec": {"suspend": reason is not None}}
-
-
-def make_eviction(namespace: str, pod: str) -> Manifest:
-    """Return the eviction of a pod. It gets the condition DisruptionTarget, and its warning time to save."""
-    return {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
 
 
 def make_pod_failure_policy(is_elastic: bool = False) -> Manifest:

@@ -202,19 +202,11 @@ def parse_node(
     )
 
 
-def make_cordon(reason: str, actor: str) -> dict[str, Any]:
-    """Return the change that cordons a node."""
+def make_cordon(reason: str | None, actor: str | None) -> dict[str, Any]:
+    """Return the change that cordons a node, or without a reason uncordons it. None removes an annotation."""
     return {
         "metadata": {"annotations": {REASON_ANNOTATION: reason, ACTOR_ANNOTATION: actor}},
-        "spec": {"unschedulable": True},
-    }
-
-
-def make_uncordon() -> dict[str, Any]:
-    """Return the change that uncordons a node. None removes an annotation."""
-    return {
-        "metadata": {"annotations": {REASON_ANNOTATION: None, ACTOR_ANNOTATION: None}},
-        "spec": {"unschedulable": False},
+        "spec": {"unschedulable": reason is not None},
     }
 
 

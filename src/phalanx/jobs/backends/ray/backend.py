@@ -49,12 +49,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 DRIVER_MODULE = "phalanx.jobs.backends.ray.driver"
-JOB_NAME_KEY, NUM_NODES_KEY, WORKING_DIR_KEY, RUN_DIR_KEY = (
-    "phalanx-job",
-    "phalanx-nodes",
-    "phalanx-folder",
-    "phalanx-run",
-)
+JOB_NAME_KEY = "phalanx-job"
+NUM_NODES_KEY = "phalanx-nodes"
+WORKING_DIR_KEY = "phalanx-folder"
+RUN_DIR_KEY = "phalanx-run"
 """Keys of a job's metadata: its name, how many nodes it has, its folder, and the run that it trains."""
 GENERATED_PLACEHOLDER = "<drawn when it is submitted>"
 SNAPSHOT_PLACEHOLDER = "<a folder with the code>"
@@ -153,9 +151,7 @@ class RayBackend(Backend):
             active_jobs = [info for info in client.list_jobs() if not info.status.is_terminal()]
         same_name = [info.submission_id for info in active_jobs if (info.metadata or {}).get(JOB_NAME_KEY) == job.name]
         if same_name:
-            raise UsageError(
-                f"job {job.name}: there is one of that name already, {same_name[0]}; stop it, or take another"
-            )
+            raise UsageError(f"job {job.name}: that name is taken by {same_name[0]}; stop it, or take another")
         submission = f"{job.name}-{self._make_suffix()}"
         sent["submission_id"] = sent["runtime_env"]["env_vars"][JOB_ID_VARIABLE] = submission
         file = secrets_path(str(job.working_dir), submission)
@@ -338,12 +334,10 @@ def make_driver_spec(job: Job) -> DriverSpec:
 
 def parse_status(job_id: str, info: Any, log: str) -> JobStatus:
     """Return the status of a job from Ray's record and its log."""
-    driver_state, state, code, reason = (
-        parse_driver_state(strip_ray_preamble(log)),
-        JobState.QUEUED,
-        info.driver_exit_code,
-        info.message,
-    )
+    driver_state = parse_driver_state(strip_ray_preamble(log))
+    state = JobState.QUEUED
+    code = info.driver_exit_code
+    reason = info.message
     ray_status = str(info.status)
     if ray_status == "RUNNING":
         state = JobState.QUEUED if driver_state.is_waiting else JobState.RUNNING
@@ -388,9 +382,7 @@ def _check_job(job: Job) -> None:
     """Raise UsageError for what Ray cannot do."""
     job_text = f"job {job.name}"
     if job.max_parallel is not None:
-        raise UsageError(
-            f"{job_text}: Ray cannot limit the members of an array that run at once: it starts all that fit"
-        )
+        raise UsageError(f"{job_text}: Ray cannot limit the members of an array that run: it starts all that fit")
     if job.secrets and job.snapshot is not None:
         raise UsageError(
             f"{job_text}: all users of the cluster can read a snapshot's directory, so {job.secrets[0]} cannot be "

@@ -241,10 +241,8 @@ class RayDriver:
                 try:
                     lines, code = ray.get(ready)
                 except ray.exceptions.RayActorError as error:
-                    lines, code = (
-                        [f"{DRIVER_LINE_PREFIX}this node is lost: {str(error).splitlines()[0]}"],
-                        LOST_NODE_EXIT_CODE,
-                    )
+                    lines = [f"{DRIVER_LINE_PREFIX}this node is lost: {str(error).splitlines()[0]}"]
+                    code = LOST_NODE_EXIT_CODE
                 for line in lines:
                     print(f"[node {node}] {line}" if several else line)
                 sys.stdout.flush()

@@ -90,7 +90,7 @@ class _Queue:
 
 
 class SlurmBackend(SlurmNodes, Backend):
-    """The Slurm backend. `run_program` runs Slurm's programs; `jobs_dir` contains the directories of jobs. One squeue
+    """The Slurm backend. `run_program` runs Slurm's programs; `folder` contains the directories of jobs. One squeue
     answers for all jobs, and is reused for QUEUE_MAX_AGE_S while jobs are polled."""
 
     name = "slurm"
@@ -242,11 +242,6 @@ class SlurmBackend(SlurmNodes, Backend):
         self._queue = None
         (folder / SECRETS_FILE).unlink(missing_ok=True)
 
-    @property
-    def jobs_dir(self) -> Path:
-        """The directory that contains those of the jobs."""
-        return self._dirs.root
-
     def get_version(self) -> Version:
         """Slurm's version, such as (22, 5, 8)."""
         if self._version is None:
@@ -360,7 +355,12 @@ class SlurmBackend(SlurmNodes, Backend):
         if code == 0:
             return
         partition = job.backend_options.get("partition")
-        nodes = self._query_nodes(partition) if NODES_UNAVAILABLE_TEXT in err else {}
+        nodes: dict[str, str] = {}  # of the partition, or of the default's
+        if NODES_UNAVAILABLE_TEXT in err:
+            listed = self._run_checked(["sinfo", "--noheader", "--Node", "--format=%N %P %T"])
+            for name, named, state, *_ in (line.split() for line in listed.splitlines()):
+                if named.rstrip("*") == partition if partition else named[-1] == "*":
+                    nodes[name] = state
         if nodes and job.num_nodes > len(nodes):
             size_text = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
             raise UsageError(
@@ -369,12 +369,6 @@ class SlurmBackend(SlurmNodes, Backend):
             )
         if not any(state.startswith(("down", "drain", "fail", "maint", "unk")) for state in nodes.values()):
             raise UsageError(f"job {job.name}: {clean_error(err)}")
-
-    def _query_nodes(self, partition: str | None) -> dict[str, str]:
-        """The states of a partition's nodes; without one, of the default's."""
-        listed = self._run_checked(["sinfo", "--noheader", "--Node", "--format=%N %P %T"])
-        rows = [line.split() for line in listed.splitlines()]
-        return {row[0]: row[2] for row in rows if (row[1].rstrip("*") == partition if partition else row[1][-1] == "*")}
 
     def _run_checked(self, argv: Sequence[str], what: str = "slurm") -> str:
         code, out, err = self._run_program(argv)

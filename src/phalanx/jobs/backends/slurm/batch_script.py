@@ -135,9 +135,7 @@ def _check_folders(job: Job, folder: Path) -> None:
         if not str(path).isprintable():
             raise UsageError(f"job {job.name}: the folder {str(path)!r} has a control character in its name")
     if "\\" in str(folder):
-        raise UsageError(
-            f"the folder {folder} for jobs has a backslash in its name, which Slurm takes for something else"
-        )
+        raise UsageError(f"the jobs folder {folder} has a backslash in its name, which Slurm takes for something else")
 
 
 def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_dirs: Sequence[Path] = ()) -> str:

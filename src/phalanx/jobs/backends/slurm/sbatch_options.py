@@ -43,16 +43,7 @@ MAX_WARNING_S = 65535
 """Seconds, of --signal."""
 LIMIT_CHECK_INTERVAL_S, MAX_SCRIPT_START_S = 30, 15
 """Seconds between Slurm's looks at limits, by which it may warn early; and until a job's script runs on a slow node."""
-EXPORTED_VARIABLES = (
-    "HOME",
-    "LANG",
-    "LD_LIBRARY_PATH",
-    "LOGNAME",
-    "PATH",
-    "SHELL",
-    "TMPDIR",
-    "USER",
-)
+EXPORTED_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
 """Variables of the submitter's environment that a job gets in addition to those that it names."""
 
 
@@ -78,6 +69,8 @@ def parse_options(job: Job, version: Version) -> SbatchOptions:
     if "container-image" in given and "apptainer-image" in given:
         raise UsageError(f"job {job.name}: options container-image and apptainer-image exclude each other; give one")
     exclusive = _exclusive_option(job)
+    memory = None if job.memory_bytes is None else f"{math.ceil(job.memory_bytes / 2**20)}M"
+    memory = "0" if exclusive == "--exclusive" else memory
     header = [
         f"--job-name={job.name}",
         f"--nodes={job.num_nodes}" if job.min_nodes is None else f"--nodes={job.min_nodes}-{job.num_nodes}",
@@ -85,7 +78,7 @@ def parse_options(job: Job, version: Version) -> SbatchOptions:
         *(["--ntasks-per-node=1"] if job.min_nodes is None else ["--no-kill"]),
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
         *([f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []),
-        *_memory_option(job, exclusive),
+        *([f"--mem={memory}"] if memory else []),
         *_time_options(job),
         *([f"--nice={-job.priority}"] if job.priority else []),
         *([exclusive] if exclusive else []),
@@ -118,12 +111,6 @@ def _exclusive_option(job: Job) -> str | None:
     if wanted not in meaning:
         raise UsageError(f"job {job.name}: option exclusive={wanted}: expected yes, no or user")
     return meaning[wanted]
-
-
-def _memory_option(job: Job, exclusive: str | None) -> list[str]:
-    if job.memory_bytes is not None and exclusive != "--exclusive":
-        return [f"--mem={math.ceil(job.memory_bytes / 2**20)}M"]
-    return ["--mem=0"] if exclusive == "--exclusive" else []
 
 
 def _time_options(job: Job) -> list[str]:
