@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.cluster.calibration.storage import ClockFn, measure_storage
+from phalanx.cluster.calibration.storage import measure_storage
+from phalanx.cluster.calibration.timing import ClockFn
 from phalanx.cluster.spec import LocationSpeed
 from phalanx.formatting import format_bytes, format_count, format_duration
 from phalanx.recipe.locations import StorageLocation

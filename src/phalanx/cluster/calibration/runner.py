@@ -159,15 +159,6 @@ def _run_families(
     def measure(function: str, budget_s: float) -> Any:
         return executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", payload(budget_s))
 
-    def measure_gemms(budget_s: float) -> None:
-        results.add_gemms(measure("gemm:measure_gemms", budget_s))
-
-    def measure_ops(budget_s: float) -> None:
-        results.add_ops(measure("op_benchmark:measure_memory_ops", budget_s))
-
-    def measure_attention(budget_s: float) -> None:
-        results.add_ops(measure("op_benchmark:measure_attention", budget_s))
-
     def measure_overheads(budget_s: float) -> None:
         value = measure("launch_overheads:measure_overheads", budget_s)
         results.launch_us = value["launch_us"]
@@ -185,9 +176,9 @@ def _run_families(
         results.add_ops(value["operations"])
 
     steps: dict[str, Callable[[float], None]] = {
-        "matrix products": measure_gemms,
-        "operations": measure_ops,
-        "attention": measure_attention,
+        "matrix products": lambda budget_s: results.add_gemms(measure("gemm:measure_gemms", budget_s)),
+        "operations": lambda budget_s: results.add_ops(measure("op_benchmark:measure_memory_ops", budget_s)),
+        "attention": lambda budget_s: results.add_ops(measure("op_benchmark:measure_attention", budget_s)),
         "overheads": measure_overheads,
         "processes together": measure_concurrently,
         "storage": lambda budget_s: _measure_storage(executor, quick, results, budget_s),

@@ -7,13 +7,12 @@ import errno
 import mmap
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.cluster.calibration.timing import ClockFn
 from phalanx.errors import UsageError
 from phalanx.formatting import format_bytes
 
-ClockFn = Callable[[], float]
 BLOCK_BYTES = 16 * 2**20
 """Bytes of one write or read."""
 PILOT_BYTES = 2 * BLOCK_BYTES

@@ -36,7 +36,6 @@ REFERENCE_OP = "reference"
 REFERENCE_SIDE = {"cpu": 1024, "cuda": 8192}
 REFERENCE_PRECISION = {"cpu": "fp32", "cuda": "fp16"}
 """Precision that every CPU, and every GPU since 2017, multiplies fast."""
-REFERENCE_DURATION_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,7 @@ def round_seconds(seconds: float) -> float:
     return float(f"{seconds:.5g}")
 
 
-def time_reference_gemm(
-    machine: Machine, run_in_process: RunInProcess, seconds: float = REFERENCE_DURATION_S
-) -> dict[str, Any]:
+def time_reference_gemm(machine: Machine, run_in_process: RunInProcess, seconds: float) -> dict[str, Any]:
     """Measure the reference product. Returns the fields of an `OpTiming` of kind "reference"."""
     payload = {"device": machine.device, "threads": machine.physical_cores, "seconds": seconds}
     found: dict[str, Any] = run_in_process("phalanx.cluster.calibration.timing:measure_reference", payload)

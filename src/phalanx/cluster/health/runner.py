@@ -45,12 +45,12 @@ class HealthCheck:
 
 
 HEALTH_CHECKS = (
-    HealthCheck("versions", host.check_versions),
+    HealthCheck("versions", lambda context: host.evaluate_versions(host.measure_versions(context))),
     HealthCheck("gpus", lambda context: gpus.check_gpus(context, import_nvml()), timeout_s=20.0),
     HealthCheck("kernel-log", kernel_log.check_kernel_log),
-    HealthCheck("cpu", host.check_cpu),
-    HealthCheck("memory", host.check_memory),
-    HealthCheck("ulimits", host.check_ulimits),
+    HealthCheck("cpu", lambda context: host.evaluate_cpu(host.measure_cpu(context))),
+    HealthCheck("memory", lambda context: host.evaluate_memory(host.measure_memory(context))),
+    HealthCheck("ulimits", lambda context: host.evaluate_ulimits(host.measure_ulimits(context))),
     HealthCheck("network", network.check_network),
     HealthCheck("disk", host.check_disk_space),
     HealthCheck("leaked-resources", leaked_resources.check_leaked_resources),

@@ -76,11 +76,6 @@ def _is_amd_gpu(path: Path) -> bool:
     return text.isdigit() and int(text) > 0
 
 
-def is_driver_loaded(root: Path) -> bool:
-    """Whether any driver of accelerators is."""
-    return any((root / name).exists() for name in GPU_DEVICE_FILES)
-
-
 def query_gpus(nvml: Any) -> list[GpuState]:
     """Return the state of every GPU. Raises NVMLError when the library cannot count them."""
     return [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
@@ -223,7 +218,7 @@ def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
 def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
     """Check all GPUs. `nvml` is NVIDIA's library, or None."""
     expected = context.expected_devices
-    if not is_driver_loaded(context.root):
+    if not any((context.root / name).exists() for name in GPU_DEVICE_FILES):
         return [evaluate_gpu_count(0, expected)]
     if not any((context.root / name).exists() for name in NVIDIA_DEVICE_FILES):
         return _findings_without_nvml(context, "read of NVIDIA's GPUs only")

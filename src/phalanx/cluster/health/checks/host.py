@@ -77,10 +77,6 @@ def evaluate_cpu(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     return [HealthFinding("cpu", worst_verdict(verdicts), "; ".join(problems) if problems else summary, figures)]
 
 
-def check_cpu(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_cpu(measure_cpu(context))
-
-
 def _as_number(value: FindingValue) -> float | None:
     return value if isinstance(value, int | float) else None
 
@@ -117,10 +113,6 @@ def evaluate_memory(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     """Return one finding for memory, and one for /dev/shm."""
     shm = {name: value for name, value in figures.items() if name.startswith("shm_")}
     return [_memory_finding({name: value for name, value in figures.items() if name not in shm}), _shm_finding(shm)]
-
-
-def check_memory(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_memory(measure_memory(context))
 
 
 def read_cgroup_used(root: Path) -> int | None:
@@ -246,10 +238,6 @@ def evaluate_ulimits(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     return [HealthFinding("ulimits", worst_verdict(verdicts), summary, figures)]
 
 
-def check_ulimits(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_ulimits(measure_ulimits(context))
-
-
 def measure_versions(
     context: CheckContext, version_of: Callable[[str], str | None] = package_version
 ) -> dict[str, FindingValue]:
@@ -279,10 +267,6 @@ def evaluate_versions(figures: dict[str, FindingValue]) -> list[HealthFinding]:
         text = f"there is a GPU driver, but torch {torch} is built for CPUs only: GPUs would lie idle; {summary}"
         return [HealthFinding("versions", HealthVerdict.WARN, text, figures)]
     return [HealthFinding("versions", HealthVerdict.PASS, summary, figures)]
-
-
-def check_versions(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_versions(measure_versions(context))
 
 
 def _format_version(release: tuple[int, int]) -> str:
