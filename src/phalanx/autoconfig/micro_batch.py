@@ -31,8 +31,7 @@ LANGUAGE_MODELING_TASK = "language-modeling"
 @dataclass(frozen=True)
 class MemoryProfile:
     """What trials found out about a model: parameters that are trained and that are `frozen_parameters`, and the bytes
-    that a
-    sample adds at the peak of forward and backward, by way of computing the loss, then by way of recomputing. None: so
+    that a sample adds at the peak of forward and backward, by way of computing the loss, then by way of recomputing. None: so
     it cannot be computed, or a single sample was too much already. `logits_bytes` are the fp32 bytes of those of a
     sample."""
 
@@ -93,29 +92,18 @@ def state_bytes_per_parameter(recipe: Recipe, device: str) -> int:
 
 def state_bytes(recipe: Recipe, trainable_parameters: int, frozen_parameters: int, device: str) -> int:
     """Bytes of weights, gradients and optimizer state on one worker; what is frozen has only its weights."""
-    return (state_bytes_per_parameter(recipe, device) * trainable_parameters + 4 * frozen_parameters) // _num_shards(
-        recipe
-    )
-
-
-def is_model_sharded(recipe: Recipe) -> bool:
-    """Whether no worker holds the whole model."""
-    return _num_shards(recipe) > 1
+    whole_bytes = state_bytes_per_parameter(recipe, device) * trainable_parameters + 4 * frozen_parameters
+    return whole_bytes // num_shards(recipe)
 
 
 def fits_unsharded(recipe: Recipe, memory_profile: MemoryProfile, worker: WorkerMemory) -> bool:
     """Whether one process could train the whole model, undivided, with at least a sample at once."""
-    peak_bytes = [
-        peak
-        for peak_by_mode in memory_profile.peak_bytes.values()
-        for peak in peak_by_mode.values()
-        if peak is not None
-    ]
+    peaks = [peak for by_mode in memory_profile.peak_bytes.values() for peak in by_mode.values() if peak is not None]
     state = (
         state_bytes_per_parameter(recipe, worker.device) * memory_profile.trainable_parameters
         + 4 * memory_profile.frozen_parameters
     )
-    return state + min(peak_bytes, default=0) <= worker.memory_bytes
+    return state + min(peaks, default=0) <= worker.memory_bytes
 
 
 def activation_bytes(recipe: Recipe, bytes_per_sample: int, micro_size: int, world_size: int) -> int:
@@ -225,9 +213,8 @@ def fitting_plans(
     usable_bytes = worker.memory_bytes * numerator // denominator
     state = state_bytes(recipe, memory_profile.trainable_parameters, memory_profile.frozen_parameters, worker.device)
     peak_by_mode = memory_profile.peak_bytes.get(loss_mode) or next(iter(memory_profile.peak_bytes.values()))
-    modes = checkpointing_modes(recipe)
     plans = []
-    for mode in modes:
+    for mode in checkpointing_modes(recipe):
         if (sample_bytes := peak_by_mode.get(mode)) is None:
             continue
         for micro_size in micro_batch_candidates(recipe, worker.world_size):
@@ -247,7 +234,7 @@ def parallelism_or_default(recipe: Recipe) -> Parallelism:
     return recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else Parallelism()
 
 
-def _num_shards(recipe: Recipe) -> int:
+def num_shards(recipe: Recipe) -> int:
     """Among how many ranks parameters are divided."""
     parallelism = parallelism_or_default(recipe)
     return parallelism.shard * parallelism.context * parallelism.tensor * parallelism.pipeline

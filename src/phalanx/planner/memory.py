@@ -191,16 +191,8 @@ def _assemble_estimate(
     allocated = state_bytes.parameters + state_bytes.gradients + state_bytes.optimizer_state + activations + temporaries
     overhead = OVERHEAD_BY_STACK.get(scenario.stack.name, NonTensorMemory())
     on_cpu = is_cpu(scenario.cluster.node.accelerator)
-    num_communicators = sum(
-        size > 1
-        for size in (
-            scenario.data_parallel,
-            parallelism.tensor,
-            parallelism.pipeline,
-            parallelism.context,
-            parallelism.expert,
-        )
-    )
+    inner_sizes = (parallelism.tensor, parallelism.pipeline, parallelism.context, parallelism.expert)
+    num_communicators = sum(size > 1 for size in (scenario.data_parallel, *inner_sizes))
     saved = (state_bytes.parameters + state_bytes.optimizer_state) / parallelism.replicate
     return MemoryEstimate(
         pipeline_rank=rank,

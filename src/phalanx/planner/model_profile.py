@@ -217,7 +217,9 @@ class ModelProfile:
 
     def flops(self, phase: PassDirection | None = None) -> float:
         """FLOPs of the products and attention of one sample, without recomputation; causal attention counts half."""
-        return sum(each.repeats * op_flops(op) for each in self.segments for op in each.ops if _in_pass(op, phase))
+        return sum(
+            each.repeats * op_flops(op) for each in self.segments for op in each.ops if phase in (None, op.phase)
+        )
 
 
 def op_flops(operation: ProfiledOp, samples: float = 1.0) -> float:
@@ -228,7 +230,3 @@ def op_flops(operation: ProfiledOp, samples: float = 1.0) -> float:
     if isinstance(operation, AttentionOp):
         return operation.flops_per_sample * operation.samples.evaluate(samples)
     return 0.0
-
-
-def _in_pass(operation: ProfiledOp, phase: PassDirection | None) -> bool:
-    return phase is None or operation.phase == phase

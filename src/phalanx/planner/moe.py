@@ -45,11 +45,7 @@ def _expert_region_indices(operations: Sequence[ProfiledOp]) -> set[int]:
     """Indices of what is done from the first product of an expert to the last, in either phase."""
     indices: set[int] = set()
     for phase in PASS_DIRECTIONS:
-        expert_gemms = [
-            at
-            for at, each in enumerate(operations)
-            if isinstance(each, Gemm) and each.is_expert and each.phase == phase
-        ]
+        expert_gemms = _expert_gemm_indices(operations, phase)
         if expert_gemms:
             indices |= set(range(expert_gemms[0], expert_gemms[-1]))
     return indices
@@ -69,11 +65,8 @@ def _merge_equal_ops(ops: Sequence[ProfiledOp]) -> ProfiledOp:
         return replace(first_op, count=Affine(count), m=m, n=n, k=k, is_expert=True, is_grouped=True)
     assert isinstance(first_op, MemoryOp)
     memory_ops = [each for each in ops if isinstance(each, MemoryOp)]
-    moved, fused = (
-        sum((each.unfused_bytes for each in memory_ops), Affine()),
-        sum((each.fused_bytes for each in memory_ops), Affine()),
-    )
-    return replace(first_op, unfused_bytes=moved, fused_bytes=fused)
+    moved = sum((each.unfused_bytes for each in memory_ops), Affine())
+    return replace(first_op, unfused_bytes=moved, fused_bytes=sum((each.fused_bytes for each in memory_ops), Affine()))
 
 
 def _mean_size(sizes: Sequence[Affine]) -> Affine:

@@ -100,11 +100,8 @@ class LayoutStepTimes:
 class LayoutCosts:
     """The costs of a model's segments under each layout, computed once. Everything else is that of `scenario`."""
 
-    def __init__(
-        self, scenario: Scenario, layouts: Layouts, device: DeviceCosts, cost_of: OpCost | None = None
-    ) -> None:
-        self.scenario, self.layouts, self.device = scenario, layouts, device
-        self._cost_of = cost_of or op_cost_from(device)
+    def __init__(self, scenario: Scenario, layouts: Layouts, device: DeviceCosts, cost_of: OpCost) -> None:
+        self.scenario, self.layouts, self.device, self._cost_of = scenario, layouts, device, cost_of
         data_parallel = layouts.replicate * layouts.shard
         self.num_micro_batches = np.maximum(1, scenario.global_batch // (data_parallel * layouts.micro_size))
         self.samples = layouts.micro_size / layouts.context
@@ -277,17 +274,13 @@ def measured_step_time(scenario: Scenario, device: DeviceCosts, measured_costs: 
     )
 
 
-def predict_step_time(scenario: Scenario, device: DeviceCosts, cost_of: OpCost | None = None) -> StepBreakdown:
+def predict_step_time(scenario: Scenario, device: DeviceCosts) -> StepBreakdown:
     """Seconds of a step by cause, from the point of view of the busiest pipeline rank."""
-    return predict_step_times(scenario, layout_of(scenario), device, cost_of, simulate_pipeline=True).breakdown(0)
+    return predict_step_times(scenario, layout_of(scenario), device, simulate_pipeline=True).breakdown(0)
 
 
 def predict_step_times(
-    scenario: Scenario,
-    layouts: Layouts,
-    device: DeviceCosts,
-    cost_of: OpCost | None = None,
-    simulate_pipeline: bool = False,
+    scenario: Scenario, layouts: Layouts, device: DeviceCosts, simulate_pipeline: bool = False
 ) -> LayoutStepTimes:
     """Seconds of a step by cause under each layout, from the point of view of the busiest pipeline rank. `scenario`
     gives all that is not in `layouts`. Without `simulate_pipeline` a pipeline takes (micro-batches + (stages - 1) /
@@ -297,7 +290,7 @@ def predict_step_times(
     group_rows, group_of = layouts.unique_rows("pipeline", "virtual_stages")
     for group in range(len(group_rows)):
         rows = np.flatnonzero(group_of == group)
-        costs = LayoutCosts(scenario, layouts.take(rows), device, cost_of)
+        costs = LayoutCosts(scenario, layouts.take(rows), device, op_cost_from(device))
         for name, seconds in _predict_equal_stages(costs, simulate_pipeline).items():
             parts[name][rows] = seconds
     return LayoutStepTimes(parts)
