@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -212,7 +213,8 @@ def _build_parallel_model(
         tp_plan=recipe.model.tp_plan,
         seq_len=data.info.seq_len,
         # Only the built-in loss supports a sharded vocabulary; a subclass may override it.
-        vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
+        vocab_parallel_loss=loss_fn.lm_head is not None
+        and getattr(type(loss_fn.task), "head_loss", None) is LanguageModeling.head_loss,
         cache_weight_casts=cache_weight_casts,
         lm_head=None if head is None else head.name,
     )
@@ -220,7 +222,7 @@ def _build_parallel_model(
         loss_module = LossModule(model, loss_fn)
         parallel_model, vocab_group = parallelize(model, loss_module, mesh, config)
         if loss_fn.lm_head is not None:
-            loss_fn.lm_head = loss_fn.lm_head.with_group(vocab_group)
+            loss_fn.lm_head = replace(loss_fn.lm_head, group=vocab_group)
         return parallel_model, loss_module
     micro_size = recipe.batch.micro_size
     return build_pipeline(
@@ -239,10 +241,6 @@ def uses_cached_casts(compiled: bool | str, precision: str, device: torch.device
     """Whether weights are cast once a step (ops/cached_cast_linear.py): where compiled blocks run under autocast on a
     GPU. What a CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
     return compiled is True and precision in AUTOCAST_DTYPES and device.type == "cuda"
-
-
-def _has_built_in_head_loss(task: Task) -> bool:
-    return getattr(type(task), "head_loss", None) is LanguageModeling.head_loss
 
 
 def _head_loss_matches_loss(task: Task) -> bool:

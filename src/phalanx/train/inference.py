@@ -185,7 +185,7 @@ def _fetch_stored(run: Run, url: str, step: int | None, best: bool) -> int | Non
     checkpoints = CheckpointStore(url)
     whole = list(checkpoints.whole_steps())
     if best:
-        step = find_best_step({each: checkpoints.read_manifest(each).meta.get("best_loss") for each in whole})
+        step = find_best_step({each: checkpoints.read(each).manifest.meta.get("best_loss") for each in whole})
         if step is None:
             raise UsageError(f"{url}: no checkpoint has a validation loss; the run has not evaluated and saved yet")
     run.checkpoints.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ model return these.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def bypass_lm_head(head: nn.Module) -> Iterator[None]:
     the head still run, so that a sharded one is gathered."""
     # Replace `forward` on the instance; a hook would run after the matmul that is to be avoided.
     before = vars(head).get("forward")
-    vars(head)["forward"] = _identity
+    vars(head)["forward"] = lambda x: x
     try:
         yield
     finally:
@@ -87,10 +87,6 @@ def bypass_lm_head(head: nn.Module) -> Iterator[None]:
             del vars(head)["forward"]
         else:
             vars(head)["forward"] = before
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 @contextlib.contextmanager
@@ -150,10 +146,6 @@ class LMHead:
     head_loss: Callable[[Tensor, Tensor, TensorBatch], tuple[Tensor, Tensor | int]]
     vocab_size: int
     group: Group = None
-
-    def with_group(self, group: Group) -> "LMHead":
-        """Return the same layer with the vocabulary sharded over a group."""
-        return replace(self, group=group)
 
 
 class LossFn:

@@ -171,13 +171,15 @@ def report_start(context: TrainContext, samples: int, train_state: TrainState) -
 
 def make_result(context: TrainContext, train_state: TrainState, status: str) -> dict[str, Any]:
     """result.json, but for the seconds: how training ended, with the digest of the state that was saved last."""
-    result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": train_state.step}
-    result |= {
+    return {
+        "format": RESULT_FORMAT,
+        "status": status,
+        "steps": train_state.step,
         "final_loss": train_state.last_loss,
         "num_units": train_state.units_trained,
         "num_restarts": context.dist_env.attempt,
+        "digest": _final_digest(context, train_state),
     }
-    return {**result, "digest": _final_digest(context, train_state)}
 
 
 def _final_digest(context: TrainContext, train_state: TrainState) -> str:

@@ -63,8 +63,8 @@ class TrainState:
             raise DataError(f"a checkpoint's meta.{key}: {first['msg']}, found {first['input']!r}") from None
         if min(found.step, found.samples_consumed, found.units_trained) < 0:
             raise DataError(
-                f"a checkpoint of step {found.step} after {found.samples_consumed} samples and {found.units_trained} "
-                f"units"
+                f"a checkpoint of step {found.step} after {found.samples_consumed} samples and "
+                f"{found.units_trained} units"
             )
         return found
 

@@ -8,7 +8,6 @@ them block by block. No worker ever holds the whole model. To resume a run, see 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +26,9 @@ from phalanx.train.ops.lora import is_lora_name
 from phalanx.train.optim import OPTIMIZER_PREFIX
 
 
-class InitialWeights(Protocol):
-    """A source of weights. Its files were checked against the model when it was opened."""
-
-    def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Read this worker's parts of the model's parameters and persistent buffers, except new LoRA adapters."""
-
-
 @dataclass(frozen=True)
 class SafetensorsWeights:
-    """Safetensors files. `names` maps each parameter or buffer to its tensors in the files
+    """Safetensors files, which were checked against the model when they were opened. `names` maps each parameter or buffer to its tensors in the files
     (`huggingface.match_tensor_names`)."""
 
     source: WeightReader
@@ -44,7 +36,8 @@ class SafetensorsWeights:
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Raises DataError if tensors that the model ties differ in this worker's part."""
+        """Read this worker's parts of the model's parameters and persistent buffers, except new LoRA adapters. Raises
+        DataError if tensors that the model ties differ in this worker's part."""
         for name, local_tensor in _local_tensors(parallel_model).items():
             if name not in self.names:
                 continue
@@ -66,7 +59,7 @@ class CheckpointWeights:
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Raises CorruptCheckpointError, which names the bad file."""
+        """Do the same. Raises CorruptCheckpointError, which names the bad file."""
         requested: list[tuple[str, Sequence[int], Tensor]] = []
         converted: list[tuple[Tensor, Tensor]] = []
         for name, local_tensor in _local_tensors(parallel_model).items():
@@ -85,6 +78,9 @@ class CheckpointWeights:
         extra_state = load_tensors(self.path, extra, manifest=self.manifest)
         for module in parallel_model.modules:
             load_extra_state(module, extra_state, str(self.path))
+
+
+InitialWeights = SafetensorsWeights | CheckpointWeights
 
 
 def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:

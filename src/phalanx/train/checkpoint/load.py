@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,6 @@ from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 OnReject = Callable[[Path, str, str], None]
 """Called for each checkpoint that is not good, with its path, the file's name, and the reason."""
-
-ResultT = TypeVar("ResultT")
 
 _CHUNKS_PER_READ = 64  # chunks that one thread reads as one task
 _PIECE_BYTES = 256 << 20  # maximum bytes in host memory on their way to another device
@@ -288,19 +286,11 @@ def _run_in_threads(tasks: Sequence[Callable[[], None]], threads: int) -> None:
 def find_newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
     """Return the newest checkpoint of a directory in which every byte of every file is good; None if there is none.
     Raises OSError if none was found and one that may be good could not be read. Bad ones are passed to `on_reject`."""
-
-    def check(path: Path) -> Path:
-        verify_checkpoint(path, threads)
-        return path
-
-    return _use_first_good(directory, check, on_reject)
-
-
-def _use_first_good(directory: Path, use: Callable[[Path], ResultT], on_reject: OnReject) -> ResultT | None:
     storage = None
     for path in list_checkpoints(directory):
         try:
-            return use(path)
+            verify_checkpoint(path, threads)
+            return path
         except CorruptCheckpointError as error:
             on_reject(path, error.file.name, error.reason)
             storage = storage or error.storage_error

@@ -99,18 +99,9 @@ class LoadPlan:
         return [*self.live_blocks, *self.new_blocks, *(block for blocks in self.sequential_blocks for block in blocks)]
 
 
-def read_local_state(
-    state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
-) -> Callable[[], None]:
-    """Read this worker's part of the state from a checkpoint, written under any parallelism, and return a function that
-    applies it. Nothing in use changes before that is called, unless weights are read `in_place`. Raises
-    CorruptCheckpointError, which names a bad file, and DataError for what does not fit."""
-    load_plan = make_load_plan(state.parallel_model, path, manifest)
-    return execute_load_plan(load_plan, state, path, manifest, in_place)
-
-
 def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
-    """Plan what `read_local_state` reads. Raises DataError if the model does not fit the checkpoint."""
+    """Plan what a worker reads of a checkpoint, written under any parallelism. Raises DataError if the model does not
+    fit it."""
     parameters = parallel_model.parameters()
     live_blocks: TensorBlocks = []
     new_blocks: TensorBlocks = []
@@ -183,7 +174,7 @@ def execute_load_plan(
     load_plan: LoadPlan, state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
 ) -> Callable[[], None]:
     """Read the blocks into new memory, except weights that are read `in_place`, and return a function that applies
-    them. Raises CorruptCheckpointError, which names a bad file."""
+    them: nothing else in use changes before that is called. Raises CorruptCheckpointError, which names a bad file."""
     staged = load_plan.live_blocks
     if not in_place:
         staged = [

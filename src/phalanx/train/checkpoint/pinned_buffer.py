@@ -28,8 +28,7 @@ class PinnedBuffer:
 
     def __init__(self, nbytes: int, device: torch.device | None = None):
         memory = mmap.mmap(-1, max(1, math.ceil(nbytes / mmap.PAGESIZE)) * mmap.PAGESIZE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.is_pinned = True
         """Whether all of it is page-locked, if requested; otherwise copies from the GPU block the host."""

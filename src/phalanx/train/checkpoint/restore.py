@@ -51,7 +51,7 @@ from phalanx.train.checkpoint.in_memory.format import (
     read_shard,
 )
 from phalanx.train.checkpoint.load import find_needed_files
-from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan, read_local_state
+from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
 from phalanx.train.checkpoint.shard_file import RankRecord, write_record
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.checkpoint.store_fetch import RejectedFile, StoreSource
@@ -105,7 +105,8 @@ def restore_from_disk(
 
     def read(path: Path) -> tuple[CheckpointManifest, ApplyFn]:
         manifest = read_manifest(path)
-        return manifest, read_local_state(state, path, manifest, in_place=in_place)
+        load_plan = make_load_plan(state.parallel_model, path, manifest)
+        return manifest, execute_load_plan(load_plan, state, path, manifest, in_place)
 
     candidate, newest, storage_error_seen = None, None, False
     while True:

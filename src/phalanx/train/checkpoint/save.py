@@ -13,7 +13,6 @@ save, the other ranks may continue it: the commit checks that the lost ranks had
 import heapq
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -309,8 +308,7 @@ def _run_in_background(work: Callable[[], SaveStatus]) -> "Future[SaveStatus]":
 
 def lower_thread_priority() -> None:
     """Lower this thread's priority below training's; on Linux each thread has its own niceness."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
 
 
 def _describe_error(error: OSError, path: Path | StoreUrl) -> str:

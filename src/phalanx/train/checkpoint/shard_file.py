@@ -59,8 +59,6 @@ def write_with_checksums(path: Path, image: Bytes, cancelled: threading.Event | 
 
 def _set_direct_io(fd: int, wanted: bool) -> bool:
     """Switch direct I/O on or off; return whether it is on."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if wanted else 0))

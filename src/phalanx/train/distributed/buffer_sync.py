@@ -87,12 +87,8 @@ class BufferSync:
         elastic: bool,
         has_all_parameters: bool = True,
     ):
-        self._dist_env, self._group, self._elastic, self._has_all_parameters = (
-            dist_env,
-            group,
-            elastic,
-            has_all_parameters,
-        )
+        self._dist_env, self._group = dist_env, group
+        self._elastic, self._has_all_parameters = elastic, has_all_parameters
         watches = group is not None or elastic
         self._modules = (
             [m for m in modules if self._mutable_tensors(m) or find_extra_state_modules(m)] if watches else []

@@ -11,7 +11,7 @@ from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
 from phalanx.train.checkpoint import load_tensors, read_manifest
-from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors, read_local_state
+from phalanx.train.checkpoint.load_plan import execute_load_plan, get_local_state, get_state_tensors, make_load_plan
 from phalanx.train.checkpoint.save import OwnedTensors, SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
@@ -168,7 +168,9 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
             name: each.tensor.clone()
             for name, each in get_local_state(AppState(divided, optimizer, GradScaler())).items()
         }
-        take_over = read_local_state(AppState(divided, optimizer, GradScaler()), path, read_manifest(path))
+        manifest = read_manifest(path)
+        load_plan = make_load_plan(divided, path, manifest)
+        take_over = execute_load_plan(load_plan, AppState(divided, optimizer, GradScaler()), path, manifest)
         for name, held in get_local_state(AppState(divided, optimizer, GradScaler())).items():
             assert before[name].equal(held.tensor), name
         take_over()
@@ -181,11 +183,8 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
 def test_a_checkpoint_with_a_weight_that_the_model_does_not_have_is_refused(run: Run) -> None:
     path = save(run, [tensor_rank(0, 1)])
     smaller = nn.ModuleDict({"hidden": tiny_lm().hidden})
-    optimizer = OptimizerContainer(smaller, OptimizerConfig())
     with pytest.raises(DataError, match=r"holds .embedding.weight., which the model does not have"):
-        read_local_state(
-            AppState(ParallelModel(mesh_of(0), (smaller,)), optimizer, GradScaler()), path, read_manifest(path)
-        )
+        make_load_plan(ParallelModel(mesh_of(0), (smaller,)), path, read_manifest(path))
 
 
 def test_every_worker_has_something_to_save_of_what_all_hold() -> None:

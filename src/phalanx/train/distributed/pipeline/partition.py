@@ -167,9 +167,8 @@ class PartialModel(NamedTuple):
     model: nn.Module
     stage_input: StageInput | None  # None on the first stage
     stubs: tuple[ShapeStub, ...]
-    placeholders: tuple[
-        tuple[nn.Module, str, Tensor], ...
-    ]  # single parameters left out: module, attribute, meta tensor
+    placeholders: tuple[tuple[nn.Module, str, Tensor], ...]
+    """Single parameters left out: module, attribute, meta tensor."""
 
     def set_device(self, device: torch.device) -> None:
         """Set the device that the stubs' results claim to be on."""
