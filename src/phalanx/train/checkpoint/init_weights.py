@@ -28,8 +28,8 @@ from phalanx.train.optim import OPTIMIZER_PREFIX
 
 @dataclass(frozen=True)
 class SafetensorsWeights:
-    """Safetensors files, which were checked against the model when they were opened. `names` maps each parameter or buffer to its tensors in the files
-    (`huggingface.match_tensor_names`)."""
+    """Safetensors files, which were checked against the model when they were opened. `names` maps each parameter or
+    buffer to its tensors in the files (`match_tensor_names`)."""
 
     source: WeightReader
     names: Mapping[str, Sequence[str]]
