@@ -24,9 +24,9 @@ from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
 from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
-from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.hf.inputs import check_auxiliary_loss
 from phalanx.train.local_sgd.step import LocalSGDAccumulator, make_local_sgd_reducer
 from phalanx.train.loss import ContextSplit, LMHead, LossFn, LossModule, find_lm_head, plan_context_split
@@ -213,8 +213,7 @@ def _build_parallel_model(
         tp_plan=recipe.model.tp_plan,
         seq_len=data.info.seq_len,
         # Only the built-in loss supports a sharded vocabulary; a subclass may override it.
-        vocab_parallel_loss=loss_fn.lm_head is not None
-        and getattr(type(loss_fn.task), "head_loss", None) is LanguageModeling.head_loss,
+        vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
         cache_weight_casts=cache_weight_casts,
         lm_head=None if head is None else head.name,
     )
@@ -241,6 +240,10 @@ def uses_cached_casts(compiled: bool | str, precision: str, device: torch.device
     """Whether weights are cast once a step (ops/cached_cast_linear.py): where compiled blocks run under autocast on a
     GPU. What a CUDA graph reads would be copied to where it was recorded, in each micro-batch."""
     return compiled is True and precision in AUTOCAST_DTYPES and device.type == "cuda"
+
+
+def _has_built_in_head_loss(task: Task) -> bool:
+    return getattr(type(task), "head_loss", None) is LanguageModeling.head_loss
 
 
 def _head_loss_matches_loss(task: Task) -> bool:

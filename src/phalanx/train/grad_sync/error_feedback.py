@@ -23,11 +23,10 @@ from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 
 if TYPE_CHECKING:
     from phalanx.train.checkpoint import CheckpointManifest
+    from phalanx.train.checkpoint.load_plan import TensorBlocks
 
 RESIDUAL_PREFIX = "grad_sync/residual/"
 BASIS_PREFIX = "grad_sync/basis/"
-TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
-"""Same as in `train/train_state.py`."""
 
 
 @dataclass

@@ -38,11 +38,9 @@ from phalanx.train.step_metrics import StepResult, StepTotals
 from phalanx.train.step_timer import StepTimer
 from phalanx.train.train_step import GradientAccumulator
 
-PER_WORKER_PREFIX, OUTER_MOMENTUM_PREFIX, IN_FLIGHT_PREFIX = (
-    "local_sgd/worker/",
-    "local_sgd/outer_momentum/",
-    "local_sgd/in_flight/",
-)
+PER_WORKER_PREFIX = "local_sgd/worker/"
+OUTER_MOMENTUM_PREFIX = "local_sgd/outer_momentum/"
+IN_FLIGHT_PREFIX = "local_sgd/in_flight/"
 NON_REPLICATE_AXES = ("shard", "context", "tensor")
 """Mesh axes that local SGD does not use; their size is 1."""
 
