@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer
 from phalanx.train.grad_sync.algorithms import base, p2p
 from phalanx.train.grad_sync.algorithms.base import CommContext
 from phalanx.train.grad_sync.algorithms.p2p import ALL_TO_ALL_TAG, P2PScatterGather
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.buckets import GRAD_ALIGNMENT_ELEMENTS
 from process_worlds import ProcessWorlds
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,))

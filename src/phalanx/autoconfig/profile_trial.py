@@ -38,7 +38,7 @@ from phalanx.train.loss import LossFn
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.lora import describe_adapters, find_uncalled_adapters, is_lora_name
 from phalanx.train.ops.random_draws import seed_everything
-from phalanx.train.optim import trainable_parameters
+from phalanx.train.optim.container import trainable_parameters
 from phalanx.train.precision import autocast_context
 from phalanx.train.step_callbacks import new_buffer, other_parameter
 from phalanx.train.tasks import LanguageModeling, Task

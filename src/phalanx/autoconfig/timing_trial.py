@@ -32,7 +32,7 @@ from phalanx.train.loss import LossFn, LossModule, LossSums, eval_mode
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
 from phalanx.train.ops.random_draws import MicroBatchSeeds
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.tasks import Task, TensorBatch

@@ -16,6 +16,7 @@ from phalanx.recipe.locations import huggingface_directory
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
 from phalanx.train.distributed.context_parallel import local_runs
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import sort_in_reduction_order
 from phalanx.train.distributed.mesh import Mesh, build_mesh
@@ -23,8 +24,7 @@ from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
-from phalanx.train.grad_sync import BucketedReducer
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS, BucketedReducer
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
 from phalanx.train.hf.inputs import check_auxiliary_loss
@@ -35,7 +35,7 @@ from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import all_reduce_copy, group_rank, group_size
 from phalanx.train.ops.lora import has_lora
 from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
-from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms, select_muon_matrices
+from phalanx.train.optim.container import OptimizerContainer, select_muon_matrices
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, check_problem_type, open_task

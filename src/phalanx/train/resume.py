@@ -14,7 +14,8 @@ from phalanx.recipe.diff import diff_recipes, is_mathematics
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, InMemoryRestored, RunWarning
-from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name
+from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
+from phalanx.train.checkpoint.format import format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import find_unused_entries, get_state_tensors
 from phalanx.train.checkpoint.restore import (
     RestoredCheckpoint,
@@ -27,7 +28,7 @@ from phalanx.train.checkpoint.store_fetch import StoreSource
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
-from phalanx.train.optim import trainable_parameters
+from phalanx.train.optim.container import trainable_parameters
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
 

@@ -28,7 +28,7 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.run.directory import write_json
 from phalanx.train.builder import make_accumulator, make_held_slices
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
-from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.checkpoint.durable import clean_checkpoint_dir
 from phalanx.train.distributed.failures import explain_out_of_memory
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import build_mesh

@@ -20,7 +20,7 @@ from phalanx.train.grad_sync.noise_scale import GradientNoiseScale
 
 if TYPE_CHECKING:
     from phalanx.train.distributed.parallel_model import ParallelModel
-    from phalanx.train.optim import OptimizerContainer
+    from phalanx.train.optim.container import OptimizerContainer
     from phalanx.train.precision import GradScaler
 
 

@@ -23,7 +23,7 @@ from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.grad_sync.reducer import GradReducer, find_bucketed_reducer
 from phalanx.train.loss import LossModule
 from phalanx.train.ops.random_draws import MicroBatchSeeds
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepFlags, StepMetrics, StepResult, StepTotals, merge_fp64, split_fp64
 from phalanx.train.step_timer import StepTimer

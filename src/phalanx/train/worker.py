@@ -35,7 +35,7 @@ from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import WorkerFinishing
 from phalanx.storage.url import is_url
 from phalanx.train.builder import build_context
-from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.checkpoint.durable import clean_checkpoint_dir
 from phalanx.train.checkpoint.restore import has_checkpoint
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
 from phalanx.train.distributed.failures import OutOfMemory, explain_out_of_memory, naming_causes

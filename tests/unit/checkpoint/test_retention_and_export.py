@@ -12,14 +12,9 @@ from safetensors.torch import load_file
 
 from checkpoints import same_bits, save, state
 from phalanx.errors import DataError, UsageError
-from phalanx.train.checkpoint import (
-    CorruptCheckpointError,
-    apply_retention,
-    export_huggingface,
-    list_checkpoints,
-    parse_step,
-)
-from phalanx.train.checkpoint.durable import discard_abandoned
+from phalanx.train.checkpoint.durable import apply_retention, discard_abandoned
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.format import CorruptCheckpointError, list_checkpoints, parse_step
 
 
 def steps_in(directory: Path) -> list[int]:

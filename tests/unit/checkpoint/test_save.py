@@ -15,20 +15,14 @@ import torch
 
 from checkpoints import same_bits, save, state
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    DurableDirectory,
-    SaveStatus,
-    TensorShard,
-    clean_checkpoint_dir,
-    list_checkpoints,
-    load_tensors,
-    shard_file,
-    verify_checkpoint,
-)
 from phalanx.train.checkpoint import durable as durable_module
+from phalanx.train.checkpoint import shard_file
+from phalanx.train.checkpoint.durable import DurableDirectory, clean_checkpoint_dir
+from phalanx.train.checkpoint.format import list_checkpoints
+from phalanx.train.checkpoint.load import load_tensors, verify_checkpoint
 from phalanx.train.checkpoint.pinned_buffer import PIN_BLOCK_BYTES, PinnedBuffer
-from phalanx.train.checkpoint.staging import SharedStaging, StagingBuffer
+from phalanx.train.checkpoint.save import CheckpointSaver, SaveStatus
+from phalanx.train.checkpoint.staging import SharedStaging, StagingBuffer, TensorShard
 
 MB = 1 << 20
 

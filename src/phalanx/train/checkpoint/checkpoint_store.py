@@ -171,6 +171,10 @@ class CheckpointStore(StoredSteps):
         except NotFound:
             return False
 
+    def read_manifest(self, step: int) -> CheckpointManifest:
+        """Read the manifest of a checkpoint, as `read` does."""
+        return self.read(step).manifest
+
     def list_blocks_before(self, step: int) -> set[str]:
         """The blocks that are older than the manifest of a step."""
         written_at = self._written_at(step)

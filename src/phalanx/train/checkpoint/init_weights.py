@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
-from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, load_tensors, read_manifest
+from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
+from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
 from phalanx.train.checkpoint.store_fetch import localize_checkpoint
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persistent_buffers, load_extra_state
@@ -23,7 +24,7 @@ from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
 from phalanx.train.ops.lora import is_lora_name
-from phalanx.train.optim import OPTIMIZER_PREFIX
+from phalanx.train.optim.container import OPTIMIZER_PREFIX
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint import CheckpointManifest, load_blocks
+from phalanx.train.checkpoint.format import CheckpointManifest
+from phalanx.train.checkpoint.load import load_blocks
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.module_state import (
     EXTRA_STATE_PREFIX,
@@ -18,7 +19,7 @@ from phalanx.train.distributed.module_state import (
     load_extra_state,
 )
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
-from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
+from phalanx.train.optim.container import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
 

@@ -34,7 +34,7 @@ from phalanx.run.in_memory_checkpoint import (
 )
 from phalanx.storage.stored_checkpoints import StoredSteps
 from phalanx.storage.url import StoreUrl, is_url, parse_url
-from phalanx.train.checkpoint import (
+from phalanx.train.checkpoint.format import (
     CheckpointManifest,
     CorruptCheckpointError,
     list_checkpoints,

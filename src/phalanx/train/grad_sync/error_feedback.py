@@ -22,7 +22,7 @@ from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 
 if TYPE_CHECKING:
-    from phalanx.train.checkpoint import CheckpointManifest
+    from phalanx.train.checkpoint.format import CheckpointManifest
     from phalanx.train.checkpoint.load_plan import TensorBlocks
 
 RESIDUAL_PREFIX = "grad_sync/residual/"

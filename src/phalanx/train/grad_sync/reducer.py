@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import Group, all_reduce_copy
 from phalanx.train.ops.grad_norm import total_norm

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
 from phalanx.train.callbacks import TrainerCallback
-from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.checkpoint.format import CheckpointManifest
 from phalanx.train.checkpoint.load_plan import LoadPlan, TensorBlocks
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import DistEnv
@@ -33,7 +33,7 @@ from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD, SyncSchedule
-from phalanx.train.optim import OPTIMIZER_PREFIX as OPTIMIZER
+from phalanx.train.optim.container import OPTIMIZER_PREFIX as OPTIMIZER
 from phalanx.train.step_metrics import StepResult, StepTotals
 from phalanx.train.step_timer import StepTimer
 from phalanx.train.train_step import GradientAccumulator

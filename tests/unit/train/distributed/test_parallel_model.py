@@ -10,13 +10,14 @@ from checkpointers import StepSaver
 from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint import load_tensors, read_manifest
+from phalanx.train.checkpoint.format import read_manifest
+from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.load_plan import execute_load_plan, get_local_state, get_state_tensors, make_load_plan
 from phalanx.train.checkpoint.save import OwnedTensors, SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
 from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepFlags
 from phalanx.train.train_state import AppState

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.checkpoint.format import CheckpointManifest
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync.error_feedback import BASIS_PREFIX, RESIDUAL_PREFIX, ErrorFeedbackState

@@ -13,7 +13,7 @@ from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.run import Run
-from phalanx.train.checkpoint import export_huggingface
+from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs, from_meta, to_meta
 from phalanx.train.tasks import Classification, open_task
 
