@@ -3,7 +3,6 @@
 import gc
 import statistics
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -148,8 +147,11 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
                 times[precision].append(time.perf_counter() - start_time)
             # A GPU's first round loads kernels and compiles: only its later rounds can be compared.
             if times[UPDATE_KEY] or device.type == "cpu":
-                for precision in _find_slow_precisions({name: times[name][-1] for name in train_steps}):
-                    del train_steps[precision]
+                last_s = {name: times[name][-1] for name in train_steps}
+                for precision, seconds in last_s.items():
+                    # A CPU without instructions for bf16 takes ten times as long in it.
+                    if seconds > SLOW_PRECISION_RATIO * min(last_s.values()):
+                        del train_steps[precision]
             if not accumulator.is_complete:  # a precision that ran out of memory
                 continue
             start_time = time.perf_counter()
@@ -165,12 +167,6 @@ class TrialLoss(LossModule):
 
     def forward(self, batch: TensorBatch, metrics: bool = False) -> LossSums:
         return compute_loss(self.loss_fn, self.model, batch, metrics)
-
-
-def _find_slow_precisions(last_s: Mapping[str, float]) -> list[str]:
-    """Return the precisions that are too slow to be worth another round: a CPU without instructions for bf16 takes ten
-    times as long in it."""
-    return [name for name, seconds in last_s.items() if seconds > SLOW_PRECISION_RATIO * min(last_s.values())]
 
 
 def _enable_cached_casts(

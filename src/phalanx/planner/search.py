@@ -67,7 +67,11 @@ def enumerate_candidates(profile: ModelProfile, space: SearchSpace) -> Layouts:
             if pipeline == 1
             or (
                 samples_per_group // micro_size >= pipeline
-                and _can_schedule(schedule, virtual_stages, samples_per_group // micro_size, pipeline)
+                and (
+                    virtual_stages == 1
+                    or PIPELINE_SCHEDULES[schedule] != "interleaved"
+                    or samples_per_group // micro_size % pipeline == 0  # whole groups of as many as there are ranks
+                )
             )
             for mode in space.checkpointing_modes
             if not (mode == "selective" and pipeline > 1 and PIPELINE_SCHEDULES[schedule] == "zero-bubble")
@@ -127,11 +131,6 @@ def _enumerate_schedules(blocks: int, pipeline: int, space: SearchSpace) -> list
         if blocks >= pipeline * virtual_stages:
             schedules.append((PIPELINE_SCHEDULES.index("interleaved"), virtual_stages))
     return schedules
-
-
-def _can_schedule(schedule: int, virtual_stages: int, num_micro_batches: int, pipeline: int) -> bool:
-    """Interleaving wants whole groups of as many micro-batches as there are ranks."""
-    return virtual_stages == 1 or PIPELINE_SCHEDULES[schedule] != "interleaved" or num_micro_batches % pipeline == 0
 
 
 @dataclass(frozen=True)

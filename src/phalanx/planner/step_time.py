@@ -330,7 +330,8 @@ def _predict_equal_stages(costs: LayoutCosts, simulate_pipeline: bool) -> dict[s
     num_updated = _count_on_fullest_rank(costs.num_updated, ranks)
     num_gradients = np.where(layouts.zero_level == 3, num_updated, _count_on_fullest_rank(costs.num_trained, ranks))
     parts["grad_sync"] = _exposed_grad_sync_seconds(costs, num_gradients, forward_s.max(axis=0), backward_s.max(axis=0))
-    parts["optimizer"] = np.asarray(update_seconds(scenario.optimizer, costs.device, num_updated))
+    update_bytes = num_updated * UPDATE_BYTES_PER_PARAMETER[scenario.optimizer]
+    parts["optimizer"] = np.asarray(update_bytes / (costs.device.bandwidth * 0.8))
     parts["other"] = np.full(len(layouts), scenario.stack.step_overhead_s)
     return parts
 
@@ -402,11 +403,6 @@ def exposed_seconds(comm_s: ArrayLike, compute_s: ArrayLike, max_overlap: float)
     """What does not hide, and by how much it slows down what it hides behind. Numbers or arrays."""
     hidden_s = np.minimum(comm_s * max_overlap, compute_s)
     return comm_s - hidden_s + OVERLAP_SLOWDOWN * hidden_s
-
-
-def update_seconds(optimizer: str, device: DeviceCosts, num_weights: ArrayLike) -> ArrayLike:
-    """Seconds of an optimizer step on `num_weights` weights."""
-    return num_weights * UPDATE_BYTES_PER_PARAMETER[optimizer] / (device.bandwidth * 0.8)
 
 
 def format_breakdown(step_breakdown: StepBreakdown, width: int = 40) -> str:

@@ -38,7 +38,7 @@ from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
 from phalanx.train.optim.container import OptimizerContainer, select_muon_matrices
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, check_problem_type, open_task
+from phalanx.train.tasks import LanguageModeling, Task, check_problem_type, open_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_step import GradientAccumulator, to_device
 
@@ -174,7 +174,8 @@ def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
     head_loss = getattr(task, "head_loss", None)
     if head_loss is None or not _head_loss_matches_loss(task):
         return None
-    sample = _load_one_sample(model, data)
+    device = next(model.parameters()).device
+    sample = to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
     # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
     device = next(iter(sample.values())).device
     with autocast_context("bf16", device) if device_kind_of(device.type).is_gpu else contextlib.nullcontext():
@@ -185,12 +186,6 @@ def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
     if name is None or not isinstance(layer, nn.Linear) or not bare:
         return None
     return LMHead(name, head_loss, layer.out_features)
-
-
-def _load_one_sample(model: nn.Module, data: RunData) -> TensorBatch:
-    """A batch of one sample on the model's device; on the CPU for a model on the meta device."""
-    device = next(model.parameters()).device
-    return to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
 
 
 def _build_parallel_model(

@@ -1,7 +1,7 @@
 """Resume training from the newest checkpoint, and report where an attempt starts and how the run ends."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,11 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
         "holds optimizer state of another kind of optimizer": sorted(set(not_fitting)),
         "has no optimizer state of parameters that were not trained before": sorted(set(trained) - set(in_checkpoint)),
     }
-    texts = [f"{problem}: {_count_names(names)}" for problem, names in problems.items() if names]
+    texts = [
+        f"{problem}: {len(names)} tensor{'s' if len(names) > 1 else ''}, such as {names[0]}"
+        for problem, names in problems.items()
+        if names
+    ]
     if not texts:
         return
     if not force:
@@ -140,10 +144,6 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
         )
     if context.dist_env.is_rank_zero:
         context.reporter.report_event(RunWarning(text=f"forced: the checkpoint {'; '.join(texts)}"))
-
-
-def _count_names(names: Sequence[str]) -> str:
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}, such as {names[0]}"
 
 
 def report_start(context: TrainContext, samples: int, train_state: TrainState) -> None:

@@ -67,11 +67,6 @@ class GemmShape:
         """Number of elements of the largest of the three matrices."""
         return max(self.m * self.k, self.k * self.n, self.m * self.n)
 
-    @property
-    def suits_fp8(self) -> bool:
-        """Tensor cores take fp8 in tiles of 16."""
-        return all(side % 16 == 0 for side in (self.m, self.n, self.k))
-
 
 def gemm_shapes(device: str, quick: bool) -> list[GemmShape]:
     """Return the shapes to measure on a device, about 40 (quick: 15)."""
@@ -143,7 +138,7 @@ def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> l
         (shape, each)
         for shape in shapes_to_measure
         for each in gemm_precisions(device)
-        if each != "fp8" or shape.suits_fp8
+        if each != "fp8" or all(side % 16 == 0 for side in (shape.m, shape.n, shape.k))  # tiles of tensor cores
     ]
     elements = max((shape.largest_matrix_elements for shape in shapes_to_measure), default=0)
     pool, allocator_guard = prepare_buffers(

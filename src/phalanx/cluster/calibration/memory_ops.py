@@ -193,17 +193,14 @@ def _make_rotary(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype)
     return OpCase(torch.mul, pairs, shape)
 
 
-def _random_token_ids(tokens: int) -> Tensor:
-    import torch
-
-    return torch.randint(0, VOCAB_SIZE, (tokens,))
-
-
 def _make_embedding_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
     tokens = _num_rows(size, dtype, HIDDEN_SIZE)
-    pairs = [(pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), _random_token_ids(tokens)) for _ in range(sets)]
+    pairs = [
+        (pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), torch.randint(0, VOCAB_SIZE, (tokens,)))
+        for _ in range(sets)
+    ]
 
     def work(gradient: Tensor, at: Tensor) -> Any:
         return torch.ops.aten.embedding_dense_backward(gradient, at, VOCAB_SIZE, -1, False)

@@ -194,7 +194,12 @@ def execute_load_plan(
         load_plan.restore_state()
         for module in state.parallel_model.modules:
             load_extra_state(module, load_plan.optimizer_tensors, str(path))
-        _load_optimizer_and_scaler(state.optimizer, state.scaler, load_plan.optimizer_tensors, str(path))
+        tensors = load_plan.optimizer_tensors
+        state.optimizer.load(
+            {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}, str(path)
+        )
+        state.optimizer.load_group_settings(tensors, str(path))
+        state.scaler.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})
 
     return apply
 
@@ -212,11 +217,3 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: s
         if source.data_ptr() != target.data_ptr():  # otherwise it was read in place
             target.copy_(source)
     load_extra_state(model, tensors, where)
-
-
-def _load_optimizer_and_scaler(
-    optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
-) -> None:
-    optimizer.load({name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}, where)
-    optimizer.load_group_settings(tensors, where)
-    scaler.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})

@@ -92,10 +92,6 @@ class SaveStatus:
     size_bytes: int = 0
     duration_s: float = 0.0
 
-    @property
-    def is_busy(self) -> bool:
-        return self.phase in (SavePhase.WRITING, SavePhase.COMMITTING)
-
 
 def assign_to_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
     """Assign tensors that every rank holds to the ranks that write them; return sorted names for each rank. Balanced by
@@ -167,7 +163,7 @@ class CheckpointSaver:
         forward changes), which are copied before this returns. `meta` is any JSON value, the same on all ranks; it
         should hold `step` and `samples`. Raises UsageError if there is too little space, OSError if storage fails when
         this is checked."""
-        if self.poll().is_busy or self._status.phase is SavePhase.WRITTEN:
+        if self.poll().phase in (SavePhase.WRITING, SavePhase.WRITTEN, SavePhase.COMMITTING):
             raise RuntimeError(f"step {step}: the save of step {self._status.step} is neither committed nor given up")
         self._cancelled.clear()
         self._start_time = self._clock()

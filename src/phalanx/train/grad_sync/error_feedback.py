@@ -61,17 +61,16 @@ class ErrorFeedbackState:
 
     def local_tensors(self) -> dict[str, LocalTensor]:
         """Return the state as blocks of logical tensors."""
-        return self._residual_rows() | {
+        rows = {RESIDUAL_PREFIX + name: self._make_row(name, tensor) for name, tensor in self.residuals_by_name.items()}
+        return rows | {
             BASIS_PREFIX + name: self.parallel_model.replicated_tensor(basis)
             for name, basis in self.projection_bases.items()
         }
 
-    def _residual_rows(self) -> dict[str, LocalTensor]:
-        return {RESIDUAL_PREFIX + name: self._make_row(name, tensor) for name, tensor in self.residuals_by_name.items()}
-
     def _make_row(self, name: str, tensor: Tensor) -> LocalTensor:
         parameter_tensor = self.parallel_model.local_tensor(name, self.parallel_model.parameters()[name])
-        varying_axes = self._varying_axes(name)
+        # Residuals also differ along the tensor axis if each rank has a partial gradient.
+        varying_axes = ("replicate", "tensor") if name in self.parallel_model.partial_grads else ("replicate",)
         rank, num_rows = self.parallel_model.mesh.index_along(varying_axes)
         blocks = [
             TensorBlock((0, *block.local_start), (rank, *block.global_offset), (1, *block.extent))
@@ -83,10 +82,6 @@ class ErrorFeedbackState:
             GlobalBlocks((num_rows, *parameter_tensor.global_blocks.global_shape), tuple(blocks)),
             replicated_axes,
         )
-
-    def _varying_axes(self, name: str) -> tuple[str, ...]:
-        """Mesh axes along which residuals differ; includes the tensor axis if each rank has a partial gradient."""
-        return ("replicate", "tensor") if name in self.parallel_model.partial_grads else ("replicate",)
 
     def make_load_plan(self, manifest: CheckpointManifest) -> tuple[TensorBlocks, Callable[[], None]]:
         """Return the blocks to read from a checkpoint into new tensors, and a function that applies them. Tensors that

@@ -54,7 +54,7 @@ class SyncSchedule:
         return [
             fragment
             for fragment in range(self.num_fragments)
-            if step > 0 and step % self.sync_every == self._start_offset(fragment)
+            if step > 0 and step % self.sync_every == fragment * self.sync_every // self.num_fragments
         ]
 
     def fragments_in_flight(self, step: int) -> list[int]:
@@ -73,10 +73,6 @@ class SyncSchedule:
             return range(step, step + 1)
         first_step = max(self.warmup_steps, (step - 1) // self.sync_every * self.sync_every) + 1
         return range(first_step, step + 1) if self.fragments_starting(step) else range(0)
-
-    def _start_offset(self, fragment: int) -> int:
-        """Return the offset within `sync_every` steps at which a fragment is sent."""
-        return fragment * self.sync_every // self.num_fragments
 
 
 AVERAGING_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=1.0, momentum=0.0)

@@ -302,7 +302,7 @@ def _convert_entries(kind: type[torch.optim.Optimizer], part: Tensor, entries: S
 def _move_entry_to_owner(owner: torch.optim.Optimizer, parameter: nn.Parameter, entry: str, value: Tensor) -> Tensor:
     """Move a value to the device and placements that this owner of a parameter uses for its state."""
     if isinstance(owner, OffloadedOptimizer):
-        return match_memory_format(owner.host_copy_of(parameter), value)
+        return match_memory_format(owner.host_by_parameter[parameter], value)
     if entry == "step":  # our optimizers read it on the host, fused ones on the device
         return value.cpu() if isinstance(owner, LAMB | LowPrecisionAdamW) else value.to(parameter.device)
     return distribute_like(parameter, match_memory_format(to_local(parameter), value))
