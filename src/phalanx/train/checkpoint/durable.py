@@ -24,6 +24,7 @@ from phalanx.run.events import ReportEventFn
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
+    Bytes,
     CorruptCheckpointError,
     encode_manifest,
     format_checkpoint_name,
@@ -33,7 +34,6 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
     read_manifest,
 )
-from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_with_checksums
 from phalanx.train.checkpoint.staging import ShardFileSpec
 

@@ -25,6 +25,7 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.safe_files import open_regular
 from phalanx.train.checkpoint.format import (
+    Bytes,
     CheckpointManifest,
     CorruptCheckpointError,
     FileRecord,
@@ -34,7 +35,6 @@ from phalanx.train.checkpoint.format import (
     make_unreadable_error,
     read_manifest,
 )
-from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 

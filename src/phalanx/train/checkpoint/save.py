@@ -31,8 +31,7 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Run
 from phalanx.run.events import ReportEventFn
 from phalanx.storage.url import StoreUrl
-from phalanx.train.checkpoint.format import CHUNK_BYTES, RankManifest, merge_rank_manifests, rank_file_name
-from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, RankManifest, merge_rank_manifests, rank_file_name
 from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh

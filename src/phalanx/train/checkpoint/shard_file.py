@@ -17,8 +17,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from phalanx.run.directory import fsync_if_supported
 from phalanx.storage.url import StoreUrl
-from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError, RankManifest, rank_file_name
-from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, CorruptCheckpointError, RankManifest, rank_file_name
 
 _WRITE_BLOCK_BYTES = 8 * CHUNK_BYTES  # bytes of one write: large enough to keep a disk busy, small enough to fail early
 _DIRECT_IO_ALIGNMENT_BYTES = 4096

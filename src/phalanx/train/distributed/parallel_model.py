@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.shard_spec import DimShard, GlobalBlocks, compute_global_blocks, fsdp_row_range
 from phalanx.train.ops.collectives import Group
-from phalanx.train.ops.grad_norm import total_norm
 
 if TYPE_CHECKING:
     from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState

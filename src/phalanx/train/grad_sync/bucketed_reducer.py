@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.data.prefetch import micro_batch_range
 from phalanx.errors import RecipeError
 from phalanx.recipe.devices import device_kind_of
-from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork, start_all_reduce
 from phalanx.train.grad_sync.algorithms.deterministic_tree import (
@@ -37,7 +37,6 @@ from phalanx.train.grad_sync.comm_queue import CommQueue
 from phalanx.train.grad_sync.compression.powersgd import PowerSGDCompression, make_projection_bases
 from phalanx.train.grad_sync.compression.reduced_precision import Bf16Compression, Int8Compression
 from phalanx.train.ops.collectives import Group
-from phalanx.train.ops.grad_norm import total_norm
 
 
 class AllReduceAlgorithm(GradSyncAlgorithm):

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import Group, all_reduce_copy
-from phalanx.train.ops.grad_norm import total_norm
 
 MAX_FUSED_ELEMENTS = 1 << 23
 """Maximum elements that one all-reduce fuses."""

@@ -168,13 +168,12 @@ def _make_tie_groups(
     partition: StagePartition, stage_owners: Sequence[int], mesh: Mesh, dist_env: DistEnv
 ) -> dict[str, TiedParam]:
     """Create groups for the parameters that stages on several ranks hold. Every rank creates all groups."""
+    names_by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in partition.tied_params.items():
+        ranks = tuple(sorted({stage_owners[stage] for stage in stages}))
+        names_by_ranks.setdefault(ranks, []).append(name)
     found: dict[str, TiedParam] = {}
-    for ranks in sorted(
-        {tuple(sorted({stage_owners[stage] for stage in tied_stages.stages})) for tied_stages in partition.tied_params}
-    ):
-        names = [
-            t.name for t in partition.tied_params if tuple(sorted({stage_owners[stage] for stage in t.stages})) == ranks
-        ]
+    for ranks, names in sorted(names_by_ranks.items()):
         if len(ranks) == 1:
             if mesh.fsdp_mesh is not None:
                 raise RecipeError(

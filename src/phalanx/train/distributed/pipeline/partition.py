@@ -29,13 +29,6 @@ from phalanx.train.distributed.stubs import (
 )
 
 
-class TiedStages(NamedTuple):
-    """A parameter of which several stages have a copy: their gradients must be added, and it counts once."""
-
-    name: str
-    stages: tuple[int, ...]
-
-
 def balance_stage_bounds(
     weights: Sequence[float], stages: int, *, head_cost: float = 0.0, blocks_per_stage: Sequence[int] | None = None
 ) -> tuple[int, ...]:
@@ -96,15 +89,14 @@ class StagePartition:
         return frozenset().union(*needs, self.dataflow.unused_params if last else ())
 
     @property
-    def tied_params(self) -> tuple[TiedStages, ...]:
-        """Return the parameters that several stages hold, in order of name."""
+    def tied_params(self) -> dict[str, tuple[int, ...]]:
+        """Return the stages of each parameter of which several stages have a copy, in order of name: their gradients
+        must be added, and it counts once."""
         stages_by_name: dict[str, list[int]] = {}
         for stage in range(self.num_stages):
             for name in self.parameter_names(stage):
                 stages_by_name.setdefault(name, []).append(stage)
-        return tuple(
-            TiedStages(name, tuple(stages)) for name, stages in sorted(stages_by_name.items()) if len(stages) > 1
-        )
+        return {name: tuple(stages) for name, stages in sorted(stages_by_name.items()) if len(stages) > 1}
 
 
 def partition_stages(dataflow: Dataflow, bounds: Sequence[int]) -> StagePartition:
