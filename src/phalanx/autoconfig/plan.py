@@ -31,8 +31,15 @@ from phalanx.planner.scenario import Scenario, transport_of
 from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, predict_step_time
-from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, checkpoint_bytes_of, plan_checkpoints
-from phalanx.planner.storage_demand import StorageDemand, StoredData, predict_storage_demand
+from phalanx.planner.storage_costs import (
+    CheckpointPlan,
+    StorageDemand,
+    StoredData,
+    add_storage_stalls,
+    checkpoint_bytes_of,
+    plan_checkpoints,
+    predict_storage_demand,
+)
 from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
 from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.load import LoadedRecipe

@@ -96,9 +96,7 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
     torch.set_num_threads(payload["threads"])
     configure_kernels(device, payload["precisions"][0], deterministic)
     batch = to_device(data.read_training(0, payload["micro"]), device)
-    head = None
-    if payload.get("chunked_loss", False):
-        head = make_lm_head(model, task, data)
+    head = make_lm_head(model, task, data) if payload.get("chunked_loss", False) else None
     micro_batch_only = {"global_size": payload["micro"], "micro_size": payload["micro"]}
     recipe = Recipe.model_validate({**payload["recipe"], "batch": micro_batch_only})
     optim = recipe.optimizer

@@ -28,7 +28,7 @@ from phalanx.text_table import Column, format_table
 if TYPE_CHECKING:
     from phalanx.autoconfig.plan import RunPlan
     from phalanx.planner.search import Candidate
-    from phalanx.planner.storage_demand import StorageDemand
+    from phalanx.planner.storage_costs import StorageDemand
 
 CANDIDATE_COLUMNS = (
     Column(),

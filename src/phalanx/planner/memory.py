@@ -152,23 +152,13 @@ def estimate_memory_by_rank(scenario: Scenario, options: TrainingOptions = DEFAU
             loss_mode = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy_kernel.py)
     optimizer_state = optimizer_state_of(options.optimizer, options.state_dtype, options.offload, options.momentum)
     stages, pipeline = split_into_stages(scenario), scenario.parallelism.pipeline
-    return [
-        _estimate_rank(scenario, rank, stages[rank::pipeline], optimizer_state, loss_mode) for rank in range(pipeline)
-    ]
-
-
-def _estimate_rank(
-    scenario: Scenario,
-    rank: int,
-    rank_stages: Sequence[StageSegments],
-    optimizer_state: OptimizerState,
-    loss_mode: LossMode,
-) -> MemoryEstimate:
-    parameters, state_bytes = _persistent_state(scenario, rank, rank_stages, optimizer_state)
-    activations, temporaries = _find_peak(
-        scenario, rank, [estimate_stage_activations(scenario, chunk, parameters, loss_mode) for chunk in rank_stages]
-    )
-    return _assemble_estimate(scenario, rank, state_bytes, activations, temporaries)
+    estimates = []
+    for rank in range(pipeline):
+        rank_stages = stages[rank::pipeline]
+        parameters, state_bytes = _persistent_state(scenario, rank, rank_stages, optimizer_state)
+        chunks = [estimate_stage_activations(scenario, chunk, parameters, loss_mode) for chunk in rank_stages]
+        estimates.append(_assemble_estimate(scenario, rank, state_bytes, *_find_peak(scenario, rank, chunks)))
+    return estimates
 
 
 def _persistent_state(

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 PassDirection = Literal["forward", "backward"]
+PASS_DIRECTIONS: tuple[PassDirection, PassDirection] = ("forward", "backward")
 TpSplitDim = Literal["m", "n", "k", "count", ""]
 """Which dimension of a product tensor parallelism divides; "" for none."""
 

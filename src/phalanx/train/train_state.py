@@ -35,8 +35,8 @@ def estimate_noise(small: float, small_batch: float, big: float, big_batch: floa
 class GradientNoiseScale:
     """A running estimate of tr(S) / |G|^2, the simple noise scale (McCandlish et al. 2018, "An empirical model of
     large-batch training", appendix A.1): how large the global batch may be before larger ones give diminishing returns.
-    Below it, twice the batch takes nearly half the steps; far above it, hardly fewer. The ratio of two noisy estimates is biased, so
-    numerator and denominator are smoothed separately, with weight `decay` on the past."""
+    Below it, twice the batch takes nearly half the steps; far above it, hardly fewer. The ratio of two noisy estimates
+    is biased, so numerator and denominator are smoothed separately, with weight `decay` on the past."""
 
     decay: float = 0.99
     signal: float = 0.0

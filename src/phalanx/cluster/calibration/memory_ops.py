@@ -21,7 +21,7 @@ NUM_HEADS, HEAD_DIM = 8, 64
 HIDDEN_SIZE, VOCAB_SIZE = 512, 8192
 NUM_CHANNELS, IMAGE_SIDE, NUM_NORM_GROUPS = 64, 16, 32
 GRAD_NORM_ROW = 4096
-"""Elements per row; the squares of a row are added in fp32 (train/ops/grad_norm.py)."""
+"""Elements per row; the squares of a row are added in fp32 (`dtensor_utils.total_norm`)."""
 ADAMW_BYTES_PER_PARAMETER = 28
 
 
@@ -229,7 +229,7 @@ def _make_adamw(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) 
 
 
 def _make_grad_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    """Squares are added up as training does it on a CPU, in rows (train/ops/grad_norm.py)."""
+    """Squares are added up as training does it on a CPU, in rows (`dtensor_utils.total_norm`)."""
     import torch
 
     count = max(GRAD_NORM_ROW, size // dtype.itemsize // GRAD_NORM_ROW * GRAD_NORM_ROW)

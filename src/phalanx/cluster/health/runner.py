@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from phalanx.cluster.gpu_topology import import_nvml
-from phalanx.cluster.health.checks import gpus, host, kernel_log, leaked_resources, matmul, network, storage
+from phalanx.cluster.health.checks import gpus, host, kernel_log, matmul, network, storage
 from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict, parse_finding, worst_verdict
 from phalanx.errors import PhalanxError, SubprocessError, UsageError
 from phalanx.formatting import format_exit_status
@@ -53,7 +53,7 @@ HEALTH_CHECKS = (
     HealthCheck("ulimits", lambda context: host.evaluate_ulimits(host.measure_ulimits(context))),
     HealthCheck("network", network.check_network),
     HealthCheck("disk", host.check_disk_space),
-    HealthCheck("leaked-resources", leaked_resources.check_leaked_resources),
+    HealthCheck("leaked-resources", host.check_leaked_resources),
     HealthCheck("matmul", matmul.check_matmul, timeout_s=120.0, is_benchmark=True),
     HealthCheck(
         "all-reduce",

@@ -38,9 +38,8 @@ CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every de
 
 
 class PinnedBuffer:
-    """`nbytes` of touched host memory, page-aligned, and in huge pages if the system supports them. If a GPU `device` is
-    given, it is page-locked for it in the background: call `wait`
-    before using the bytes."""
+    """`nbytes` of touched host memory, page-aligned, and in huge pages if the system supports them. If a GPU `device`
+    is given, it is page-locked for it in the background: call `wait` before using the bytes."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None):
         memory = mmap.mmap(-1, max(1, math.ceil(nbytes / mmap.PAGESIZE)) * mmap.PAGESIZE)

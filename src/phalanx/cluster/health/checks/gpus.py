@@ -21,7 +21,7 @@ from phalanx.cluster.health.finding import (
     evaluate_threshold,
     worst_verdict,
 )
-from phalanx.cluster.system_files import read_small_file
+from phalanx.cluster.system_files import read_small_int
 
 THROTTLE_REASONS = {
     0x08: ("the hardware slows its clock down (heat, power or a fault of its board)", HealthVerdict.FAIL),
@@ -63,17 +63,12 @@ def count_gpus(root: Path) -> int:
     if nvidia.is_dir():
         return len(list(nvidia.iterdir()))
     nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")
-    return sum(_is_amd_gpu(path) for path in nodes)  # CPUs are nodes with gpu_id 0
+    return sum((read_small_int(path) or 0) > 0 for path in nodes)  # CPUs are nodes with gpu_id 0
 
 
 def can_count_gpus(root: Path) -> bool:
     """Whether `count_gpus` can see GPUs at all: containers and sandboxes may hide the folders of drivers."""
     return any((root / name).is_dir() for name in ("proc/driver/nvidia/gpus", "sys/class/kfd/kfd/topology/nodes"))
-
-
-def _is_amd_gpu(path: Path) -> bool:
-    text = read_small_file(path)
-    return text.isdigit() and int(text) > 0
 
 
 def query_gpus(nvml: Any) -> list[GpuState]:
