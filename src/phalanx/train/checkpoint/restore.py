@@ -331,14 +331,12 @@ def restore_in_memory(
     return None
 
 
-def prune_stale(
-    run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None, environment: Mapping[str, str] = os.environ
-) -> None:
+def prune_stale(run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None) -> None:
     """Remove copies when the run resumes from `step`: copies of later steps become invalid, and all copies on this node
     except `kept_copy` (the one it resumes from, if any) are deleted. Every worker calls it."""
     if dist_env.is_rank_zero:
         truncate_history(run, step)
-    folder = find_node_dir(run, environment)
+    folder = find_node_dir(run, os.environ)
     if dist_env.local_rank == 0 and folder is not None and is_private(folder):
         prune_copies(folder, () if kept_copy is None else (kept_copy.name,))
 

@@ -109,13 +109,8 @@ class CheckpointSaver:
 
     Savers of one worker share `shared_staging`: while one has a save in flight, the others must not start one."""
 
-    def __init__(
-        self,
-        destination: Destination,
-        shared_staging: SharedStaging | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self._destination, self._clock = destination, clock
+    def __init__(self, destination: Destination, shared_staging: SharedStaging | None = None):
+        self._destination = destination
         self._shared_staging = shared_staging or SharedStaging()
         self._file_spec_key: object = None
         self._file_spec = ShardFileSpec("", b"", (), {}, 0)
@@ -165,7 +160,7 @@ class CheckpointSaver:
         if self.poll().phase in (SavePhase.WRITING, SavePhase.WRITTEN, SavePhase.COMMITTING):
             raise RuntimeError(f"step {step}: the save of step {self._status.step} is neither committed nor given up")
         self._cancelled.clear()
-        self._start_time = self._clock()
+        self._start_time = time.perf_counter()
         self.reserve_space(shards)
         self._staging = staging = self._shared_staging.take(self._file_spec.nbytes, _find_gpu(shards))
         self._meta, shards = dict(meta), list(shards)
@@ -173,17 +168,17 @@ class CheckpointSaver:
         staging.start_copy(self._file_spec, shards, copy_now)
         self._copied.clear()
         self._job = _run_in_background(partial(self._copy_and_write, staging, self._file_spec, shards, copy_now))
-        self._must_wait, self.stall_s = True, self._clock() - self._start_time
+        self._must_wait, self.stall_s = True, time.perf_counter() - self._start_time
 
     def wait_snapshot_copied(self) -> None:
         """Wait until the snapshot, if one is being taken, is copied. On a GPU only the GPU stream waits."""
         if self._must_wait:
-            start_time = self._clock()
+            start_time = time.perf_counter()
             self._copied.wait()
             assert self._staging is not None
             self._staging.make_stream_wait()
             self._must_wait = False
-            self.stall_s += self._clock() - start_time
+            self.stall_s += time.perf_counter() - start_time
 
     def poll(self) -> SaveStatus:
         """Return the progress of the save without waiting. An error that storage did not cause is raised here."""
@@ -259,7 +254,7 @@ class CheckpointSaver:
         return self._make_status(SavePhase.COMMITTED, step, path=path, size_bytes=nbytes)
 
     def _make_status(self, phase: SavePhase, step: int, **facts: Any) -> SaveStatus:
-        return SaveStatus(phase, step, duration_s=self._clock() - self._start_time, **facts)
+        return SaveStatus(phase, step, duration_s=time.perf_counter() - self._start_time, **facts)
 
 
 @dataclass
