@@ -14,7 +14,7 @@ from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
 from phalanx.storage.store import open_store
 from phalanx.storage.url import parse_url
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.shard_sharing import sharing_shards
+from phalanx.train.worker import sharing_shards
 from process_worlds import ProcessWorlds
 from small_data import dataset
 

@@ -148,8 +148,7 @@ def micro_batch_candidates(recipe: Recipe, world_size: int) -> list[int]:
             return large_enough
     raise RecipeError(
         f"batch.micro_size: no micro-batch lets {parallelism.pipeline_schedule} run {num_stages} stages on "
-        f"{parallelism.pipeline} "
-        f"ranks with the {samples_per_group} samples of a step; raise batch.global_size, to "
+        f"{parallelism.pipeline} ranks with the {samples_per_group} samples of a step; raise batch.global_size, to "
         f"{num_stages * (recipe.batch.global_size // samples_per_group)} or a multiple"
     )
 

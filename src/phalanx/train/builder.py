@@ -268,10 +268,7 @@ def choose_reducer(
         parameters = sort_in_reduction_order(parallel_model.modules, parameters)
     bucketed = _make_bucketed_reducer(recipe, dist_env, parallel_model, parameters, num_metric_slots)
     reducer: GradReducer = LocalReducer(parameters, layers) if bucketed is None else bucketed
-    if mesh.is_tree_hsdp:
-        assert mesh.fsdp_mesh is not None
-        reducer = HSDPTreeReducer(reducer, mesh.fsdp_mesh.get_group())
-    elif not mesh.is_pure_ddp:
+    if not mesh.is_pure_ddp and not mesh.is_tree_hsdp:
         own_indices = mesh.own_micro_batches(micro_batches)
         last = own_indices[-1] if mesh.pipeline_group is None and len(own_indices) > 1 else None
         reducer = ParallelReducer(parallel_model, bucketed, last_micro_batch=last)
@@ -297,7 +294,7 @@ def _make_bucketed_reducer(
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
     if mesh.pipeline_group is not None or not (mesh.is_tree_hsdp or (mesh.fsdp_mesh is None and is_needed)):
         return None
-    reducer = BucketedReducer(
+    reducer = (HSDPTreeReducer if mesh.is_tree_hsdp else BucketedReducer)(
         parameters,
         rank=mesh.coordinates["replicate"],
         world_size=mesh.parallelism.replicate,
@@ -310,6 +307,9 @@ def _make_bucketed_reducer(
         powersgd_rank=recipe.grad_sync.powersgd_rank,
         warmup_steps=num_warmup_steps(recipe),
     )
+    if isinstance(reducer, HSDPTreeReducer):
+        assert mesh.fsdp_mesh is not None
+        reducer.shard_group = mesh.fsdp_mesh.get_group()
     parallel_model.error_feedback = (
         ErrorFeedbackState.from_residuals(parallel_model, reducer.residuals(), reducer.projection_bases())
         if uses_error_feedback

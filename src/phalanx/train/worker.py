@@ -9,13 +9,14 @@ import faulthandler
 import logging
 import os
 import runpy
+import secrets
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,36 @@ from phalanx.recipe import ResolvedRecipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Event, Run
+from phalanx.run.cache import cache_root
 from phalanx.run.event_types import Compiled, RunWarning, WorkerStarted
 from phalanx.run.heartbeat import open_heartbeat
 from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import WorkerFinishing
+from phalanx.storage.cache import localize_into, set_peers
+from phalanx.storage.peers import ObjectPeers
 from phalanx.storage.url import is_url
 from phalanx.train.builder import build_context
 from phalanx.train.checkpoint.durable import clean_checkpoint_dir
+from phalanx.train.checkpoint.in_memory.replication import find_local_address
 from phalanx.train.checkpoint.restore import has_checkpoint
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
 from phalanx.train.distributed.failures import OutOfMemory, explain_out_of_memory, naming_causes
 from phalanx.train.distributed.module_state import get_extra_state, load_extra_state
-from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
+from phalanx.train.distributed.object_collectives import (
+    all_gather_json,
+    assert_same_on_all_ranks,
+    broadcast_json_from_rank_zero,
+    gather_node_map,
+)
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.distributed.process_group import init_process_group, set_collective_timeout, shut_down_process_group
 from phalanx.train.distributed.run_announcement import come_together, telling_others
-from phalanx.train.hf.image_processor import find_image_inputs, to_meta
+from phalanx.train.hf.image_processor import find_image_inputs
 from phalanx.train.model_builder import describe_model
 from phalanx.train.precision import set_matmul_precision
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import make_result, report_start, resume_training
-from phalanx.train.shard_sharing import sharing_shards
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.tasks import Classification, load_task
 from phalanx.train.train_context import StopRequest, TrainContext, WorkerProcess
@@ -203,7 +212,7 @@ def _describe_image_inputs(process: WorkerProcess, recipe: ResolvedRecipe, data:
     if inputs.not_followed and process.dist_env.is_rank_zero:
         text = f"the model's own image preprocessing also has {', '.join(inputs.not_followed)}, which is not followed"
         process.reporter.report_event(RunWarning(text=text))
-    return {"image_normalization": to_meta(inputs.normalization)}
+    return {"image_normalization": asdict(inputs.normalization)}
 
 
 def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path) -> ResolvedRecipe:
@@ -310,3 +319,37 @@ def _restoring_state(parallel_model: ParallelModel, device: torch.device) -> Ite
             setattr(part, name, buffer)  # the forward may have replaced it
     for module, saved_extra_state in extra:
         load_extra_state(module, saved_extra_state, "memory")
+
+
+@contextlib.contextmanager
+def sharing_shards(
+    dist_env: DistEnv, datasets: Sequence[str | None], environment: Mapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Share the shards of datasets at URLs among the nodes, as long as this lasts. The first worker of each node serves
+    them. Nodes that see one cache directory share that instead. Every worker enters at the same time."""
+    nodes = gather_node_map(dist_env, environment) if any(map(is_url, datasets)) else None
+    if nodes is None or nodes.num_nodes == 1:
+        yield
+        return
+    secret = broadcast_json_from_rank_zero(dist_env, secrets.token_hex(16))
+    cache_root().mkdir(parents=True, exist_ok=True)
+    marker = cache_root() / f".nodes-{secret[:16]}"
+    if dist_env.is_rank_zero:
+        marker.touch()
+    all_gather_json(dist_env, None)  # after this every worker sees the marker, if it can
+    own_node = nodes.node_of_rank[dist_env.rank]
+    peers, address = ObjectPeers(secret.encode(), localize_into), None
+    if nodes.is_node_leader(dist_env.rank):
+        address = peers.listen(find_local_address(environment))
+    gathered = all_gather_json(dist_env, (address, own_node > 0 and marker.exists()))
+    if dist_env.is_rank_zero:
+        marker.unlink(missing_ok=True)
+    if not any(sees_cache for _, sees_cache in gathered):
+        leaders = [nodes.ranks_on(node)[0] for node in range(nodes.num_nodes)]
+        peers.connect([tuple(gathered[leader][0]) for leader in leaders], own_node)
+        set_peers(peers)
+    try:
+        yield
+    finally:
+        set_peers(None)
+        peers.close()

@@ -71,10 +71,9 @@ def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(
 
 
 def test_a_dtype_that_safetensors_does_not_know_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    shards = [TensorShard.full_tensor("w", torch.zeros(2, dtype=torch.complex128))]
     with pytest.raises(UsageError, match=r"tensor w: a checkpoint cannot hold torch\.complex128"):
-        CheckpointSaver(DurableDirectory(tmp_path, 0, 1)).reserve_space(
-            [TensorShard.full_tensor("w", torch.zeros(2, dtype=torch.complex128))]
-        )
+        CheckpointSaver(DurableDirectory(tmp_path, 0, 1)).start(1, shards, {})
 
 
 def _cut(name: str, tensor: torch.Tensor, dim: int, parts: int) -> list[TensorShard]:

@@ -304,9 +304,10 @@ def test_room_on_the_disk_is_checked_before_the_first_save(tmp_path: Path, monke
     place = tmp_path / "not" / "there"
     saver = CheckpointSaver(DurableDirectory(place, 0, 1))
     with pytest.raises(UsageError, match=r"not/there: no space: a checkpoint takes 4\.00 MB, and each is"):
-        saver.reserve_space(pieces({"w": torch.ones(1_000_000)}))
+        saver.start(1, pieces({"w": torch.ones(1_000_000)}), {})
     assert not place.exists()
-    saver.reserve_space(pieces({"w": torch.ones(500_000)}))
+    saver.start(1, pieces({"w": torch.ones(500_000)}), {})
+    assert saver.poll_when_idle().phase == "written"
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8 * MB, 8 * MB + 1, 9 * MB])
@@ -347,7 +348,7 @@ def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
     monkeypatch.setattr("phalanx.train.checkpoint.staging.PIN_BLOCK_BYTES", block)
     tensors = {f"layer{i}": torch.full((8_000_000,), 1.0, device="cuda") for i in range(4)}
     saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
-    saver.reserve_space(pieces(tensors))
+    saver.allocate_buffer(pieces(tensors))
     saver.start(1, pieces(tensors), {})
     assert not saver.blocks_training
     saver.wait_snapshot_copied()

@@ -135,14 +135,6 @@ class CheckpointSaver:
         """Allocate the staging buffer before the first save; for tensors on a GPU, in the background."""
         self._shared_staging.reserve(self._get_file_spec(shards).nbytes, _find_gpu(shards))
 
-    def reserve_space(self, shards: Sequence[TensorShard]) -> int:
-        """Allocate the staging buffer and check free space before training starts; return the bytes that this rank will
-        write. `start` does this automatically if it was not called. Raises UsageError if there is too little."""
-        nbytes = self._get_file_spec(shards).nbytes
-        self._destination.check_space(nbytes)
-        self.allocate_buffer(shards)
-        return nbytes
-
     @property
     def blocks_training(self) -> bool:
         """Whether saves block the host because the buffer could not be page-locked; known once a save has started."""
@@ -161,8 +153,9 @@ class CheckpointSaver:
             raise RuntimeError(f"step {step}: the save of step {self._status.step} is neither committed nor given up")
         self._cancelled.clear()
         self._start_time = time.perf_counter()
-        self.reserve_space(shards)
-        self._staging = staging = self._shared_staging.take(self._file_spec.nbytes, _find_gpu(shards))
+        nbytes = self._get_file_spec(shards).nbytes
+        self._destination.check_space(nbytes)
+        self._staging = staging = self._shared_staging.take(nbytes, _find_gpu(shards))
         self._meta, shards = dict(meta), list(shards)
         self._status = SaveStatus(SavePhase.WRITING, step)
         staging.start_copy(self._file_spec, shards, copy_now)

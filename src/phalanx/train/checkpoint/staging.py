@@ -187,21 +187,21 @@ class SharedStaging:
     It grows to the largest save. A GPU's buffer is used until a larger one is page-locked, so that no save waits."""
 
     def __init__(self) -> None:
-        self.bytess: list[StagingBuffer] = []
+        self._buffers: list[StagingBuffer] = []
 
     def reserve(self, nbytes: int, device: torch.device | None) -> None:
         """Allocate the buffer for saves of `nbytes`; for tensors on a GPU `device`, in the background."""
-        if not any(buffer.fits_bytes(nbytes, device) for buffer in self.bytess):
+        if not any(buffer.fits_bytes(nbytes, device) for buffer in self._buffers):
             if device is None:
-                self.bytess.clear()  # free the old one first
-            self.bytess.append(StagingBuffer(nbytes, device))
+                self._buffers.clear()  # free the old one first
+            self._buffers.append(StagingBuffer(nbytes, device))
 
     def take(self, nbytes: int, device: torch.device | None) -> "StagingBuffer":
         """Return the buffer for a save of `nbytes`."""
         self.reserve(nbytes, device)
-        fitting = [buffer for buffer in self.bytess if buffer.fits_bytes(nbytes, device)]
+        fitting = [buffer for buffer in self._buffers if buffer.fits_bytes(nbytes, device)]
         chosen = next((buffer for buffer in reversed(fitting) if buffer.is_ready), fitting[0])
-        self.bytess = self.bytess[self.bytess.index(chosen) :]
+        self._buffers = self._buffers[self._buffers.index(chosen) :]
         return chosen
 
 

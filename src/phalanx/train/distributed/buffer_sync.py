@@ -152,16 +152,10 @@ class BufferSync:
         return get_persistent_buffers(module) | dict(frozen)
 
     def _collect_buffers(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for module in self._modules:
-            found |= self._mutable_tensors(module)
-        return found
+        return {name: each for module in self._modules for name, each in self._mutable_tensors(module).items()}
 
     def _collect_extra_state(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for module in self._modules:
-            found |= get_extra_state(module)
-        return found
+        return {name: each for module in self._modules for name, each in get_extra_state(module).items()}
 
     def _changed_names(self) -> list[str]:
         now = self._collect_buffers()

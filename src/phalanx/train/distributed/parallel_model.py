@@ -87,10 +87,7 @@ class ParallelModel:
 
     def owned_buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers that this stage saves, which a forward may change between optimizer steps."""
-        found: dict[str, Tensor] = {}
-        for module in self.modules:
-            found |= get_persistent_buffers(module)
-        return {name: buffer for name, buffer in found.items() if name not in self.buffers_owned_elsewhere}
+        return {name: buffer for name, buffer in self.all_buffers() if name not in self.buffers_owned_elsewhere}
 
     def all_buffers(self) -> list[tuple[str, Tensor]]:
         """Return persistent buffers of all local modules, also those that another stage saves, to resume from."""

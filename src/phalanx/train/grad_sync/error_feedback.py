@@ -10,7 +10,7 @@ With another number of replicas, the residuals begin with zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -33,12 +33,12 @@ BASIS_PREFIX = "grad_sync/basis/"
 class ErrorFeedbackState:
     """Error feedback of one worker: live tensors with the local shape of their parameters.
 
-    `projection_bases` are by parameter name. `accepts_manifest` returns whether the residuals in a checkpoint are of
-    this kind."""
+    `residuals` and `projection_bases` are by parameter name. `accepts_manifest` returns whether the residuals in a
+    checkpoint are of this kind."""
 
     parallel_model: ParallelModel
-    get_residuals: Callable[[], Mapping[nn.Parameter, Tensor]]
-    projection_bases: Mapping[str, Tensor] = field(default_factory=dict)
+    residuals: Mapping[str, Tensor]
+    projection_bases: Mapping[str, Tensor]
     accepts_manifest: Callable[[CheckpointManifest], bool] = lambda manifest: True
 
     @classmethod
@@ -50,18 +50,15 @@ class ErrorFeedbackState:
     ) -> ErrorFeedbackState:
         """Make the state of a reducer with these residuals and bases."""
         names = {parameter: name for name, parameter in parallel_model.parameters().items()}
-        named = {names[parameter]: basis for parameter, basis in bases.items()}
-        return cls(parallel_model, lambda: residuals, projection_bases=named)
-
-    @property
-    def residuals_by_name(self) -> dict[str, Tensor]:
-        """Residuals by parameter name."""
-        names = {parameter: name for name, parameter in self.parallel_model.parameters().items()}
-        return {names[parameter]: tensor for parameter, tensor in self.get_residuals().items()}
+        return cls(
+            parallel_model,
+            {names[parameter]: residual for parameter, residual in residuals.items()},
+            {names[parameter]: basis for parameter, basis in bases.items()},
+        )
 
     def local_tensors(self) -> dict[str, LocalTensor]:
         """Return the state as blocks of logical tensors."""
-        rows = {RESIDUAL_PREFIX + name: self._make_row(name, tensor) for name, tensor in self.residuals_by_name.items()}
+        rows = {RESIDUAL_PREFIX + name: self._make_row(name, tensor) for name, tensor in self.residuals.items()}
         return rows | {
             BASIS_PREFIX + name: self.parallel_model.replicated_tensor(basis)
             for name, basis in self.projection_bases.items()
@@ -108,7 +105,7 @@ class ErrorFeedbackState:
         def restore_state() -> None:
             for basis, value in bases:
                 basis.copy_(value)
-            for name, tensor in self.residuals_by_name.items():
+            for name, tensor in self.residuals.items():
                 if name in read:
                     tensor.copy_(read[name].squeeze(0))
                 else:

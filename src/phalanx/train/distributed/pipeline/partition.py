@@ -43,8 +43,7 @@ def balance_stage_bounds(
         if len(blocks_per_stage) != stages or sum(blocks_per_stage) != blocks or min(blocks_per_stage) < 1:
             raise RecipeError(
                 f"parallelism.pipeline: blocks per stage {list(blocks_per_stage)} must be {stages} numbers of at "
-                f"least 1 that "
-                f"add up to the {blocks} blocks of the model"
+                f"least 1 that add up to the {blocks} blocks of the model"
             )
         return tuple(sum(blocks_per_stage[:stage]) for stage in range(stages + 1))
     total = [sum(weights[:count]) for count in range(blocks + 1)]
