@@ -60,8 +60,6 @@ OVERHEAD_BY_STACK = {
 class MemoryEstimate:
     """Bytes on one device at the fullest moment of a step, by part."""
 
-    pipeline_rank: int
-    """Rank within the pipeline."""
     parameters: float
     gradients: float
     optimizer_state: float
@@ -139,7 +137,7 @@ def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_O
     state_bytes = [
         _persistent_state(scenario, rank, stages[rank::num_ranks], optimizer_state)[1] for rank in range(num_ranks)
     ]
-    return max(_assemble_estimate(scenario, rank, state, 0.0, 0.0).total for rank, state in enumerate(state_bytes))
+    return max(_assemble_estimate(scenario, state, 0.0, 0.0).total for state in state_bytes)
 
 
 def estimate_memory_by_rank(scenario: Scenario, options: TrainingOptions = DEFAULT_OPTIONS) -> list[MemoryEstimate]:
@@ -157,7 +155,7 @@ def estimate_memory_by_rank(scenario: Scenario, options: TrainingOptions = DEFAU
         rank_stages = stages[rank::pipeline]
         parameters, state_bytes = _persistent_state(scenario, rank, rank_stages, optimizer_state)
         chunks = [estimate_stage_activations(scenario, chunk, parameters, loss_mode) for chunk in rank_stages]
-        estimates.append(_assemble_estimate(scenario, rank, state_bytes, *_find_peak(scenario, rank, chunks)))
+        estimates.append(_assemble_estimate(scenario, state_bytes, *_find_peak(scenario, rank, chunks)))
     return estimates
 
 
@@ -175,7 +173,7 @@ def _persistent_state(
 
 
 def _assemble_estimate(
-    scenario: Scenario, rank: int, state_bytes: StateBytes, activations: float, temporaries: float
+    scenario: Scenario, state_bytes: StateBytes, activations: float, temporaries: float
 ) -> MemoryEstimate:
     parallelism = scenario.parallelism
     allocated = state_bytes.parameters + state_bytes.gradients + state_bytes.optimizer_state + activations + temporaries
@@ -185,7 +183,6 @@ def _assemble_estimate(
     num_communicators = sum(size > 1 for size in (scenario.data_parallel, *inner_sizes))
     saved = (state_bytes.parameters + state_bytes.optimizer_state) / parallelism.replicate
     return MemoryEstimate(
-        pipeline_rank=rank,
         parameters=state_bytes.parameters,
         gradients=state_bytes.gradients,
         optimizer_state=state_bytes.optimizer_state,
