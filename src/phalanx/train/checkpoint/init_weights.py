@@ -73,7 +73,7 @@ class CheckpointWeights:
                     converted.append((target, part))
                 requested.append((name, block.global_offset, part))
         extra = [name for name in self.manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)]
-        load_blocks(self.path, requested, 2, self.manifest)
+        load_blocks(self.path, requested, self.manifest)
         for target, part in converted:
             target.copy_(part)
         extra_state = load_tensors(self.path, extra, manifest=self.manifest)

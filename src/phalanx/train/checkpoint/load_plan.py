@@ -23,7 +23,6 @@ from phalanx.train.optim.container import OPTIMIZER_PREFIX, SETTINGS_PREFIX, Opt
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
 
-_READ_THREADS = 2
 RECIPE_STATE_PREFIXES = ("scaler/", SETTINGS_PREFIX, "grad_sync/", "local_sgd/")
 """Prefixes of the logical names of state that a run has or has not by its recipe."""
 
@@ -181,9 +180,9 @@ def execute_load_plan(
         staged = [
             (name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in load_plan.live_blocks
         ]
-    load_blocks(path, [*staged, *load_plan.new_blocks], _READ_THREADS, manifest)
+    load_blocks(path, [*staged, *load_plan.new_blocks], manifest)
     for blocks in load_plan.sequential_blocks:
-        load_blocks(path, blocks, _READ_THREADS, manifest)
+        load_blocks(path, blocks, manifest)
         load_plan.add_sequential()
 
     def apply() -> None:
