@@ -185,9 +185,7 @@ class LossFn:
         if documents is not None and self.context_split.restarts_positions:
             batch = {**batch, "positions": compute_positions(documents)}
         mine = shard_batch(batch, self.context_split.group, self.context_split.method)
-        with ContextParallel(
-            self.context_split.group, self.context_split.method, documents, replace_masks=True
-        ) as context:
+        with ContextParallel(self.context_split.group, self.context_split.method, documents) as context:
             yield mine
             if (
                 not context.attention_seen
