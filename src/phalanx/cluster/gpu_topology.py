@@ -148,17 +148,10 @@ def bind_to_local_cores(
     root: Path = Path("/"),
     allowed: Collection[int] | None = None,
     set_affinity: Callable[[Collection[int]], None] = lambda cores: os.sched_setaffinity(0, cores),
-) -> frozenset[int]:
-    """Restrict this process and its children to the cores near a device. Returns these cores.
-
-    Returns an empty set and changes nothing when the near cores are unknown, or when all or none of the allowed cores
-    are near.
-    """
+) -> None:
+    """Restrict this process and its children to the cores near a device. Change nothing when these are unknown, or when
+    all or none of the allowed cores are near."""
     local_cores = find_local_cores(address, root)
-    if not local_cores:  # on systems other than Linux, too
-        return local_cores
     allowed_now = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
-    if not local_cores & allowed_now or local_cores >= allowed_now:
-        return frozenset()
-    set_affinity(local_cores & allowed_now)
-    return local_cores & allowed_now
+    if local_cores & allowed_now and not local_cores >= allowed_now:
+        set_affinity(local_cores & allowed_now)
