@@ -110,7 +110,7 @@ def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[Parallel
     }
     for name, cut in cuts.items():
         parameter = model.get_parameter(name)
-        parameter.data = parameter.data.narrow(cut.dim, cut.ranges[0][0], cut.length).contiguous()
+        parameter.data = _own_part(parameter.data, cut).contiguous()
     optimizer = OptimizerContainer(model, OptimizerConfig())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -124,9 +124,14 @@ def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[Parallel
     return divided, optimizer
 
 
+def _own_part(source: Tensor, cut: DimShard) -> Tensor:
+    ((start, end),) = cut.ranges
+    return source.narrow(cut.dim, start, end - start)
+
+
 def copy_part(source: Tensor, name: str, target: Tensor, cuts: dict[str, DimShard]) -> None:
     cut = next((cut for parameter, cut in cuts.items() if parameter in name and source.dim() == 2), None)
-    target.copy_(source if cut is None else source.narrow(cut.dim, cut.ranges[0][0], cut.length))
+    target.copy_(source if cut is None else _own_part(source, cut))
 
 
 def save(run: Run, ranks: list[tuple[ParallelModel, OptimizerContainer]]) -> Path:
