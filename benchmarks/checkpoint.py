@@ -31,7 +31,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard, load_tensors, read_manifest
+from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.format import read_manifest
+from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 
 LAYER_WIDTH = 2048
 BATCH_ROWS = 256

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from links import RENDEZVOUS_PORT, address
 from phalanx.recipe.schema import OuterOptimizerConfig
-from phalanx.train.grad_sync import BucketedReducer
-from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS, BucketedReducer
 from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD, SyncSchedule
 from rate_limited import RateLimitedModel
 

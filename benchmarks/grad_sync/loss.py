@@ -32,7 +32,7 @@ import torch
 from phalanx.recipe.schema import GradCompression, LocalSgdMethod
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, EvaluationDone
-from phalanx.train.checkpoint import format_checkpoint_name
+from phalanx.train.checkpoint.format import format_checkpoint_name
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 REFERENCE_NAME = "all-reduce, determinism: fixed-world"

@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointRejected, StepDone, WorkerFailure
-from phalanx.train.checkpoint import list_checkpoints, parse_step
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step
 from train_harness import TrainHarness, Values, plan_fault
 
 QUIET: Values = {"evaluation": {"every": 16}, "steps": 16, "checkpoint": {"every": 16}}

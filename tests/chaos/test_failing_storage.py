@@ -21,7 +21,7 @@ from phalanx.run.event_types import (
     StepDone,
     WorkerFailure,
 )
-from phalanx.train.checkpoint import list_checkpoints, parse_step
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}

@@ -13,7 +13,8 @@ from checkpoints import kept
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, CheckpointFailed, CheckpointSaved, StepDone
-from phalanx.train.checkpoint import list_checkpoints, parse_step, verify_checkpoint
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step
+from phalanx.train.checkpoint.load import verify_checkpoint
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 QUIET: Values = {"evaluation": {"every": 12}, "steps": 16}

@@ -23,7 +23,7 @@ from phalanx.run.event_types import (
 )
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX, SHM_DIR, find_node_dir, history_path
 from phalanx.run.listener import reserve_port
-from phalanx.train.checkpoint import list_checkpoints
+from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.checkpoint.in_memory.format import list_copies, list_shard_records
 from train_harness import (
     HarnessRun,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored
-from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
 from train_harness import TrainHarness, plan_fault
 
 SMALL = {"args": {"layers": 2, "hidden_size": 32, "num_heads": 2}}

@@ -14,7 +14,7 @@ from phalanx.run.event_types import (
     NonFiniteStep,
     RunWarning,
 )
-from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 

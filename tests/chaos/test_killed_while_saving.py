@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.run.event_types import AttemptStarted, WorkerFailure
-from phalanx.train.checkpoint import format_checkpoint_name, list_checkpoints, parse_step, verify_checkpoint
+from phalanx.train.checkpoint.format import format_checkpoint_name, list_checkpoints, parse_step
+from phalanx.train.checkpoint.load import verify_checkpoint
 from train_harness import FAULTS_CALLBACK, TrainHarness, Values, list_live_workers, merge_recipes
 
 WHOLE: Values = {"steps": 18, "checkpoint": {"every": 9, "in_memory_every": None}, "evaluation": {"every": 20}}

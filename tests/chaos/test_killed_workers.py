@@ -6,7 +6,9 @@ import pytest
 
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, WorkerFailure
-from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints, verify_checkpoint
+from phalanx.train.checkpoint.digest import digest_checkpoint
+from phalanx.train.checkpoint.format import list_checkpoints
+from phalanx.train.checkpoint.load import verify_checkpoint
 from train_harness import TrainHarness, Values, plan_fault
 
 VARIANTS: dict[str, Values] = {

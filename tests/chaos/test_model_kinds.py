@@ -21,7 +21,8 @@ from phalanx.recipe import import_object, load_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.train.builder import build_context
-from phalanx.train.checkpoint import export_huggingface, list_checkpoints
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.module_state import find_extra_state_modules
 from phalanx.train.inference import TrainedModel, load_trained_model

@@ -11,7 +11,8 @@ from phalanx.data import open_data
 from phalanx.errors import ExitCode
 from phalanx.recipe import load_recipe
 from phalanx.run.event_types import AttemptStarted, NonFiniteStep, StepDone
-from phalanx.train.checkpoint import list_checkpoints, load_tensors
+from phalanx.train.checkpoint.format import list_checkpoints
+from phalanx.train.checkpoint.load import load_tensors
 from train_harness import TrainHarness, Values, merge_recipes, plan_fault
 
 POISONED: Values = {

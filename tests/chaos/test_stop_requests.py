@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.run.event_types import EvaluationDone, RunEnded, RunWarning, StepDone
-from phalanx.train.checkpoint import list_checkpoints, parse_step
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step
 from train_harness import (
     HarnessRun,
     TrainHarness,

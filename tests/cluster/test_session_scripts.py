@@ -11,7 +11,7 @@ import pytest
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted
-from phalanx.train.checkpoint import list_checkpoints
+from phalanx.train.checkpoint.format import list_checkpoints
 from read_trackers import read_tensorboard
 from session_runs import EXAMPLES, SLOW, STEPS, run_session_once, write_session_scripts
 from train_harness import TrainHarness, wait_until, write_faults

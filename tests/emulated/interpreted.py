@@ -36,7 +36,7 @@ def norm_rotate() -> list[float]:
         grad = torch.randn_like(out)
         by_x, by_weight = torch.autograd.grad(out, (x, weight), grad)
         count, heads, length, dim = kernels._kernel_sizes(x, cos)
-        rows, programs = kernels._rows_per_program(d), 3
+        rows, programs = kernels.FEATURES_PER_PROGRAM // d, 3
         given = (x.detach(), weight.detach(), cos, sin)
         sizes = {"EPS": 1e-6, "D": dim, "ROWS": rows}
         mine, mine_x, mine_weight = torch.empty_like(x), torch.empty_like(x), torch.empty(programs, d)

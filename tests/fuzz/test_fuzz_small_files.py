@@ -15,7 +15,9 @@ from mutations import SEED, hand, mutated
 from phalanx.cli import main
 from phalanx.errors import PhalanxError
 from phalanx.recipe.yaml_loader import parse_yaml
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
+from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 
 SMALL = (
     *(

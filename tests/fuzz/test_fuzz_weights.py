@@ -19,17 +19,12 @@ from phalanx.cli import main
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    DurableDirectory,
-    TensorShard,
-    digest_checkpoint,
-    find_newest_good,
-    load_tensors,
-    read_manifest,
-    verify_checkpoint,
-)
-from phalanx.train.checkpoint.format import _manifest_hash
+from phalanx.train.checkpoint.digest import digest_checkpoint
+from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.format import _manifest_hash, read_manifest
+from phalanx.train.checkpoint.load import find_newest_good, load_tensors, verify_checkpoint
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 from phalanx.train.hf.safetensors_reader import open_weight_reader
 from phalanx.train.train_state import TrainState
 

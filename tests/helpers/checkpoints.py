@@ -7,14 +7,11 @@ from typing import Any
 import torch
 
 from phalanx.run import Run
-from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    DurableDirectory,
-    TensorShard,
-    list_checkpoints,
-    parse_step,
-    verify_checkpoint,
-)
+from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step
+from phalanx.train.checkpoint.load import verify_checkpoint
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 

@@ -20,18 +20,11 @@ from typing import Any
 
 import torch
 
-from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    DurableDirectory,
-    TensorShard,
-    apply_retention,
-    clean_checkpoint_dir,
-    list_checkpoints,
-    load_tensors,
-    parse_step,
-    read_manifest,
-    verify_checkpoint,
-)
+from phalanx.train.checkpoint.durable import DurableDirectory, apply_retention, clean_checkpoint_dir
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step, read_manifest
+from phalanx.train.checkpoint.load import load_tensors, verify_checkpoint
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 
 SIZE = 200_000
 CALLS = ("write", "fsync", "rename", "unlink", "rmdir", "mkdir")

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from phalanx.models import transformer
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 
 VOCAB, SEQUENCE = 32, 16
 

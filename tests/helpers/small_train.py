@@ -19,11 +19,11 @@ from phalanx.train.callbacks import RunContext, TrainerCallback, UserCallbacks
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.grad_sync.reducer import GradReducer, LocalReducer
 from phalanx.train.loss import LossFn, LossModule
 from phalanx.train.ops.random_draws import MicroBatchSeeds
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepResult
 from phalanx.train.step_timer import HostStepTimer, StepTimer

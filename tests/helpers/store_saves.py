@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.train.checkpoint import CheckpointSaver, TensorShard
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination
-from phalanx.train.checkpoint.save import SaveStatus
+from phalanx.train.checkpoint.save import CheckpointSaver, SaveStatus
+from phalanx.train.checkpoint.staging import TensorShard
 
 SMALL_BLOCK_BYTES = 64 << 10
 

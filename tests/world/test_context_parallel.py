@@ -166,7 +166,7 @@ def training(
         documents = mine["documents"]
         options |= {"documents": documents} if family == "ours" else {"attention_mask": make_document_mask(documents)}
     with ExitStack() as stack:
-        mode = ContextParallel(group, way, batch.get("documents"), replace_masks=family != "ours")
+        mode = ContextParallel(group, way, batch.get("documents"))
         stack.enter_context(mode)
         logits = model(mine["tokens"], **options)
         logits = logits if isinstance(logits, Tensor) else logits.logits

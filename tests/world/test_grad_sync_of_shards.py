@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.train.distributed.fsdp import apply_fsdp, reduce_unused_parameters, sort_in_reduction_order
-from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.grad_sync.comm_queue import CommQueue
 from process_worlds import ProcessWorlds
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer, registry
-from phalanx.train.grad_sync.algorithms import p2p, p2p_scatter_gather
+from phalanx.train.grad_sync.algorithms import base, p2p
 from phalanx.train.grad_sync.algorithms.base import CommContext
-from phalanx.train.grad_sync.algorithms.p2p_scatter_gather import P2PScatterGather
+from phalanx.train.grad_sync.algorithms.p2p import ALL_TO_ALL_TAG, P2PScatterGather
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.buckets import GRAD_ALIGNMENT_ELEMENTS
 from process_worlds import ProcessWorlds
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,))
@@ -152,10 +153,12 @@ def test_several_dtypes_are_summed_each_in_its_own(world: ProcessWorlds, replica
 
 
 class Noting:
-    """torch.distributed, of which these operations are noted: the lengths of what is summed, or sent to `reader`."""
+    """torch.distributed, of which these operations are noted: the lengths of what is summed, or sent to `reader` to be
+    added, and of sums that are `handed` on to it."""
 
     def __init__(self, reader: int):
         self.lengths: list[int] = []
+        self.handed: list[int] = []
         self._reader = reader
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +167,8 @@ class Noting:
 
     def _note(self, operation: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Any:
         if options.get("group_dst") in (None, self._reader):
-            self.lengths.append(tensor.numel())
+            is_handed = options.get("tag", ALL_TO_ALL_TAG) != ALL_TO_ALL_TAG
+            (self.handed if is_handed else self.lengths).append(tensor.numel())
         return operation(tensor, *args, **options)
 
 
@@ -178,9 +182,8 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[tuple[
     orders = []
     with pytest.MonkeyPatch.context() as patch:
         for again in range(2):
-            noting, handed = Noting((rank + 1) % world), Noting((rank + 1) % world)
-            patch.setattr(p2p_scatter_gather if replicas else registry, "dist", noting)
-            patch.setattr(p2p, "dist", handed)
+            noting = Noting((rank + 1) % world)
+            patch.setattr(p2p if replicas else base, "dist", noting)
             # The first step leaves out one parameter a rank, the second turns the order of use around.
             used = [w for i, w in enumerate(weights) if again or i % world != rank][:: -1 if again else 1]
             for leaf in (2 * rank, 2 * rank + 1):
@@ -193,7 +196,7 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[tuple[
             exchange.reduce_gradients()
             for weight in weights:
                 weight.grad = None
-            orders.append((noting.lengths, handed.lengths))
+            orders.append((noting.lengths, noting.handed))
     return orders
 
 

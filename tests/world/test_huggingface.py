@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.run import Run
-from phalanx.train.checkpoint import export_huggingface, list_checkpoints
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.hf.inputs import get_logits
 from phalanx.train.inference import load_trained_model
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault

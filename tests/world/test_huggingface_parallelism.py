@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from phalanx.run.event_types import EvaluationDone, StepDone
-from phalanx.train.checkpoint import export_huggingface, list_checkpoints
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.hf.inputs import get_logits
 from phalanx.train.inference import load_trained_model
 from train_harness import HarnessRun, TrainHarness, Values

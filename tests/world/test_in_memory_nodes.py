@@ -26,7 +26,7 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json_from_rank_zero
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepFlags
 from phalanx.train.train_state import AppState

@@ -18,7 +18,7 @@ from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.local_sgd.local_sgd import LocalSGD, SyncSchedule
 from phalanx.train.local_sgd.step import OuterSteps
 from phalanx.train.ops.random_draws import MicroBatchSeeds
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.train_step import TrainStep

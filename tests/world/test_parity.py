@@ -25,7 +25,8 @@ from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, StepDone
 from phalanx.run.process_messages import Command
-from phalanx.train.checkpoint import digest_checkpoint, list_checkpoints
+from phalanx.train.checkpoint.digest import digest_checkpoint
+from phalanx.train.checkpoint.format import list_checkpoints
 from train_harness import HarnessRun, TrainHarness
 
 TOLERANCE = 1e-5

@@ -8,7 +8,8 @@ import pytest
 
 from phalanx.recipe.devices import FP8_VARIABLE
 from phalanx.run.event_types import NonFiniteStep, StepDone
-from phalanx.train.checkpoint import list_checkpoints, load_tensors
+from phalanx.train.checkpoint.format import list_checkpoints
+from phalanx.train.checkpoint.load import load_tensors
 from train_harness import HarnessRun, TrainHarness, Values
 
 LAYOUTS: list[Values] = [{"replicate": 2}, {"shard": 2}, {"tensor": 2}]

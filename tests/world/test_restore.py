@@ -14,14 +14,17 @@ from torch.distributed.tensor import DTensor
 from phalanx.compat import observe_operations
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard, format_checkpoint_name
+from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.format import format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors
 from phalanx.train.checkpoint.restore import restore_newest
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState, TrainState
 from process_worlds import ProcessWorlds

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from process_worlds import ProcessWorlds
 
 WIDTH, ROWS = 300, 7  # rows divide unevenly, and a row is longer than a block of 8-bit codes

@@ -12,13 +12,13 @@ import store_saves
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint import compute_digest
+from phalanx.train.checkpoint.digest import compute_digest
 from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
 from process_worlds import ProcessWorlds

@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.train.ops.collectives import Group, copy_to_group
-from phalanx.train.ops.linear_cross_entropy import cross_entropy, linear_cross_entropy, vocab_parallel
+from phalanx.train.ops.linear_cross_entropy import linear_cross_entropy, vocab_parallel
 from phalanx.train.tasks import LanguageModeling
 from process_worlds import ProcessWorlds
 
@@ -52,16 +51,6 @@ def chunked(rank: int, world: int, *, vocab: int, chunk: int | None = None, low:
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
-def from_logits(rank: int, world: int, *, vocab: int) -> Parts:
-    hidden, weight, targets = numbers(vocab)
-    rows = rows_of(rank, world, vocab)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows])]
-    group: Group = dist.group.WORLD
-    logits = F.linear(copy_to_group(leaves[0], group), leaves[1])
-    loss = cross_entropy(logits, targets, group, vocab_size=vocab if vocab % world else None)
-    return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
-
-
 def assert_parts(found: list[Parts], expected: Parts, rtol: float = 1e-5, loss_rtol: float = 1e-6) -> None:
     """Loss and the gradient of hidden are whole and the same bits on each rank; that of weight its rows."""
     for loss, by_hidden, _ in found:
@@ -84,14 +73,6 @@ def test_a_cut_vocabulary_gives_the_loss_and_gradients_of_a_whole_one(
 
 def test_a_cut_vocabulary_under_autocast_agrees_to_the_precision_of_bf16(world: ProcessWorlds) -> None:
     assert_parts(world.run(3, chunked, vocab=EVEN, low=True), alone(EVEN), rtol=4e-2, loss_rtol=1e-2)
-
-
-@pytest.mark.parametrize("vocab", [EVEN, UNEVEN])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_logits_cut_by_vocabulary_give_the_loss_and_gradients_of_whole_ones(
-    world: ProcessWorlds, ranks: int, vocab: int
-) -> None:
-    assert_parts(world.run(ranks, from_logits, vocab=vocab), alone(vocab))
 
 
 def by_the_task(rank: int, world: int) -> tuple[Tensor, int]:

@@ -187,7 +187,8 @@ def train_baseline(run: Run, arguments: Sequence[str], environment: dict[str, st
 
 def read_newest_digest(run: Run) -> str:
     """Return the digest of the newest checkpoint on disk."""
-    from phalanx.train.checkpoint import CorruptCheckpointError, digest_checkpoint, list_checkpoints
+    from phalanx.train.checkpoint.digest import digest_checkpoint
+    from phalanx.train.checkpoint.format import CorruptCheckpointError, list_checkpoints
 
     found = list_checkpoints(run.checkpoints)
     if not found:

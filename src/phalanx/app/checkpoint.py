@@ -14,21 +14,20 @@ from phalanx.safe_files import check_links
 from phalanx.storage.errors import NotFound
 from phalanx.storage.stored_checkpoints import split_checkpoint_url
 from phalanx.storage.url import StoreUrl, is_url, parse_url
-from phalanx.train.checkpoint import (
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
+from phalanx.train.checkpoint.digest import digest_checkpoint as digest_checkpoint
+from phalanx.train.checkpoint.durable import discard_directory, make_temporary_path
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.format import (
+    MANIFEST_NAME,
     CheckpointManifest,
-    discard_directory,
-    export_huggingface,
     format_checkpoint_name,
     list_checkpoints,
     parse_step,
     read_manifest,
 )
-from phalanx.train.checkpoint import CorruptCheckpointError as CorruptCheckpointError
-from phalanx.train.checkpoint import digest_checkpoint as digest_checkpoint
-from phalanx.train.checkpoint import verify_checkpoint as verify_checkpoint
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
-from phalanx.train.checkpoint.durable import make_temporary_path
-from phalanx.train.checkpoint.format import MANIFEST_NAME
+from phalanx.train.checkpoint.format import CorruptCheckpointError as CorruptCheckpointError
+from phalanx.train.checkpoint.load import verify_checkpoint as verify_checkpoint
 from phalanx.train.checkpoint.store_fetch import localize_checkpoint, verify_stored
 from phalanx.train.checkpoint.upload import upload_checkpoint
 from phalanx.train.inference import set_threads

@@ -79,8 +79,7 @@ def check_document_masking(model: nn.Module, task: Task, batch: TensorBatch) -> 
         except Exception as error:
             raise RecipeError(
                 f"data.document_masking: {name} fails where it is to keep documents separate "
-                f"({describe_exception(error)}); use "
-                "data.document_masking=false, or a model that takes `documents`"
+                f"({describe_exception(error)}); use data.document_masking=false, or a model that takes `documents`"
             ) from error
     if not torch.equal(*separate):
         return

@@ -7,7 +7,7 @@ workers, when nodes are lost or join, only data parallelism changes: global batc
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +44,7 @@ LOSS_MODES = ("whole", "chunked")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables with which a user, torchrun or a cluster limits the threads of a process."""
 CORES_REASON = "cores for"
+"""Marks a number of threads that comes from the number of cores alone: fewer may be tried."""
 COMMON_WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 PREDICTION_RULE = (
     "forward and backward of a micro-batch, timed alone, times a worker's micro-batches, plus the update; "
@@ -76,11 +77,6 @@ def choose_num_threads(
     return AutoChoice(
         "num_threads", num_threads, f"{cores} {CORES_REASON} {world_size} {'worker' if world_size == 1 else 'workers'}"
     )
-
-
-def may_take_fewer_threads(threads: AutoChoice) -> bool:
-    """Whether a number of threads comes from the number of cores alone."""
-    return threads.value > 1 and CORES_REASON in threads.reason
 
 
 def predict_precision(recipe: Recipe, device: str, bf16: bool = True) -> str:
@@ -125,16 +121,12 @@ def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool 
 def choose_determinism(recipe: Recipe, trial: Mapping[str, Any], device: str) -> list[AutoChoice]:
     """What `determinism: auto` becomes on a GPU, by what a trial found deterministic kernels to cost. RecipeError
     where the recipe asks for bits that an operation of its model cannot keep on this device."""
-    determinism, nondeterministic_op, slowdown = (
-        recipe.determinism,
-        trial.get(NONDETERMINISTIC_OP_KEY),
-        trial.get(DETERMINISTIC_SLOWDOWN_KEY),
-    )
+    determinism, slowdown = recipe.determinism, trial.get(DETERMINISTIC_SLOWDOWN_KEY)
+    nondeterministic_op = trial.get(NONDETERMINISTIC_OP_KEY)
     if nondeterministic_op is not None and determinism in ("fixed-world", "elastic"):
         raise RecipeError(
             f"determinism: {nondeterministic_op} has no deterministic kernel on this device, so no run gives the same "
-            f"bits twice; "
-            "use determinism=off, or a model without it"
+            "bits twice; use determinism=off, or a model without it"
         )
     if determinism != "auto" or device == "cpu":
         return []
@@ -223,30 +215,20 @@ def choose_without_trials(
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> list[AutoChoice]:
     """Choose threads, memory, micro-batch and precision for a session, in which the model is not tried first."""
-    num_threads = choose_num_threads(recipe, cores, world_size, environ)
-    micro_choice = AutoChoice("batch.micro_size", recipe.batch.micro_size, "given")
-    if recipe.batch.micro_size == "auto":
-        num_groups = required_divisor(recipe, world_size)
-        micro_choice = AutoChoice(
-            "batch.micro_size",
-            max(1, recipe.batch.global_size // num_groups),
-            "one micro-batch for each worker and step",
-        )
+
+    def choose(key: str, given: Any, value: Any, reason: str) -> AutoChoice:
+        return AutoChoice(key, value, reason) if given == "auto" else AutoChoice(key, given, "given")
+
+    memory, batch = recipe.memory, recipe.batch
+    micro_size = max(1, batch.global_size // required_divisor(recipe, world_size))
     precision = choose_precision(recipe, {}, device, bf16)
     if recipe.precision == "auto" and bf16:
-        reason = f"the rule for a session on {device}"
-        precision = AutoChoice("precision", predict_precision(recipe, device), reason)
-    checkpointing = AutoChoice("memory.activation_checkpointing", recipe.memory.activation_checkpointing, "given")
-    if recipe.memory.activation_checkpointing == "auto":
-        checkpointing = AutoChoice("memory.activation_checkpointing", "none", "the rule for a session")
-    chunked_loss = AutoChoice("memory.chunked_loss", recipe.memory.chunked_loss, "given")
-    if recipe.memory.chunked_loss == "auto":
-        chunked_loss = AutoChoice("memory.chunked_loss", False, "a session computes its own loss")
+        precision = replace(precision, reason=f"the rule for a session on {device}")
     return [
-        num_threads,
-        checkpointing,
-        chunked_loss,
-        micro_choice,
+        choose_num_threads(recipe, cores, world_size, environ),
+        choose("memory.activation_checkpointing", memory.activation_checkpointing, "none", "the rule for a session"),
+        choose("memory.chunked_loss", memory.chunked_loss, False, "a session computes its own loss"),
+        choose("batch.micro_size", batch.micro_size, micro_size, "one micro-batch for each worker and step"),
         precision,
         *choose_determinism(recipe, {}, device),
         *choose_warmup_steps(recipe),

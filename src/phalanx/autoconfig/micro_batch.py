@@ -31,10 +31,9 @@ LANGUAGE_MODELING_TASK = "language-modeling"
 @dataclass(frozen=True)
 class MemoryProfile:
     """What trials found out about a model: parameters that are trained and that are `frozen_parameters`, and the bytes
-    that a
-    sample adds at the peak of forward and backward, by way of computing the loss, then by way of recomputing. None: so
-    it cannot be computed, or a single sample was too much already. `logits_bytes` are the fp32 bytes of those of a
-    sample."""
+    that a sample adds at the peak of forward and backward, by way of computing the loss, then by way of recomputing.
+    None: so it cannot be computed, or a single sample was too much already. `logits_bytes` are the fp32 bytes of those
+    of a sample."""
 
     trainable_parameters: int
     frozen_parameters: int
@@ -93,29 +92,18 @@ def state_bytes_per_parameter(recipe: Recipe, device: str) -> int:
 
 def state_bytes(recipe: Recipe, trainable_parameters: int, frozen_parameters: int, device: str) -> int:
     """Bytes of weights, gradients and optimizer state on one worker; what is frozen has only its weights."""
-    return (state_bytes_per_parameter(recipe, device) * trainable_parameters + 4 * frozen_parameters) // _num_shards(
-        recipe
-    )
-
-
-def is_model_sharded(recipe: Recipe) -> bool:
-    """Whether no worker holds the whole model."""
-    return _num_shards(recipe) > 1
+    whole_bytes = state_bytes_per_parameter(recipe, device) * trainable_parameters + 4 * frozen_parameters
+    return whole_bytes // num_shards(recipe)
 
 
 def fits_unsharded(recipe: Recipe, memory_profile: MemoryProfile, worker: WorkerMemory) -> bool:
     """Whether one process could train the whole model, undivided, with at least a sample at once."""
-    peak_bytes = [
-        peak
-        for peak_by_mode in memory_profile.peak_bytes.values()
-        for peak in peak_by_mode.values()
-        if peak is not None
-    ]
+    peaks = [peak for by_mode in memory_profile.peak_bytes.values() for peak in by_mode.values() if peak is not None]
     state = (
         state_bytes_per_parameter(recipe, worker.device) * memory_profile.trainable_parameters
         + 4 * memory_profile.frozen_parameters
     )
-    return state + min(peak_bytes, default=0) <= worker.memory_bytes
+    return state + min(peaks, default=0) <= worker.memory_bytes
 
 
 def activation_bytes(recipe: Recipe, bytes_per_sample: int, micro_size: int, world_size: int) -> int:
@@ -160,8 +148,7 @@ def micro_batch_candidates(recipe: Recipe, world_size: int) -> list[int]:
             return large_enough
     raise RecipeError(
         f"batch.micro_size: no micro-batch lets {parallelism.pipeline_schedule} run {num_stages} stages on "
-        f"{parallelism.pipeline} "
-        f"ranks with the {samples_per_group} samples of a step; raise batch.global_size, to "
+        f"{parallelism.pipeline} ranks with the {samples_per_group} samples of a step; raise batch.global_size, to "
         f"{num_stages * (recipe.batch.global_size // samples_per_group)} or a multiple"
     )
 
@@ -225,9 +212,8 @@ def fitting_plans(
     usable_bytes = worker.memory_bytes * numerator // denominator
     state = state_bytes(recipe, memory_profile.trainable_parameters, memory_profile.frozen_parameters, worker.device)
     peak_by_mode = memory_profile.peak_bytes.get(loss_mode) or next(iter(memory_profile.peak_bytes.values()))
-    modes = checkpointing_modes(recipe)
     plans = []
-    for mode in modes:
+    for mode in checkpointing_modes(recipe):
         if (sample_bytes := peak_by_mode.get(mode)) is None:
             continue
         for micro_size in micro_batch_candidates(recipe, worker.world_size):
@@ -247,7 +233,7 @@ def parallelism_or_default(recipe: Recipe) -> Parallelism:
     return recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else Parallelism()
 
 
-def _num_shards(recipe: Recipe) -> int:
+def num_shards(recipe: Recipe) -> int:
     """Among how many ranks parameters are divided."""
     parallelism = parallelism_or_default(recipe)
     return parallelism.shard * parallelism.context * parallelism.tensor * parallelism.pipeline

@@ -135,10 +135,7 @@ def _check_dense(model: "nn.Module", build: str) -> None:
 def _compute_tracer_version() -> str:
     """A hash of what makes and reads profiles: what another version of it remembered is not understood."""
     planner_dir = Path(__file__).parents[1] / "planner"
-    files = [
-        *sorted((planner_dir / "trace").glob("*.py")),
-        *(planner_dir / f"{name}.py" for name in ("model_profile", "moe")),
-    ]
+    files = [*sorted((planner_dir / "trace").glob("*.py")), planner_dir / "model_profile.py"]
     return xxhash.xxh3_64_hexdigest(b"".join(file.read_bytes() for file in files))
 
 

@@ -31,8 +31,15 @@ from phalanx.planner.scenario import Scenario, transport_of
 from phalanx.planner.search import Candidate, SearchResult, SearchSpace, search_parallelism
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, predict_step_time
-from phalanx.planner.storage_costs import CheckpointPlan, add_storage_stalls, checkpoint_bytes_of, plan_checkpoints
-from phalanx.planner.storage_demand import StorageDemand, StoredData, predict_storage_demand
+from phalanx.planner.storage_costs import (
+    CheckpointPlan,
+    StorageDemand,
+    StoredData,
+    add_storage_stalls,
+    checkpoint_bytes_of,
+    plan_checkpoints,
+    predict_storage_demand,
+)
 from phalanx.recipe import Recipe, check_recipe, scale_batch_with_workers
 from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.load import LoadedRecipe
@@ -69,13 +76,8 @@ def search_precisions(
         has_sequences=profile.units_per_sample > 1,
     )
 
-    def memory_needed(setup: Scenario) -> float:
-        return predict_memory(recipe, setup).total
-
-    offload = recipe.optimizer.offload
-    optimizer_state = optimizer_state_of(
-        recipe.optimizer.name, recipe.optimizer.state_dtype, offload, recipe.optimizer.momentum
-    )
+    optimizer = recipe.optimizer
+    optimizer_state = optimizer_state_of(optimizer.name, optimizer.state_dtype, optimizer.offload, optimizer.momentum)
     best_found: tuple[SearchResult, DeviceCosts] | None = None
     for precision in _candidate_precisions(recipe, device.tflops):
         rates = device_costs_for_stack(device, precision, used_stack)
@@ -87,7 +89,7 @@ def search_precisions(
             recipe.batch.global_size,
             precision,
             stack=used_stack,
-            optimizer=recipe.optimizer.name,
+            optimizer=optimizer.name,
             transport=transport_of(recipe, profile),
         )
         if (
@@ -96,12 +98,12 @@ def search_precisions(
             and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops
         ):
             continue  # nothing else differs but that it takes more memory
-        found = search_parallelism(base, rates, space, memory_needed, memory_limit, optimizer_state)
+        found = search_parallelism(
+            base, rates, space, lambda setup: predict_memory(recipe, setup).total, memory_limit, optimizer_state
+        )
+        best = () if best_found is None else best_found[0].candidates
         if best_found is None or (
-            found.candidates
-            and (
-                not best_found[0].candidates or _best_seconds(found) < MIN_PRECISION_GAIN * _best_seconds(best_found[0])
-            )
+            found.candidates and (not best or found.candidates[0].step_s < MIN_PRECISION_GAIN * best[0].step_s)
         ):
             best_found = found, rates
     assert best_found is not None
@@ -111,10 +113,6 @@ def search_precisions(
             f"among {num_devices} devices; a multiple of {num_devices} samples can"
         )
     return best_found[0], best_found[1], memory_limit
-
-
-def _best_seconds(found: SearchResult) -> float:
-    return found.candidates[0].step_s
 
 
 def _candidate_precisions(recipe: Recipe, known: Any) -> list[str]:
@@ -158,14 +156,13 @@ def describe_no_fit(
     recipe: Recipe, found: SearchResult, cluster: Cluster, num_devices: int, memory_limit: float
 ) -> str:
     """That nothing fits: by how much, and what would."""
-    assert found.closest is not None
     smallest = found.closest
+    assert smallest is not None
     excess_gib = (smallest.peak_bytes - memory_limit) / BYTES_PER_GIB
     device = cluster.node.accelerator
     summary = (
         f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, "
-        f"which is "
-        f"{excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
+        f"which is {excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
     )
     fit = suggest_memory_changes(smallest.scenario, make_training_options(recipe, smallest.scenario), memory_limit)
     return f"{summary}. It {fit.description}"
@@ -278,11 +275,6 @@ def load_sized_cluster(named: str | Cluster, num_gpus: int | None, folder: Path 
     )
 
 
-def _device_load(parts: StepBreakdown) -> float:
-    """Load of the devices, for `predict_run_energy`: products draw the most."""
-    return min(1.0, 0.3 + 0.7 * parts.gemm / parts.total)
-
-
 def _find_stored_data(recipe: Recipe) -> StoredData | None:
     """The prepared dataset that the recipe's first source names by URL."""
     source = recipe.data.sources[0]
@@ -325,7 +317,8 @@ def _build_plan(
     num_frozen = sum(segment.repeats * segment.weights.frozen_count for segment in profile.segments)
     checkpoint_bytes = checkpoint_bytes_of(recipe, profile.num_parameters - num_frozen, num_frozen)
     demand = predict_storage_demand(recipe, cluster, num_devices, checkpoint_bytes, read_bytes / best.step_s, data)
-    energy = predict_run_energy(cluster, wall_s, nodes, _device_load(best.breakdown))
+    load = min(1.0, 0.3 + 0.7 * best.breakdown.gemm / best.step_s)  # products draw the most
+    energy = predict_run_energy(cluster, wall_s, nodes, load)
     cost = estimate_run_cost(wall_s, num_devices, cluster.prices, energy)
     return RunPlan(
         recipe=recipe,
@@ -383,7 +376,8 @@ def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
     }
     if setup.virtual_stages > 1:
         parallelism["pipeline_schedule"] = "interleaved"
-        parallelism["layers_per_stage"] = blocks_per_stage(setup)
+        num_stages = setup.parallelism.pipeline * setup.virtual_stages
+        parallelism["layers_per_stage"] = balance_stages(setup.profile.num_blocks, num_stages)
     changes: dict[str, Any] = {}
     if not isinstance(recipe.parallelism, Parallelism):
         changes["parallelism"] = parallelism or {"replicate": 1}
@@ -394,11 +388,6 @@ def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
     if recipe.precision == "auto":
         changes["precision"] = setup.precision
     return changes
-
-
-def blocks_per_stage(setup: Scenario) -> list[int]:
-    """Blocks of each stage of an interleaved pipeline."""
-    return balance_stages(setup.profile.num_blocks, setup.parallelism.pipeline * setup.virtual_stages)
 
 
 def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], run_plan: RunPlan) -> str:

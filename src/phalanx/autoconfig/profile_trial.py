@@ -20,6 +20,7 @@ from phalanx.autoconfig.trial_names import ADAPTERS_KEY, OUT_OF_MEMORY_KEY, UNCA
 from phalanx.compat import fake_tensor_mode, observe_operations
 from phalanx.data import RunData
 from phalanx.errors import RecipeError
+from phalanx.pytree import iterate_tensors
 from phalanx.recipe import describe_exception
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import (
@@ -37,7 +38,7 @@ from phalanx.train.loss import LossFn
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.lora import describe_adapters, find_uncalled_adapters, is_lora_name
 from phalanx.train.ops.random_draws import seed_everything
-from phalanx.train.optim import trainable_parameters
+from phalanx.train.optim.container import trainable_parameters
 from phalanx.train.precision import autocast_context
 from phalanx.train.step_callbacks import new_buffer, other_parameter
 from phalanx.train.tasks import LanguageModeling, Task
@@ -212,7 +213,7 @@ class _LiveStorages:
 
     def track_result(self, result: Any) -> None:
         """Count the storages of an operation's results. A sparse tensor has none, but what it is made of has."""
-        for tensor in _flatten_tensors(result):
+        for tensor in iterate_tensors(result):
             if tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
@@ -278,11 +279,3 @@ def measure_bytes_per_sample(model: nn.Module, forward: Callable[[int], Tensor],
     finally:
         model.zero_grad(set_to_none=True)
     return compute_sample_growth(one, two)
-
-
-def _flatten_tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in _flatten_tensors(part)]
-    return []

@@ -15,6 +15,7 @@ from typing import Any
 
 from phalanx.autoconfig.choices import (
     COMMON_WORLD_SIZES,
+    CORES_REASON,
     LOSS_MODES,
     AutoChoice,
     build_plan_json,
@@ -24,7 +25,6 @@ from phalanx.autoconfig.choices import (
     choose_num_threads,
     choose_precision,
     choose_warmup_steps,
-    may_take_fewer_threads,
     precisions_to_time,
     predict_precision,
     resolve_recipe,
@@ -34,8 +34,8 @@ from phalanx.autoconfig.micro_batch import (
     MemoryProfile,
     WorkerMemory,
     fits_unsharded,
-    is_model_sharded,
     loss_modes_to_try,
+    num_shards,
     state_bytes_per_parameter,
 )
 from phalanx.autoconfig.model_profile import profile_model, select_number_format
@@ -118,8 +118,8 @@ def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: 
             "payload": payload,
             "code": None if function == MATMUL_TRIAL else code_hash,
             "machine": [machine.device_name, machine.physical_cores],
+            "torch": version("torch"),
         }
-        key["torch"] = version("torch")
         return load_or_measure("trials", key, lambda: times.run(call, function, payload), is_kept=is_undisturbed)
 
     return run_trial
@@ -155,29 +155,28 @@ def resolve_auto(
     num_sharing = max(world_size, *COMMON_WORLD_SIZES) if given.determinism == "elastic" else world_size
     memory_bytes = machine.device_memory_bytes // (num_sharing if machine.device == "cpu" else 1)
     bf16 = machine.has_fast_bf16
-    memory_budget, single_budget = (
-        WorkerMemory(machine.device, memory_bytes, world_size, bf16),
-        WorkerMemory(machine.device, machine.device_memory_bytes, 1, bf16),
-    )
+    memory_budget = WorkerMemory(machine.device, memory_bytes, world_size, bf16)
+    single_budget = WorkerMemory(machine.device, machine.device_memory_bytes, 1, bf16)
     profile, needs = measure_memory(given, single_budget, world_size, payload, call)
     check_model_state(given, profile, world_size, machine.device)
     blocks = profile.get("blocks", 0)
     seconds: dict[str, float] = {}  # a model that no process holds whole cannot be timed in one
     trial: dict[str, Any] = {}
-    if is_model_sharded(given) and not fits_unsharded(given, needs, single_budget):
+    if num_shards(given) > 1 and not fits_unsharded(given, needs, single_budget):
         chosen = choose_memory(given, needs, memory_budget)
     else:
         chosen, seconds, trial = try_memory_choices(given, needs, memory_budget, payload, call, blocks)
     bucket = choose_bucket_mib(given, needs.trainable_parameters, world_size, num_nodes, machine.device)
     precision = choose_precision(given, seconds, machine.device, bf16)
-    if machine.device == "cpu" and seconds and may_take_fewer_threads(threads):
+    if machine.device == "cpu" and seconds and threads.value > 1 and CORES_REASON in threads.reason:
         threads = choose_fewest_threads(threads, precision.value, seconds, trial, call)
     choices = [threads, *chosen, precision, *bucket, *choose_warmup_steps(given)]
     if given.compile == "auto" and machine.device != "cpu":
         choices.append(choose_compile(given, machine.device, blocks, has_compiler()))
     choices += choose_determinism(given, seconds, machine.device)
     recipe = resolve_recipe(given, choices, world_size)
-    choices = [*list_parallelism_choices(parallelism), *choices]
+    layouts = [replace(each, value=each.value.model_dump(exclude_defaults=True)) for each in parallelism]
+    choices = [*layouts, *choices]
     matmul_rates = dict(call(MATMUL_TRIAL, {"device": machine.device, "threads": threads.value}))
     other_busy_cores = max(matmul_rates.pop(OTHER_LOAD_KEY, 0.0), seconds.get(OTHER_LOAD_KEY, 0.0))
     data_sheet = find_data_sheet(machine)
@@ -206,8 +205,7 @@ def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int
     if (sync_norm_layers := profile.get(GPU_ONLY_MODULES_KEY)) and world_size > 1 and device == "cpu":
         raise RecipeError(
             f"model.build: SyncBatchNorm ({sync_norm_layers}) computes over several workers on GPUs only; use one "
-            f"worker, "
-            "BatchNorm, or GroupNorm, which needs no statistics of others"
+            "worker, BatchNorm, or GroupNorm, which needs no statistics of others"
         )
 
 
@@ -243,13 +241,14 @@ def choose_parallelism(given: Recipe, folder: Path, local_cluster: Cluster, worl
     is_cpu = local_cluster.node.accelerator.generation == "cpu"
     if given.parallelism != "auto" or world_size == 1 or needs_whole_replicas or is_cpu:
         return []
-    found = predict_best_parallelism(given, folder, world_size)
-    return [] if found is None else [AutoChoice("parallelism", found[0], found[1])]
-
-
-def list_parallelism_choices(found: list[AutoChoice]) -> list[AutoChoice]:
-    """Format the choices for plan.json."""
-    return [AutoChoice(each.key, each.value.model_dump(exclude_defaults=True), each.reason) for each in found]
+    path = default_calibration_path(discover_machine(device=given.device))
+    try:
+        planned = plan_run(LoadedRecipe(given, None, folder, {}), str(path), world_size)
+    except RecipeError:  # the model cannot be traced, or nothing is predicted to fit
+        return []
+    reason = f"the fastest of {planned.num_valid} that are valid: {planned.best.step_s:.3g} s a step predicted"
+    reason += f"; the next best takes {planned.alternatives[0].step_s:.3g} s" if planned.alternatives else ""
+    return [AutoChoice("parallelism", planned.best.scenario.parallelism, reason)]
 
 
 def predict_step_parts(
@@ -289,7 +288,7 @@ def measure_memory(
     def make_needs(profile: dict[str, Any]) -> MemoryProfile:
         return MemoryProfile(profile["trainable_parameters"], profile["frozen_parameters"], profile["peaks"], logits)
 
-    if is_model_sharded(given):
+    if num_shards(given) > 1:
         # Following a model takes seconds: a small one is measured at once, and the mode that needs least goes first.
         per_parameter = state_bytes_per_parameter(given, single_budget.device)
         num_small = int(SMALL_STATE_SHARE * single_budget.memory_bytes / per_parameter)
@@ -326,8 +325,7 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
     if changed_parameters and isinstance(parallelism, Parallelism) and parallelism.shard * parallelism.context > 1:
         raise RecipeError(
             f"parallelism.shard: forwards of the model change parameter {changed_parameters[0]!r}, and of a sharded "
-            f"one the "
-            "change is lost; keep it in a buffer, or use parallelism.replicate"
+            "one the change is lost; keep it in a buffer, or use parallelism.replicate"
         )
 
 
@@ -354,14 +352,15 @@ def try_memory_choices(
             "precisions": precisions,
             "recompute": activation_checkpointing,
             "chunked_loss": loss,
+            "compile": choose_compile(given, memory_budget.device, blocks, has_compiler()).value,
+            "determinism": given.determinism,
+            "alone": memory_budget.world_size == 1,
+            "offload": given.optimizer.offload,
         }
-        compiled = choose_compile(given, memory_budget.device, blocks, has_compiler()).value
-        trial |= {"compile": compiled, "determinism": given.determinism}
-        trial |= {"alone": memory_budget.world_size == 1, "offload": given.optimizer.offload}
         seconds = call(TIMING_TRIAL, trial)
         if OUT_OF_MEMORY_KEY not in seconds:
             return choices, seconds, trial
-        if is_model_sharded(given):  # that one worker cannot hold alone what all hold together proves nothing
+        if num_shards(given) > 1:  # that one worker cannot hold alone what all hold together proves nothing
             return choices, {}, trial
         failed_choices.append((activation_checkpointing, LOSS_MODES[loss], micro))
 
@@ -442,16 +441,3 @@ def load_calibrated_cluster(machine: Machine) -> Cluster | None:
     if cluster is None or (cluster.measured is not None and cluster.measured.busy_cores >= MAX_BUSY_CORES):
         return None
     return cluster
-
-
-def predict_best_parallelism(recipe: Recipe, folder: Path, world_size: int) -> tuple[Parallelism, str] | None:
-    """Choose the parallelism for `world_size` GPUs of this machine, with the reason. None where the model cannot be
-    traced, or nothing is predicted to fit."""
-    path = default_calibration_path(discover_machine(device=recipe.device))
-    try:
-        planned = plan_run(LoadedRecipe(recipe, None, folder, {}), str(path), world_size)
-    except RecipeError:
-        return None
-    parallelism, seconds = planned.best.scenario.parallelism, planned.best.step_s
-    others = f"; the next best takes {planned.alternatives[0].step_s:.3g} s" if planned.alternatives else ""
-    return parallelism, f"the fastest of {planned.num_valid} that are valid: {seconds:.3g} s a step predicted{others}"

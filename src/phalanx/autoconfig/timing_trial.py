@@ -3,7 +3,6 @@
 import gc
 import statistics
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from phalanx.train.loss import LossFn, LossModule, LossSums, eval_mode
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
 from phalanx.train.ops.random_draws import MicroBatchSeeds
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.tasks import Task, TensorBatch
@@ -97,9 +96,7 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
     torch.set_num_threads(payload["threads"])
     configure_kernels(device, payload["precisions"][0], deterministic)
     batch = to_device(data.read_training(0, payload["micro"]), device)
-    head = None
-    if payload.get("chunked_loss", False):
-        head = make_lm_head(model, task, data)
+    head = make_lm_head(model, task, data) if payload.get("chunked_loss", False) else None
     micro_batch_only = {"global_size": payload["micro"], "micro_size": payload["micro"]}
     recipe = Recipe.model_validate({**payload["recipe"], "batch": micro_batch_only})
     optim = recipe.optimizer
@@ -148,8 +145,11 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
                 times[precision].append(time.perf_counter() - start_time)
             # A GPU's first round loads kernels and compiles: only its later rounds can be compared.
             if times[UPDATE_KEY] or device.type == "cpu":
-                for precision in _find_slow_precisions({name: times[name][-1] for name in train_steps}):
-                    del train_steps[precision]
+                last_s = {name: times[name][-1] for name in train_steps}
+                for precision, seconds in last_s.items():
+                    # A CPU without instructions for bf16 takes ten times as long in it.
+                    if seconds > SLOW_PRECISION_RATIO * min(last_s.values()):
+                        del train_steps[precision]
             if not accumulator.is_complete:  # a precision that ran out of memory
                 continue
             start_time = time.perf_counter()
@@ -165,12 +165,6 @@ class TrialLoss(LossModule):
 
     def forward(self, batch: TensorBatch, metrics: bool = False) -> LossSums:
         return compute_loss(self.loss_fn, self.model, batch, metrics)
-
-
-def _find_slow_precisions(last_s: Mapping[str, float]) -> list[str]:
-    """Return the precisions that are too slow to be worth another round: a CPU without instructions for bf16 takes ten
-    times as long in it."""
-    return [name for name, seconds in last_s.items() if seconds > SLOW_PRECISION_RATIO * min(last_s.values())]
 
 
 def _enable_cached_casts(

@@ -163,12 +163,8 @@ def _propose_precisions(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[
         )
 
 
-def _splits_backward(recipe: ResolvedRecipe) -> bool:
-    return recipe.parallelism.splits_backward
-
-
 def _propose_compile(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
-    if not recipe.compile and not _splits_backward(recipe):
+    if not recipe.compile and not recipe.parallelism.splits_backward:
         non_matmul_share = 1 - _matmul_seconds_per_step(recipe, facts) / facts.step_s
         reason = f"{non_matmul_share:.0%} of a step is not matmul, of which fusing saves about half"
         yield TuningCandidate({"compile": True}, 1 / (1 - non_matmul_share / 2), reason)
@@ -226,7 +222,7 @@ def _propose_micro_sizes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator
 def _propose_checkpointing(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
     gains = {"selective": {"none": 1.05}, "full": {"none": 1.33, "selective": 1.2}}
     for mode, predicted in gains.get(recipe.memory.activation_checkpointing, {}).items():
-        if mode == "selective" and _splits_backward(recipe):
+        if mode == "selective" and recipe.parallelism.splits_backward:
             continue
         if _fits_in_memory(recipe, recipe.batch.micro_size, mode, facts):
             yield TuningCandidate({"memory.activation_checkpointing": mode}, predicted, "activations fit into memory")

@@ -28,7 +28,7 @@ from phalanx.text_table import Column, format_table
 if TYPE_CHECKING:
     from phalanx.autoconfig.plan import RunPlan
     from phalanx.planner.search import Candidate
-    from phalanx.planner.storage_demand import StorageDemand
+    from phalanx.planner.storage_costs import StorageDemand
 
 CANDIDATE_COLUMNS = (
     Column(),
@@ -203,7 +203,7 @@ def format_explanation(run_plan: "RunPlan") -> list[str]:
     """Format where time and memory of the best candidate go."""
     from phalanx.app.plan import format_breakdown
 
-    memory = {name.replace("_", " "): value for name, value in _memory_by_part(run_plan).items() if value > 0}
+    memory = {name.replace("_", " "): value for name, value in vars(run_plan.footprint).items() if value > 0}
     memory["total"] = run_plan.footprint.total
     return [
         "",
@@ -217,11 +217,6 @@ def format_explanation(run_plan: "RunPlan") -> list[str]:
             indent=2,
         ),
     ]
-
-
-def _memory_by_part(run_plan: "RunPlan") -> dict[str, float]:
-    """Bytes of the fullest device by part; they sum to its total."""
-    return {name: value for name, value in vars(run_plan.footprint).items() if name != "pipeline_rank"}
 
 
 def to_json(run_plan: "RunPlan", top: int, out: Path) -> dict[str, Any]:
@@ -240,7 +235,7 @@ def to_json(run_plan: "RunPlan", top: int, out: Path) -> dict[str, Any]:
         "low_s": run_plan.low_s,
         "high_s": run_plan.high_s,
         "mfu": run_plan.mfu,
-        "memory_bytes": _memory_by_part(run_plan),
+        "memory_bytes": vars(run_plan.footprint),
         "cost": asdict(run_plan.cost),
         "energy": None if energy is None else asdict(energy),
         "carbon_kg": _predict_carbon_kg(run_plan),

@@ -151,7 +151,7 @@ def expand_cluster(value: JsonMapping, location_of: LocationOf) -> JsonMapping:
         full["topology"] = _expand_part("topologies", value["topology"], {}, location_of, ("topology",))
     elif value.get("nodes") == 1:
         full["topology"] = {"kind": "single"}
-    elif (model := _find_base("nodes", value["node"])) is not None:
+    elif (name := _base_name(value["node"])) is not None and (model := find_entry("nodes", name)) is not None:
         full["topology"] = dict(_get_base("topologies", model.values["topology"], location_of, ("topology",)).values)
     if "storage" in value:
         full["storage"] = _expand_part("storage", value["storage"], {}, location_of, ("storage",))
@@ -226,11 +226,6 @@ def _base_name(value: Any) -> str | None:
     """The name of the entry that a value is, or is like."""
     name = value.get("like") if isinstance(value, dict) else value
     return name if isinstance(name, str) else None
-
-
-def _find_base(kind: CatalogKind, value: Any) -> CatalogEntry | None:
-    name = _base_name(value)
-    return find_entry(kind, name) if name is not None else None
 
 
 def _get_base(kind: CatalogKind, name: str, location_of: LocationOf, key: KeyPath) -> CatalogEntry:

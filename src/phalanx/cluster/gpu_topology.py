@@ -5,8 +5,7 @@ between the sockets. What the links really carry is measured elsewhere (calibrat
 
 import importlib
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +68,18 @@ def pcie_gbps(generation: int, lanes: int) -> float:
 def discover_gpu_links(nvml: Any = None) -> tuple[GpuLinks, ...]:
     """Return the links of all GPUs, in the order of their addresses. `nvml` is NVIDIA's library, imported unless
     given."""
-    with open_nvml(nvml if nvml is not None else import_nvml()) as library:
-        if library is None:
-            return ()
-        links = (_query_links(library, handle) for handle in gpu_handles(library))
-        return tuple(sorted(links, key=lambda each: each.pci_address))
+    nvml = nvml if nvml is not None else import_nvml()
+    if nvml is None:
+        return ()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver that answers it
+        return ()
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return tuple(sorted((_query_links(nvml, handle) for handle in handles), key=lambda each: each.pci_address))
+    finally:
+        nvml.nvmlShutdown()
 
 
 def choose_scale_up(links: tuple[GpuLinks, ...]) -> ScaleUpNetwork | None:
@@ -101,26 +107,6 @@ def import_nvml() -> Any:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
-
-
-@contextmanager
-def open_nvml(nvml: Any) -> Iterator[Any]:
-    """The library, ready to be asked; None where there is none, or no driver that answers it."""
-    if nvml is not None:
-        try:
-            nvml.nvmlInit()
-        except nvml.NVMLError:
-            nvml = None
-    try:
-        yield nvml
-    finally:
-        if nvml is not None:
-            nvml.nvmlShutdown()
-
-
-def gpu_handles(nvml: Any) -> list[Any]:
-    """The library's handles of all GPUs."""
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 def _query_links(nvml: Any, handle: Any) -> GpuLinks:
@@ -162,17 +148,10 @@ def bind_to_local_cores(
     root: Path = Path("/"),
     allowed: Collection[int] | None = None,
     set_affinity: Callable[[Collection[int]], None] = lambda cores: os.sched_setaffinity(0, cores),
-) -> frozenset[int]:
-    """Restrict this process and its children to the cores near a device. Returns these cores.
-
-    Returns an empty set and changes nothing when the near cores are unknown, or when all or none of the allowed cores
-    are near.
-    """
+) -> None:
+    """Restrict this process and its children to the cores near a device. Change nothing when these are unknown, or when
+    all or none of the allowed cores are near."""
     local_cores = find_local_cores(address, root)
-    if not local_cores:  # on systems other than Linux, too
-        return local_cores
     allowed_now = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
-    if not local_cores & allowed_now or local_cores >= allowed_now:
-        return frozenset()
-    set_affinity(local_cores & allowed_now)
-    return local_cores & allowed_now
+    if local_cores & allowed_now and not local_cores >= allowed_now:
+        set_affinity(local_cores & allowed_now)

@@ -37,7 +37,9 @@ def load_cluster(text: str, folder: Path | None = None) -> Cluster:
     """
     text = text.strip()
     if "/" in text or text.lower().endswith((".yaml", ".yml")):
-        return _load_file((folder or Path()) / Path(text).expanduser())
+        path = (folder or Path()) / Path(text).expanduser()
+        value, locations = read_user_mapping(path, "a mapping of a cluster's keys")
+        return _validate_cluster({"name": path.stem, **value}, locations, lambda key: location_of_key(locations, key))
     return _load_name(text)
 
 
@@ -49,11 +51,6 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         "# A cluster for Phalanx, in full; docs/reference/cluster-file.md explains its keys.\n"
         + to_yaml(to_plain_values(cluster, lambda name, field: name == "latency_us")),
     )
-
-
-def _load_file(path: Path) -> Cluster:
-    value, locations = read_user_mapping(path, "a mapping of a cluster's keys")
-    return _validate_cluster({"name": path.stem, **value}, locations, lambda key: location_of_key(locations, key))
 
 
 def _load_name(text: str) -> Cluster:
@@ -81,7 +78,7 @@ def _cluster_of_accelerators(text: str, accelerator: CatalogEntry, number: int) 
         (
             entry
             for entry in list_entries("nodes")
-            if entry.values.get("usual") and _has_accelerator(accelerator, entry)
+            if entry.values.get("usual") and find_entry("accelerators", entry.values["accelerator"]) is accelerator
         ),
         None,
     )
@@ -102,10 +99,6 @@ def _cluster_of_accelerators(text: str, accelerator: CatalogEntry, number: int) 
             f"{number - number % count} or {number - number % count + count}"
         )
     return {"nodes": number // count, "node": node.name}
-
-
-def _has_accelerator(device: CatalogEntry, node: CatalogEntry) -> bool:
-    return find_entry("accelerators", node.values["accelerator"]) is device
 
 
 def _describe_workstation(device: CatalogEntry, count: int) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def is_memory_backed(path: Path, root: Path = Path("/")) -> bool:
     deepest, file_system = "", ""  # the last mount on a point hides those before it
     for line in read_small_file(root / "proc/self/mountinfo").splitlines():
         fields, _, rest = line.partition(" - ")
-        point = _unescape(fields.split(" ")[4])
+        # Mount tables write spaces and the like as octal numbers.
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split(" ")[4])
         if _is_below(point, os.path.abspath(path)) and len(point) >= len(deepest):
             deepest, file_system = point, rest.split(" ")[0]
     return file_system in MEMORY_FILE_SYSTEMS
@@ -52,11 +53,6 @@ def is_memory_backed(path: Path, root: Path = Path("/")) -> bool:
 
 def _is_below(point: str, directory: str) -> bool:
     return point == "/" or directory == point or directory.startswith(f"{point}/")
-
-
-def _unescape(text: str) -> str:
-    """Mount tables write spaces and the like as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def count_busy_cores(root: Path, sleep: Callable[[float], None]) -> float | None:

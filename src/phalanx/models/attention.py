@@ -12,9 +12,8 @@ watches torch's functions, as context parallelism does to find attention, it is 
 Shapes: b batch, s sequence, h heads of queries, g heads of keys and values, d features of a head.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -29,18 +28,6 @@ AttentionPlan = Tensor | BlockMask | Literal["flash3"] | None
 flex; None for sdpa, and "flash3", see what came earlier."""
 
 HOPPER_MAJOR_CAPABILITY = 9  # major compute capability
-_forced_kernel: AttentionKernel | None = None
-
-
-@contextlib.contextmanager
-def force_kernel(kernel: AttentionKernel) -> Iterator[None]:
-    """Within it, attention is planned for this kernel on any device. For tests and comparisons."""
-    global _forced_kernel
-    before, _forced_kernel = _forced_kernel, kernel
-    try:
-        yield
-    finally:
-        _forced_kernel = before
 
 
 def make_document_mask(document_ids: Tensor) -> Tensor:
@@ -92,8 +79,10 @@ def _choose_kernel(device: torch.device, has_documents: bool, blocks_are_compile
     # A compiler that follows the whole model does not see whether a mode watches.
     if torch.compiler.is_compiling() or has_torch_function((None,)):
         return "sdpa"
-    if _forced_kernel is not None:
-        return _forced_kernel
+    return _choose_on_device(device, has_documents, blocks_are_compiled)
+
+
+def _choose_on_device(device: torch.device, has_documents: bool, blocks_are_compiled: bool) -> AttentionKernel:
     if device.type != "cuda":
         return "sdpa"
     if has_documents:
@@ -110,9 +99,7 @@ def _block_mask_factory(kind: str) -> Callable[..., Any]:
 @functools.cache
 def _find_flash3() -> Callable[..., Any] | None:
     """FlashAttention 3, if it is installed and made for this device; found out once."""
-    if _forced_kernel is None and (
-        torch.version.hip or torch.cuda.get_device_capability()[0] != HOPPER_MAJOR_CAPABILITY
-    ):
+    if torch.version.hip or torch.cuda.get_device_capability()[0] != HOPPER_MAJOR_CAPABILITY:
         return None  # an AMD MI300X has the capability 9.4
     try:
         from flash_attn_interface import flash_attn_func

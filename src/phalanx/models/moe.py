@@ -53,11 +53,10 @@ class _AddAuxLoss(torch.autograd.Function):
         return grad, scale.float().clone(), None
 
 
-class _PermuteRows(torch.autograd.Function):
-    """Rows `take[i] // copies` of x, where `indices` is a permutation and `inverse` its inverse: with copies=k each row
-    comes
-    k times. Backward gathers and adds in a fixed order: quicker than the scattered addition of plain indexing, and
-    always the same bits."""
+class PermuteRows(torch.autograd.Function):
+    """Rows `indices[i] // repeats` of x, where `indices` is a permutation and `inverse` its inverse: each row comes
+    `repeats` times. Backward gathers and adds in a fixed order: quicker than the scattered addition of plain indexing,
+    and always the same bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, indices: Tensor, inverse: Tensor, repeats: int) -> Tensor:
@@ -227,9 +226,9 @@ class MoE(nn.Module):
         weights, order, counts = self.router(rows)
         inverse = order.argsort()
         top_k = weights.shape[1]
-        sorted_rows = _PermuteRows.apply(rows, order, inverse, top_k)  # [m, w], by expert
+        sorted_rows = PermuteRows.apply(rows, order, inverse, top_k)  # [m, w], by expert
         outputs = self.experts(sorted_rows, counts)
-        outputs = _PermuteRows.apply(outputs, inverse, order, 1).unflatten(0, (-1, top_k))  # [n, k, w], by token
+        outputs = PermuteRows.apply(outputs, inverse, order, 1).unflatten(0, (-1, top_k))  # [n, k, w], by token
         mixed: Tensor = (outputs * weights.to(outputs.dtype)[:, :, None]).sum(1).view_as(x)
         return mixed if self.shared is None else mixed + self.shared(x)
 

@@ -103,18 +103,13 @@ def _kernel_sizes(x: Tensor, cos: Tensor) -> tuple[int, int, int, int]:
     return x.numel() // x.shape[-1], x.shape[-2], cos.numel() // cos.shape[-1], x.shape[-1]
 
 
-def _rows_per_program(dim: int) -> int:
-    """Rows that a program holds at a time."""
-    return FEATURES_PER_PROGRAM // dim
-
-
 @torch.library.triton_op("phalanx::norm_rotate", mutates_args={})
 def _norm_rotate_op(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     count, heads, length, dim = _kernel_sizes(x, cos)
     out = torch.empty_like(x)
-    grid = (triton.cdiv(count, _rows_per_program(dim)),)
-    torch.library.wrap_triton(_forward_kernel)[grid](
-        x, weight, cos, sin, out, count, heads, length, EPS=eps, D=dim, ROWS=_rows_per_program(dim)
+    rows = FEATURES_PER_PROGRAM // dim
+    torch.library.wrap_triton(_forward_kernel)[(triton.cdiv(count, rows),)](
+        x, weight, cos, sin, out, count, heads, length, EPS=eps, D=dim, ROWS=rows
     )
     return out
 
@@ -124,7 +119,8 @@ def _norm_rotate_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     count, heads, length, dim = _kernel_sizes(x, cos)
-    blocks = triton.cdiv(count, _rows_per_program(dim))
+    rows = FEATURES_PER_PROGRAM // dim
+    blocks = triton.cdiv(count, rows)
     programs = min(MAX_BACKWARD_PROGRAMS, blocks)
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty((programs, dim), dtype=torch.float32, device=x.device)
@@ -141,7 +137,7 @@ def _norm_rotate_backward_op(
         length,
         EPS=eps,
         D=dim,
-        ROWS=_rows_per_program(dim),
+        ROWS=rows,
         BLOCKS=triton.cdiv(blocks, programs),
     )
     return grad_x, grad_weight.sum(0)

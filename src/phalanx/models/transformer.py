@@ -246,12 +246,8 @@ def check_decoder_sizes(
     hidden_size: int, num_heads: int, num_kv_heads: int, dropout: float, head_dim: int | None, **sizes: int
 ) -> int:
     """The features of a head. Raises ValueError, naming the argument, when sizes of a decoder do not fit together."""
-    for name, value in {
-        **sizes,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-    }.items():
+    sizes |= {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if head_dim is None and hidden_size % num_heads:
@@ -295,17 +291,8 @@ def transformer(
     if activation not in ("swiglu", "relu2"):
         raise ValueError(f"activation={activation!r} must be 'swiglu' or 'relu2'")
     ffn_size = default_ffn_hidden_size(hidden_size, activation) if ffn_hidden_size is None else ffn_hidden_size
-    dim = check_decoder_sizes(
-        hidden_size,
-        num_heads,
-        num_kv_heads,
-        dropout,
-        head_dim,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        layers=layers,
-        ffn_hidden_size=ffn_size,
-    )
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "layers": layers, "ffn_hidden_size": ffn_size}
+    dim = check_decoder_sizes(hidden_size, num_heads, num_kv_heads, dropout, head_dim, **sizes)
     return Transformer(
         DecoderConfig(
             vocab_size=vocab_size,

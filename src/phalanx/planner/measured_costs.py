@@ -37,7 +37,6 @@ SIMILAR_OP = {
     "slice_backward": "clone",
     "where": "mul",
     "native_dropout": "mul",
-    "mul_": "mul_",
     "sub_": "add_",
     "div_": "mul_",
     "copy_": "clone",

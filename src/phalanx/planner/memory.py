@@ -60,8 +60,6 @@ OVERHEAD_BY_STACK = {
 class MemoryEstimate:
     """Bytes on one device at the fullest moment of a step, by part."""
 
-    pipeline_rank: int
-    """Rank within the pipeline."""
     parameters: float
     gradients: float
     optimizer_state: float
@@ -139,7 +137,7 @@ def lower_bound_bytes(scenario: Scenario, optimizer_state: OptimizerState = NO_O
     state_bytes = [
         _persistent_state(scenario, rank, stages[rank::num_ranks], optimizer_state)[1] for rank in range(num_ranks)
     ]
-    return max(_assemble_estimate(scenario, rank, state, 0.0, 0.0).total for rank, state in enumerate(state_bytes))
+    return max(_assemble_estimate(scenario, state, 0.0, 0.0).total for state in state_bytes)
 
 
 def estimate_memory_by_rank(scenario: Scenario, options: TrainingOptions = DEFAULT_OPTIONS) -> list[MemoryEstimate]:
@@ -152,23 +150,13 @@ def estimate_memory_by_rank(scenario: Scenario, options: TrainingOptions = DEFAU
             loss_mode = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy_kernel.py)
     optimizer_state = optimizer_state_of(options.optimizer, options.state_dtype, options.offload, options.momentum)
     stages, pipeline = split_into_stages(scenario), scenario.parallelism.pipeline
-    return [
-        _estimate_rank(scenario, rank, stages[rank::pipeline], optimizer_state, loss_mode) for rank in range(pipeline)
-    ]
-
-
-def _estimate_rank(
-    scenario: Scenario,
-    rank: int,
-    rank_stages: Sequence[StageSegments],
-    optimizer_state: OptimizerState,
-    loss_mode: LossMode,
-) -> MemoryEstimate:
-    parameters, state_bytes = _persistent_state(scenario, rank, rank_stages, optimizer_state)
-    activations, temporaries = _find_peak(
-        scenario, rank, [estimate_stage_activations(scenario, chunk, parameters, loss_mode) for chunk in rank_stages]
-    )
-    return _assemble_estimate(scenario, rank, state_bytes, activations, temporaries)
+    estimates = []
+    for rank in range(pipeline):
+        rank_stages = stages[rank::pipeline]
+        parameters, state_bytes = _persistent_state(scenario, rank, rank_stages, optimizer_state)
+        chunks = [estimate_stage_activations(scenario, chunk, parameters, loss_mode) for chunk in rank_stages]
+        estimates.append(_assemble_estimate(scenario, state_bytes, *_find_peak(scenario, rank, chunks)))
+    return estimates
 
 
 def _persistent_state(
@@ -185,25 +173,16 @@ def _persistent_state(
 
 
 def _assemble_estimate(
-    scenario: Scenario, rank: int, state_bytes: StateBytes, activations: float, temporaries: float
+    scenario: Scenario, state_bytes: StateBytes, activations: float, temporaries: float
 ) -> MemoryEstimate:
     parallelism = scenario.parallelism
     allocated = state_bytes.parameters + state_bytes.gradients + state_bytes.optimizer_state + activations + temporaries
     overhead = OVERHEAD_BY_STACK.get(scenario.stack.name, NonTensorMemory())
     on_cpu = is_cpu(scenario.cluster.node.accelerator)
-    num_communicators = sum(
-        size > 1
-        for size in (
-            scenario.data_parallel,
-            parallelism.tensor,
-            parallelism.pipeline,
-            parallelism.context,
-            parallelism.expert,
-        )
-    )
+    inner_sizes = (parallelism.tensor, parallelism.pipeline, parallelism.context, parallelism.expert)
+    num_communicators = sum(size > 1 for size in (scenario.data_parallel, *inner_sizes))
     saved = (state_bytes.parameters + state_bytes.optimizer_state) / parallelism.replicate
     return MemoryEstimate(
-        pipeline_rank=rank,
         parameters=state_bytes.parameters,
         gradients=state_bytes.gradients,
         optimizer_state=state_bytes.optimizer_state,

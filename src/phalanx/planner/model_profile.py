@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 PassDirection = Literal["forward", "backward"]
+PASS_DIRECTIONS: tuple[PassDirection, PassDirection] = ("forward", "backward")
 TpSplitDim = Literal["m", "n", "k", "count", ""]
 """Which dimension of a product tensor parallelism divides; "" for none."""
 
@@ -217,7 +218,9 @@ class ModelProfile:
 
     def flops(self, phase: PassDirection | None = None) -> float:
         """FLOPs of the products and attention of one sample, without recomputation; causal attention counts half."""
-        return sum(each.repeats * op_flops(op) for each in self.segments for op in each.ops if _in_pass(op, phase))
+        return sum(
+            each.repeats * op_flops(op) for each in self.segments for op in each.ops if phase in (None, op.phase)
+        )
 
 
 def op_flops(operation: ProfiledOp, samples: float = 1.0) -> float:
@@ -228,7 +231,3 @@ def op_flops(operation: ProfiledOp, samples: float = 1.0) -> float:
     if isinstance(operation, AttentionOp):
         return operation.flops_per_sample * operation.samples.evaluate(samples)
     return 0.0
-
-
-def _in_pass(operation: ProfiledOp, phase: PassDirection | None) -> bool:
-    return phase is None or operation.phase == phase

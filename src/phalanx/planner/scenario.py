@@ -65,12 +65,10 @@ class GradientTransport:
 
 
 TRANSPORT_BY_COMPRESSION = {
-    "bf16": GradientTransport(
-        2 / 4, 2.0 + 2.0 + 1.0
-    ),  # sent, received, and a part that is summed: a half of two workers
-    "int8": GradientTransport(
-        INT8_WIRE_RATIO, 4.0 + 2 * 4.0 * INT8_WIRE_RATIO
-    ),  # held back; sent and received with a scale for 256
+    # Sent, received, and a part that is summed: a half of two workers.
+    "bf16": GradientTransport(2 / 4, 2.0 + 2.0 + 1.0),
+    # Held back; sent and received with a scale for 256.
+    "int8": GradientTransport(INT8_WIRE_RATIO, 4.0 + 2 * 4.0 * INT8_WIRE_RATIO),
 }
 """Transport by compression; other values send gradients uncompressed."""
 

@@ -67,7 +67,11 @@ def enumerate_candidates(profile: ModelProfile, space: SearchSpace) -> Layouts:
             if pipeline == 1
             or (
                 samples_per_group // micro_size >= pipeline
-                and _can_schedule(schedule, virtual_stages, samples_per_group // micro_size, pipeline)
+                and (
+                    virtual_stages == 1
+                    or PIPELINE_SCHEDULES[schedule] != "interleaved"
+                    or samples_per_group // micro_size % pipeline == 0  # whole groups of as many as there are ranks
+                )
             )
             for mode in space.checkpointing_modes
             if not (mode == "selective" and pipeline > 1 and PIPELINE_SCHEDULES[schedule] == "zero-bubble")
@@ -127,11 +131,6 @@ def _enumerate_schedules(blocks: int, pipeline: int, space: SearchSpace) -> list
         if blocks >= pipeline * virtual_stages:
             schedules.append((PIPELINE_SCHEDULES.index("interleaved"), virtual_stages))
     return schedules
-
-
-def _can_schedule(schedule: int, virtual_stages: int, num_micro_batches: int, pipeline: int) -> bool:
-    """Interleaving wants whole groups of as many micro-batches as there are ranks."""
-    return virtual_stages == 1 or PIPELINE_SCHEDULES[schedule] != "interleaved" or num_micro_batches % pipeline == 0
 
 
 @dataclass(frozen=True)
@@ -256,24 +255,11 @@ def _sort_key(candidate: Candidate) -> tuple[float, int, bool, int, float]:
     """Faster comes first; what is as fast to half a percent, with the simpler layout,
     whole replicas and less recomputation."""
     parallelism = candidate.scenario.parallelism
-    num_dims_used = sum(
-        size > 1
-        for size in (
-            parallelism.replicate,
-            parallelism.shard,
-            parallelism.tensor,
-            parallelism.pipeline,
-            parallelism.context,
-        )
-    )
-    mode_index = (
-        CHECKPOINTING_MODES.index(candidate.scenario.checkpointing)
-        if candidate.scenario.checkpointing in CHECKPOINTING_MODES
-        else 0
-    )
+    sizes = (parallelism.replicate, parallelism.shard, parallelism.tensor, parallelism.pipeline, parallelism.context)
+    mode_index = CHECKPOINTING_MODES.index(candidate.scenario.checkpointing)
     return (
         round(math.log(candidate.step_s) / 0.005),
-        num_dims_used,
+        sum(size > 1 for size in sizes),
         parallelism.shard > 1,
         mode_index,
         candidate.peak_bytes,

@@ -209,19 +209,14 @@ def segment_pass_time(
     """What a segment does one way and what is computed `recomputed` for it, in seconds, without sharding; `way` of
     recomputing. `has_experts`: whether any segment of the model has them. Numbers or arrays of layouts."""
     recompute_s: ArrayLike = 0.0
-    num_reduces, num_dispatches, launch_s = (
-        work_done.num_reduces,
-        work_done.num_dispatches,
-        _launch_seconds(stack, work_done),
-    )
+    num_reduces, num_dispatches = work_done.num_reduces, work_done.num_dispatches
+    launch_s = _launch_seconds(stack, work_done)
     if recomputed is not None:
         launch_s = launch_s + _launch_seconds(stack, recomputed)
         recompute_s = recomputed.compute.memory_bound if mode == "selective" else recomputed.compute.total
         if mode != "selective":
-            num_reduces, num_dispatches = (
-                num_reduces + recomputed.num_reduces,
-                num_dispatches + recomputed.num_dispatches,
-            )
+            num_reduces += recomputed.num_reduces
+            num_dispatches += recomputed.num_dispatches
     expert_factor = stack.expert_factor if has_experts else 1.0
     compute_factor = expert_factor * stack.compute_factor
     reduced_bytes = work_done.reduce_bytes if work_done.num_reduces or recomputed is None else recomputed.reduce_bytes

@@ -12,8 +12,7 @@ from phalanx.planner.collectives import CollectiveKind, GroupCollectives
 from phalanx.planner.device_costs import DeviceCosts
 from phalanx.planner.layouts import CHECKPOINTING_MODES, PIPELINE_SCHEDULES, Layouts, layout_of
 from phalanx.planner.measured_costs import MeasuredCosts
-from phalanx.planner.model_profile import ModelSegment, PassDirection
-from phalanx.planner.moe import PASS_DIRECTIONS
+from phalanx.planner.model_profile import PASS_DIRECTIONS, ModelSegment, PassDirection
 from phalanx.planner.pipeline import StageSegments, StageTime, pipeline_seconds, split_into_stages, split_profile
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.segment_costs import (
@@ -100,11 +99,8 @@ class LayoutStepTimes:
 class LayoutCosts:
     """The costs of a model's segments under each layout, computed once. Everything else is that of `scenario`."""
 
-    def __init__(
-        self, scenario: Scenario, layouts: Layouts, device: DeviceCosts, cost_of: OpCost | None = None
-    ) -> None:
-        self.scenario, self.layouts, self.device = scenario, layouts, device
-        self._cost_of = cost_of or op_cost_from(device)
+    def __init__(self, scenario: Scenario, layouts: Layouts, device: DeviceCosts, cost_of: OpCost) -> None:
+        self.scenario, self.layouts, self.device, self._cost_of = scenario, layouts, device, cost_of
         data_parallel = layouts.replicate * layouts.shard
         self.num_micro_batches = np.maximum(1, scenario.global_batch // (data_parallel * layouts.micro_size))
         self.samples = layouts.micro_size / layouts.context
@@ -277,17 +273,13 @@ def measured_step_time(scenario: Scenario, device: DeviceCosts, measured_costs: 
     )
 
 
-def predict_step_time(scenario: Scenario, device: DeviceCosts, cost_of: OpCost | None = None) -> StepBreakdown:
+def predict_step_time(scenario: Scenario, device: DeviceCosts) -> StepBreakdown:
     """Seconds of a step by cause, from the point of view of the busiest pipeline rank."""
-    return predict_step_times(scenario, layout_of(scenario), device, cost_of, simulate_pipeline=True).breakdown(0)
+    return predict_step_times(scenario, layout_of(scenario), device, simulate_pipeline=True).breakdown(0)
 
 
 def predict_step_times(
-    scenario: Scenario,
-    layouts: Layouts,
-    device: DeviceCosts,
-    cost_of: OpCost | None = None,
-    simulate_pipeline: bool = False,
+    scenario: Scenario, layouts: Layouts, device: DeviceCosts, simulate_pipeline: bool = False
 ) -> LayoutStepTimes:
     """Seconds of a step by cause under each layout, from the point of view of the busiest pipeline rank. `scenario`
     gives all that is not in `layouts`. Without `simulate_pipeline` a pipeline takes (micro-batches + (stages - 1) /
@@ -297,7 +289,7 @@ def predict_step_times(
     group_rows, group_of = layouts.unique_rows("pipeline", "virtual_stages")
     for group in range(len(group_rows)):
         rows = np.flatnonzero(group_of == group)
-        costs = LayoutCosts(scenario, layouts.take(rows), device, cost_of)
+        costs = LayoutCosts(scenario, layouts.take(rows), device, op_cost_from(device))
         for name, seconds in _predict_equal_stages(costs, simulate_pipeline).items():
             parts[name][rows] = seconds
     return LayoutStepTimes(parts)
@@ -337,7 +329,8 @@ def _predict_equal_stages(costs: LayoutCosts, simulate_pipeline: bool) -> dict[s
     num_updated = _count_on_fullest_rank(costs.num_updated, ranks)
     num_gradients = np.where(layouts.zero_level == 3, num_updated, _count_on_fullest_rank(costs.num_trained, ranks))
     parts["grad_sync"] = _exposed_grad_sync_seconds(costs, num_gradients, forward_s.max(axis=0), backward_s.max(axis=0))
-    parts["optimizer"] = np.asarray(update_seconds(scenario.optimizer, costs.device, num_updated))
+    update_bytes = num_updated * UPDATE_BYTES_PER_PARAMETER[scenario.optimizer]
+    parts["optimizer"] = np.asarray(update_bytes / (costs.device.bandwidth * 0.8))
     parts["other"] = np.full(len(layouts), scenario.stack.step_overhead_s)
     return parts
 
@@ -409,11 +402,6 @@ def exposed_seconds(comm_s: ArrayLike, compute_s: ArrayLike, max_overlap: float)
     """What does not hide, and by how much it slows down what it hides behind. Numbers or arrays."""
     hidden_s = np.minimum(comm_s * max_overlap, compute_s)
     return comm_s - hidden_s + OVERLAP_SLOWDOWN * hidden_s
-
-
-def update_seconds(optimizer: str, device: DeviceCosts, num_weights: ArrayLike) -> ArrayLike:
-    """Seconds of an optimizer step on `num_weights` weights."""
-    return num_weights * UPDATE_BYTES_PER_PARAMETER[optimizer] / (device.bandwidth * 0.8)
 
 
 def format_breakdown(step_breakdown: StepBreakdown, width: int = 40) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from phalanx.recipe.locations import huggingface_directory
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
 from phalanx.train.distributed.context_parallel import local_runs
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import sort_in_reduction_order
 from phalanx.train.distributed.mesh import Mesh, build_mesh
@@ -22,10 +24,9 @@ from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
-from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS, BucketedReducer
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
-from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.hf.inputs import check_auxiliary_loss
 from phalanx.train.local_sgd.step import LocalSGDAccumulator, make_local_sgd_reducer
 from phalanx.train.loss import ContextSplit, LMHead, LossFn, LossModule, find_lm_head, plan_context_split
@@ -34,10 +35,10 @@ from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import all_reduce_copy, group_rank, group_size
 from phalanx.train.ops.lora import has_lora
 from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
-from phalanx.train.optim import NormFn, OptimizerContainer, compute_norms, compute_squared_norms, select_muon_matrices
+from phalanx.train.optim.container import OptimizerContainer, select_muon_matrices
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
-from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, check_problem_type, open_task
+from phalanx.train.tasks import LanguageModeling, Task, check_problem_type, open_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_step import GradientAccumulator, to_device
 
@@ -173,7 +174,8 @@ def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
     head_loss = getattr(task, "head_loss", None)
     if head_loss is None or not _head_loss_matches_loss(task):
         return None
-    sample = _load_one_sample(model, data)
+    device = next(model.parameters()).device
+    sample = to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
     # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
     device = next(iter(sample.values())).device
     with autocast_context("bf16", device) if device_kind_of(device.type).is_gpu else contextlib.nullcontext():
@@ -184,12 +186,6 @@ def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
     if name is None or not isinstance(layer, nn.Linear) or not bare:
         return None
     return LMHead(name, head_loss, layer.out_features)
-
-
-def _load_one_sample(model: nn.Module, data: RunData) -> TensorBatch:
-    """A batch of one sample on the model's device; on the CPU for a model on the meta device."""
-    device = next(model.parameters()).device
-    return to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
 
 
 def _build_parallel_model(
@@ -220,7 +216,7 @@ def _build_parallel_model(
         loss_module = LossModule(model, loss_fn)
         parallel_model, vocab_group = parallelize(model, loss_module, mesh, config)
         if loss_fn.lm_head is not None:
-            loss_fn.lm_head = loss_fn.lm_head.with_group(vocab_group)
+            loss_fn.lm_head = replace(loss_fn.lm_head, group=vocab_group)
         return parallel_model, loss_module
     micro_size = recipe.batch.micro_size
     return build_pipeline(
@@ -272,10 +268,7 @@ def choose_reducer(
         parameters = sort_in_reduction_order(parallel_model.modules, parameters)
     bucketed = _make_bucketed_reducer(recipe, dist_env, parallel_model, parameters, num_metric_slots)
     reducer: GradReducer = LocalReducer(parameters, layers) if bucketed is None else bucketed
-    if mesh.is_tree_hsdp:
-        assert mesh.fsdp_mesh is not None
-        reducer = HSDPTreeReducer(reducer, mesh.fsdp_mesh.get_group())
-    elif not mesh.is_pure_ddp:
+    if not mesh.is_pure_ddp and not mesh.is_tree_hsdp:
         own_indices = mesh.own_micro_batches(micro_batches)
         last = own_indices[-1] if mesh.pipeline_group is None and len(own_indices) > 1 else None
         reducer = ParallelReducer(parallel_model, bucketed, last_micro_batch=last)
@@ -301,7 +294,7 @@ def _make_bucketed_reducer(
     # A pipeline runs many backwards at once, so its gradients are summed after the last.
     if mesh.pipeline_group is not None or not (mesh.is_tree_hsdp or (mesh.fsdp_mesh is None and is_needed)):
         return None
-    reducer = BucketedReducer(
+    reducer = (HSDPTreeReducer if mesh.is_tree_hsdp else BucketedReducer)(
         parameters,
         rank=mesh.coordinates["replicate"],
         world_size=mesh.parallelism.replicate,
@@ -314,6 +307,9 @@ def _make_bucketed_reducer(
         powersgd_rank=recipe.grad_sync.powersgd_rank,
         warmup_steps=num_warmup_steps(recipe),
     )
+    if isinstance(reducer, HSDPTreeReducer):
+        assert mesh.fsdp_mesh is not None
+        reducer.shard_group = mesh.fsdp_mesh.get_group()
     parallel_model.error_feedback = (
         ErrorFeedbackState.from_residuals(parallel_model, reducer.residuals(), reducer.projection_bases())
         if uses_error_feedback

@@ -5,11 +5,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from phalanx.data import RunData
 from phalanx.run.event_types import EvaluationDone, EvaluationProgress
@@ -18,11 +17,11 @@ from phalanx.train.callbacks import TrainerCallback
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import Mesh
-from phalanx.train.distributed.object_collectives import all_gather_json
-from phalanx.train.loss import LossSums
+from phalanx.train.distributed.object_collectives import all_gather_json, all_reduce_max
+from phalanx.train.distributed.pipeline.build import PipelineRunner
+from phalanx.train.loss import LossModule
 from phalanx.train.step_metrics import finite_or_none
 from phalanx.train.step_timer import StepTimer
-from phalanx.train.tasks import TensorBatch
 from phalanx.train.train_step import to_device
 
 if TYPE_CHECKING:
@@ -114,21 +113,8 @@ class EvaluationPolicy(TrainerCallback):
         )
 
 
-class LossEvaluator(Protocol):
-    """What is evaluated: a `LossModule`, or a pipeline that has one."""
-
-    @property
-    def training(self) -> bool: ...
-
-    def train(self, mode: bool) -> Any: ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-    def __call__(self, batch: TensorBatch, metrics: bool) -> LossSums: ...
-
-
 def evaluate(
-    loss_module: LossEvaluator,
+    loss_module: LossModule | PipelineRunner,
     data: RunData,
     *,
     dist_env: DistEnv,
@@ -169,7 +155,7 @@ def evaluate(
                 sums = loss_module(batch, metrics=True)
                 if own is not None and mesh.owns_loss:
                     rows[own] = [(name, float(value), float(num_terms)) for name, value, num_terms in sums]
-            if _any_rank(stop_requested(), dist_env):
+            if any(all_reduce_max(dist_env, [stop_requested()])):
                 return None
             if clock() >= last_report_at + PROGRESS_INTERVAL_S:
                 last_report_at = clock()
@@ -218,7 +204,7 @@ def _weighted_mean(means: Sequence[float | None], weights: Sequence[float]) -> f
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: LossEvaluator) -> Iterator[None]:
+def _evaluation_mode(model: LossModule | PipelineRunner) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]  # some may be in evaluation mode on purpose
     model.train(False)
     try:
@@ -227,14 +213,6 @@ def _evaluation_mode(model: LossEvaluator) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         reshard_parameters(model.modules())
-
-
-def _any_rank(flag: bool, dist_env: DistEnv) -> bool:
-    if dist_env.world_size == 1:
-        return flag
-    value = torch.tensor(float(flag), device=dist_env.device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return bool(value.item())
 
 
 def _gather_sums(

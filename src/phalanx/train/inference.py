@@ -18,16 +18,10 @@ from phalanx.recipe.data_schema import list_sources
 from phalanx.run import Run
 from phalanx.std_streams import word_of
 from phalanx.storage.url import is_url
-from phalanx.train.checkpoint import (
-    find_newest_good,
-    format_checkpoint_name,
-    list_checkpoints,
-    load_tensors,
-    read_manifest,
-)
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step
 from phalanx.train.checkpoint.durable import best_checkpoint_file
-from phalanx.train.checkpoint.load import recipe_in
+from phalanx.train.checkpoint.format import format_checkpoint_name, list_checkpoints, read_manifest
+from phalanx.train.checkpoint.load import find_newest_good, load_tensors, recipe_in
 from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
 from phalanx.train.checkpoint.store_fetch import StoreSource
 from phalanx.train.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
@@ -185,7 +179,7 @@ def _fetch_stored(run: Run, url: str, step: int | None, best: bool) -> int | Non
     checkpoints = CheckpointStore(url)
     whole = list(checkpoints.whole_steps())
     if best:
-        step = find_best_step({each: checkpoints.read_manifest(each).meta.get("best_loss") for each in whole})
+        step = find_best_step({each: checkpoints.read(each).manifest.meta.get("best_loss") for each in whole})
         if step is None:
             raise UsageError(f"{url}: no checkpoint has a validation loss; the run has not evaluated and saved yet")
     run.checkpoints.mkdir(exist_ok=True)

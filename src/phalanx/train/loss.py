@@ -8,7 +8,7 @@ model return these.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def bypass_lm_head(head: nn.Module) -> Iterator[None]:
     the head still run, so that a sharded one is gathered."""
     # Replace `forward` on the instance; a hook would run after the matmul that is to be avoided.
     before = vars(head).get("forward")
-    vars(head)["forward"] = _identity
+    vars(head)["forward"] = lambda x: x
     try:
         yield
     finally:
@@ -87,10 +87,6 @@ def bypass_lm_head(head: nn.Module) -> Iterator[None]:
             del vars(head)["forward"]
         else:
             vars(head)["forward"] = before
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 @contextlib.contextmanager
@@ -151,10 +147,6 @@ class LMHead:
     vocab_size: int
     group: Group = None
 
-    def with_group(self, group: Group) -> "LMHead":
-        """Return the same layer with the vocabulary sharded over a group."""
-        return replace(self, group=group)
-
 
 class LossFn:
     """The loss of a model on a batch, in `precision`. A function of both, so that each pipeline stage can use it with
@@ -193,9 +185,7 @@ class LossFn:
         if documents is not None and self.context_split.restarts_positions:
             batch = {**batch, "positions": compute_positions(documents)}
         mine = shard_batch(batch, self.context_split.group, self.context_split.method)
-        with ContextParallel(
-            self.context_split.group, self.context_split.method, documents, replace_masks=True
-        ) as context:
+        with ContextParallel(self.context_split.group, self.context_split.method, documents) as context:
             yield mine
             if (
                 not context.attention_seen

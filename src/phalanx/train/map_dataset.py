@@ -57,7 +57,7 @@ class MapDatasetSource:
 
 def batch_to_device(batch: Mapping[str, CollatedMicroBatch], device: torch.device) -> Any:
     """Return a feed's micro-batch as its collate function made it, with tensors on the device."""
-    return _to_device(batch[""].value, device)
+    return map_tensors(batch[""].value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def check_map_dataset(dataset: Any) -> None:
@@ -101,10 +101,6 @@ def _update_digest(digest: xxhash.xxh3_64, value: Any) -> None:
         digest.update(value)
     elif isinstance(value, str | int | float):
         digest.update(str(value).encode())
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _count_bytes(value: Any) -> int:

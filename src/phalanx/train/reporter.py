@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.run import Event, EventLog, Run, read_events, sum_training_seconds
 from phalanx.run.directory import write_json
@@ -22,28 +22,6 @@ MAX_ERROR_CHARS = 8000
 """Maximum characters of a reported error; one with a whole tensor would not fit a packet."""
 
 
-class Reporter(Protocol):
-    """The interface that the training loop needs."""
-
-    def report_event(self, event: Event) -> None:
-        """Report an event of events.jsonl."""
-
-    def report_error(self, text: str, code: int, out_of_memory: bool = False) -> None:
-        """Report why this worker exits with `code`."""
-
-    def report_result(self, value: dict[str, Any]) -> None:
-        """Report the run's result."""
-
-    def flush(self) -> None:
-        """Send delayed events."""
-
-    def send_control(self, message: FromWorker) -> None:
-        """Send the agent a message that is not an event of the run."""
-
-    def close(self) -> None:
-        """Send delayed events, for the last time."""
-
-
 class AgentReporter:
     """Sends to the agent, as the worker of this rank."""
 
@@ -54,6 +32,7 @@ class AgentReporter:
         self._oldest_pending_time = 0.0
 
     def report_event(self, event: Event) -> None:
+        """Report an event of events.jsonl."""
         if not self._pending:
             self._oldest_pending_time = event.time
         self._pending.append(event)
@@ -61,24 +40,28 @@ class AgentReporter:
             self.flush()
 
     def report_error(self, text: str, code: int, out_of_memory: bool = False) -> None:
+        """Report why this worker exits with `code`."""
         self.send_control(
             WorkerError(rank=self._rank, message=text[:MAX_ERROR_CHARS], exit_code=code, out_of_memory=out_of_memory)
         )
 
     def report_result(self, value: dict[str, Any]) -> None:
+        """Report the run's result."""
         self.send_control(RunResult(value=value))
 
     def flush(self) -> None:
+        """Send delayed events."""
         pending, self._pending = self._pending, []
         if pending:
             send(self._socket, *pending)
 
     def send_control(self, message: FromWorker) -> None:
-        """Send at once, after delayed events."""
+        """Send the agent a message that is not an event of the run, at once, after delayed events."""
         self._pending.append(message)
         self.flush()
 
     def close(self) -> None:
+        """Send delayed events, for the last time."""
         self.flush()
 
 
@@ -114,13 +97,14 @@ class RunReporter:
             self._log.close()
 
 
+Reporter = AgentReporter | RunReporter
+
+
 def make_reporter(
     run: Run, is_rank_zero: bool, events_fd: str | None, show: Callable[[Event], None] | None = None
-) -> AgentReporter | RunReporter:
+) -> Reporter:
     """Make the reporter for this worker. `events_fd` is the value of PHALANX_EVENTS_FD, which our agent sets
     together with RANK."""
-    return (
-        AgentReporter(int(events_fd), int(os.environ.get("RANK") or 0))
-        if events_fd
-        else RunReporter(run, is_rank_zero, show)
-    )
+    if events_fd:
+        return AgentReporter(int(events_fd), int(os.environ.get("RANK") or 0))
+    return RunReporter(run, is_rank_zero, show)

@@ -1,7 +1,7 @@
 """Resume training from the newest checkpoint, and report where an attempt starts and how the run ends."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from phalanx.recipe.diff import diff_recipes, is_mathematics
 from phalanx.run import read_events
 from phalanx.run.directory import RESULT_FORMAT
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, InMemoryRestored, RunWarning
-from phalanx.train.checkpoint import compute_digest, digest_checkpoint, format_checkpoint_name
+from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
+from phalanx.train.checkpoint.format import format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import find_unused_entries, get_state_tensors
 from phalanx.train.checkpoint.restore import (
     RestoredCheckpoint,
@@ -27,7 +28,7 @@ from phalanx.train.checkpoint.store_fetch import StoreSource
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import all_gather_json
 from phalanx.train.model_builder import has_batch_norm
-from phalanx.train.optim import trainable_parameters
+from phalanx.train.optim.container import trainable_parameters
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
 
@@ -129,7 +130,11 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
         "holds optimizer state of another kind of optimizer": sorted(set(not_fitting)),
         "has no optimizer state of parameters that were not trained before": sorted(set(trained) - set(in_checkpoint)),
     }
-    texts = [f"{problem}: {_count_names(names)}" for problem, names in problems.items() if names]
+    texts = [
+        f"{problem}: {len(names)} tensor{'s' if len(names) > 1 else ''}, such as {names[0]}"
+        for problem, names in problems.items()
+        if names
+    ]
     if not texts:
         return
     if not force:
@@ -139,10 +144,6 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
         )
     if context.dist_env.is_rank_zero:
         context.reporter.report_event(RunWarning(text=f"forced: the checkpoint {'; '.join(texts)}"))
-
-
-def _count_names(names: Sequence[str]) -> str:
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}, such as {names[0]}"
 
 
 def report_start(context: TrainContext, samples: int, train_state: TrainState) -> None:
@@ -171,13 +172,15 @@ def report_start(context: TrainContext, samples: int, train_state: TrainState) -
 
 def make_result(context: TrainContext, train_state: TrainState, status: str) -> dict[str, Any]:
     """result.json, but for the seconds: how training ended, with the digest of the state that was saved last."""
-    result: dict[str, Any] = {"format": RESULT_FORMAT, "status": status, "steps": train_state.step}
-    result |= {
+    return {
+        "format": RESULT_FORMAT,
+        "status": status,
+        "steps": train_state.step,
         "final_loss": train_state.last_loss,
         "num_units": train_state.units_trained,
         "num_restarts": context.dist_env.attempt,
+        "digest": _final_digest(context, train_state),
     }
-    return {**result, "digest": _final_digest(context, train_state)}
 
 
 def _final_digest(context: TrainContext, train_state: TrainState) -> str:

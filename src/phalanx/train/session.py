@@ -28,7 +28,7 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.run.directory import write_json
 from phalanx.train.builder import make_accumulator, make_held_slices
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
-from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.checkpoint.durable import clean_checkpoint_dir
 from phalanx.train.distributed.failures import explain_out_of_memory
 from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import build_mesh
@@ -70,12 +70,7 @@ class PreparedModel:
 class Session:
     """The object that `phalanx.session` returns. `rank`, `world_size` and `device` are those of this worker."""
 
-    def __init__(
-        self,
-        process: WorkerProcess,
-        recipe: ResolvedRecipe,
-        force: bool,
-    ):
+    def __init__(self, process: WorkerProcess, recipe: ResolvedRecipe, force: bool):
         run, dist_env = process.run, process.dist_env
         self.rank, self.world_size, self.device = dist_env.rank, dist_env.world_size, dist_env.device
         self._run, self._recipe, self._folder, self._dist_env = run, recipe, process.folder, dist_env
@@ -183,12 +178,8 @@ class Session:
         self._stepped = False
 
     def _make_context(self, prepared: PreparedModel, data: MapDatasetSource, tokens: int) -> TrainContext:
-        dist_env, parallel_model, optimizer, scaler = (
-            self._dist_env,
-            prepared.parallel_model,
-            prepared.optimizer,
-            prepared.scaler,
-        )
+        dist_env, parallel_model = self._dist_env, prepared.parallel_model
+        optimizer, scaler = prepared.optimizer, prepared.scaler
         # The schedule scales the learning rate that the loop gave its optimizer, and events report the result.
         optim = self._recipe.optimizer.model_copy(update={"lr": optimizer.base_lr})
         recipe = self._recipe.model_copy(update={"optimizer": optim})
@@ -229,8 +220,9 @@ class Session:
             plan |= {
                 "session": {**prepared.plan_facts, "data": data},
                 "trainable_parameters": prepared.plan_facts["parameters"],
+                "unit": "tokens" if tokens > 1 else "samples",
+                "units_per_sample": tokens,
             }
-            plan |= {"unit": "tokens" if tokens > 1 else "samples", "units_per_sample": tokens}
             write_json(self._run.plan, plan)
 
     def backward(self, loss_sum: Tensor, num_terms: Tensor | int) -> None:
@@ -264,8 +256,7 @@ class Session:
 
     def explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that turns an allocation failure into an error that names a smaller micro-batch size."""
-        micro_size = self._recipe.batch.micro_size
-        return explain_out_of_memory(micro_size)
+        return explain_out_of_memory(self._recipe.batch.micro_size)
 
     def _require_trainer(self) -> Trainer:
         if self._trainer is None:

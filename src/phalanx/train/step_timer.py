@@ -1,9 +1,10 @@
 """Measure the time of a step by phase."""
 
+import functools
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,83 +16,33 @@ OWN_WORK_PHASES = ("data_wait", "forward", "backward", "optimizer")
 """Phases of a worker's own work; in the others it waits for peers, or does work that only one worker does."""
 
 
-class StepTimer(Protocol):
-    """Phases are recorded when they end."""
-
-    def start(self) -> None:
-        """Start a step."""
-
-    def lap(self, phase: str) -> None:
-        """End `phase`."""
-
-    def skip(self) -> None:
-        """Exclude the time since the last call from the step (evaluation)."""
-
-    def stop(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds of the whole step and of each phase, which sum to the whole."""
-
-
 class HostStepTimer:
-    """For devices that compute while the host waits."""
+    """For devices that compute while the host waits. Phases are recorded when they end."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
 
     def start(self) -> None:
+        """Start a step."""
         self._seconds_by_phase = dict.fromkeys(STEP_PHASES, 0.0)
         self._start_time = self._last_time = self._clock()
 
     def lap(self, phase: str) -> None:
+        """End `phase`."""
         now = self._clock()
         self._seconds_by_phase[phase] += now - self._last_time
         self._last_time = now
 
     def skip(self) -> None:
+        """Exclude the time since the last call from the step (evaluation)."""
         now = self._clock()
         self._start_time += now - self._last_time
         self._last_time = now
 
     def stop(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds of the whole step and of each phase, which sum to the whole."""
         self.lap("other")
         return self._last_time - self._start_time, self._seconds_by_phase
-
-
-class HeartbeatTimer:
-    """A timer that also sends a heartbeat at the end of every phase, and sums up the worker's own work."""
-
-    def __init__(self, timer: StepTimer, heartbeat: HeartbeatWriter | NullHeartbeat):
-        self._timer, self._heartbeat = timer, heartbeat
-
-    def start(self) -> None:
-        self._timer.start()
-
-    def lap(self, phase: str) -> None:
-        self._timer.lap(phase)
-        self._heartbeat.record(phase)
-
-    def skip(self) -> None:
-        self._timer.skip()
-        self._heartbeat.record("evaluation")
-
-    def stop(self) -> tuple[float, dict[str, float]]:
-        step_s, seconds_by_phase = self._timer.stop()
-        # Saves, callbacks and events take time on rank 0 only: they would make it look slower than its peers.
-        self._heartbeat.busy_s += sum(seconds_by_phase[phase] for phase in OWN_WORK_PHASES)
-        return step_s, seconds_by_phase
-
-
-class GpuEvent(Protocol):
-    """An event in a GPU stream, as torch.Event."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
-
-
-def _make_gpu_event() -> GpuEvent:
-    event: GpuEvent = torch.get_device_module().Event(enable_timing=True)
-    return event
 
 
 class GpuStepTimer:
@@ -103,9 +54,9 @@ class GpuStepTimer:
     complete.
     """
 
-    def __init__(self, make_event: Callable[[], GpuEvent] = _make_gpu_event):
-        self._make_event = make_event
-        self._marks: list[tuple[str, GpuEvent]] = []
+    def __init__(self, make_event: Callable[[], Any] | None = None):
+        self._make_event = make_event or functools.partial(torch.get_device_module().Event, enable_timing=True)
+        self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
         if not self._marks:
@@ -135,6 +86,33 @@ class GpuStepTimer:
         return sum(seconds_by_phase.values()), seconds_by_phase
 
 
-def make_step_timer(device: torch.device) -> StepTimer:
+class HeartbeatTimer:
+    """A timer that also sends a heartbeat at the end of every phase, and sums up the worker's own work."""
+
+    def __init__(self, timer: HostStepTimer | GpuStepTimer, heartbeat: HeartbeatWriter | NullHeartbeat):
+        self._timer, self._heartbeat = timer, heartbeat
+
+    def start(self) -> None:
+        self._timer.start()
+
+    def lap(self, phase: str) -> None:
+        self._timer.lap(phase)
+        self._heartbeat.record(phase)
+
+    def skip(self) -> None:
+        self._timer.skip()
+        self._heartbeat.record("evaluation")
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        step_s, seconds_by_phase = self._timer.stop()
+        # Saves, callbacks and events take time on rank 0 only: they would make it look slower than its peers.
+        self._heartbeat.busy_s += sum(seconds_by_phase[phase] for phase in OWN_WORK_PHASES)
+        return step_s, seconds_by_phase
+
+
+StepTimer = HostStepTimer | GpuStepTimer | HeartbeatTimer
+
+
+def make_step_timer(device: torch.device) -> HostStepTimer | GpuStepTimer:
     """Make the timer for a device."""
     return GpuStepTimer() if device_kind_of(device.type).is_gpu else HostStepTimer()

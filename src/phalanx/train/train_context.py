@@ -20,7 +20,7 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.loss import LossModule
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.reporter import Reporter
 from phalanx.train.step_timer import StepTimer

@@ -23,7 +23,7 @@ from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.grad_sync.reducer import GradReducer, find_bucketed_reducer
 from phalanx.train.loss import LossModule
 from phalanx.train.ops.random_draws import MicroBatchSeeds
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepFlags, StepMetrics, StepResult, StepTotals, merge_fp64, split_fp64
 from phalanx.train.step_timer import StepTimer
@@ -272,7 +272,8 @@ class DeviceUpdate(HostUpdate):
     """Decides on the device, so that a single GPU keeps running while the host waits for the totals. The host computes
     the same afterwards, for the report."""
 
-    _read: "AsyncHostRead | None" = None
+    _host_values: Tensor | None = None
+    """Pinned memory into which totals are copied while the GPU runs later kernels."""
 
     def apply(self, totals: Tensor, lr: float) -> StepResult:
         """Update, then read the totals."""
@@ -280,12 +281,16 @@ class DeviceUpdate(HostUpdate):
             pre_optimizer_step()
         accumulator = self._accumulator
         values = accumulator.append_grad_norm(totals)
-        self._read = read = self._read or AsyncHostRead(values.numel())
-        read.start_copy(values)
+        if self._host_values is None:
+            self._host_values = torch.empty_like(values, device="cpu", pin_memory=True)
+        self._host_values.copy_(values, non_blocking=True)
+        copied = torch.cuda.current_stream().record_event()
         scale, num_micro_batches = accumulator.scaler.scale, accumulator.num_micro_batches
         divisor, skip = compute_divisor_and_skip(values, num_micro_batches, scale, self._max_grad_norm)
         self._optimizer.step_scaled(lr, divisor, skip)
-        result, _ = divide_and_clip(accumulator.read_totals(read.wait_values()), scale, self._max_grad_norm)
+        copied.synchronize()
+        host_totals = accumulator.read_totals(self._host_values.tolist())
+        result, _ = divide_and_clip(host_totals, scale, self._max_grad_norm)
         self._timer.lap("optimizer")
         return result
 
@@ -319,22 +324,3 @@ def compute_divisor_and_skip(
     if max_grad_norm is not None:
         divisor = divisor * (grad_norm / max_grad_norm).clamp(min=1.0)
     return divisor.float(), skip.float()
-
-
-class AsyncHostRead:
-    """Reads fp64 [n] from a GPU into pinned host memory while the GPU runs later kernels."""
-
-    def __init__(self, count: int):
-        self._numbers = torch.empty(count, dtype=torch.float64, pin_memory=True)
-        self._copied = torch.cuda.Event()
-
-    def start_copy(self, numbers: Tensor) -> None:
-        """Enqueue the copy."""
-        self._numbers.copy_(numbers, non_blocking=True)
-        self._copied.record()
-
-    def wait_values(self) -> list[float]:
-        """Wait for the copy, and return the values."""
-        self._copied.synchronize()
-        found: list[float] = self._numbers.tolist()
-        return found

@@ -24,7 +24,7 @@ from phalanx.train.distributed.collective_trace import CollectiveCheck
 from phalanx.train.evaluation import EvaluationPolicy
 from phalanx.train.local_sgd.step import OuterSteps
 from phalanx.train.lr_schedule import compute_learning_rate
-from phalanx.train.optim import trainable_parameters
+from phalanx.train.optim.container import trainable_parameters
 from phalanx.train.step_callbacks import BufferUpdates, NoiseScaleMeter, NonFiniteSteps, Progress, SameModel, Saves
 from phalanx.train.step_metrics import StepFlags, StepResult
 from phalanx.train.step_timer import HeartbeatTimer, make_step_timer

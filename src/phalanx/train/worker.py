@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,20 @@ from phalanx.run.node_env import find_node_name
 from phalanx.run.process_messages import WorkerFinishing
 from phalanx.storage.url import is_url
 from phalanx.train.builder import build_context
-from phalanx.train.checkpoint import clean_checkpoint_dir
+from phalanx.train.checkpoint.durable import clean_checkpoint_dir
 from phalanx.train.checkpoint.restore import has_checkpoint
 from phalanx.train.data_sharing import DataSharing, sharing_data
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
 from phalanx.train.distributed.failures import OutOfMemory, explain_out_of_memory, naming_causes
 from phalanx.train.distributed.module_state import get_extra_state, load_extra_state
-from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
+from phalanx.train.distributed.object_collectives import (
+    assert_same_on_all_ranks,
+)
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.distributed.process_group import init_process_group, set_collective_timeout, shut_down_process_group
 from phalanx.train.distributed.run_announcement import come_together, telling_others
-from phalanx.train.hf.image_processor import find_image_inputs, to_meta
+from phalanx.train.hf.image_processor import find_image_inputs
 from phalanx.train.model_builder import describe_model
 from phalanx.train.precision import set_matmul_precision
 from phalanx.train.reporter import make_reporter
@@ -205,7 +207,7 @@ def _describe_image_inputs(process: WorkerProcess, recipe: ResolvedRecipe, data:
     if inputs.not_followed and process.dist_env.is_rank_zero:
         text = f"the model's own image preprocessing also has {', '.join(inputs.not_followed)}, which is not followed"
         process.reporter.report_event(RunWarning(text=text))
-    return {"image_normalization": to_meta(inputs.normalization)}
+    return {"image_normalization": asdict(inputs.normalization)}
 
 
 def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path, sharing: DataSharing) -> ResolvedRecipe:

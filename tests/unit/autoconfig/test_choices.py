@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from phalanx.autoconfig.choices import (
+    CORES_REASON,
     AutoChoice,
     build_plan_json,
     choose_bucket_mib,
@@ -15,7 +16,6 @@ from phalanx.autoconfig.choices import (
     choose_warmup_steps,
     choose_without_trials,
     divide_parallelism,
-    may_take_fewer_threads,
     precisions_to_time,
     resolve_recipe,
     resume_parallelism,
@@ -63,7 +63,7 @@ def test_cores_are_divided_among_workers(cores: int, world: int, expected: int) 
 def test_variables_of_openmp_and_mkl_choose_the_threads(environ: dict[str, str], expected: int) -> None:
     choice = choose_num_threads(recipe(), 8, 1, environ)
     assert choice.value == expected
-    assert may_take_fewer_threads(choice) is (expected == 8)
+    assert (CORES_REASON in choice.reason) is (expected == 8)
 
 
 def test_a_recipe_with_threads_does_not_look_at_variables() -> None:

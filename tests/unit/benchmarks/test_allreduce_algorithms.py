@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.train.grad_sync import registry
+from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
 from planner_validation.allreduce_algorithms import (
     COST_BY_ALGORITHM,
     AllReduceCost,
@@ -18,7 +18,7 @@ SIZE, BANDWIDTH, LATENCY = 30.38e6, 2.9e9, 5e-6
 EVERY = pytest.mark.parametrize("way", COST_BY_ALGORITHM.values(), ids=COST_BY_ALGORITHM)
 
 
-@pytest.mark.parametrize("name", registry.GRAD_SYNC_ALGORITHMS)
+@pytest.mark.parametrize("name", GRAD_SYNC_ALGORITHMS)
 def test_every_strategy_of_the_worker_has_a_formula(name: str) -> None:
     assert name in COST_BY_ALGORITHM
 

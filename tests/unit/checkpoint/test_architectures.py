@@ -15,7 +15,7 @@ from phalanx.autoconfig.causality_check import check_document_masking
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import ModelConfig
-from phalanx.train.checkpoint import export_huggingface
+from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import get_logits

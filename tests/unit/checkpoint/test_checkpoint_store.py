@@ -15,15 +15,15 @@ from checkpoints import state
 from phalanx.recipe.schema import LoraConfig, OptimizerConfig, Parallelism
 from phalanx.storage.store import Store, open_store
 from phalanx.storage.url import parse_url
-from phalanx.train.checkpoint import CorruptCheckpointError
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoredCheckpoint
+from phalanx.train.checkpoint.format import CorruptCheckpointError
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.save import OwnedTensors
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.ops.lora import add_lora
-from phalanx.train.optim import OptimizerContainer, trainable_parameters
+from phalanx.train.optim.container import OptimizerContainer, trainable_parameters
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
 from store_saves import block_names, make_saver, named_blocks, open_checkpoints, save_to_store, whole_steps

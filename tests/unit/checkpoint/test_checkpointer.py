@@ -13,10 +13,11 @@ from checkpointers import StepSaver
 from phalanx.errors import UsageError
 from phalanx.run import Event, Run
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
-from phalanx.train.checkpoint import CheckpointSaver, list_checkpoints, load_tensors, parse_step, read_manifest
 from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint.durable import best_checkpoint_file
-from phalanx.train.checkpoint.save import SaveContext
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step, read_manifest
+from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.save import CheckpointSaver, SaveContext
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.step_metrics import StepFlags

@@ -10,7 +10,8 @@ from typer.testing import CliRunner, Result
 from checkpoints import save
 from phalanx.cli.checkpoint import app
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint import CorruptCheckpointError, compute_digest
+from phalanx.train.checkpoint.digest import compute_digest
+from phalanx.train.checkpoint.format import CorruptCheckpointError
 
 TENSORS = {"w": torch.arange(12.0).reshape(3, 4), "optimizer/w/step": torch.ones(())}
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from checkpoints import save, state
 from phalanx.cli.checkpoint import app
 from phalanx.errors import DataError, UsageError
-from phalanx.train.checkpoint import digest_checkpoint
+from phalanx.train.checkpoint.digest import digest_checkpoint
 from store_saves import flip_byte
 
 runner = CliRunner()

@@ -12,15 +12,14 @@ import pytest
 
 from checkpoints import same_bits, save, state
 from phalanx.errors import DataError
-from phalanx.train.checkpoint import (
+from phalanx.train.checkpoint.format import (
+    CheckpointManifest,
     CorruptCheckpointError,
-    find_newest_good,
+    _manifest_hash,
     list_checkpoints,
-    load_tensors,
     read_manifest,
-    verify_checkpoint,
 )
-from phalanx.train.checkpoint.format import CheckpointManifest, _manifest_hash
+from phalanx.train.checkpoint.load import find_newest_good, load_tensors, verify_checkpoint
 
 FILES = ["MANIFEST.json", "MANIFEST.xxh3", "rank-00000.safetensors"]
 

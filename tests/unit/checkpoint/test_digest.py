@@ -9,14 +9,11 @@ import xxhash
 
 from checkpoints import random_tensor, save, state
 from phalanx.errors import DataError
-from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    CorruptCheckpointError,
-    DurableDirectory,
-    TensorShard,
-    compute_digest,
-    digest_checkpoint,
-)
+from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
+from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.format import CorruptCheckpointError
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 
 
 def base() -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from phalanx.errors import DataError
 from phalanx.recipe.schema import LoraConfig, ModelConfig
 from phalanx.run import Run
 from phalanx.run.companions import keep_companions
-from phalanx.train.checkpoint import export_huggingface
+from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.model_builder import build_model, describe_model
 from phalanx.train.ops.lora import add_lora, is_lora_name, lora_scale, merge_lora_tensors

@@ -15,7 +15,7 @@ from checkpointers import leave_like_a_killed_worker
 from phalanx.errors import UsageError
 from phalanx.run.event_types import InMemoryRestored, RunWarning
 from phalanx.run.in_memory_checkpoint import create_node_dir, find_node_dir, history_path
-from phalanx.train.checkpoint import list_checkpoints, parse_step
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step
 from phalanx.train.checkpoint.in_memory import node_copies as node_copies_module
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, list_copies, list_shard_records
 from phalanx.train.checkpoint.in_memory.node_copies import (

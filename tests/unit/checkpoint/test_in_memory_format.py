@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.train.checkpoint import CheckpointSaver, CorruptCheckpointError, TensorShard, load_tensors
+from phalanx.train.checkpoint.format import CorruptCheckpointError
 from phalanx.train.checkpoint.in_memory.format import (
     NUM_TENSORS_KEY,
     format_copy_name,
@@ -17,8 +17,10 @@ from phalanx.train.checkpoint.in_memory.format import (
     read_shard,
 )
 from phalanx.train.checkpoint.in_memory.node_copies import NodeFolder
-from phalanx.train.checkpoint.save import SavePhase
+from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.save import CheckpointSaver, SavePhase
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
+from phalanx.train.checkpoint.staging import TensorShard
 
 WHOLE = torch.arange(12.0).reshape(4, 3)
 BIAS = torch.tensor([5.0])

@@ -9,14 +9,12 @@ from torch import nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    DurableDirectory,
-    TensorShard,
-    export_huggingface,
-    list_checkpoints,
-)
+from phalanx.train.checkpoint.durable import DurableDirectory
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.checkpoint.init_weights import open_hf_weights, open_initial_weights
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_model_tensors

@@ -15,20 +15,13 @@ import torch
 
 from checkpoints import same_bits, save, state
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    DurableDirectory,
-    SaveStatus,
-    TensorShard,
-    clean_checkpoint_dir,
-    list_checkpoints,
-    load_tensors,
-    shard_file,
-    verify_checkpoint,
-)
 from phalanx.train.checkpoint import durable as durable_module
-from phalanx.train.checkpoint.pinned_buffer import PIN_BLOCK_BYTES, PinnedBuffer
-from phalanx.train.checkpoint.staging import SharedStaging, StagingBuffer
+from phalanx.train.checkpoint import shard_file
+from phalanx.train.checkpoint.durable import DurableDirectory, clean_checkpoint_dir
+from phalanx.train.checkpoint.format import list_checkpoints
+from phalanx.train.checkpoint.load import load_tensors, verify_checkpoint
+from phalanx.train.checkpoint.save import CheckpointSaver, SaveStatus
+from phalanx.train.checkpoint.staging import PIN_BLOCK_BYTES, PinnedBuffer, SharedStaging, StagingBuffer, TensorShard
 
 MB = 1 << 20
 
@@ -202,7 +195,8 @@ def test_a_checkpoint_that_was_moved_aside_comes_back_if_its_successor_never_cam
     path.rename(tmp_path / "step-000000060.old")
     (tmp_path / "step-000000060.tmp-3").mkdir()
     assert list_checkpoints(tmp_path) == []
-    assert clean_checkpoint_dir(tmp_path) == [tmp_path / "step-000000060.tmp-3"]
+    clean_checkpoint_dir(tmp_path)
+    assert names_in(tmp_path) == ["step-000000060"]
     verify_checkpoint(path)
 
 
@@ -311,9 +305,10 @@ def test_room_on_the_disk_is_checked_before_the_first_save(tmp_path: Path, monke
     place = tmp_path / "not" / "there"
     saver = CheckpointSaver(DurableDirectory(place, 0, 1))
     with pytest.raises(UsageError, match=r"not/there: no space: a checkpoint takes 4\.00 MB, and each is"):
-        saver.reserve_space(pieces({"w": torch.ones(1_000_000)}))
+        saver.start(1, pieces({"w": torch.ones(1_000_000)}), {})
     assert not place.exists()
-    saver.reserve_space(pieces({"w": torch.ones(500_000)}))
+    saver.start(1, pieces({"w": torch.ones(500_000)}), {})
+    assert saver.poll_when_idle().phase == "written"
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8 * MB, 8 * MB + 1, 9 * MB])
@@ -351,10 +346,10 @@ def test_copies_from_a_gpu_cross_no_border_of_blocks_and_leave_no_byte_out() -> 
 def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("phalanx.train.checkpoint.pinned_buffer.PIN_BLOCK_BYTES", block)
+    monkeypatch.setattr("phalanx.train.checkpoint.staging.PIN_BLOCK_BYTES", block)
     tensors = {f"layer{i}": torch.full((8_000_000,), 1.0, device="cuda") for i in range(4)}
     saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
-    saver.reserve_space(pieces(tensors))
+    saver.allocate_buffer(pieces(tensors))
     saver.start(1, pieces(tensors), {})
     assert not saver.blocks_training
     saver.wait_snapshot_copied()

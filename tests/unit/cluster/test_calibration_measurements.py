@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.cluster.calibration import gemm, launch_overheads, op_benchmark, timing
+from phalanx.cluster.calibration import gemm, op_benchmark, timing
 from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes
 from phalanx.cluster.calibration.gemm import GemmShape, gemm_shapes, linear_layer_shapes, make_operands, spread_shapes
 from phalanx.cluster.calibration.memory_ops import count_moved_bytes, memory_op_cases
@@ -184,7 +184,7 @@ def test_tensors_that_would_fill_the_memory_are_left_out() -> None:
 
 
 def test_overheads_are_measured() -> None:
-    value = launch_overheads.measure_overheads({**ASKED, "seconds": 0.1})
+    value = op_benchmark.measure_overheads({**ASKED, "seconds": 0.1})
     found = {each.kind: each for each in map(OpTiming.model_validate, value["operations"])}
     assert value["launch_us"] > 0
     assert found["eager_op"].shape[0] > 100
@@ -193,7 +193,7 @@ def test_overheads_are_measured() -> None:
 def test_views_are_not_counted_as_computing() -> None:
     x = torch.randn(4, 4)
     assert (
-        launch_overheads.count_computing_ops(lambda: x.t().reshape(2, 8).add_(1).mul(2).view(-1)) == 3
+        op_benchmark.count_computing_ops(lambda: x.t().reshape(2, 8).add_(1).mul(2).view(-1)) == 3
     )  # a copy, and the two
 
 

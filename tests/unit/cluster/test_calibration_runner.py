@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import load_cluster, save_cluster
-from phalanx.cluster.calibration import storage as storage_module
+from phalanx.cluster.calibration import location_speed
 from phalanx.cluster.calibration.runner import (
     TOTAL_DURATION_S,
     Executor,
@@ -53,7 +53,7 @@ class World:
             "gemm:measure_gemms": lambda: [product, {**product, "precision": "bf16", "seconds": 0.01}],
             "op_benchmark:measure_memory_ops": lambda: [timed("add", 0.001)],
             "op_benchmark:measure_attention": lambda: [timed("attention", 0.01), timed("attention_backward", 0.02)],
-            "launch_overheads:measure_overheads": lambda: {
+            "op_benchmark:measure_overheads": lambda: {
                 "launch_us": 1.5,
                 "operations": [timed("eager_op", 5e-6)],
             },
@@ -93,7 +93,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(storage_module, "measure_storage", lambda folder, quick, seconds, clock: (0.5, 1.5))
+    monkeypatch.setattr(location_speed, "measure_storage", lambda folder, quick, seconds, clock: (0.5, 1.5))
     return World(tmp_path)
 
 
@@ -194,7 +194,7 @@ def test_a_disk_that_fails_is_told(world: World, monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device", "/x/probe.bin")
 
-    monkeypatch.setattr(storage_module, "measure_storage", fail)
+    monkeypatch.setattr(location_speed, "measure_storage", fail)
     cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
     assert cluster.measured is not None
     assert cluster.measured.odd == ["storage: not measured: /x/probe.bin: No space left on device"]

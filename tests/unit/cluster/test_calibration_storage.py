@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.cluster.calibration import storage
+from phalanx.cluster.calibration import location_speed
 from phalanx.errors import UsageError
 
 
 def test_a_folder_is_written_and_read_and_left_empty(tmp_path: Path) -> None:
-    write_gbps, read_gbps = storage.measure_storage(tmp_path, max_bytes=10**8, seconds=0.2, clock=time.perf_counter)
+    write_gbps, read_gbps = location_speed.measure_storage(
+        tmp_path, max_bytes=10**8, seconds=0.2, clock=time.perf_counter
+    )
     assert write_gbps > 0
     assert read_gbps is None or read_gbps > 0
     assert list(tmp_path.iterdir()) == []
@@ -20,10 +22,10 @@ def test_a_folder_is_written_and_read_and_left_empty(tmp_path: Path) -> None:
 
 def test_a_slow_disk_is_written_less(tmp_path: Path) -> None:
     ticks = itertools.count()
-    write_gbps, _ = storage.measure_storage(
+    write_gbps, _ = location_speed.measure_storage(
         tmp_path, max_bytes=10**8, seconds=1.0, clock=lambda: float(next(ticks))
     )  # 32 MiB in a second
-    assert write_gbps == pytest.approx(storage.BLOCK_BYTES / 1e9)
+    assert write_gbps == pytest.approx(location_speed.BLOCK_BYTES / 1e9)
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
@@ -35,22 +37,22 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
         return 0.0
 
     with pytest.raises(KeyboardInterrupt):
-        storage.measure_storage(tmp_path, max_bytes=10**8, seconds=1.0, clock=clock)
+        location_speed.measure_storage(tmp_path, max_bytes=10**8, seconds=1.0, clock=clock)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_room_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**8))
+    monkeypatch.setattr(location_speed.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**8))
     with pytest.raises(UsageError, match=r"needs 141 MB, 100 MB are free; choose another --dir"):
-        storage.check_free_space(tmp_path, quick=True)
+        location_speed.check_free_space(tmp_path, quick=True)
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    block = storage.mmap.mmap(-1, storage.BLOCK_BYTES)
-    block.write(b"x" * storage.BLOCK_BYTES)
-    storage.write_file(path, block, storage.BLOCK_BYTES + 4096, time.perf_counter)
-    assert path.stat().st_size == storage.BLOCK_BYTES + 4096
-    rate = storage.read_file(path, block, storage.BLOCK_BYTES + 4096, 10.0, time.perf_counter)
+    block = location_speed.mmap.mmap(-1, location_speed.BLOCK_BYTES)
+    block.write(b"x" * location_speed.BLOCK_BYTES)
+    location_speed.write_file(path, block, location_speed.BLOCK_BYTES + 4096, time.perf_counter)
+    assert path.stat().st_size == location_speed.BLOCK_BYTES + 4096
+    rate = location_speed.read_file(path, block, location_speed.BLOCK_BYTES + 4096, 10.0, time.perf_counter)
     assert rate is None or rate > 0
     block.close()

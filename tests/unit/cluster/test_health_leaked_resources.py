@@ -8,12 +8,12 @@ from tempfile import NamedTemporaryFile
 import pytest
 
 from phalanx.cluster.health import CheckContext, HealthVerdict
-from phalanx.cluster.health.checks import leaked_resources
+from phalanx.cluster.health.checks import host
 from phalanx.cluster.health.finding import HealthFinding
 
 
 def check(root: Path) -> HealthFinding:
-    (finding,) = leaked_resources.check_leaked_resources(CheckContext(root, root, root, root))
+    (finding,) = host.check_leaked_resources(CheckContext(root, root, root, root))
     return finding
 
 
@@ -56,4 +56,4 @@ def test_shared_memory_that_this_process_has_open_is_in_use(tmp_path: Path) -> N
     """Its list of open files names the descriptor by which the list is read, which is closed when it is looked at."""
     context = CheckContext(tmp_path, tmp_path, tmp_path)
     with NamedTemporaryFile(dir="/dev/shm", prefix="torch_") as file:
-        assert Path(file.name).name not in leaked_resources.find_abandoned_shm(context)
+        assert Path(file.name).name not in host.find_abandoned_shm(context)

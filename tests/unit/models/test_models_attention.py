@@ -1,9 +1,11 @@
 """The seam through which our models attend: every kernel gives the same, and each is taken where it should be."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +15,20 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from phalanx.models import attention, transformer
-from phalanx.models.attention import attend, force_kernel, make_document_mask, plan_attention
+from phalanx.models.attention import AttentionKernel, attend, make_document_mask, plan_attention
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+
+
+@contextlib.contextmanager
+def force_kernel(kernel: AttentionKernel) -> Iterator[None]:
+    """Within it, attention is planned for this kernel on any device."""
+    with (
+        mock.patch.object(attention, "_choose_on_device", return_value=kernel),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(attention.HOPPER_MAJOR_CAPABILITY, 0)),
+    ):
+        yield
 
 
 class Watching(TorchFunctionMode):

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.cluster.spec import LocationSpeed, Measurements, StorageSpec
-from phalanx.planner.storage_demand import StorageDemand, StoredData, predict_storage_demand
+from phalanx.planner.storage_costs import StorageDemand, StoredData, predict_storage_demand
 from phalanx.recipe import Recipe
 
 SPEEDS = [

@@ -25,9 +25,9 @@ from phalanx.run.event_types import (
 from phalanx.run.fields import to_fields
 from phalanx.train.callbacks import RunContext
 from phalanx.train.checkpoint import durable as durable_module
-from phalanx.train.checkpoint import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint.checkpointer import Checkpointer, FinalSaveError
 from phalanx.train.checkpoint.durable import best_checkpoint_file
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.step_callbacks import MAX_NONFINITE_IN_A_ROW

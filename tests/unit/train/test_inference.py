@@ -16,8 +16,9 @@ from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
-from phalanx.train.checkpoint.durable import best_checkpoint_file
+from phalanx.train.checkpoint.durable import DurableDirectory, best_checkpoint_file
+from phalanx.train.checkpoint.save import CheckpointSaver
+from phalanx.train.checkpoint.staging import TensorShard
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import check_data, given_device, load_trained_model
 from phalanx.train.model_builder import build_model

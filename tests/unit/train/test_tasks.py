@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.data import Batch
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.tasks import Classification, LanguageModeling, Task, TensorBatch, load_task
 from small_train import SEQUENCE, VOCAB, cut, make_stepper, mean_gradients, tiny_lm, token_batch
 

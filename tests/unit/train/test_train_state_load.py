@@ -13,7 +13,7 @@ from phalanx.train.checkpoint.load_plan import (
 )
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from small_train import TinyLM, make_stepper, mean_gradients, mesh_of, tiny_lm, token_batch
 

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.run.event_types import RunEnded
-from phalanx.train.checkpoint import list_checkpoints, parse_step
+from phalanx.train.checkpoint.format import list_checkpoints, parse_step
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer

@@ -29,12 +29,17 @@ def find_anomalies(
     scale_up: ScaleUpNetwork | None,
 ) -> list[str]:
     """Return one sentence for each finding. `accelerator` and `scale_up` hold data-sheet values."""
-    return [
-        *_check_background_load(measurements.busy_cores),
-        *_check_drift(measurements.drift),
-        *_check_gemm_rates(accelerator, measurements.products),
-        *_check_collectives(measurements.collectives, scale_up),
-    ]
+    found = []
+    if measurements.busy_cores >= MAX_BUSY_CORES:
+        busy = f"other processes used {measurements.busy_cores:.1f} cores before the measurements"
+        found.append(f"{busy}: all rates are too low; run on an idle machine")
+    if measurements.drift > MAX_DRIFT:
+        found.append(
+            f"the reference product took up to {measurements.drift:.0%} longer at times: other processes ran, or the "
+            "device is too hot; run again on an idle machine"
+        )
+    found += _check_gemm_rates(accelerator, measurements.products)
+    return found + _check_collectives(measurements.collectives, scale_up)
 
 
 def best_gemm_tflops(gemms: Sequence[GemmTiming]) -> dict[str, float]:
@@ -60,23 +65,6 @@ def measured_memory_bandwidth(ops: Sequence[OpTiming], device: str) -> float | N
     ]
     largest = max(additions, key=lambda each: each.bytes, default=None)
     return None if largest is None else largest.bytes / largest.seconds / 1e9
-
-
-def _check_background_load(busy: float) -> list[str]:
-    if busy < MAX_BUSY_CORES:
-        return []
-    return [
-        f"other processes used {busy:.1f} cores before the measurements: all rates are too low; run on an idle machine"
-    ]
-
-
-def _check_drift(drift: float) -> list[str]:
-    if drift <= MAX_DRIFT:
-        return []
-    return [
-        f"the reference product took up to {drift:.0%} longer at times: other processes ran, or the device is too "
-        "hot; run again on an idle machine"
-    ]
 
 
 def _check_gemm_rates(device: AcceleratorSpec, gemms: Sequence[GemmTiming]) -> list[str]:

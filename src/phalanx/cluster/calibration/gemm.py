@@ -67,11 +67,6 @@ class GemmShape:
         """Number of elements of the largest of the three matrices."""
         return max(self.m * self.k, self.k * self.n, self.m * self.n)
 
-    @property
-    def suits_fp8(self) -> bool:
-        """Tensor cores take fp8 in tiles of 16."""
-        return all(side % 16 == 0 for side in (self.m, self.n, self.k))
-
 
 def gemm_shapes(device: str, quick: bool) -> list[GemmShape]:
     """Return the shapes to measure on a device, about 40 (quick: 15)."""
@@ -143,7 +138,7 @@ def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> l
         (shape, each)
         for shape in shapes_to_measure
         for each in gemm_precisions(device)
-        if each != "fp8" or shape.suits_fp8
+        if each != "fp8" or all(side % 16 == 0 for side in (shape.m, shape.n, shape.k))  # tiles of tensor cores
     ]
     elements = max((shape.largest_matrix_elements for shape in shapes_to_measure), default=0)
     pool, allocator_guard = prepare_buffers(
@@ -234,6 +229,7 @@ def measure_matmul(
 
     timer = timer or make_timer(device)
     sizes = sizes or MATRIX_SIZES[size_table_of(device)]
+    pool = ColdBufferPool(device, 8 * max(sizes) ** 2)
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     rates = {}
@@ -241,8 +237,8 @@ def measure_matmul(
         for precision in gemm_precisions(device):
             best = 0.0
             for size in sizes:
-                a, b = (torch.randn(size, size, device=device).to(torch_dtype(precision)) for _ in range(2))
-                time_s = median_seconds(_make_product(a, b, precision), seconds / len(sizes), timer)
+                run = make_gemm_runner(GemmShape(size, size, size, "nn"), precision, pool, 1, timer)
+                (time_s,) = median_seconds_of(run, seconds / len(sizes), timer)
                 best = max(best, 2 * size**3 / time_s / 1e12)
                 if time_s > seconds / len(sizes):  # bf16 without hardware for it: a larger size would only cost time
                     break
@@ -250,24 +246,3 @@ def measure_matmul(
     finally:
         torch.set_num_threads(previous_threads)
     return rates
-
-
-def _make_product(a: torch.Tensor, b: torch.Tensor, precision: str) -> Callable[[], object]:
-    import torch
-
-    if precision == "fp8":
-        fp8_product = fp8_matmul(str(a.device))
-        return lambda: fp8_product(a, b.t())
-    out = torch.empty_like(a)
-
-    def product() -> None:
-        with use_tf32(precision == "tf32"):
-            torch.mm(a, b, out=out)
-
-    return product
-
-
-def median_seconds(run: Callable[[], object], budget_s: float, timer: BenchTimer) -> float:
-    """Return the median duration of `run` over as many runs as fit into `budget_s`, after one that warms up."""
-    (seconds,) = median_seconds_of(lambda: (timer.time_call(run),), budget_s, timer)
-    return seconds

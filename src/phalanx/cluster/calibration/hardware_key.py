@@ -20,10 +20,9 @@ KEY_FORMAT = "3"
 
 
 def hardware_key(
-    machine: Machine, root: Path = Path("/"), version_of: Callable[[str], str | None] | None = None
+    machine: Machine, root: Path = Path("/"), version_of: Callable[[str], str | None] = package_version
 ) -> dict[str, str]:
     """Return hardware, driver and library versions of this machine as text, without importing torch."""
-    version_of = version_of or package_version
     found = {
         "format": KEY_FORMAT,
         "device": machine.device_name,

@@ -21,7 +21,7 @@ NUM_HEADS, HEAD_DIM = 8, 64
 HIDDEN_SIZE, VOCAB_SIZE = 512, 8192
 NUM_CHANNELS, IMAGE_SIDE, NUM_NORM_GROUPS = 64, 16, 32
 GRAD_NORM_ROW = 4096
-"""Elements per row; the squares of a row are added in fp32 (train/ops/grad_norm.py)."""
+"""Elements per row; the squares of a row are added in fp32 (`dtensor_utils.total_norm`)."""
 ADAMW_BYTES_PER_PARAMETER = 28
 
 
@@ -193,17 +193,14 @@ def _make_rotary(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype)
     return OpCase(torch.mul, pairs, shape)
 
 
-def _random_token_ids(tokens: int) -> Tensor:
-    import torch
-
-    return torch.randint(0, VOCAB_SIZE, (tokens,))
-
-
 def _make_embedding_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
     tokens = _num_rows(size, dtype, HIDDEN_SIZE)
-    pairs = [(pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), _random_token_ids(tokens)) for _ in range(sets)]
+    pairs = [
+        (pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), torch.randint(0, VOCAB_SIZE, (tokens,)))
+        for _ in range(sets)
+    ]
 
     def work(gradient: Tensor, at: Tensor) -> Any:
         return torch.ops.aten.embedding_dense_backward(gradient, at, VOCAB_SIZE, -1, False)
@@ -232,7 +229,7 @@ def _make_adamw(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) 
 
 
 def _make_grad_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
-    """Squares are added up as training does it on a CPU, in rows (train/ops/grad_norm.py)."""
+    """Squares are added up as training does it on a CPU, in rows (`dtensor_utils.total_norm`)."""
     import torch
 
     count = max(GRAD_NORM_ROW, size // dtype.itemsize // GRAD_NORM_ROW * GRAD_NORM_ROW)

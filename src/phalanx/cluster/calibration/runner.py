@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.calibration import storage
+from phalanx.cluster.calibration import location_speed
 from phalanx.cluster.calibration.anomalies import best_gemm_tflops, find_anomalies, measured_memory_bandwidth
 from phalanx.cluster.calibration.hardware_key import hardware_key
 from phalanx.cluster.calibration.timing import time_reference_gemm
@@ -118,7 +118,7 @@ def calibrate_machine(
     Raises UsageError when the disk has too little free space.
     """
     processes = default_num_processes(machine) if processes is None else processes
-    storage.check_free_space(executor.scratch_dir, quick)
+    location_speed.check_free_space(executor.scratch_dir, quick)
     scale_up = choose_scale_up(discover_gpu_links()) if machine.num_gpus else None
     results = Results()
     started, budget_s = executor.clock(), TOTAL_DURATION_S[quick] if seconds is None else seconds
@@ -159,17 +159,8 @@ def _run_families(
     def measure(function: str, budget_s: float) -> Any:
         return executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", payload(budget_s))
 
-    def measure_gemms(budget_s: float) -> None:
-        results.add_gemms(measure("gemm:measure_gemms", budget_s))
-
-    def measure_ops(budget_s: float) -> None:
-        results.add_ops(measure("op_benchmark:measure_memory_ops", budget_s))
-
-    def measure_attention(budget_s: float) -> None:
-        results.add_ops(measure("op_benchmark:measure_attention", budget_s))
-
     def measure_overheads(budget_s: float) -> None:
-        value = measure("launch_overheads:measure_overheads", budget_s)
+        value = measure("op_benchmark:measure_overheads", budget_s)
         results.launch_us = value["launch_us"]
         results.add_ops(value["operations"])
 
@@ -185,9 +176,9 @@ def _run_families(
         results.add_ops(value["operations"])
 
     steps: dict[str, Callable[[float], None]] = {
-        "matrix products": measure_gemms,
-        "operations": measure_ops,
-        "attention": measure_attention,
+        "matrix products": lambda budget_s: results.add_gemms(measure("gemm:measure_gemms", budget_s)),
+        "operations": lambda budget_s: results.add_ops(measure("op_benchmark:measure_memory_ops", budget_s)),
+        "attention": lambda budget_s: results.add_ops(measure("op_benchmark:measure_attention", budget_s)),
         "overheads": measure_overheads,
         "processes together": measure_concurrently,
         "storage": lambda budget_s: _measure_storage(executor, quick, results, budget_s),
@@ -222,8 +213,8 @@ def _time_reference(machine: Machine, executor: Executor, results: Results) -> N
 
 
 def _measure_storage(executor: Executor, quick: bool, results: Results, budget_s: float) -> None:
-    max_bytes = storage.MAX_WRITTEN_BYTES[quick]
-    write_gbps, read_gbps = storage.measure_storage(executor.scratch_dir, max_bytes, budget_s, executor.clock)
+    max_bytes = location_speed.MAX_WRITTEN_BYTES[quick]
+    write_gbps, read_gbps = location_speed.measure_storage(executor.scratch_dir, max_bytes, budget_s, executor.clock)
     write, read = round(write_gbps, 4), None if read_gbps is None else round(read_gbps, 4)
     results.storage = StorageSpec(
         name="measured", read_gbps=read, write_gbps=write, node_read_gbps=read, node_write_gbps=write

@@ -36,7 +36,6 @@ REFERENCE_OP = "reference"
 REFERENCE_SIDE = {"cpu": 1024, "cuda": 8192}
 REFERENCE_PRECISION = {"cpu": "fp32", "cuda": "fp16"}
 """Precision that every CPU, and every GPU since 2017, multiplies fast."""
-REFERENCE_DURATION_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,7 @@ def coarse_to_fine(cases: Sequence[CaseT]) -> list[CaseT]:
     return [cases[i] for i in sorted(range(len(cases)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))]
 
 
-def median_seconds_of(
-    run: Callable[[], Sequence[float]], budget_s: float, timer: BenchTimer, max_repeats: int = MAX_REPEATS
-) -> tuple[float, ...]:
+def median_seconds_of(run: Callable[[], Sequence[float]], budget_s: float, timer: BenchTimer) -> tuple[float, ...]:
     """Return the median of each duration that `run` measures, over as many runs as fit into `budget_s` seconds.
 
     A first run warms up and does not count, unless it alone exceeded the budget by far and loads no kernels. When
@@ -104,7 +101,7 @@ def median_seconds_of(
     samples = [first_run]
     if timer.loads or elapsed_s <= MAX_WARMUP_FACTOR * budget_s:
         first, elapsed_s = _run_once(run, timer)
-        repeats = max(2, min(max_repeats - 1, round(budget_s / elapsed_s) - 2)) if 2 * elapsed_s < budget_s else 0
+        repeats = max(2, min(MAX_REPEATS - 1, round(budget_s / elapsed_s) - 2)) if 2 * elapsed_s < budget_s else 0
         samples = [first, *(tuple(run()) for _ in range(repeats))]
     return tuple(timer.max_over_ranks(statistics.median(each)) for each in zip(*samples, strict=True))
 
@@ -128,9 +125,7 @@ def round_seconds(seconds: float) -> float:
     return float(f"{seconds:.5g}")
 
 
-def time_reference_gemm(
-    machine: Machine, run_in_process: RunInProcess, seconds: float = REFERENCE_DURATION_S
-) -> dict[str, Any]:
+def time_reference_gemm(machine: Machine, run_in_process: RunInProcess, seconds: float) -> dict[str, Any]:
     """Measure the reference product. Returns the fields of an `OpTiming` of kind "reference"."""
     payload = {"device": machine.device, "threads": machine.physical_cores, "seconds": seconds}
     found: dict[str, Any] = run_in_process("phalanx.cluster.calibration.timing:measure_reference", payload)

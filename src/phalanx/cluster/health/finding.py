@@ -101,13 +101,6 @@ class Threshold:
     fail: float | None
     is_upper: bool = True
 
-    def verdict_of(self, value: float) -> HealthVerdict:
-        """Return the verdict for a value."""
-        for verdict, bound in ((HealthVerdict.FAIL, self.fail), (HealthVerdict.WARN, self.warn)):
-            if bound is not None and (value > bound if self.is_upper else value < bound):
-                return verdict
-        return HealthVerdict.PASS
-
 
 THRESHOLD_BY_NAME = {
     "matmul slowdown": Threshold("share", 0.05, 0.20),
@@ -127,4 +120,8 @@ THRESHOLD_BY_NAME = {
 
 def evaluate_threshold(name: str, value: float) -> HealthVerdict:
     """Return the verdict of the named threshold for a value."""
-    return THRESHOLD_BY_NAME[name].verdict_of(value)
+    threshold = THRESHOLD_BY_NAME[name]
+    for verdict, bound in ((HealthVerdict.FAIL, threshold.fail), (HealthVerdict.WARN, threshold.warn)):
+        if bound is not None and (value > bound if threshold.is_upper else value < bound):
+            return verdict
+    return HealthVerdict.PASS

@@ -35,10 +35,11 @@ def check_gpus_present(context: CheckContext, expected: int | None) -> list[Heal
     if count == 0 and expected and not gpus.can_count_gpus(context.root):
         reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
         return [HealthFinding("gpus/count", HealthVerdict.UNKNOWN, reason)]
-    return [
-        gpus.evaluate_gpu_count(count, expected),
-        *(_lost_gpu_finding(bus) for bus in find_lost_gpus(context.root)),
-    ]
+    findings = [gpus.evaluate_gpu_count(count, expected)]
+    for bus in find_lost_gpus(context.root):
+        text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
+        findings.append(HealthFinding("gpus/count", HealthVerdict.FAIL, text, {"bus": bus}))
+    return findings
 
 
 def find_lost_gpus(root: Path) -> list[str]:
@@ -54,8 +55,3 @@ def _read_vendor(path: Path) -> bytes | None:
             return file.read(2)
     except OSError:  # hidden in this container
         return None
-
-
-def _lost_gpu_finding(bus: str) -> HealthFinding:
-    text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
-    return HealthFinding("gpus/count", HealthVerdict.FAIL, text, {"bus": bus})

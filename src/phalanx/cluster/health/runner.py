@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from phalanx.cluster.gpu_topology import import_nvml
-from phalanx.cluster.health.checks import gpus, host, kernel_log, leaked_resources, matmul, network, storage
+from phalanx.cluster.health.checks import gpus, host, kernel_log, matmul, network, storage
 from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict, parse_finding, worst_verdict
 from phalanx.errors import PhalanxError, SubprocessError, UsageError
 from phalanx.formatting import format_exit_status
@@ -45,15 +45,15 @@ class HealthCheck:
 
 
 HEALTH_CHECKS = (
-    HealthCheck("versions", host.check_versions),
+    HealthCheck("versions", lambda context: host.evaluate_versions(host.measure_versions(context))),
     HealthCheck("gpus", lambda context: gpus.check_gpus(context, import_nvml()), timeout_s=20.0),
     HealthCheck("kernel-log", kernel_log.check_kernel_log),
-    HealthCheck("cpu", host.check_cpu),
-    HealthCheck("memory", host.check_memory),
-    HealthCheck("ulimits", host.check_ulimits),
+    HealthCheck("cpu", lambda context: host.evaluate_cpu(host.measure_cpu(context))),
+    HealthCheck("memory", lambda context: host.evaluate_memory(host.measure_memory(context))),
+    HealthCheck("ulimits", lambda context: host.evaluate_ulimits(host.measure_ulimits(context))),
     HealthCheck("network", network.check_network),
     HealthCheck("disk", host.check_disk_space),
-    HealthCheck("leaked-resources", leaked_resources.check_leaked_resources),
+    HealthCheck("leaked-resources", host.check_leaked_resources),
     HealthCheck("matmul", matmul.check_matmul, timeout_s=120.0, is_benchmark=True),
     HealthCheck(
         "all-reduce",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster.health.checks.leaked_resources import find_abandoned_shm
+from phalanx.cluster.health.checks.host import find_abandoned_shm
 from phalanx.cluster.health.finding import CheckContext
 from phalanx.errors import ExitCode
 from phalanx.jobs.chaos.fault_plan import Fault

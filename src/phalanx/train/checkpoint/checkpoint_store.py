@@ -32,6 +32,7 @@ from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    Bytes,
     CheckpointManifest,
     CorruptCheckpointError,
     encode_manifest,
@@ -40,7 +41,6 @@ from phalanx.train.checkpoint.format import (
     parse_step,
     rank_file_name,
 )
-from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.save import lower_thread_priority
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
 from phalanx.train.checkpoint.staging import ShardFileSpec

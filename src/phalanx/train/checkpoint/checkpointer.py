@@ -24,14 +24,14 @@ from phalanx.errors import ExitCode, PhalanxError, UsageError, describe_os_error
 from phalanx.recipe.schema import CheckpointConfig
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, InMemoryCheckpointSaved, RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, record_checkpoint, truncate_history
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, format_checkpoint_name
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination
-from phalanx.train.checkpoint.durable import Retention
+from phalanx.train.checkpoint.durable import DurableDirectory, Retention
+from phalanx.train.checkpoint.format import format_checkpoint_name
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY
 from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies, end_copies
 from phalanx.train.checkpoint.interval import InMemoryInterval, SaveInterval, StepTimes
 from phalanx.train.checkpoint.load_plan import get_local_state
-from phalanx.train.checkpoint.save import OwnedTensors, SaveContext, SaveInFlight, check_all_saved
+from phalanx.train.checkpoint.save import CheckpointSaver, OwnedTensors, SaveContext, SaveInFlight, check_all_saved
 from phalanx.train.checkpoint.upload import CheckpointUploads
 from phalanx.train.distributed.buffer_sync import snapshot_weight_versions
 from phalanx.train.distributed.object_collectives import all_gather_json, all_reduce_max

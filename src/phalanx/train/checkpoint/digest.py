@@ -34,7 +34,7 @@ def compute_digest(records: Iterable[tuple[str, torch.Tensor]], samples: int) ->
     return _digest_sorted(sorted(records, key=lambda record: record[0]), samples)
 
 
-def digest_checkpoint(path: Path, threads: int = 2, max_bytes: int = 128 << 20) -> str:
+def digest_checkpoint(path: Path, max_bytes: int = 128 << 20) -> str:
     """Return the digest of the state in a checkpoint, which is verified while it is read. At most `max_bytes` bytes of
     tensors are in memory, or the largest tensor if it is larger. Raises CorruptCheckpointError, which names a bad
     file."""
@@ -45,7 +45,7 @@ def digest_checkpoint(path: Path, threads: int = 2, max_bytes: int = 128 << 20) 
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for names in _batch_names(manifest, max_bytes):
-            yield from load_tensors(path, names, threads=threads, manifest=manifest).items()
+            yield from load_tensors(path, names, manifest=manifest).items()
 
     return _digest_sorted(stream(), samples)
 

@@ -24,6 +24,7 @@ from phalanx.run.events import ReportEventFn
 from phalanx.train.checkpoint.format import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
+    Bytes,
     CorruptCheckpointError,
     encode_manifest,
     format_checkpoint_name,
@@ -33,7 +34,6 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
     read_manifest,
 )
-from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_with_checksums
 from phalanx.train.checkpoint.staging import ShardFileSpec
 
@@ -175,15 +175,14 @@ def discard_directory(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def clean_checkpoint_dir(directory: Path) -> list[Path]:
-    """Finish or undo what a killed process left in a directory of checkpoints. Return the paths that were removed.
+def clean_checkpoint_dir(directory: Path) -> None:
+    """Finish or undo what a killed process left in a directory of checkpoints.
 
     Call it on one process before any process saves. A checkpoint that was moved aside is moved back if its replacement
     was never put in place.
     """
     if not directory.is_dir():
-        return []
-    removed = []
+        return
     for path in sorted(directory.iterdir()):
         if (
             path.name.endswith(_OLD_SUFFIX)
@@ -192,12 +191,9 @@ def clean_checkpoint_dir(directory: Path) -> list[Path]:
             os.rename(path, final)
         elif path.name.endswith(_OLD_SUFFIX) or _TEMPORARY_TAG in path.name:
             discard_directory(path)
-            removed.append(path)
         elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file, written halfway
             path.unlink()
-            removed.append(path)
     sync_directory(directory)
-    return removed
 
 
 def discard_abandoned(directory: Path, committed: int) -> None:
@@ -211,9 +207,9 @@ def discard_abandoned(directory: Path, committed: int) -> None:
             discard_directory(path)
 
 
-def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
-    """Remove all checkpoints except the `keep` newest complete ones and the protected steps (the best one); return what
-    was removed. Call it after a commit.
+def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -> None:
+    """Remove all checkpoints except the `keep` newest complete ones and the protected steps (the best one). Call it
+    after a commit.
 
     Complete means that the manifest is good; reading all data after each save would be too expensive. An incomplete
     checkpoint does not count as kept. If the process is killed meanwhile, `clean_checkpoint_dir` removes the rest.
@@ -222,15 +218,12 @@ def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -
     for path in directory.glob(f"step-*{DELETED_SUFFIX}"):
         discard_directory(path)
     whole = 0
-    removed = []
     for path in list_checkpoints(directory):
         if whole >= keep:
             if parse_step(path) not in protect:
                 discard_directory(path)
-                removed.append(path)
         elif _has_good_manifest(path):
             whole += 1
-    return removed
 
 
 def _has_good_manifest(path: Path) -> bool:
@@ -248,7 +241,7 @@ class Retention:
     def __init__(self, run: Run, keep: int, report_event: ReportEventFn):
         self._run, self._keep, self._report_event = run, keep, report_event
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention")
-        self._removals: list[Future[list[Path]]] = []
+        self._removals: list[Future[None]] = []
 
     def remove_old(self, step: int, in_use: Collection[int] = ()) -> None:
         """Remove old checkpoints, but not that of `step`, which is good, and those `in_use`."""
@@ -268,11 +261,11 @@ class Retention:
         self._thread.shutdown()
         self._report_failures()
 
-    def _apply(self, step: int, in_use: Collection[int]) -> list[Path]:
+    def _apply(self, step: int, in_use: Collection[int]) -> None:
         discard_abandoned(self._run.checkpoints, step)
         best = self._run.read_json_or_empty(best_checkpoint_file(self._run)).get("step")
         protected = [step, *in_use, *([best] if isinstance(best, int) else [])]
-        return apply_retention(self._run.checkpoints, self._keep, protected)
+        apply_retention(self._run.checkpoints, self._keep, protected)
 
     def _report_failures(self) -> None:
         done = [removal for removal in self._removals if removal.done()]

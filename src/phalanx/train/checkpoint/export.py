@@ -84,7 +84,7 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, temporary)
-            _write_export(checkpoint, manifest, temporary, file_bytes, notes or _ignore_note, dtype)
+            _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype)
             sync_directory(temporary)
             os.rename(temporary, out)
             undo.pop_all()
@@ -94,10 +94,6 @@ def export_huggingface(
             raise
         raise UsageError(f"{out}: cannot be written: {error.strerror}") from error
     return out
-
-
-def _ignore_note(note: str) -> None:
-    """Discard a message."""
 
 
 @dataclass(frozen=True)
@@ -300,14 +296,13 @@ def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
 def _config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return config.json with the dtype of the exported weights; otherwise readers would convert them."""
     name = str(dtype).removeprefix("torch.")
-    parts = {key: _config_with_dtype(part, dtype) for key, part in config.items() if _has_dtype(part)}
+    parts = {
+        key: _config_with_dtype(part, dtype)
+        for key, part in config.items()
+        if isinstance(part, dict) and not part.keys().isdisjoint(DTYPE_KEYS)  # of a part of the model
+    }
     keys = [key for key in DTYPE_KEYS if key in config] or [DTYPE_KEYS[-1]]
     return {**config, **parts, **dict.fromkeys(keys, name)}
-
-
-def _has_dtype(part: Any) -> bool:
-    """Whether a value of config.json is the config of a part of the model that names a dtype."""
-    return isinstance(part, dict) and any(key in part for key in DTYPE_KEYS)
 
 
 def _write_json(path: Path, value: Any) -> None:

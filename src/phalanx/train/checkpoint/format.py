@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
@@ -43,6 +44,7 @@ CHUNK_BYTES = 1 << 20
 MANIFEST_HASH_NAME = "MANIFEST.xxh3"
 
 
+Bytes = npt.NDArray[np.uint8]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=64)]
 """torch supports at most 64 dimensions."""
 MAX_MANIFEST_BYTES = 1 << 30

@@ -8,7 +8,6 @@ them block by block. No worker ever holds the whole model. To resume a run, see 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
-from phalanx.train.checkpoint import CheckpointManifest, list_checkpoints, load_blocks, load_tensors, read_manifest
+from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
+from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
 from phalanx.train.checkpoint.store_fetch import localize_checkpoint
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persistent_buffers, load_extra_state
@@ -24,27 +24,21 @@ from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
 from phalanx.train.ops.lora import is_lora_name
-from phalanx.train.optim import OPTIMIZER_PREFIX
-
-
-class InitialWeights(Protocol):
-    """A source of weights. Its files were checked against the model when it was opened."""
-
-    def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Read this worker's parts of the model's parameters and persistent buffers, except new LoRA adapters."""
+from phalanx.train.optim.container import OPTIMIZER_PREFIX
 
 
 @dataclass(frozen=True)
 class SafetensorsWeights:
-    """Safetensors files. `names` maps each parameter or buffer to its tensors in the files
-    (`huggingface.match_tensor_names`)."""
+    """Safetensors files, which were checked against the model when they were opened. `names` maps each parameter or
+    buffer to its tensors in the files (`match_tensor_names`)."""
 
     source: WeightReader
     names: Mapping[str, Sequence[str]]
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Raises DataError if tensors that the model ties differ in this worker's part."""
+        """Read this worker's parts of the model's parameters and persistent buffers, except new LoRA adapters. Raises
+        DataError if tensors that the model ties differ in this worker's part."""
         for name, local_tensor in _local_tensors(parallel_model).items():
             if name not in self.names:
                 continue
@@ -66,7 +60,7 @@ class CheckpointWeights:
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Raises CorruptCheckpointError, which names the bad file."""
+        """Do the same. Raises CorruptCheckpointError, which names the bad file."""
         requested: list[tuple[str, Sequence[int], Tensor]] = []
         converted: list[tuple[Tensor, Tensor]] = []
         for name, local_tensor in _local_tensors(parallel_model).items():
@@ -79,12 +73,15 @@ class CheckpointWeights:
                     converted.append((target, part))
                 requested.append((name, block.global_offset, part))
         extra = [name for name in self.manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)]
-        load_blocks(self.path, requested, 2, self.manifest)
+        load_blocks(self.path, requested, self.manifest)
         for target, part in converted:
             target.copy_(part)
         extra_state = load_tensors(self.path, extra, manifest=self.manifest)
         for module in parallel_model.modules:
             load_extra_state(module, extra_state, str(self.path))
+
+
+InitialWeights = SafetensorsWeights | CheckpointWeights
 
 
 def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.safe_files import open_regular
 from phalanx.train.checkpoint.format import (
+    Bytes,
     CheckpointManifest,
     CorruptCheckpointError,
     FileRecord,
@@ -34,15 +35,13 @@ from phalanx.train.checkpoint.format import (
     make_unreadable_error,
     read_manifest,
 )
-from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 OnReject = Callable[[Path, str, str], None]
 """Called for each checkpoint that is not good, with its path, the file's name, and the reason."""
 
-ResultT = TypeVar("ResultT")
-
+READ_THREADS = 2  # threads that read a checkpoint
 _CHUNKS_PER_READ = 64  # chunks that one thread reads as one task
 _PIECE_BYTES = 256 << 20  # maximum bytes in host memory on their way to another device
 _HASH_BLOCK_BYTES = 256 << 10  # bytes that are read and hashed at once, so that they are still in the core's cache
@@ -57,7 +56,7 @@ class _ByteSpan(NamedTuple):
 
 
 def load_tensors(
-    path: Path, names: Iterable[str] | None = None, threads: int = 2, manifest: CheckpointManifest | None = None
+    path: Path, names: Iterable[str] | None = None, manifest: CheckpointManifest | None = None
 ) -> dict[str, torch.Tensor]:
     """Read and verify whole tensors of the checkpoint at `path` to the CPU: those of `names`, by default all, and then
     every byte of every file has been verified. `manifest`, if given, is not read again. Raises CorruptCheckpointError,
@@ -65,12 +64,12 @@ def load_tensors(
     manifest = manifest or read_manifest(path)
     records = {name: _get_record(path, manifest, name) for name in (manifest.tensors if names is None else names)}
     loaded = {name: torch.empty(record.shape, dtype=record.torch_dtype) for name, record in records.items()}
-    load_blocks(path, [(name, (0,) * tensor.dim(), tensor) for name, tensor in loaded.items()], threads, manifest)
+    load_blocks(path, [(name, (0,) * tensor.dim(), tensor) for name, tensor in loaded.items()], manifest)
     return loaded
 
 
 def load_blocks(
-    path: Path, requested: Sequence[tuple[str, Sequence[int], torch.Tensor]], threads: int, manifest: CheckpointManifest
+    path: Path, requested: Sequence[tuple[str, Sequence[int], torch.Tensor]], manifest: CheckpointManifest
 ) -> None:
     """Fill each tensor (any device, any strides) with a block of the named logical tensor: the block starts at the
     given offset and has the tensor's shape. Only chunks that overlap a block are read, and these are verified. Raises
@@ -80,7 +79,7 @@ def load_blocks(
     spans: dict[str, list[_ByteSpan]] = {}
 
     def read() -> None:
-        _read_files(path, manifest, spans, threads)
+        _read_files(path, manifest, spans)
         for tensor, arrived in bounced:
             tensor.copy_(arrived)
         spans.clear()
@@ -175,7 +174,7 @@ def _flat_index(position: Sequence[int], offset: Sequence[int], extent: Sequence
     return number
 
 
-def _read_files(path: Path, manifest: CheckpointManifest, spans: Mapping[str, list[_ByteSpan]], threads: int) -> None:
+def _read_files(path: Path, manifest: CheckpointManifest, spans: Mapping[str, list[_ByteSpan]]) -> None:
     """Read the spans of each file; verify each chunk that they overlap, and each file's header."""
     tasks = []
     heads: dict[str, int] = {}
@@ -192,7 +191,7 @@ def _read_files(path: Path, manifest: CheckpointManifest, spans: Mapping[str, li
         chunks = sorted(wanted)
         runs = [chunks[i : i + _CHUNKS_PER_READ] for i in range(0, len(chunks), _CHUNKS_PER_READ)]
         tasks += [partial(_read_chunks, path / name, file, size, run, ordered) for run in runs]
-    _run_in_threads(tasks, threads)
+    _run_in_threads(tasks)
 
 
 def _read_chunks(path: Path, file: FileRecord, size: int, chunks: Sequence[int], spans: Sequence[_ByteSpan]) -> None:
@@ -254,14 +253,14 @@ def _read_exactly(fd: int, buffer: memoryview, start: int, path: Path) -> None:
         done += count
 
 
-def verify_checkpoint(path: Path, threads: int = 2) -> CheckpointManifest:
+def verify_checkpoint(path: Path) -> CheckpointManifest:
     """Read and verify every byte of a checkpoint; return its manifest. Raises CorruptCheckpointError for a bad file."""
     manifest = read_manifest(path)
-    verify_files(path, manifest.files, manifest.chunk_bytes, threads)
+    verify_files(path, manifest.files, manifest.chunk_bytes)
     return manifest
 
 
-def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, threads: int) -> None:
+def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, threads: int = READ_THREADS) -> None:
     """Verify every byte of `files`, in chunks of `chunk` bytes. Raises CorruptCheckpointError for a bad file."""
     tasks = [
         partial(
@@ -273,7 +272,7 @@ def verify_files(folder: Path, files: Mapping[str, FileRecord], chunk: int, thre
     _run_in_threads(tasks, threads)
 
 
-def _run_in_threads(tasks: Sequence[Callable[[], None]], threads: int) -> None:
+def _run_in_threads(tasks: Sequence[Callable[[], None]], threads: int = READ_THREADS) -> None:
     """Run all tasks. The first error, in task order, is raised; tasks that have not started by then are skipped."""
     with ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(work) for work in tasks]
@@ -285,22 +284,14 @@ def _run_in_threads(tasks: Sequence[Callable[[], None]], threads: int) -> None:
                 job.cancel()
 
 
-def find_newest_good(directory: Path, on_reject: OnReject, threads: int = 2) -> Path | None:
+def find_newest_good(directory: Path, on_reject: OnReject) -> Path | None:
     """Return the newest checkpoint of a directory in which every byte of every file is good; None if there is none.
     Raises OSError if none was found and one that may be good could not be read. Bad ones are passed to `on_reject`."""
-
-    def check(path: Path) -> Path:
-        verify_checkpoint(path, threads)
-        return path
-
-    return _use_first_good(directory, check, on_reject)
-
-
-def _use_first_good(directory: Path, use: Callable[[Path], ResultT], on_reject: OnReject) -> ResultT | None:
     storage = None
     for path in list_checkpoints(directory):
         try:
-            return use(path)
+            verify_checkpoint(path)
+            return path
         except CorruptCheckpointError as error:
             on_reject(path, error.file.name, error.reason)
             storage = storage or error.storage_error

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint import CheckpointManifest, load_blocks
+from phalanx.train.checkpoint.format import CheckpointManifest
+from phalanx.train.checkpoint.load import load_blocks
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.module_state import (
     EXTRA_STATE_PREFIX,
@@ -18,11 +19,10 @@ from phalanx.train.distributed.module_state import (
     load_extra_state,
 )
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
-from phalanx.train.optim import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
+from phalanx.train.optim.container import OPTIMIZER_PREFIX, SETTINGS_PREFIX, OptimizerContainer, state_entry_shape
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
 
-_READ_THREADS = 2
 RECIPE_STATE_PREFIXES = ("scaler/", SETTINGS_PREFIX, "grad_sync/", "local_sgd/")
 """Prefixes of the logical names of state that a run has or has not by its recipe."""
 
@@ -99,18 +99,9 @@ class LoadPlan:
         return [*self.live_blocks, *self.new_blocks, *(block for blocks in self.sequential_blocks for block in blocks)]
 
 
-def read_local_state(
-    state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
-) -> Callable[[], None]:
-    """Read this worker's part of the state from a checkpoint, written under any parallelism, and return a function that
-    applies it. Nothing in use changes before that is called, unless weights are read `in_place`. Raises
-    CorruptCheckpointError, which names a bad file, and DataError for what does not fit."""
-    load_plan = make_load_plan(state.parallel_model, path, manifest)
-    return execute_load_plan(load_plan, state, path, manifest, in_place)
-
-
 def make_load_plan(parallel_model: ParallelModel, path: Path, manifest: CheckpointManifest) -> LoadPlan:
-    """Plan what `read_local_state` reads. Raises DataError if the model does not fit the checkpoint."""
+    """Plan what a worker reads of a checkpoint, written under any parallelism. Raises DataError if the model does not
+    fit it."""
     parameters = parallel_model.parameters()
     live_blocks: TensorBlocks = []
     new_blocks: TensorBlocks = []
@@ -183,15 +174,15 @@ def execute_load_plan(
     load_plan: LoadPlan, state: AppState, path: Path, manifest: CheckpointManifest, in_place: bool = False
 ) -> Callable[[], None]:
     """Read the blocks into new memory, except weights that are read `in_place`, and return a function that applies
-    them. Raises CorruptCheckpointError, which names a bad file."""
+    them: nothing else in use changes before that is called. Raises CorruptCheckpointError, which names a bad file."""
     staged = load_plan.live_blocks
     if not in_place:
         staged = [
             (name, offset, torch.empty(live.shape, dtype=live.dtype)) for name, offset, live in load_plan.live_blocks
         ]
-    load_blocks(path, [*staged, *load_plan.new_blocks], _READ_THREADS, manifest)
+    load_blocks(path, [*staged, *load_plan.new_blocks], manifest)
     for blocks in load_plan.sequential_blocks:
-        load_blocks(path, blocks, _READ_THREADS, manifest)
+        load_blocks(path, blocks, manifest)
         load_plan.add_sequential()
 
     def apply() -> None:
@@ -202,7 +193,12 @@ def execute_load_plan(
         load_plan.restore_state()
         for module in state.parallel_model.modules:
             load_extra_state(module, load_plan.optimizer_tensors, str(path))
-        _load_optimizer_and_scaler(state.optimizer, state.scaler, load_plan.optimizer_tensors, str(path))
+        tensors = load_plan.optimizer_tensors
+        state.optimizer.load(
+            {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}, str(path)
+        )
+        state.optimizer.load_group_settings(tensors, str(path))
+        state.scaler.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})
 
     return apply
 
@@ -220,11 +216,3 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], where: s
         if source.data_ptr() != target.data_ptr():  # otherwise it was read in place
             target.copy_(source)
     load_extra_state(model, tensors, where)
-
-
-def _load_optimizer_and_scaler(
-    optimizer: OptimizerContainer, scaler: GradScaler, tensors: Mapping[str, Tensor], where: str
-) -> None:
-    optimizer.load({name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}, where)
-    optimizer.load_group_settings(tensors, where)
-    scaler.load({name: tensor for name, tensor in tensors.items() if name.startswith("scaler/")})

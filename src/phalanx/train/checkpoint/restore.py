@@ -34,7 +34,7 @@ from phalanx.run.in_memory_checkpoint import (
 )
 from phalanx.storage.stored_checkpoints import StoredSteps
 from phalanx.storage.url import StoreUrl, is_url, parse_url
-from phalanx.train.checkpoint import (
+from phalanx.train.checkpoint.format import (
     CheckpointManifest,
     CorruptCheckpointError,
     list_checkpoints,
@@ -51,7 +51,7 @@ from phalanx.train.checkpoint.in_memory.format import (
     read_shard,
 )
 from phalanx.train.checkpoint.load import find_needed_files
-from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan, read_local_state
+from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
 from phalanx.train.checkpoint.shard_file import RankRecord, write_record
 from phalanx.train.checkpoint.staging import as_bytes
 from phalanx.train.checkpoint.store_fetch import RejectedFile, StoreSource
@@ -105,7 +105,8 @@ def restore_from_disk(
 
     def read(path: Path) -> tuple[CheckpointManifest, ApplyFn]:
         manifest = read_manifest(path)
-        return manifest, read_local_state(state, path, manifest, in_place=in_place)
+        load_plan = make_load_plan(state.parallel_model, path, manifest)
+        return manifest, execute_load_plan(load_plan, state, path, manifest, in_place)
 
     candidate, newest, storage_error_seen = None, None, False
     while True:
@@ -330,14 +331,12 @@ def restore_in_memory(
     return None
 
 
-def prune_stale(
-    run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None, environment: Mapping[str, str] = os.environ
-) -> None:
+def prune_stale(run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None) -> None:
     """Remove copies when the run resumes from `step`: copies of later steps become invalid, and all copies on this node
     except `kept_copy` (the one it resumes from, if any) are deleted. Every worker calls it."""
     if dist_env.is_rank_zero:
         truncate_history(run, step)
-    folder = find_node_dir(run, environment)
+    folder = find_node_dir(run, os.environ)
     if dist_env.local_rank == 0 and folder is not None and is_private(folder):
         prune_copies(folder, () if kept_copy is None else (kept_copy.name,))
 

@@ -13,7 +13,6 @@ save, the other ranks may continue it: the commit checks that the lost ranks had
 import heapq
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,8 +31,7 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.run import Run
 from phalanx.run.events import ReportEventFn
 from phalanx.storage.url import StoreUrl
-from phalanx.train.checkpoint.format import CHUNK_BYTES, RankManifest, merge_rank_manifests, rank_file_name
-from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, RankManifest, merge_rank_manifests, rank_file_name
 from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh
@@ -93,10 +91,6 @@ class SaveStatus:
     size_bytes: int = 0
     duration_s: float = 0.0
 
-    @property
-    def is_busy(self) -> bool:
-        return self.phase in (SavePhase.WRITING, SavePhase.COMMITTING)
-
 
 def assign_to_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
     """Assign tensors that every rank holds to the ranks that write them; return sorted names for each rank. Balanced by
@@ -115,13 +109,8 @@ class CheckpointSaver:
 
     Savers of one worker share `shared_staging`: while one has a save in flight, the others must not start one."""
 
-    def __init__(
-        self,
-        destination: Destination,
-        shared_staging: SharedStaging | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self._destination, self._clock = destination, clock
+    def __init__(self, destination: Destination, shared_staging: SharedStaging | None = None):
+        self._destination = destination
         self._shared_staging = shared_staging or SharedStaging()
         self._file_spec_key: object = None
         self._file_spec = ShardFileSpec("", b"", (), {}, 0)
@@ -146,14 +135,6 @@ class CheckpointSaver:
         """Allocate the staging buffer before the first save; for tensors on a GPU, in the background."""
         self._shared_staging.reserve(self._get_file_spec(shards).nbytes, _find_gpu(shards))
 
-    def reserve_space(self, shards: Sequence[TensorShard]) -> int:
-        """Allocate the staging buffer and check free space before training starts; return the bytes that this rank will
-        write. `start` does this automatically if it was not called. Raises UsageError if there is too little."""
-        nbytes = self._get_file_spec(shards).nbytes
-        self._destination.check_space(nbytes)
-        self.allocate_buffer(shards)
-        return nbytes
-
     @property
     def blocks_training(self) -> bool:
         """Whether saves block the host because the buffer could not be page-locked; known once a save has started."""
@@ -168,28 +149,29 @@ class CheckpointSaver:
         forward changes), which are copied before this returns. `meta` is any JSON value, the same on all ranks; it
         should hold `step` and `samples`. Raises UsageError if there is too little space, OSError if storage fails when
         this is checked."""
-        if self.poll().is_busy or self._status.phase is SavePhase.WRITTEN:
+        if self.poll().phase in (SavePhase.WRITING, SavePhase.WRITTEN, SavePhase.COMMITTING):
             raise RuntimeError(f"step {step}: the save of step {self._status.step} is neither committed nor given up")
         self._cancelled.clear()
-        self._start_time = self._clock()
-        self.reserve_space(shards)
-        self._staging = staging = self._shared_staging.take(self._file_spec.nbytes, _find_gpu(shards))
+        self._start_time = time.perf_counter()
+        nbytes = self._get_file_spec(shards).nbytes
+        self._destination.check_space(nbytes)
+        self._staging = staging = self._shared_staging.take(nbytes, _find_gpu(shards))
         self._meta, shards = dict(meta), list(shards)
         self._status = SaveStatus(SavePhase.WRITING, step)
         staging.start_copy(self._file_spec, shards, copy_now)
         self._copied.clear()
         self._job = _run_in_background(partial(self._copy_and_write, staging, self._file_spec, shards, copy_now))
-        self._must_wait, self.stall_s = True, self._clock() - self._start_time
+        self._must_wait, self.stall_s = True, time.perf_counter() - self._start_time
 
     def wait_snapshot_copied(self) -> None:
         """Wait until the snapshot, if one is being taken, is copied. On a GPU only the GPU stream waits."""
         if self._must_wait:
-            start_time = self._clock()
+            start_time = time.perf_counter()
             self._copied.wait()
             assert self._staging is not None
             self._staging.make_stream_wait()
             self._must_wait = False
-            self.stall_s += self._clock() - start_time
+            self.stall_s += time.perf_counter() - start_time
 
     def poll(self) -> SaveStatus:
         """Return the progress of the save without waiting. An error that storage did not cause is raised here."""
@@ -265,7 +247,7 @@ class CheckpointSaver:
         return self._make_status(SavePhase.COMMITTED, step, path=path, size_bytes=nbytes)
 
     def _make_status(self, phase: SavePhase, step: int, **facts: Any) -> SaveStatus:
-        return SaveStatus(phase, step, duration_s=self._clock() - self._start_time, **facts)
+        return SaveStatus(phase, step, duration_s=time.perf_counter() - self._start_time, **facts)
 
 
 @dataclass
@@ -309,8 +291,7 @@ def _run_in_background(work: Callable[[], SaveStatus]) -> "Future[SaveStatus]":
 
 def lower_thread_priority() -> None:
     """Lower this thread's priority below training's; on Linux each thread has its own niceness."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
 
 
 def _describe_error(error: OSError, path: Path | StoreUrl) -> str:

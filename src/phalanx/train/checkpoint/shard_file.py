@@ -17,8 +17,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from phalanx.run.directory import fsync_if_supported
 from phalanx.storage.url import StoreUrl
-from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError, RankManifest, rank_file_name
-from phalanx.train.checkpoint.pinned_buffer import Bytes
+from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, CorruptCheckpointError, RankManifest, rank_file_name
 
 _WRITE_BLOCK_BYTES = 8 * CHUNK_BYTES  # bytes of one write: large enough to keep a disk busy, small enough to fail early
 _DIRECT_IO_ALIGNMENT_BYTES = 4096
@@ -59,8 +58,6 @@ def write_with_checksums(path: Path, image: Bytes, cancelled: threading.Event | 
 
 def _set_direct_io(fd: int, wanted: bool) -> bool:
     """Switch direct I/O on or off; return whether it is on."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if wanted else 0))

@@ -2,10 +2,17 @@
 
 This module does not access the disk. CPU tensors are copied by numpy, which releases the GIL and uses one thread;
 torch's copy would start a second OpenMP thread pool that competes with training. GPU tensors are copied on a separate
-stream into page-locked memory.
+stream into page-locked memory (cudaHostRegister). torch's pinned allocator would use up to twice the size and stall
+training. Page-locking takes a large part of a second per GB, so a thread does it, in blocks: CUDA's lock is held for
+one block at a time.
 """
 
+import itertools
+import math
+import mmap
+import weakref
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +21,80 @@ import numpy.typing as npt
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint.format import FileRecord, RankManifest, ShardRecord, TensorRecord, make_safetensors_header
-from phalanx.train.checkpoint.pinned_buffer import Bytes, PinnedBuffer
+from phalanx.train.checkpoint.format import (
+    Bytes,
+    FileRecord,
+    RankManifest,
+    ShardRecord,
+    TensorRecord,
+    make_safetensors_header,
+)
 from phalanx.train.checkpoint.shard_file import RankRecord
 from phalanx.train.distributed.module_state import DTYPE_NAMES
+
+PIN_BLOCK_BYTES = 64 * 2**20
+"""Bytes that one call page-locks. A copy from a GPU must not cross the border of two blocks."""
+CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+
+class PinnedBuffer:
+    """`nbytes` of touched host memory, page-aligned, and in huge pages if the system supports them. If a GPU `device`
+    is given, it is page-locked for it in the background: call `wait` before using the bytes."""
+
+    def __init__(self, nbytes: int, device: torch.device | None = None):
+        memory = mmap.mmap(-1, max(1, math.ceil(nbytes / mmap.PAGESIZE)) * mmap.PAGESIZE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self.is_pinned = True
+        """Whether all of it is page-locked, if requested; otherwise copies from the GPU block the host."""
+        self._pinning: Future[None] | None = None
+        if device is None:
+            self.bytes[:] = 0  # touch the pages now and not during the first save
+            return
+        registered: list[int] = []
+        weakref.finalize(self, _unpin, registered, device, self.bytes).atexit = False
+        executor = ThreadPoolExecutor(1, thread_name_prefix="pinning")
+        self._pinning = executor.submit(self._pin, device, registered)
+        executor.shutdown(wait=False)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._pinning is None or self._pinning.done()
+
+    def wait(self) -> None:
+        """Wait until the memory is ready."""
+        if self._pinning is not None:
+            self._pinning.result()
+            self._pinning = None
+
+    def blocks(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Split the bytes from `start` to `end` at the borders of blocks."""
+        cuts = [start, *range((start // PIN_BLOCK_BYTES + 1) * PIN_BLOCK_BYTES, end, PIN_BLOCK_BYTES), end]
+        return list(itertools.pairwise(cuts))
+
+    def _pin(self, device: torch.device, registered: list[int]) -> None:
+        cudart = torch.cuda.cudart()
+        address = self.bytes.ctypes.data
+        with torch.cuda.device(device):
+            for start, end in self.blocks(0, len(self.bytes)):
+                self.bytes[start:end] = 0
+                if (
+                    self.is_pinned
+                    and int(cudart.cudaHostRegister(address + start, end - start, CUDA_HOST_REGISTER_PORTABLE)) == 0
+                ):
+                    registered.append(address + start)
+                else:
+                    self.is_pinned = False
+
+
+def _unpin(registered: list[int], device: torch.device, memory: Bytes) -> None:
+    """Unlock the blocks at these addresses; `memory` is referenced until then."""
+    cudart = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        for address in registered:
+            cudart.cudaHostUnregister(address)
+
 
 # numpy knows no bfloat16 and no float8: elements are moved as integers of the same width.
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -128,39 +205,28 @@ class SharedStaging:
         return chosen
 
 
-class StagingBuffer:
+class StagingBuffer(PinnedBuffer):
     """A buffer of at least `nbytes`, used by every save that fits; for a GPU's tensors with its `device`."""
 
     def __init__(self, nbytes: int, device: torch.device | None):
+        super().__init__(nbytes, device)
         self.device = device
         self._gpu = None if device is None else torch.get_device_module(device)
         self._stream = None if self._gpu is None else self._gpu.Stream(device)
         self._done: torch.Event | None = None
-        self._memory = PinnedBuffer(nbytes, device)
-        self._buffer = self._memory.bytes
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether copies from the GPU need no host to wait; known once a save has begun."""
-        return self._memory.is_pinned
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a copy to it starts at once."""
-        return self._memory.is_ready
 
     def fits_bytes(self, nbytes: int, device: torch.device | None) -> bool:
-        return len(self._buffer) >= nbytes and (device is None or self.device == device)
+        return len(self.bytes) >= nbytes and (device is None or self.device == device)
 
     def file_bytes(self, file_spec: ShardFileSpec) -> Bytes:
         """The file's bytes."""
-        return self._buffer[: file_spec.nbytes]
+        return self.bytes[: file_spec.nbytes]
 
     def start_copy(self, file_spec: ShardFileSpec, shards: Sequence[TensorShard], copy_now: Collection[str]) -> None:
         """Called by the training thread: copy what cannot wait, and start the copies from the GPU, which from here on
         are ordered after what training has queued. It waits where the buffer is not there yet."""
-        self._memory.wait()
-        self._buffer[: len(file_spec.header)] = np.frombuffer(file_spec.header, dtype=np.uint8)
+        self.wait()
+        self.bytes[: len(file_spec.header)] = np.frombuffer(file_spec.header, dtype=np.uint8)
         self._copy_shards(
             file_spec, shards, [i for i, shard in enumerate(shards) if _is_on_cpu(shard) and shard.name in copy_now]
         )
@@ -171,8 +237,8 @@ class StagingBuffer:
             for shard, (start, end) in zip(shards, file_spec.spans, strict=True):
                 if not _is_on_cpu(shard):
                     source = shard.tensor.detach().contiguous().view(-1).view(torch.uint8)
-                    for low, high in self._memory.blocks(start, end):
-                        target = torch.from_numpy(self._buffer[low:high])
+                    for low, high in self.blocks(start, end):
+                        target = torch.from_numpy(self.bytes[low:high])
                         target.copy_(source[low - start : high - start], non_blocking=True)
                     shard.tensor.record_stream(self._stream)
             self._done = self._stream.record_event()
@@ -200,7 +266,7 @@ class StagingBuffer:
         for i in chosen:
             start, end = file_spec.spans[i]
             source = as_array(shards[i].tensor)
-            np.copyto(self._buffer[start:end].view(source.dtype).reshape(source.shape), source)
+            np.copyto(self.bytes[start:end].view(source.dtype).reshape(source.shape), source)
 
 
 def _is_on_cpu(shard: TensorShard) -> bool:

@@ -212,13 +212,14 @@ class CheckpointUploads:
         reason = next(filter(None, map(_describe_failure, ended)), "")
         part = upload.job.result() if upload.job.done() and not upload.job.exception() else None
         retries = dict(self._checkpoints.store.counters.retries)
-        own: dict[str, Any] = {
+        own = {
             "reason": reason,
             "sent": part and part.sent_bytes,
             "skipped": part and part.skipped_bytes,
+            "requests": self._checkpoints.store.counters.requests - self._num_requests,
+            "retries": retries,
         }
-        own |= {"requests": self._checkpoints.store.counters.requests - self._num_requests}
-        gathered = all_gather_json(self._dist_env, own | {"retries": retries})
+        gathered = all_gather_json(self._dist_env, own)
         reason = next((each["reason"] for each in gathered if each["reason"]), "")
         if reason:
             self._known, self._last_step, self._retention.must_sweep = None, None, True

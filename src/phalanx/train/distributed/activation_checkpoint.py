@@ -124,7 +124,8 @@ def _nest_contexts(buffers: BufferNames, selective: Callable[[], _ContextPair] |
     block's state and of context parallelism."""
     found = make_checkpoint_contexts()
     whole = contextlib.nullcontext(), WholeFeatures()  # a recomputation may have ended before the block's last layer
-    inner: list[_ContextPair] = [whole, make_state_contexts(buffers)]
+    before = _ForwardContext(buffers)
+    inner: list[_ContextPair] = [whole, (before, _RecomputeContext(before))]
     if selective is not None:
         inner.append(selective())
     for forward, backward_context in inner:
@@ -180,12 +181,6 @@ def has_mutable_state(block: nn.Module) -> bool:
     which is completed at the end of each step."""
     owners = [module for module, _ in find_mutable_buffers(block)]
     return not all(isinstance(module, NORM_LAYER_TYPES) or hasattr(module, "after_step") for module in owners)
-
-
-def make_state_contexts(buffers: BufferNames) -> _ContextPair:
-    """Return the contexts of one forward of a block with these buffers, and of its recomputation."""
-    before = _ForwardContext(buffers)
-    return before, _RecomputeContext(before)
 
 
 class _ForwardContext(AbstractContextManager[None]):

@@ -49,7 +49,9 @@ class _LinearReduceScatter(torch.autograd.Function):
             partial = F.linear(chunks[:, :, i], weight).movedim(1, 0)  # [ranks, b, s / ranks / CHUNKS, w]
             sums.append(partial.new_empty(partial.shape[1:]))
             works.append(reduce_scatter_into(sums[-1], partial.flatten(0, 1).contiguous(), group, wait=False))
-        _wait_all(works)
+        for work in works:
+            if work is not None:
+                work.wait()
         return torch.stack(sums, dim=1).view(batch, -1, width)
 
     @staticmethod
@@ -69,7 +71,8 @@ class _LinearReduceScatter(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         chunks = _view_as_chunks(grad_x, ranks)
         for i, work in enumerate(works):
-            _wait_all([work])
+            if work is not None:
+                work.wait()
             if ctx.needs_input_grad[0]:
                 chunks[:, :, i] = gathered_chunks[i] @ weight
         grad_weight = None
@@ -82,9 +85,3 @@ def _view_as_chunks(x: Tensor, ranks: int) -> Tensor:
     """x [b, s, k] as [b, ranks, CHUNKS, s / ranks / CHUNKS, k], a view where x is contiguous."""
     chunks: Tensor = x.unflatten(1, (ranks, ASYNC_TP_CHUNKS, -1))
     return chunks
-
-
-def _wait_all(works: "list[dist.Work | None]") -> None:
-    for work in works:
-        if work is not None:
-            work.wait()

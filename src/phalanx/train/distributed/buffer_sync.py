@@ -87,12 +87,8 @@ class BufferSync:
         elastic: bool,
         has_all_parameters: bool = True,
     ):
-        self._dist_env, self._group, self._elastic, self._has_all_parameters = (
-            dist_env,
-            group,
-            elastic,
-            has_all_parameters,
-        )
+        self._dist_env, self._group = dist_env, group
+        self._elastic, self._has_all_parameters = elastic, has_all_parameters
         watches = group is not None or elastic
         self._modules = (
             [m for m in modules if self._mutable_tensors(m) or find_extra_state_modules(m)] if watches else []
@@ -156,16 +152,10 @@ class BufferSync:
         return get_persistent_buffers(module) | dict(frozen)
 
     def _collect_buffers(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for module in self._modules:
-            found |= self._mutable_tensors(module)
-        return found
+        return {name: each for module in self._modules for name, each in self._mutable_tensors(module).items()}
 
     def _collect_extra_state(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for module in self._modules:
-            found |= get_extra_state(module)
-        return found
+        return {name: each for module in self._modules for name, each in get_extra_state(module).items()}
 
     def _changed_names(self) -> list[str]:
         now = self._collect_buffers()

@@ -7,6 +7,7 @@ collective itself.
 """
 
 import linecache
+import math
 import os
 import socket
 import sys
@@ -77,20 +78,13 @@ def _describe_operation(entry: Mapping[str, Any]) -> str:
     name = str(entry["profiling_name"]).partition(":")[2]
     if not any(word in name for word in SAME_SIZE_OPERATIONS):
         return name
-    sizes = [size if isinstance(size, int) else _product(size) for size in entry["input_sizes"]]
+    sizes = [size if isinstance(size, int) else math.prod(size) for size in entry["input_sizes"]]
     return f"{name} of {sum(sizes)} {', '.join(sorted(set(entry['input_dtypes'])))}"
 
 
 def read_last_record() -> int:
     """Return the number of the newest collective in the recorder; -1 before the first."""
     return max((each.record for each in read_collectives()), default=-1)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= int(size)
-    return total
 
 
 def enable_trace(environment: Mapping[str, str]) -> None:

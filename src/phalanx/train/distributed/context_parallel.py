@@ -118,10 +118,11 @@ class ContextParallel:
     method: see context_attention.py; `choose_context_method` selects it.
     documents: [b, s] of the whole batch, as before `shard_batch`: every causal or masked call is then restricted to
         documents, whatever its mask.
-    replace_masks: for models that `check_context_parallel` accepted and that build a causal mask when positions are not
-        contiguous, as under `gather` (Hugging Face models do): without documents, it is replaced by causal attention
-        over the whole sequence. They build it on all ranks but the last, which has contiguous chunks, and repeat
-        key-value heads where they do; so on the last they are repeated here.
+
+    Models that `check_context_parallel` accepted may build a causal mask when positions are not contiguous, as under
+    `gather` (Hugging Face models do): without documents, it is replaced by causal attention over the whole sequence.
+    They build it on all ranks but the last, which has contiguous chunks, and repeat key-value heads where they do; so
+    on the last they are repeated here.
 
     It is active for all threads of the process, since a recomputation may run in one of autograd's. It must be active
     there, too: hand `make_checkpoint_contexts` to checkpoint, or keep it active around the backward. Blocks may be
@@ -131,11 +132,8 @@ class ContextParallel:
     recomputation nor methods such as Tensor.unflatten under a function mode.)
     """
 
-    def __init__(
-        self, group: Group, method: ContextMethod, documents: Tensor | None = None, replace_masks: bool = False
-    ):
+    def __init__(self, group: Group, method: ContextMethod, documents: Tensor | None = None):
         self.group, self.method = group, method
-        self.replace_masks = replace_masks and method == "gather"
         self.masks = (
             None if documents is None or group_size(group) == 1 else make_document_masks(documents, method, group)
         )
@@ -185,13 +183,13 @@ class ContextParallel:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         _check_shapes(query, key)
-        if attn_mask is not None and self.masks is None and not self.replace_masks and is_real_tensor(attn_mask):
+        if attn_mask is not None and self.masks is None and self.method == "alltoall" and is_real_tensor(attn_mask):
             raise RecipeError(
                 "parallelism.context: the model gives attention a mask of its own part of the sequence; only causal, "
                 "full and document attention can be split"
             )
         causal = is_causal or attn_mask is not None
-        if self.replace_masks and key.shape[1] != query.shape[1]:
+        if self.method == "gather" and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return attention_over_context(
             query,

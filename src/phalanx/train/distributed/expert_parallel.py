@@ -13,13 +13,13 @@ The router, and how parameters are sharded and saved, are not part of this modul
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
+from phalanx.models.moe import PermuteRows
 from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
 from phalanx.train.ops.collectives import Group, all_to_all_rows
 
@@ -113,24 +113,10 @@ def _dispatch_and_combine(compute_local: ExpertForward, group: dist.ProcessGroup
         experts = blocks.repeat_interleave(received_counts.flatten(), output_size=sum(from_each))
         order = experts.argsort(stable=True)
         back = order.argsort()
-        outputs = compute_local(_Permute.apply(rows, order, back), received_counts.sum(0))
+        outputs = compute_local(PermuteRows.apply(rows, order, back, 1), received_counts.sum(0))
         if not outputs.requires_grad:  # as of experts that skip themselves without rows; the backward of others sends
             outputs = outputs + rows[:0].sum()
-        return all_to_all_rows(_Permute.apply(outputs, back, order), from_each, to_each, group)
+        return all_to_all_rows(PermuteRows.apply(outputs, back, order, 1), from_each, to_each, group)
 
     disabled: ExpertForward = torch.compiler.disable(forward)
     return disabled
-
-
-class _Permute(torch.autograd.Function):
-    """Permute rows of x; `back` is the inverse. Backward gathers, while that of indexing is a slow scatter-add."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (back,) = ctx.saved_tensors
-        return grad[back], None, None

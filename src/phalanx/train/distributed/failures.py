@@ -97,8 +97,7 @@ def cause_of(error: BaseException) -> PhalanxError | None:
     if is_out_of_memory(error):
         return RecipeError(
             f"out of memory on {where}, not in a micro-batch: {describe_exception(error)}; use a smaller model, a "
-            f"layout that cuts "
-            "it, or devices with more memory"
+            "layout that cuts it, or devices with more memory"
         )
     return None
 

@@ -114,10 +114,6 @@ def get_persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[st
         raise RecipeError(f"model.build: state_dict() of the model failed: {describe_exception(error)}") from error
 
 
-def _copy_contiguous(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
 def find_extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return modules with their own `get_extra_state`, by name."""
     return {
@@ -156,7 +152,8 @@ def pack_value(value: Any, what: str) -> Tensor:
 
     def to_json(part: Any) -> Any:
         if isinstance(part, Tensor) and part.layout == torch.strided and part.dtype in DTYPE_NAMES:
-            tensors[str(len(tensors))] = _copy_contiguous(part).cpu()
+            plain = part.detach().resolve_conj().resolve_neg()
+            tensors[str(len(tensors))] = plain.clone(memory_format=torch.contiguous_format).cpu()
             return {"tensor": str(len(tensors) - 1)}
         if type(part) is dict and all(type(key) is str for key in part):
             return {"dict": {key: to_json(each) for key, each in part.items()}}

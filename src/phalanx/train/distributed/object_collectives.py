@@ -71,7 +71,7 @@ def count_nodes_from_environment(dist_env: DistEnv, environment: Mapping[str, st
 
 def gather_node_map(dist_env: DistEnv, environment: Mapping[str, str] = os.environ) -> NodeMap:
     """Gather the node of each rank; every worker calls it. On a single node there is no communication."""
-    if dist_env.world_size == 1 or environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+    if dist_env.world_size == 1 or is_single_node(environment):
         return NodeMap((0,) * dist_env.world_size)
     return NodeMap.from_names(all_gather_json(dist_env, f"{socket.gethostname()}/{node_name(environment)}"))
 

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.distributed.shard_spec import DimShard, GlobalBlocks, compute_global_blocks, fsdp_row_range
 from phalanx.train.ops.collectives import Group
-from phalanx.train.ops.grad_norm import total_norm
 
 if TYPE_CHECKING:
     from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
@@ -88,10 +87,7 @@ class ParallelModel:
 
     def owned_buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers that this stage saves, which a forward may change between optimizer steps."""
-        found: dict[str, Tensor] = {}
-        for module in self.modules:
-            found |= get_persistent_buffers(module)
-        return {name: buffer for name, buffer in found.items() if name not in self.buffers_owned_elsewhere}
+        return {name: buffer for name, buffer in self.all_buffers() if name not in self.buffers_owned_elsewhere}
 
     def all_buffers(self) -> list[tuple[str, Tensor]]:
         """Return persistent buffers of all local modules, also those that another stage saves, to resume from."""

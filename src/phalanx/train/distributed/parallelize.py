@@ -106,8 +106,7 @@ def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfi
     if parallelism.async_tp and (length is None or length % (parallelism.tensor * ASYNC_TP_CHUNKS)):
         raise RecipeError(
             f"parallelism.async_tp: needs sequences that {parallelism.tensor} ranks can share in {ASYNC_TP_CHUNKS} "
-            f"chunks each; "
-            f"a rank's have {length} positions"
+            f"chunks each; a rank's have {length} positions"
         )
     return ModelPlan(blocks, tp_styles, divided_attributes, length is not None and length % parallelism.tensor == 0)
 
@@ -209,8 +208,4 @@ def compile_blocks(model: nn.Module, blocks: list[nn.Module], graphs: bool = Fal
     for module in parts:
         module.compile(dynamic=False, **options)
     if graphs:
-        model.register_forward_pre_hook(_mark_cudagraph_step)
-
-
-def _mark_cudagraph_step(module: nn.Module, args: Any) -> None:
-    torch.compiler.cudagraph_mark_step_begin()
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())

@@ -4,7 +4,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -104,7 +104,7 @@ def check_network_interfaces(dist_env: DistEnv, environment: Mapping[str, str]) 
         raise UsageError(f"{problem} on {socket.gethostname()}")
 
 
-def _use(device: torch.device, environment: MutableMapping[str, str] = os.environ) -> None:
+def _use(device: torch.device) -> None:
     """Select this GPU. On CUDA, enable expandable segments of torch's allocator, which reduces fragmentation
     (docs/benchmarks/gpu.md), unless the user has configured the allocator or the driver does not support them (virtual
     GPUs, some of WSL2). No effect if a device was selected before."""
@@ -112,19 +112,19 @@ def _use(device: torch.device, environment: MutableMapping[str, str] = os.enviro
     if (
         device.type != "cuda"
         or torch.version.hip is not None
-        or any(name in environment for name in ALLOCATOR_VARIABLES)
+        or any(name in os.environ for name in ALLOCATOR_VARIABLES)
     ):
         module.set_device(device)
         return
-    environment[ALLOCATOR_VARIABLES[1]] = "expandable_segments:True"
+    os.environ[ALLOCATOR_VARIABLES[1]] = "expandable_segments:True"
     module.set_device(device)
     try:
         torch.empty(1, device=device)
     except RuntimeError as error:
         if "CUDA driver error" not in str(error):
             raise
-        environment[ALLOCATOR_VARIABLES[1]] = "expandable_segments:False"
-        set_allocator(environment[ALLOCATOR_VARIABLES[1]])
+        os.environ[ALLOCATOR_VARIABLES[1]] = "expandable_segments:False"
+        set_allocator(os.environ[ALLOCATOR_VARIABLES[1]])
 
 
 def _pin_to_near_cores(device: torch.device) -> None:

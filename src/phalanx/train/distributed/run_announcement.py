@@ -112,14 +112,12 @@ def come_together(place: DistEnv) -> None:
     if store.add(_COME_KEY, 1) == place.world_size:
         store.set(_ALL_KEY, RunAnnouncement().text())
     what, patience = f"all {place.world_size} workers to come", COMING.total_seconds()
-    _end_if_failed(
-        _parse_announcement(_read_announcement_bytes(launched, _ALL_KEY, what, patience, _too_few)), launched
-    )
 
+    def describe_timeout() -> str:
+        return f"only {store.add(_COME_KEY, 0)} of {place.world_size} workers came within {patience:.0f} s; start again"
 
-def _too_few(place: DistEnv, limit: float) -> str:
-    come = open_attempt_store(place).add(_COME_KEY, 0)
-    return f"only {come} of {place.world_size} workers came within {limit:.0f} s; start again"
+    content = _read_announcement_bytes(launched, _ALL_KEY, what, patience, describe_timeout)
+    _end_if_failed(_parse_announcement(content), launched)
 
 
 def _launched(place: DistEnv) -> DistEnv:
@@ -147,7 +145,11 @@ def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
     UsageError if its run is not that of this worker."""
     try:
         content = _read_announcement_bytes(
-            dist_env, _ANNOUNCEMENT_KEY, "the leading worker to make the run ready", ANNOUNCEMENT_TIMEOUT_S, _silent
+            dist_env,
+            _ANNOUNCEMENT_KEY,
+            "the leading worker to make the run ready",
+            ANNOUNCEMENT_TIMEOUT_S,
+            lambda: f"the leading worker has said nothing for {ANNOUNCEMENT_TIMEOUT_S / 3600:.0f} h; start again",
         )
         found = _parse_announcement(content)
         _end_if_failed(found, dist_env)
@@ -168,28 +170,20 @@ def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
     return found
 
 
-def _silent(_: DistEnv, limit: float) -> str:
-    return f"the leading worker has said nothing for {limit / 3600:.0f} h; start again"
-
-
 def _read_announcement_bytes(
-    dist_env: DistEnv, key: str, what: str, limit: float, over: Callable[[DistEnv, float], str]
+    dist_env: DistEnv, key: str, what: str, limit: float, describe_timeout: Callable[[], str]
 ) -> bytes:
-    """Wait for the value of a key. Raises PassingError, with the text of `over`, on a timeout."""
+    """Wait for the value of a key; one worker per node logs it. Raises PassingError on a timeout."""
     store, pause = open_attempt_store(dist_env), MIN_POLL_INTERVAL_S
-    print_wait = print_status if dist_env.local_rank == 0 else _ignore_message
+    print_wait = print_status if dist_env.local_rank == 0 else lambda text: None
     wait = Deadline(what, limit, print_wait, report_interval_s=WAIT_MESSAGE_INTERVAL_S)
     while not store.check([key]):
         if wait.check_expired():
-            raise PassingError(over(dist_env, limit))
+            raise PassingError(describe_timeout())
         time.sleep(pause)
         pause = min(2 * pause, MAX_POLL_INTERVAL_S)
     content: bytes = store.get(key)
     return content
-
-
-def _ignore_message(_: str) -> None:
-    """Discard a log message: one worker per node logs it."""
 
 
 def _parse_announcement(content: bytes) -> RunAnnouncement:

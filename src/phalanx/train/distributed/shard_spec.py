@@ -28,11 +28,6 @@ class DimShard:
     full_size: int
     mesh_axis: str
 
-    @property
-    def length(self) -> int:
-        """Number of elements that the rank holds."""
-        return sum(end - start for start, end in self.ranges)
-
 
 @dataclass(frozen=True)
 class TensorBlock:

@@ -9,6 +9,7 @@ used.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -146,7 +147,7 @@ def apply_tensor_parallel(
         _APPLY_STYLE[kind](modules[name], _TPComm(group, sequence_parallel, in_region, async_tp))
         if kind.startswith("columns"):
             modules[name].register_forward_pre_hook(lambda *_: enter_columns())
-            modules[name].register_forward_hook(_note_cut_features(int(fused or 1)))
+            modules[name].register_forward_hook(partial(_note_cut_features, int(fused or 1)))
         elif kind.startswith("rows"):
             modules[name].register_forward_hook(lambda *_: leave_rows())
     for pattern, attributes in (divided_attributes or {}).items():
@@ -353,13 +354,9 @@ def _transform_first_output(change: Callable[[Tensor], Tensor]) -> Callable[...,
     return hook
 
 
-def _note_cut_features(parts: int) -> Callable[..., None]:
-    """Return a forward hook of a layer with outputs cut into parts of `parts` fused matrices."""
-
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        leave_columns(output.shape[-1], parts)
-
-    return hook
+def _note_cut_features(parts: int, module: nn.Module, args: Any, output: Tensor) -> None:
+    """Forward hook of a layer with outputs cut into parts of `parts` fused matrices."""
+    leave_columns(output.shape[-1], parts)
 
 
 def _name_and_parents(name: str) -> list[str]:

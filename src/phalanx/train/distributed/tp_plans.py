@@ -81,40 +81,38 @@ TRANSFORMER_TP_PLAN = TPPlan(
     optional_patterns=frozenset({"blocks.*.attention.query_norm", "blocks.*.attention.key_norm", "blocks.*.ffn.gate"}),
 )
 
-_LLAMA_STYLES = {
-    "model.embed_tokens": "vocabulary",
-    "model.layers.*.self_attn": "region",
-    "model.layers.*.mlp": "region",
-    "model.layers.*.self_attn.q_proj": "columns",
-    "model.layers.*.self_attn.k_proj": "columns",
-    "model.layers.*.self_attn.v_proj": "columns",
-    "model.layers.*.self_attn.o_proj": "rows",
-    "model.layers.*.mlp.gate_proj": "columns",
-    "model.layers.*.mlp.up_proj": "columns",
-    "model.layers.*.mlp.down_proj": "rows",
-    "lm_head": "head",
-}
-_LLAMA_SIZES = {
-    "attention heads": "num_attention_heads",
-    "key-value heads": "num_key_value_heads",
-    "features of the feed-forward": "intermediate_size",
-    "tokens of the vocabulary": "vocab_size",
-}
-
 # These attention modules need no divided attributes: they view projections as [b, s, -1, d].
 LLAMA_TP_PLAN = TPPlan(
-    styles=_LLAMA_STYLES, divisible_sizes=_LLAMA_SIZES, base_prefix="model.", optional_patterns=frozenset({"lm_head"})
+    styles={
+        "model.embed_tokens": "vocabulary",
+        "model.layers.*.self_attn": "region",
+        "model.layers.*.mlp": "region",
+        "model.layers.*.self_attn.q_proj": "columns",
+        "model.layers.*.self_attn.k_proj": "columns",
+        "model.layers.*.self_attn.v_proj": "columns",
+        "model.layers.*.self_attn.o_proj": "rows",
+        "model.layers.*.mlp.gate_proj": "columns",
+        "model.layers.*.mlp.up_proj": "columns",
+        "model.layers.*.mlp.down_proj": "rows",
+        "lm_head": "head",
+    },
+    divisible_sizes={
+        "attention heads": "num_attention_heads",
+        "key-value heads": "num_key_value_heads",
+        "features of the feed-forward": "intermediate_size",
+        "tokens of the vocabulary": "vocab_size",
+    },
+    base_prefix="model.",
+    optional_patterns=frozenset({"lm_head"}),
 )
 
-QWEN3_TP_PLAN = TPPlan(
+QWEN3_TP_PLAN = replace(
+    LLAMA_TP_PLAN,
     styles={
-        **_LLAMA_STYLES,
+        **LLAMA_TP_PLAN.styles,
         "model.layers.*.self_attn.q_norm": "shared",
         "model.layers.*.self_attn.k_norm": "shared",
     },
-    divisible_sizes=_LLAMA_SIZES,
-    base_prefix="model.",
-    optional_patterns=frozenset({"lm_head"}),
 )
 
 GPT2_TP_PLAN = TPPlan(

@@ -22,21 +22,41 @@ from torch.distributed.tensor import DTensor
 from phalanx.data.prefetch import micro_batch_range
 from phalanx.errors import RecipeError
 from phalanx.recipe.devices import device_kind_of
-from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm
+from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork, start_all_reduce
 from phalanx.train.grad_sync.algorithms.deterministic_tree import (
     DeterministicTree,
     TreeNode,
     count_merges_after,
     cover_range,
 )
+from phalanx.train.grad_sync.algorithms.p2p import BinomialTree, ParameterServer
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets
 from phalanx.train.grad_sync.comm_queue import CommQueue
-from phalanx.train.grad_sync.compression.powersgd import make_projection_bases
-from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.compression.powersgd import PowerSGDCompression, make_projection_bases
+from phalanx.train.grad_sync.compression.reduced_precision import Bf16Compression, Int8Compression
 from phalanx.train.ops.collectives import Group
-from phalanx.train.ops.grad_norm import total_norm
+
+
+class AllReduceAlgorithm(GradSyncAlgorithm):
+    """One phase, which the library overlaps with backward automatically."""
+
+    is_two_phase = False
+
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        return start_all_reduce(bucket.buffer.flat, self._comm.group)
+
+
+GRAD_SYNC_ALGORITHMS: dict[str, type[GradSyncAlgorithm]] = {
+    "all-reduce": AllReduceAlgorithm,
+    "bf16": Bf16Compression,
+    "int8": Int8Compression,
+    "powersgd": PowerSGDCompression,
+    "binomial-tree": BinomialTree,
+    "parameter-server": ParameterServer,
+}
+"""The algorithms by their names in recipes."""
 
 
 class BucketedReducer:

@@ -9,13 +9,13 @@ after the first phase is enqueued after backward.
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import torch
 
-from phalanx.train.grad_sync.algorithms.base import GradSyncAlgorithm, PendingWork
+from phalanx.train.grad_sync.algorithms.base import DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
 from phalanx.train.grad_sync.buckets import Bucket
 
 
@@ -32,18 +32,6 @@ class BucketTask:
 
 TaskQueue = SimpleQueue[BucketTask | list[BucketTask]]
 """Tasks, and at the end a list of those still in flight."""
-
-
-@dataclass(frozen=True)
-class _SubmittedStart:
-    """An operation that another thread starts."""
-
-    future: Future[PendingWork | None]
-
-    def wait(self) -> None:
-        pending = self.future.result()
-        if pending is not None:
-            pending.wait()
 
 
 class CommQueue:
@@ -74,7 +62,11 @@ class CommQueue:
             fill_bucket(bucket)
             return self._algorithm.start(bucket_index, bucket)
 
-        pending = start() if self._sender is None else _SubmittedStart(self._sender.submit(start))
+        if self._sender is None:
+            pending = start()
+        else:
+            started = self._sender.submit(start)
+            pending = DeferredWork(lambda: wait_for(started.result()))
         task = BucketTask(bucket_index, bucket, pending)
         self._tasks.append(task)
         if self._queues:
@@ -112,15 +104,13 @@ def _limit_thread_cores() -> None:
 
 
 def _run_second_phase(algorithm: GradSyncAlgorithm, task: BucketTask) -> None:
-    if task.pending is not None:
-        task.pending.wait()
+    wait_for(task.pending)
     task.pending = algorithm.start_second_phase(task.bucket_index, task.bucket) if algorithm.is_two_phase else None
 
 
 def _run_finish(algorithm: GradSyncAlgorithm, task: BucketTask) -> None:
     pending, task.pending = task.pending, None  # a completed operation may be waited for only once
-    if pending is not None:
-        pending.wait()
+    wait_for(pending)
     algorithm.finish(task.bucket_index, task.bucket)
 
 
@@ -152,5 +142,5 @@ def _run_worker_thread(
         return
     for last in task:
         with contextlib.suppress(RuntimeError):  # an error of a lost peer, for a result that is not needed any more
-            if last.pending is not None and last.error is None:
-                last.pending.wait()
+            if last.error is None:
+                wait_for(last.pending)

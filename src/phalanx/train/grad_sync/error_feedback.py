@@ -10,7 +10,7 @@ With another number of replicas, the residuals begin with zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -22,24 +22,23 @@ from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 
 if TYPE_CHECKING:
-    from phalanx.train.checkpoint import CheckpointManifest
+    from phalanx.train.checkpoint.format import CheckpointManifest
+    from phalanx.train.checkpoint.load_plan import TensorBlocks
 
 RESIDUAL_PREFIX = "grad_sync/residual/"
 BASIS_PREFIX = "grad_sync/basis/"
-TensorBlocks = list[tuple[str, tuple[int, ...], Tensor]]
-"""Same as in `train/train_state.py`."""
 
 
 @dataclass
 class ErrorFeedbackState:
     """Error feedback of one worker: live tensors with the local shape of their parameters.
 
-    `projection_bases` are by parameter name. `accepts_manifest` returns whether the residuals in a checkpoint are of
-    this kind."""
+    `residuals` and `projection_bases` are by parameter name. `accepts_manifest` returns whether the residuals in a
+    checkpoint are of this kind."""
 
     parallel_model: ParallelModel
-    get_residuals: Callable[[], Mapping[nn.Parameter, Tensor]]
-    projection_bases: Mapping[str, Tensor] = field(default_factory=dict)
+    residuals: Mapping[str, Tensor]
+    projection_bases: Mapping[str, Tensor]
     accepts_manifest: Callable[[CheckpointManifest], bool] = lambda manifest: True
 
     @classmethod
@@ -51,28 +50,24 @@ class ErrorFeedbackState:
     ) -> ErrorFeedbackState:
         """Make the state of a reducer with these residuals and bases."""
         names = {parameter: name for name, parameter in parallel_model.parameters().items()}
-        named = {names[parameter]: basis for parameter, basis in bases.items()}
-        return cls(parallel_model, lambda: residuals, projection_bases=named)
-
-    @property
-    def residuals_by_name(self) -> dict[str, Tensor]:
-        """Residuals by parameter name."""
-        names = {parameter: name for name, parameter in self.parallel_model.parameters().items()}
-        return {names[parameter]: tensor for parameter, tensor in self.get_residuals().items()}
+        return cls(
+            parallel_model,
+            {names[parameter]: residual for parameter, residual in residuals.items()},
+            {names[parameter]: basis for parameter, basis in bases.items()},
+        )
 
     def local_tensors(self) -> dict[str, LocalTensor]:
         """Return the state as blocks of logical tensors."""
-        return self._residual_rows() | {
+        rows = {RESIDUAL_PREFIX + name: self._make_row(name, tensor) for name, tensor in self.residuals.items()}
+        return rows | {
             BASIS_PREFIX + name: self.parallel_model.replicated_tensor(basis)
             for name, basis in self.projection_bases.items()
         }
 
-    def _residual_rows(self) -> dict[str, LocalTensor]:
-        return {RESIDUAL_PREFIX + name: self._make_row(name, tensor) for name, tensor in self.residuals_by_name.items()}
-
     def _make_row(self, name: str, tensor: Tensor) -> LocalTensor:
         parameter_tensor = self.parallel_model.local_tensor(name, self.parallel_model.parameters()[name])
-        varying_axes = self._varying_axes(name)
+        # Residuals also differ along the tensor axis if each rank has a partial gradient.
+        varying_axes = ("replicate", "tensor") if name in self.parallel_model.partial_grads else ("replicate",)
         rank, num_rows = self.parallel_model.mesh.index_along(varying_axes)
         blocks = [
             TensorBlock((0, *block.local_start), (rank, *block.global_offset), (1, *block.extent))
@@ -84,10 +79,6 @@ class ErrorFeedbackState:
             GlobalBlocks((num_rows, *parameter_tensor.global_blocks.global_shape), tuple(blocks)),
             replicated_axes,
         )
-
-    def _varying_axes(self, name: str) -> tuple[str, ...]:
-        """Mesh axes along which residuals differ; includes the tensor axis if each rank has a partial gradient."""
-        return ("replicate", "tensor") if name in self.parallel_model.partial_grads else ("replicate",)
 
     def make_load_plan(self, manifest: CheckpointManifest) -> tuple[TensorBlocks, Callable[[], None]]:
         """Return the blocks to read from a checkpoint into new tensors, and a function that applies them. Tensors that
@@ -114,7 +105,7 @@ class ErrorFeedbackState:
         def restore_state() -> None:
             for basis, value in bases:
                 basis.copy_(value)
-            for name, tensor in self.residuals_by_name.items():
+            for name, tensor in self.residuals.items():
                 if name in read:
                     tensor.copy_(read[name].squeeze(0))
                 else:

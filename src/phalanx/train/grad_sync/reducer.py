@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.train.distributed.dtensor_utils import to_local
+from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import Group, all_reduce_copy
-from phalanx.train.ops.grad_norm import total_norm
 
 MAX_FUSED_ELEMENTS = 1 << 23
 """Maximum elements that one all-reduce fuses."""
@@ -162,36 +161,21 @@ class ParallelReducer(GradReducer):
         return own if self.replica_reducer is None else own * self._parallel_model.mesh.parallelism.replicate
 
 
-class HSDPTreeReducer(GradReducer):
-    """Gradients of replicas that FSDP shards over `group`, under `determinism: elastic`.
+class HSDPTreeReducer(BucketedReducer):
+    """Gradients of replicas that FSDP shards over `shard_group`, under `determinism: elastic`.
 
     Each rank of a replica processes one micro-batch at a time, and FSDP reduce-scatters their sum. These sums are the
-    leaves of the tree in which `replica_reducer` adds them, over the ranks that hold the same shard in other replicas.
-    All replicas then have the same bits, so the norm is computed within one replica: its order of addition does not
-    depend on the number of replicas."""
+    leaves of the tree in which buckets are added, over the ranks that hold the same shard in other replicas. All
+    replicas then have the same bits, so the norm is computed within one replica: its order of addition does not depend
+    on the number of replicas."""
 
-    def __init__(self, replica_reducer: GradReducer, group: dist.ProcessGroup):
-        self.replica_reducer = replica_reducer
-        self._group = group
-        self.num_norm_samples = replica_reducer.num_norm_samples
+    shard_group: dist.ProcessGroup
 
     def begin_backward(self, micro_batch_index: int) -> None:
-        self.replica_reducer.begin_backward(micro_batch_index // self._group.size())
-
-    def end_backward(self) -> None:
-        self.replica_reducer.end_backward()
-
-    def reduce_gradients(self) -> None:
-        self.replica_reducer.reduce_gradients()
+        super().begin_backward(micro_batch_index // self.shard_group.size())
 
     def grad_norm(self) -> Tensor:
-        return all_reduce_copy(self.replica_reducer.grad_norm().square(), self._group).sqrt()
-
-    def grad_tensors(self) -> list[Tensor]:
-        return self.replica_reducer.grad_tensors()
-
-    def close(self) -> None:
-        self.replica_reducer.close()
+        return all_reduce_copy(super().grad_norm().square(), self.shard_group).sqrt()
 
     def local_squared_norm(self) -> Tensor | None:
         return None  # the sums of single micro-batches are not added up before the end
@@ -199,7 +183,7 @@ class HSDPTreeReducer(GradReducer):
 
 def find_bucketed_reducer(reducer: GradReducer) -> BucketedReducer | None:
     """Return the `BucketedReducer` between replicas, if there is one."""
-    inner = reducer.replica_reducer if isinstance(reducer, ParallelReducer | HSDPTreeReducer) else reducer
+    inner = reducer.replica_reducer if isinstance(reducer, ParallelReducer) else reducer
     return inner if isinstance(inner, BucketedReducer) else None
 
 

@@ -5,7 +5,7 @@ Pixel values follow it: (x * scale - mean) / std. Images were resized when the d
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,6 @@ def describe_for_export(normalization: ImageNormalization, facts: DataInfo) -> d
         "do_normalize": True,
         **moments,
     }
-
-
-def to_meta(normalization: ImageNormalization) -> dict[str, Any]:
-    """Return it as a checkpoint holds it."""
-    return asdict(normalization)
 
 
 def from_meta(value: Any) -> ImageNormalization | None:

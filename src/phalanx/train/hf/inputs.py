@@ -24,11 +24,6 @@ FULL_ATTENTION, SLIDING_ATTENTION, CHUNKED_ATTENTION = "full_attention", "slidin
 """Kinds of layers by which tokens they attend to: all before, a window, or their chunk."""
 
 
-def forward_argument_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments of the model's `forward`."""
-    return frozenset(inspect.signature(model.forward).parameters)
-
-
 def adapt_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -39,7 +34,7 @@ def adapt_inputs(
     unless positions are given. Other keyword arguments are passed on. The cache is off. Raises RecipeError if the model
     takes no mask but one is needed, or has layers that no mask can restrict.
     """
-    names = forward_argument_names(model)
+    names = inspect.signature(model.forward).parameters
     model_kwargs = {name: value for name, value in kwargs.items() if name not in PHALANX_ARGUMENTS}
     documents, positions = kwargs.get("documents"), kwargs.get("positions")
     if args and "input_ids" in names:
@@ -182,10 +177,6 @@ def _compute_no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return logits.new_zeros((), dtype=torch.float32)
 
 
-def _describe_type(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
 def find_auxiliary_loss(output: Any) -> Tensor | None:
     """Return what a model adds to its mean loss in training, 0-d: the `aux_loss` of its output, as an attribute or a
     key. None if there is none, or without gradients: validation measures the task alone."""
@@ -198,7 +189,8 @@ def find_auxiliary_loss(output: Any) -> Tensor | None:
             "transformers itself, or a dict of `logits` and `aux_loss` times the coefficient"
         )
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise RecipeError(f"model.build: aux_loss is {_describe_type(value)}, expected a tensor with one element")
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RecipeError(f"model.build: aux_loss is {found}, expected a tensor with one element")
     return value.reshape(())
 
 

@@ -22,9 +22,9 @@ from phalanx.recipe.schema import OuterOptimizerConfig
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync.algorithms.base import CommContext
+from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets, make_parameter_views
 from phalanx.train.grad_sync.comm_queue import CommQueue
-from phalanx.train.grad_sync.registry import GRAD_SYNC_ALGORITHMS
 from phalanx.train.ops.collectives import Group
 
 
@@ -54,7 +54,7 @@ class SyncSchedule:
         return [
             fragment
             for fragment in range(self.num_fragments)
-            if step > 0 and step % self.sync_every == self._start_offset(fragment)
+            if step > 0 and step % self.sync_every == fragment * self.sync_every // self.num_fragments
         ]
 
     def fragments_in_flight(self, step: int) -> list[int]:
@@ -73,10 +73,6 @@ class SyncSchedule:
             return range(step, step + 1)
         first_step = max(self.warmup_steps, (step - 1) // self.sync_every * self.sync_every) + 1
         return range(first_step, step + 1) if self.fragments_starting(step) else range(0)
-
-    def _start_offset(self, fragment: int) -> int:
-        """Return the offset within `sync_every` steps at which a fragment is sent."""
-        return fragment * self.sync_every // self.num_fragments
 
 
 AVERAGING_OUTER_OPTIMIZER = OuterOptimizerConfig(lr=1.0, momentum=0.0)
@@ -129,21 +125,13 @@ class LocalSGD:
         every step. `updated`: the step changed this worker's weights."""
         self.in_sync = self.in_sync and not updated
         last, in_flight = step == self.schedule.last_step, self.schedule.fragments_in_flight(step)
-        completed = [
-            bucket_index for bucket_index in self._in_flight if self._fragment_of(bucket_index) not in in_flight
-        ]
+        completed = set(self._in_flight) - set(self._buckets_of(in_flight))
         if completed:
             self._complete_sync(FRAGMENT_UPDATE_ALPHA)
-        starting = set(self.schedule.fragments_starting(step))
+        starting = self.schedule.fragments_starting(step)
         if starting:
-            self._start_sync(
-                [
-                    bucket_index
-                    for bucket_index in range(len(self.buckets))
-                    if self._fragment_of(bucket_index) in starting
-                ]
-            )
-            if not starting & set(in_flight):
+            self._start_sync(self._buckets_of(starting))
+            if not set(starting) & set(in_flight):
                 self._complete_sync(outer=AVERAGING_OUTER_OPTIMIZER if step <= self.schedule.warmup_steps else None)
             self.in_sync = last or step <= self.schedule.warmup_steps or not self.schedule.is_streaming
         return bool(completed or starting)
@@ -192,18 +180,13 @@ class LocalSGD:
     def restore_in_flight(self, step: int) -> dict[nn.Parameter, Tensor]:
         """Return buffers, as `in_flight_pseudogradients`, to fill for a run that resumes after this step."""
         self.discard_in_flight()
-        self._in_flight = self._in_flight_buckets(step)
+        self._in_flight = self._buckets_of(self.schedule.fragments_in_flight(step))
         return self.in_flight_pseudogradients()
 
     def in_flight_params(self, step: int) -> list[nn.Parameter]:
         """Return the parameters of which sums are in flight after this step."""
-        return [p for bucket_index in self._in_flight_buckets(step) for p in self.buckets[bucket_index].parameters]
-
-    def _in_flight_buckets(self, step: int) -> list[int]:
-        in_flight = self.schedule.fragments_in_flight(step)
-        return [
-            bucket_index for bucket_index in range(len(self.buckets)) if self._fragment_of(bucket_index) in in_flight
-        ]
+        bucket_indices = self._buckets_of(self.schedule.fragments_in_flight(step))
+        return [p for bucket_index in bucket_indices for p in self.buckets[bucket_index].parameters]
 
     def global_params(self) -> dict[nn.Parameter, Tensor]:
         """Return the weights at the start of the round, fp32, live."""
@@ -232,9 +215,9 @@ class LocalSGD:
             self._comm_queue.close()
         self._comm_queue = self._group = None
 
-    def _fragment_of(self, bucket: int) -> int:
-        """Return the fragment of a bucket. Assigned in turn, so that each fragment has layers of all depths."""
-        return bucket % self.schedule.num_fragments
+    def _buckets_of(self, fragments: Sequence[int]) -> list[int]:
+        """Return the buckets of these fragments. Assigned in turn, so that each fragment has layers of all depths."""
+        return [index for index in range(len(self.buckets)) if index % self.schedule.num_fragments in fragments]
 
     @torch.no_grad()
     def _start_sync(self, bucket_indices: list[int]) -> None:
@@ -287,11 +270,8 @@ class LocalSGD:
     def _outer_step(self, bucket_index: int, own_weight: float, outer: OuterOptimizerConfig) -> None:
         """Apply the outer gradient to the round's start, as torch.optim.SGD does. The result is the next start and,
         except for the part kept by `own_weight`, the parameters."""
-        bucket, start, direction = (
-            self.buckets[bucket_index],
-            self._global_params[bucket_index],
-            self.buckets[bucket_index].buffer.flat,
-        )
+        bucket, start = self.buckets[bucket_index], self._global_params[bucket_index]
+        direction = bucket.buffer.flat
         if outer.momentum:
             momentum = self._outer_momenta[bucket_index].mul_(outer.momentum).add_(direction)
             direction.add_(momentum, alpha=outer.momentum)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
 from phalanx.train.callbacks import TrainerCallback
-from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.checkpoint.format import CheckpointManifest
 from phalanx.train.checkpoint.load_plan import LoadPlan, TensorBlocks
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import DistEnv
@@ -33,16 +33,14 @@ from phalanx.train.distributed.shard_spec import GlobalBlocks, TensorBlock
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD, SyncSchedule
-from phalanx.train.optim import OPTIMIZER_PREFIX as OPTIMIZER
+from phalanx.train.optim.container import OPTIMIZER_PREFIX as OPTIMIZER
 from phalanx.train.step_metrics import StepResult, StepTotals
 from phalanx.train.step_timer import StepTimer
 from phalanx.train.train_step import GradientAccumulator
 
-PER_WORKER_PREFIX, OUTER_MOMENTUM_PREFIX, IN_FLIGHT_PREFIX = (
-    "local_sgd/worker/",
-    "local_sgd/outer_momentum/",
-    "local_sgd/in_flight/",
-)
+PER_WORKER_PREFIX = "local_sgd/worker/"
+OUTER_MOMENTUM_PREFIX = "local_sgd/outer_momentum/"
+IN_FLIGHT_PREFIX = "local_sgd/in_flight/"
 NON_REPLICATE_AXES = ("shard", "context", "tensor")
 """Mesh axes that local SGD does not use; their size is 1."""
 

@@ -97,12 +97,9 @@ def float8_linear(
     if count % SIZE_MULTIPLE:  # the weight's gradient is a matmul over rows, to which rows of zeros add nothing
         rows = F.pad(rows, (0, 0, 0, -count % SIZE_MULTIPLE))
     with torch.autocast(kind, enabled=False):  # on a CPU the matmul is emulated by one that autocast would change
-        float8_weight_or_none = float8_weight
-        given = (
-            (None, None, None)
-            if float8_weight_or_none is None
-            else (float8_weight_or_none.rows, float8_weight_or_none.transposed, float8_weight_or_none.scale)
-        )
+        given: tuple[Tensor | None, ...] = (None, None, None)
+        if float8_weight is not None:
+            given = (float8_weight.rows, float8_weight.transposed, float8_weight.scale)
         out: Tensor = _Float8Matmul.apply(rows, weight, dtype, *given)
     out = out[:count].view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias.to(dtype)

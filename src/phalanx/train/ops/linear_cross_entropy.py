@@ -29,10 +29,8 @@ from phalanx.train.ops import HAS_TRITON
 from phalanx.train.ops.collectives import (
     Group,
     all_gather,
-    gather_replicated,
     group_rank,
     group_size,
-    reduce_from_group,
 )
 
 CHUNK_BYTES = 32 * 2**20
@@ -43,6 +41,8 @@ ACCELERATOR_ROWS = 4096
 """Minimum rows of a chunk on an accelerator. Each chunk reads and writes the whole gradient of the weight, 8 v w bytes
 for its 6 rows v w FLOPs: with 4,096 rows an H100 spends 10 % of its compute time on that (calculated, not measured)."""
 
+IGNORED_TARGET = -100
+"""Target of rows that do not count."""
 FP16_FACTOR = 1024.0
 """Softmax over a large vocabulary is below fp16's normal numbers: gradients are multiplied by this factor until they
 are summed. The loss scale, which is applied in backward, would come too late."""
@@ -79,13 +79,12 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    ignore_index: int = -100,
     group: Group = None,
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Return the sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T` with `targets` [n]
-    (int64). Rows with the target `ignore_index` do not count.
+    (int64). Rows with the target `IGNORED_TARGET` do not count.
 
     Matmuls use autocast's dtype if it is on, the softmax fp32; the weight's gradient is accumulated in fp32.
 
@@ -105,36 +104,24 @@ def linear_cross_entropy(
     dtype = hidden.dtype
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    plan = _ChunkPlan(
-        ignore_index, group, rows_per_rank * group_rank(group), chunk_rows, dtype, torch.is_grad_enabled()
-    )
+    plan = _ChunkPlan(group, rows_per_rank * group_rank(group), chunk_rows, dtype, torch.is_grad_enabled())
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, plan)
     return loss
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, group: Group = None, *, ignore_index: int = -100, vocab_size: int | None = None
-) -> Tensor:
-    """Return the sum (0-d) of the cross-entropies of materialized logits [n, v] with `targets` [n] (int64), equal on
-    all ranks. The logits are this rank's columns of a vocabulary sharded as in `linear_cross_entropy`."""
-    if group_size(group) == 1 and _has_triton_kernel(logits):
-        from phalanx.train.ops.cross_entropy_kernel import triton_cross_entropy as in_one_kernel
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum (0-d) of the cross-entropies of materialized logits [n, v] with `targets` [n] (int64). Rows with
+    the target `IGNORED_TARGET` do not count."""
+    if _has_triton_kernel(logits):
+        from phalanx.train.ops.cross_entropy_kernel import triton_cross_entropy
 
-        return in_one_kernel(logits, targets, ignore_index)
+        return triton_cross_entropy(logits, targets, IGNORED_TARGET)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    rows_per_rank = _rows_per_rank_of(logits.shape[1], vocab_size, group)
-    if group_size(group) == 1:
-        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
-    valid = targets != ignore_index
-    index, elsewhere = _local_target_index(targets, valid, rows_per_rank * group_rank(group), logits.shape[1], group)
-    lse_of_ranks = gather_replicated(torch.logsumexp(logits, dim=1)[None], group, 0)  # [ranks, n]
-    picked = reduce_from_group(logits.gather(1, index).squeeze(1).masked_fill(elsewhere, 0.0), group)
-    return (torch.logsumexp(lse_of_ranks, dim=0) - picked).masked_fill(~valid, 0.0).sum()
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED_TARGET)
 
 
 @dataclass(frozen=True)
 class _ChunkPlan:
-    ignore_index: int
     group: Group
     first_row: int  # first row of the vocabulary on this rank
     chunk_rows: int
@@ -188,15 +175,15 @@ def _chunked_losses_and_grads(
     for first in range(0, hidden.shape[0], plan.chunk_rows):
         rows = slice(first, first + plan.chunk_rows)
         x = hidden[rows].to(plan.matmul_dtype)  # [c, w]
-        valid = targets[rows] != plan.ignore_index
+        valid = targets[rows] != IGNORED_TARGET
         index, elsewhere = _local_target_index(targets[rows], valid, plan.first_row, weight.shape[0], plan.group)
         logits = F.linear(x, weight)  # [c, v]
         if group_size(plan.group) == 1 and _has_triton_kernel(logits):
             from phalanx.train.ops.cross_entropy_kernel import backward_logits_grad, forward_losses_and_lse
 
-            losses[rows], sums = forward_losses_and_lse(logits, targets[rows], plan.ignore_index)
+            losses[rows], sums = forward_losses_and_lse(logits, targets[rows], IGNORED_TARGET)
             grad_logits = backward_logits_grad(
-                logits, targets[rows], sums, torch.full((), factor, device=logits.device), plan.ignore_index
+                logits, targets[rows], sums, torch.full((), factor, device=logits.device), IGNORED_TARGET
             )
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight if factor == 1.0 else (grad_logits @ weight).float() / factor

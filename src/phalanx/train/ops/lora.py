@@ -166,7 +166,8 @@ def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | No
     for user, its_targets in by_user.items():
         # Not by hooks: activation checkpointing repeats `forward` only.
         vars(user)["forward"] = partial(_forward_with_adapters, user.forward, its_targets, lora_scale(spec))
-        user.register_forward_pre_hook(_do_nothing)  # torch's encoder layers call no attention without a hook
+        # torch's encoder layers call no attention without a hook.
+        user.register_forward_pre_hook(lambda module, args: None)
 
 
 def find_uncalled_adapters(model: nn.Module, run: Callable[[], Any]) -> list[str]:
@@ -291,10 +292,6 @@ def _forward_with_adapters(
     finally:
         for target in targets:
             object.__delattr__(target.module, target.attribute)
-
-
-def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
-    pass
 
 
 def _matches_layer(pattern: str, name: str) -> bool:

@@ -76,8 +76,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         """Return both moments of some rows in fp32 [rows, columns], as new tensors."""
 
     @abstractmethod
-    def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor | None) -> None:
-        """Store both moments [rows, columns], rounded stochastically by `bits`, or to nearest if they are None."""
+    def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor) -> None:
+        """Store both moments [rows, columns], rounded stochastically by `bits`."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
@@ -124,11 +124,10 @@ class AdamWBf16(LowPrecisionAdamW):
         stored = [state[name][rows] for name in MOMENT_NAMES]
         return [moment.float().reshape(len(moment), moment.shape[1:].numel()) for moment in stored]
 
-    def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor | None) -> None:
+    def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor) -> None:
         for half, (name, moment) in enumerate(zip(MOMENT_NAMES, moments, strict=True)):
             stored = state[name][rows]
-            value = moment if bits is None else round_to_bf16(moment, take_half(bits, half))
-            stored.copy_(value.view(stored.shape))
+            stored.copy_(round_to_bf16(moment, take_half(bits, half)).view(stored.shape))
 
 
 def adam_direction(
@@ -211,11 +210,11 @@ class AdamW8bit(LowPrecisionAdamW):
                 values.append(stored.clone())
         return values
 
-    def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor | None) -> None:
+    def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor) -> None:
         for index, (name, moment) in enumerate(zip(MOMENT_NAMES, moments, strict=True)):
             stored = state[name][rows]
             if name + SCALE_SUFFIX in state:
-                chance = 0.5 if bits is None else take_half(bits, index) / 65536
+                chance = take_half(bits, index) / 65536
                 codes, scale = quantize_blockwise(moment, _moment_table(index, moment), chance)
                 state[name + SCALE_SUFFIX][rows].copy_(scale)
                 stored.copy_(codes.view(stored.shape))

@@ -5,7 +5,7 @@ embeddings, the output layer and everything that is not a matrix use AdamW (Jord
 decided on the whole model, by name, before it is divided: a pipeline stage cannot know which layer is the last.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,8 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a recipe for the parameters in `names`, of which Muon trains `muon_matrices`."""
     parameters = list(names)
+    if not parameters:
+        return []
     if spec.name == "lars":
         groups = _make_param_groups(parameters, spec.weight_decay)
         return [LARS(groups, spec.lr, momentum=spec.momentum, norm_fn=norm_fn)]
@@ -191,12 +193,8 @@ class OptimizerContainer:
         if muon_matrices is None:
             muon_matrices = select_muon_matrices(model, spec)
         self.parameter_names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizers = (
-            []
-            if not self.parameter_names
-            else build_optimizers(
-                self.parameter_names, spec, muon_matrices, seed=seed, offload=offload, norm_fn=norm_fn
-            )
+        self.optimizers = build_optimizers(
+            self.parameter_names, spec, muon_matrices, seed=seed, offload=offload, norm_fn=norm_fn
         )
 
     def step(self, lr: float) -> None:
@@ -276,8 +274,10 @@ class OptimizerContainer:
         self.unused_state = []
         for parameter, entries in found.items():
             owner = owners[parameter]
-            fitted = _convert_entries(_optimizer_type(owner), to_local(parameter), entries)
-            if not _is_complete(_optimizer_type(owner), fitted.keys()):
+            kind = owner.optimizer_type if isinstance(owner, OffloadedOptimizer) else type(owner)
+            fitted = _convert_entries(kind, to_local(parameter), entries)
+            required = {entry for entry in STATE_ENTRIES[kind] if not entry.endswith(SCALE_SUFFIX)}
+            if not required <= fitted.keys() <= STATE_ENTRIES[kind]:  # only large parameters have scales
                 self.unused_state.append(self.parameter_names[parameter])
                 continue
             for entry, value in fitted.items():
@@ -287,17 +287,6 @@ class OptimizerContainer:
 def state_entry_shape(entry: str, shape: torch.Size) -> torch.Size:
     """Return the shape of a state entry, unless 0-d, for a parameter or part of one with this shape."""
     return scale_shape(shape) if entry.endswith(SCALE_SUFFIX) else shape
-
-
-def _optimizer_type(owner: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    return owner.optimizer_type if isinstance(owner, OffloadedOptimizer) else type(owner)
-
-
-def _is_complete(kind: type[torch.optim.Optimizer], entries: Set[str]) -> bool:
-    """Return whether these are the entries that this kind of optimizer keeps for a parameter: no other, and all except
-    scales, which only large ones have."""
-    required = {entry for entry in STATE_ENTRIES[kind] if not entry.endswith(SCALE_SUFFIX)}
-    return required <= entries <= STATE_ENTRIES[kind]
 
 
 def _convert_entries(kind: type[torch.optim.Optimizer], part: Tensor, entries: StateEntries) -> StateEntries:
@@ -313,7 +302,7 @@ def _convert_entries(kind: type[torch.optim.Optimizer], part: Tensor, entries: S
 def _move_entry_to_owner(owner: torch.optim.Optimizer, parameter: nn.Parameter, entry: str, value: Tensor) -> Tensor:
     """Move a value to the device and placements that this owner of a parameter uses for its state."""
     if isinstance(owner, OffloadedOptimizer):
-        return match_memory_format(owner.host_copy_of(parameter), value)
+        return match_memory_format(owner.host_by_parameter[parameter], value)
     if entry == "step":  # our optimizers read it on the host, fused ones on the device
         return value.cpu() if isinstance(owner, LAMB | LowPrecisionAdamW) else value.to(parameter.device)
     return distribute_like(parameter, match_memory_format(to_local(parameter), value))

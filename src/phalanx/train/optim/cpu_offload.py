@@ -52,13 +52,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = optimizer.state[host]  # the same dict object
             self._host_copies.append((group, host_copies))
         self.optimizer_type = type(self._host_copies[0][1][0].optimizer)
-        self._host_by_parameter = {
+        self.host_by_parameter = {
             host_copy.parameter: host_copy.host for _, host_copies in self._host_copies for host_copy in host_copies
         }
-
-    def host_copy_of(self, parameter: Tensor) -> Tensor:
-        """Return the host copy of a parameter, which its state belongs to."""
-        return self._host_by_parameter[parameter]
+        """The host copy of each parameter, which its state belongs to."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported

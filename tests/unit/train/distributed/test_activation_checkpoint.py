@@ -18,7 +18,7 @@ from phalanx.train.distributed.activation_checkpoint import (
     get_op_name,
     has_mutable_state,
 )
-from phalanx.train.grad_sync import BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.ops.blocks import find_blocks
 
 WAYS: tuple[ActivationCheckpointing, ...] = ("selective", "full")

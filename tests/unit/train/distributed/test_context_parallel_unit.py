@@ -179,7 +179,7 @@ def test_the_innermost_acts_and_none_after_all_are_left() -> None:
 def test_a_mask_is_refused_and_leaves_the_ordinary_attention_behind() -> None:
     ordinary = F.scaled_dot_product_attention
     refused = pytest.raises(RecipeError, match=r"^parallelism.context: .*a mask of its own")
-    with refused, ContextParallel(ranks(0, 2), "gather"):
+    with refused, ContextParallel(ranks(0, 2), "alltoall"):
         attention(attn_mask=torch.ones(4, 4, dtype=torch.bool))
     assert F.scaled_dot_product_attention is ordinary
 

@@ -10,13 +10,14 @@ from checkpointers import StepSaver
 from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint import load_tensors, read_manifest
-from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors, read_local_state
+from phalanx.train.checkpoint.format import read_manifest
+from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.load_plan import execute_load_plan, get_local_state, get_state_tensors, make_load_plan
 from phalanx.train.checkpoint.save import OwnedTensors, SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
 from phalanx.train.distributed.shard_spec import DimShard, shard_evenly
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepFlags
 from phalanx.train.train_state import AppState
@@ -109,7 +110,7 @@ def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[Parallel
     }
     for name, cut in cuts.items():
         parameter = model.get_parameter(name)
-        parameter.data = parameter.data.narrow(cut.dim, cut.ranges[0][0], cut.length).contiguous()
+        parameter.data = _own_part(parameter.data, cut).contiguous()
     optimizer = OptimizerContainer(model, OptimizerConfig())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -123,9 +124,14 @@ def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[Parallel
     return divided, optimizer
 
 
+def _own_part(source: Tensor, cut: DimShard) -> Tensor:
+    ((start, end),) = cut.ranges
+    return source.narrow(cut.dim, start, end - start)
+
+
 def copy_part(source: Tensor, name: str, target: Tensor, cuts: dict[str, DimShard]) -> None:
     cut = next((cut for parameter, cut in cuts.items() if parameter in name and source.dim() == 2), None)
-    target.copy_(source if cut is None else source.narrow(cut.dim, cut.ranges[0][0], cut.length))
+    target.copy_(source if cut is None else _own_part(source, cut))
 
 
 def save(run: Run, ranks: list[tuple[ParallelModel, OptimizerContainer]]) -> Path:
@@ -168,7 +174,9 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
             name: each.tensor.clone()
             for name, each in get_local_state(AppState(divided, optimizer, GradScaler())).items()
         }
-        take_over = read_local_state(AppState(divided, optimizer, GradScaler()), path, read_manifest(path))
+        manifest = read_manifest(path)
+        load_plan = make_load_plan(divided, path, manifest)
+        take_over = execute_load_plan(load_plan, AppState(divided, optimizer, GradScaler()), path, manifest)
         for name, held in get_local_state(AppState(divided, optimizer, GradScaler())).items():
             assert before[name].equal(held.tensor), name
         take_over()
@@ -181,11 +189,8 @@ def test_what_is_saved_under_one_layout_is_read_under_another(run: Run, before: 
 def test_a_checkpoint_with_a_weight_that_the_model_does_not_have_is_refused(run: Run) -> None:
     path = save(run, [tensor_rank(0, 1)])
     smaller = nn.ModuleDict({"hidden": tiny_lm().hidden})
-    optimizer = OptimizerContainer(smaller, OptimizerConfig())
     with pytest.raises(DataError, match=r"holds .embedding.weight., which the model does not have"):
-        read_local_state(
-            AppState(ParallelModel(mesh_of(0), (smaller,)), optimizer, GradScaler()), path, read_manifest(path)
-        )
+        make_load_plan(ParallelModel(mesh_of(0), (smaller,)), path, read_manifest(path))
 
 
 def test_every_worker_has_something_to_save_of_what_all_hold() -> None:

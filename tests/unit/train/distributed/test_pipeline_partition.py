@@ -19,7 +19,6 @@ from phalanx.train.distributed.pipeline.dataflow import ModelLossFn, trace_dataf
 from phalanx.train.distributed.pipeline.partition import (
     StageModule,
     StagePartition,
-    TiedStages,
     assign_buffer_owners,
     balance_stage_bounds,
     extract_stages,
@@ -314,7 +313,7 @@ def test_each_parameter_is_where_it_is_needed() -> None:
         "head.bias",
         *(f"blocks.{index}.linear.{kind}" for index in (2, 3) for kind in ("weight", "bias")),
     }
-    assert division.tied_params == ()
+    assert division.tied_params == {}
 
 
 class Normed(Model):
@@ -416,7 +415,7 @@ def test_a_stub_gives_the_dtype_that_autocast_gives_the_module() -> None:
 def test_tied_weights_are_on_both_ends_under_one_name() -> None:
     model = transformer(VOCAB, 5, layers=LAYERS, hidden_size=WIDTH, num_heads=2, tie_embeddings=True)
     division = division_of(model, 4)
-    assert division.tied_params == (TiedStages("embedding.weight", (0, 3)),)
+    assert division.tied_params == {"embedding.weight": (0, 3)}
     stages = extract_stages(model, division, [0, 3])
     assert stages[3].model.head.weight is stages[3].model.embedding.weight
     # Both on one rank, as in a V: each has its own, to be added by whoever adds gradients of ties.
@@ -424,7 +423,7 @@ def test_tied_weights_are_on_both_ends_under_one_name() -> None:
 
 
 def test_what_every_block_reads_is_on_every_stage() -> None:
-    assert division_of(Twice(), 4).tied_params == (TiedStages("embedding.weight", (0, 1, 2, 3)),)
+    assert division_of(Twice(), 4).tied_params == {"embedding.weight": (0, 1, 2, 3)}
 
 
 def test_parameters_that_nothing_uses_are_on_the_last_stage() -> None:

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.grad_sync import GRAD_ALIGNMENT_ELEMENTS, BucketedReducer, make_buckets
 from phalanx.train.grad_sync.algorithms.deterministic_tree import split_evenly
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.buckets import GRAD_ALIGNMENT_ELEMENTS, make_buckets
+from phalanx.train.optim.container import OptimizerContainer
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from phalanx.recipe.schema import Parallelism
-from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.checkpoint.format import CheckpointManifest
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.grad_sync.error_feedback import BASIS_PREFIX, RESIDUAL_PREFIX, ErrorFeedbackState
@@ -50,7 +50,7 @@ def test_they_are_restored_in_a_world_of_the_same_size_and_zeros_in_another(befo
             assert key == RESIDUAL_PREFIX + "weight"
             tensor.copy_(whole[tuple(slice(at, at + n) for at, n in zip(offset, tensor.shape, strict=True))])
         settle()
-        found.append(mine.residuals_by_name["weight"].clone())
+        found.append(mine.residuals["weight"].clone())
     assert torch.stack(found).equal(whole if before == after else torch.zeros(after, 2, 3))
 
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_that_has_none_leaves_none() -> None:
     wanted, settle = mine.make_load_plan(cast(CheckpointManifest, SimpleNamespace(tensors={})))
     assert wanted == []
     settle()
-    assert not cast(Any, mine.residuals_by_name["weight"]).any()
+    assert not cast(Any, mine.residuals["weight"]).any()
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((3, 1), 7.0), ((3, 2), 1.0)])

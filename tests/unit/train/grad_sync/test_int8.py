@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.grad_sync import BucketedReducer
 from phalanx.train.grad_sync.algorithms.base import CommContext
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.grad_sync.buckets import QUANT_BLOCK_ELEMENTS
 from phalanx.train.grad_sync.compression.reduced_precision import Int8Compression, Int8Encoder, sum_dequantized
 

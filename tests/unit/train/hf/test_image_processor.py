@@ -1,6 +1,7 @@
 """Images become inputs as the model's own directory says, and an export says what training did."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
 from phalanx.run import Run
-from phalanx.train.checkpoint import export_huggingface
-from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs, from_meta, to_meta
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs, from_meta
 from phalanx.train.tasks import Classification, open_task
 
 transformers: Any = pytest.importorskip("transformers")
@@ -121,7 +122,7 @@ def test_an_export_says_what_training_made_of_images(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.create()
     run.plan.write_text(json.dumps({"data_info": vars(FACTS)}))
-    meta = {"model": described, "image_normalization": to_meta(normalization)}
+    meta = {"model": described, "image_normalization": asdict(normalization)}
     assert from_meta(json.loads(json.dumps(meta["image_normalization"]))) == normalization
     out = export_huggingface(save(run.checkpoints, 1, dict(model.state_dict()), meta), tmp_path / "out")
     image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

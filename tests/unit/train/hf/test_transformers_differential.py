@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from checkpoints import save
 from phalanx.data import DataInfo
 from phalanx.recipe.schema import ModelConfig
-from phalanx.train.checkpoint import export_huggingface
+from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.loss import LossFn
 from phalanx.train.model_builder import build_model, describe_model

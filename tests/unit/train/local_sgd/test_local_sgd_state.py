@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.recipe.schema import OuterOptimizerConfig, Parallelism
-from phalanx.train.checkpoint import CheckpointManifest
+from phalanx.train.checkpoint.format import CheckpointManifest
 from phalanx.train.checkpoint.load_plan import LoadPlan, TensorBlocks
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.parallel_model import ParallelModel

@@ -11,7 +11,7 @@ from phalanx.compat import scale_in_place
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear, linear_names_in_blocks, use_cached_casts
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.step_metrics import NUM_FLAG_SLOTS, StepMetrics
 from phalanx.train.train_step import compute_divisor_and_skip
 from small_train import make_stepper

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.train.ops.grad_norm import FP32_ROW_ELEMENTS, total_norm
+from phalanx.train.distributed.dtensor_utils import FP32_ROW_ELEMENTS, total_norm
 
 
 def drawn(*sizes: int) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from phalanx.train.ops.lora import (
     merge_lora_tensors,
     select_lora_targets,
 )
-from phalanx.train.optim import OptimizerContainer, trainable_parameters
+from phalanx.train.optim.container import OptimizerContainer, trainable_parameters
 
 BLOCK = {
     "attention.query",

@@ -7,7 +7,7 @@ from torch import nn
 from phalanx.errors import DataError, RecipeError
 from phalanx.models import moe, transformer
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optim import (
+from phalanx.train.optim.container import (
     OptimizerContainer,
     find_hidden_matrices,
     select_muon_matrices,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.optim import OptimizerContainer
+from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
 from small_optim import copied, model, optim, same, train
 

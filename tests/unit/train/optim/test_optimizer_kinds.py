@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import DataError
-from phalanx.train.optim import STATE_ENTRIES, OptimizerContainer
+from phalanx.train.optim.container import STATE_ENTRIES, OptimizerContainer
 from small_optim import copied, model, optim, same, train
 
 KINDS = {

@@ -21,7 +21,7 @@ from phalanx.cluster.health.finding import (
     evaluate_threshold,
     worst_verdict,
 )
-from phalanx.cluster.system_files import read_small_file
+from phalanx.cluster.system_files import read_small_int
 
 THROTTLE_REASONS = {
     0x08: ("the hardware slows its clock down (heat, power or a fault of its board)", HealthVerdict.FAIL),
@@ -63,22 +63,12 @@ def count_gpus(root: Path) -> int:
     if nvidia.is_dir():
         return len(list(nvidia.iterdir()))
     nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")
-    return sum(_is_amd_gpu(path) for path in nodes)  # CPUs are nodes with gpu_id 0
+    return sum((read_small_int(path) or 0) > 0 for path in nodes)  # CPUs are nodes with gpu_id 0
 
 
 def can_count_gpus(root: Path) -> bool:
     """Whether `count_gpus` can see GPUs at all: containers and sandboxes may hide the folders of drivers."""
     return any((root / name).is_dir() for name in ("proc/driver/nvidia/gpus", "sys/class/kfd/kfd/topology/nodes"))
-
-
-def _is_amd_gpu(path: Path) -> bool:
-    text = read_small_file(path)
-    return text.isdigit() and int(text) > 0
-
-
-def is_driver_loaded(root: Path) -> bool:
-    """Whether any driver of accelerators is."""
-    return any((root / name).exists() for name in GPU_DEVICE_FILES)
 
 
 def query_gpus(nvml: Any) -> list[GpuState]:
@@ -223,7 +213,7 @@ def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
 def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
     """Check all GPUs. `nvml` is NVIDIA's library, or None."""
     expected = context.expected_devices
-    if not is_driver_loaded(context.root):
+    if not any((context.root / name).exists() for name in GPU_DEVICE_FILES):
         return [evaluate_gpu_count(0, expected)]
     if not any((context.root / name).exists() for name in NVIDIA_DEVICE_FILES):
         return _findings_without_nvml(context, "read of NVIDIA's GPUs only")

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from phalanx.cluster.health.finding import (
 from phalanx.cluster.nics import discover_nics
 from phalanx.cluster.system_files import count_busy_cores, parse_cpu_list, read_small_file
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
+from phalanx.run.in_memory_checkpoint import DIR_PREFIX
 
 StatVfs = Callable[[Path], os.statvfs_result]
 GetRlimit = Callable[[int], tuple[int, int]]
@@ -77,10 +79,6 @@ def evaluate_cpu(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     return [HealthFinding("cpu", worst_verdict(verdicts), "; ".join(problems) if problems else summary, figures)]
 
 
-def check_cpu(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_cpu(measure_cpu(context))
-
-
 def _as_number(value: FindingValue) -> float | None:
     return value if isinstance(value, int | float) else None
 
@@ -117,10 +115,6 @@ def evaluate_memory(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     """Return one finding for memory, and one for /dev/shm."""
     shm = {name: value for name, value in figures.items() if name.startswith("shm_")}
     return [_memory_finding({name: value for name, value in figures.items() if name not in shm}), _shm_finding(shm)]
-
-
-def check_memory(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_memory(measure_memory(context))
 
 
 def read_cgroup_used(root: Path) -> int | None:
@@ -205,19 +199,16 @@ def evaluate_disk_space(purpose: str, figures: dict[str, FindingValue]) -> Healt
 
 
 def check_disk_space(context: CheckContext, statvfs: StatVfs = os.statvfs) -> list[HealthFinding]:
-    return list(_check_each_dir(context, statvfs))
-
-
-def _check_each_dir(context: CheckContext, statvfs: StatVfs) -> Iterator[HealthFinding]:
+    findings = []
     for purpose, folder in (("run", context.run_dir), ("cache", context.cache_dir), ("temp", context.temp_dir)):
         try:
-            yield evaluate_disk_space(purpose, measure_disk_space(folder, statvfs))
+            findings.append(evaluate_disk_space(purpose, measure_disk_space(folder, statvfs)))
         except OSError as error:
             advice = "stale file handle of a network file system; mount it again: "
             text = f"{folder}: {advice if error.errno == errno.ESTALE else ''}{error.strerror}"
-            yield HealthFinding(
-                f"disk/{purpose}", HealthVerdict.FAIL, text, {"folder": str(folder), "errno": error.errno}
-            )
+            figures: dict[str, FindingValue] = {"folder": str(folder), "errno": error.errno}
+            findings.append(HealthFinding(f"disk/{purpose}", HealthVerdict.FAIL, text, figures))
+    return findings
 
 
 def measure_ulimits(context: CheckContext, limit: GetRlimit = resource.getrlimit) -> dict[str, FindingValue]:
@@ -244,10 +235,6 @@ def evaluate_ulimits(figures: dict[str, FindingValue]) -> list[HealthFinding]:
         verdicts.append(HealthVerdict.WARN)
         summary += f"; only {locked / BYTES_PER_MIB:.0f} MiB may be locked, and RDMA needs more: ulimit -l unlimited"
     return [HealthFinding("ulimits", worst_verdict(verdicts), summary, figures)]
-
-
-def check_ulimits(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_ulimits(measure_ulimits(context))
 
 
 def measure_versions(
@@ -281,9 +268,64 @@ def evaluate_versions(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     return [HealthFinding("versions", HealthVerdict.PASS, summary, figures)]
 
 
-def check_versions(context: CheckContext) -> list[HealthFinding]:
-    return evaluate_versions(measure_versions(context))
-
-
 def _format_version(release: tuple[int, int]) -> str:
     return ".".join(str(part) for part in release)
+
+
+SHM_PREFIXES = (DIR_PREFIX, "nccl-", "torch_")
+"""What workers create in /dev/shm: in-memory checkpoints, and files of NCCL and torch."""
+IN_MEMORY_IDLE_S = 3600.0
+"""Seconds without a change after which in-memory checkpoints count as abandoned."""
+MAX_SHOWN = 5
+
+
+def find_abandoned_shm(context: CheckContext) -> dict[str, int]:
+    """Return bytes by name of what Phalanx' workers of this user (root: of all) left in /dev/shm: files that no process
+    has open or mapped, and in-memory checkpoints that did not change for long."""
+    shm = context.root / "dev/shm"
+    sizes: dict[str, int] = {}
+    for path in shm.iterdir() if shm.is_dir() else ():
+        try:
+            status = path.lstat()
+            if not path.name.startswith(SHM_PREFIXES) or context.uid not in (0, status.st_uid):
+                continue
+            if stat.S_ISREG(status.st_mode):
+                sizes[path.name] = status.st_size
+            elif stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > IN_MEMORY_IDLE_S:
+                sizes[path.name] = sum(file.lstat().st_size for file in path.rglob("*"))
+        except OSError:  # its owner has just removed it
+            continue
+    if sizes:
+        for process_dir in (context.root / "proc").glob("[0-9]*"):
+            for name in _shm_names_of(process_dir):
+                sizes.pop(name, None)
+    return sizes
+
+
+def _shm_names_of(process_dir: Path) -> Iterator[str]:
+    """Yield the names below /dev/shm that a process has open or mapped."""
+    for line in read_small_file(process_dir / "maps").splitlines():
+        if "/dev/shm/" in line:
+            yield line.partition("/dev/shm/")[2]
+    try:
+        descriptors = list((process_dir / "fd").iterdir())
+    except OSError:  # it ended, or is not readable
+        return
+    for descriptor in descriptors:
+        try:
+            link = os.readlink(descriptor)
+        except OSError:  # closed meanwhile, like the descriptor of our own listing
+            continue
+        if link.startswith("/dev/shm/"):
+            yield link.removeprefix("/dev/shm/")
+
+
+def check_leaked_resources(context: CheckContext) -> list[HealthFinding]:
+    sizes = find_abandoned_shm(context)
+    total = sum(sizes.values())
+    figures: dict[str, FindingValue] = {"num_files": len(sizes), "size_bytes": total}
+    if not sizes:
+        return [HealthFinding("leaked-resources", HealthVerdict.PASS, "nothing left in /dev/shm", figures)]
+    names = ", ".join(sorted(sizes)[:MAX_SHOWN]) + (" ..." if len(sizes) > MAX_SHOWN else "")
+    reason = f"dead runs left {total / BYTES_PER_MIB:.1f} MiB in /dev/shm: {names}"
+    return [HealthFinding("leaked-resources", HealthVerdict.WARN, reason, figures)]

@@ -36,15 +36,10 @@ def is_reachable(address: str) -> bool:
     return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)
 
 
-def check_network(
-    context: CheckContext,
-    name: str | None = None,
-    resolve: ResolveName = resolve_addresses,
-    environ: Mapping[str, str] = os.environ,
-) -> list[HealthFinding]:
+def check_network(context: CheckContext) -> list[HealthFinding]:
     return [
-        evaluate_hostname(name or socket.gethostname(), resolve),
-        evaluate_interfaces(discover_nics(context.root), environ),
+        evaluate_hostname(socket.gethostname(), resolve_addresses),
+        evaluate_interfaces(discover_nics(context.root), os.environ),
     ]
 
 

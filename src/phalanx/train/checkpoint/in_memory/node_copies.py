@@ -30,10 +30,9 @@ from phalanx.run.in_memory_checkpoint import (
     remove_node_dir,
     truncate_history,
 )
-from phalanx.train.checkpoint.format import rank_file_name
+from phalanx.train.checkpoint.format import Bytes, rank_file_name
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, prune_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaPeers
-from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.save import CheckpointSaver, OwnedTensors, SaveContext
 from phalanx.train.checkpoint.shard_file import RankRecord, write_record, write_with_checksums
 from phalanx.train.checkpoint.staging import ShardFileSpec

@@ -29,9 +29,8 @@ from phalanx.run.authentication import (
     receive_into,
 )
 from phalanx.run.listener import open_listener, resolve_address
-from phalanx.train.checkpoint.format import CHUNK_BYTES, CorruptCheckpointError
+from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, CorruptCheckpointError
 from phalanx.train.checkpoint.in_memory.format import format_copy_name
-from phalanx.train.checkpoint.pinned_buffer import Bytes
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_record
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import NodeMap, all_gather_json

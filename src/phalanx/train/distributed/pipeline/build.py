@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -71,10 +72,6 @@ class PipelineRunner:
         self.pipeline = pipeline
         self.loss_fn = loss_fn
 
-    @property
-    def training(self) -> bool:
-        return next(iter(self.pipeline.stages.values())).training
-
     def train(self, mode: bool) -> None:
         """Set training or evaluation mode of all stages."""
         for stage in self.pipeline.stages.values():
@@ -134,7 +131,7 @@ def build_pipeline(
         new_dim_shards, new_partial_grads, vocab_group = parallelize_part(stage.model, stage, mesh, config, model_plan)
         dim_shards, partial_grads = dim_shards | new_dim_shards, partial_grads | new_partial_grads
         if loss_fn.lm_head is not None and vocab_group is not None:
-            loss_fn.lm_head = loss_fn.lm_head.with_group(vocab_group)
+            loss_fn.lm_head = replace(loss_fn.lm_head, group=vocab_group)
     buffers_owned_elsewhere = _find_buffers_owned_elsewhere(
         buffer_owners, own_stages, [stage.model for stage in stages.values()]
     )
@@ -171,13 +168,12 @@ def _make_tie_groups(
     partition: StagePartition, stage_owners: Sequence[int], mesh: Mesh, dist_env: DistEnv
 ) -> dict[str, TiedParam]:
     """Create groups for the parameters that stages on several ranks hold. Every rank creates all groups."""
+    names_by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in partition.tied_params.items():
+        ranks = tuple(sorted({stage_owners[stage] for stage in stages}))
+        names_by_ranks.setdefault(ranks, []).append(name)
     found: dict[str, TiedParam] = {}
-    for ranks in sorted(
-        {tuple(sorted({stage_owners[stage] for stage in tied_stages.stages})) for tied_stages in partition.tied_params}
-    ):
-        names = [
-            t.name for t in partition.tied_params if tuple(sorted({stage_owners[stage] for stage in t.stages})) == ranks
-        ]
+    for ranks, names in sorted(names_by_ranks.items()):
         if len(ranks) == 1:
             if mesh.fsdp_mesh is not None:
                 raise RecipeError(

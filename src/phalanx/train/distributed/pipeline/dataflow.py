@@ -41,18 +41,14 @@ class Dataflow:
     """The dataflow of a model of n blocks. Names are those of `model.named_parameters()`: tied weights have one."""
 
     blocks: tuple[str, ...]
-    required_params: tuple[
-        frozenset[str], ...
-    ]  # [n + 1] parameters that each block's output depends on; the last: the loss
-    input_blocks: tuple[
-        frozenset[int], ...
-    ]  # [n + 1] blocks with outputs that each block, and the loss, depends on directly
-    extra_input_blocks: tuple[
-        frozenset[int], ...
-    ]  # [n + 1] the same for outputs of these blocks other than the activation
-    takes_previous_output: tuple[
-        bool, ...
-    ]  # [n - 1] whether the first argument of a block is, as an object, the output of the block before
+    required_params: tuple[frozenset[str], ...]
+    """[n + 1] parameters that each block's output depends on; the last: the loss."""
+    input_blocks: tuple[frozenset[int], ...]
+    """[n + 1] blocks with outputs that each block, and the loss, depends on directly."""
+    extra_input_blocks: tuple[frozenset[int], ...]
+    """[n + 1] the same for outputs of these blocks other than the activation."""
+    takes_previous_output: tuple[bool, ...]
+    """[n - 1] whether the first argument of a block is, as an object, the output of the block before."""
     outputs: tuple[BlockOutput, ...]  # [n]
     unused_params: frozenset[str]  # parameters that nothing depends on
     reused_params: frozenset[str]  # parameters that are applied to something that depends on them already

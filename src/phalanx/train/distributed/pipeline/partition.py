@@ -29,13 +29,6 @@ from phalanx.train.distributed.stubs import (
 )
 
 
-class TiedStages(NamedTuple):
-    """A parameter of which several stages have a copy: their gradients must be added, and it counts once."""
-
-    name: str
-    stages: tuple[int, ...]
-
-
 def balance_stage_bounds(
     weights: Sequence[float], stages: int, *, head_cost: float = 0.0, blocks_per_stage: Sequence[int] | None = None
 ) -> tuple[int, ...]:
@@ -50,8 +43,7 @@ def balance_stage_bounds(
         if len(blocks_per_stage) != stages or sum(blocks_per_stage) != blocks or min(blocks_per_stage) < 1:
             raise RecipeError(
                 f"parallelism.pipeline: blocks per stage {list(blocks_per_stage)} must be {stages} numbers of at "
-                f"least 1 that "
-                f"add up to the {blocks} blocks of the model"
+                f"least 1 that add up to the {blocks} blocks of the model"
             )
         return tuple(sum(blocks_per_stage[:stage]) for stage in range(stages + 1))
     total = [sum(weights[:count]) for count in range(blocks + 1)]
@@ -96,15 +88,14 @@ class StagePartition:
         return frozenset().union(*needs, self.dataflow.unused_params if last else ())
 
     @property
-    def tied_params(self) -> tuple[TiedStages, ...]:
-        """Return the parameters that several stages hold, in order of name."""
+    def tied_params(self) -> dict[str, tuple[int, ...]]:
+        """Return the stages of each parameter of which several stages have a copy, in order of name: their gradients
+        must be added, and it counts once."""
         stages_by_name: dict[str, list[int]] = {}
         for stage in range(self.num_stages):
             for name in self.parameter_names(stage):
                 stages_by_name.setdefault(name, []).append(stage)
-        return tuple(
-            TiedStages(name, tuple(stages)) for name, stages in sorted(stages_by_name.items()) if len(stages) > 1
-        )
+        return {name: tuple(stages) for name, stages in sorted(stages_by_name.items()) if len(stages) > 1}
 
 
 def partition_stages(dataflow: Dataflow, bounds: Sequence[int]) -> StagePartition:
@@ -167,9 +158,8 @@ class PartialModel(NamedTuple):
     model: nn.Module
     stage_input: StageInput | None  # None on the first stage
     stubs: tuple[ShapeStub, ...]
-    placeholders: tuple[
-        tuple[nn.Module, str, Tensor], ...
-    ]  # single parameters left out: module, attribute, meta tensor
+    placeholders: tuple[tuple[nn.Module, str, Tensor], ...]
+    """Single parameters left out: module, attribute, meta tensor."""
 
     def set_device(self, device: torch.device) -> None:
         """Set the device that the stubs' results claim to be on."""

@@ -122,7 +122,7 @@ class Pipeline:
         """Run forward of a batch, without gradients. Return, on the rank with the last stage, the result of the loss
         function (`loss_fn`, or that of the stages); None on other ranks. A rank does not wait for later stages, so
         several batches in a row fill the pipeline."""
-        stage_ios = self._get_stage_ios([batch])
+        stage_ios = self._get_stage_ios(batch)
         hidden: Tensor | None = None
         for index, stage in self.stages.items():
             stage.set_batches([batch], loss_fn)
@@ -151,8 +151,10 @@ class Pipeline:
     def _get_torch_schedule(self, batches: Sequence[Any]) -> Any:
         """Return the schedule for batches of this shape and number."""
         key = (_tensor_shapes(batches[0]), len(batches))
+        if any(_tensor_shapes(batch) != key[0] for batch in batches):
+            raise ValueError("micro-batches of one step must have the same shapes")
         if self._torch_schedule[0] != key:
-            stage_ios = self._get_stage_ios(batches)
+            stage_ios = self._get_stage_ios(batches[0])
             made = [
                 _IndexedStage(
                     stage,
@@ -168,21 +170,17 @@ class Pipeline:
                 for (index, stage), stage_io in zip(self.stages.items(), stage_ios.values(), strict=True)
             ]
             self._torch_schedule = key, _make_torch_schedule(self.schedule, made, len(batches), self._scale_loss)
-        elif any(_tensor_shapes(batch) != key[0] for batch in batches):
-            raise ValueError("micro-batches of one step must have the same shapes")
         return self._torch_schedule[1]
 
     def _scale_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         scale = 1.0 if self._get_loss_scale is None else self._get_loss_scale()
         return loss if scale == 1.0 else loss * scale
 
-    def _get_stage_ios(self, batches: Sequence[Any]) -> dict[int, StageIO]:
+    def _get_stage_ios(self, batch: Any) -> dict[int, StageIO]:
         """Return what this rank's stages receive and send for such batches: cached, or found by a forward on zeros."""
-        key = _tensor_shapes(batches[0])
-        if any(_tensor_shapes(batch) != key for batch in batches):
-            raise ValueError("micro-batches of one step must have the same shapes")
+        key = _tensor_shapes(batch)
         if key not in self._stage_ios:
-            self._stage_ios[key] = self._infer_stage_ios(batches[0])
+            self._stage_ios[key] = self._infer_stage_ios(batch)
         return self._stage_ios[key]
 
     def _infer_stage_ios(self, batch: Any) -> dict[int, StageIO]:

@@ -7,11 +7,13 @@ order. The two phases use separate groups: how the phases of different buckets i
 operations of one group must have the same order on all workers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.train.grad_sync.buckets import Bucket
 from phalanx.train.ops.collectives import Group
@@ -25,15 +27,23 @@ class PendingWork(Protocol):
 
 
 @dataclass(frozen=True)
-class PendingWorks:
-    """Several operations, started one after another."""
+class DeferredWork:
+    """Work that is done by the thread that waits for it."""
 
-    pending: Sequence[PendingWork | None]
+    wait: Callable[[], None]
 
-    def wait(self) -> None:
-        for each in self.pending:
-            if each is not None:
-                each.wait()
+
+def wait_for(*pending: PendingWork | None) -> None:
+    """Wait for each operation, if there is one."""
+    for work in pending:
+        if work is not None:
+            work.wait()
+
+
+def start_all_reduce(tensor: Tensor, group: Group) -> PendingWork | None:
+    """Start to sum `tensor` over all workers."""
+    work: PendingWork | None = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A node over leaves [first, last) splits off the largest power of two below its s
 only on the number of micro-batches, and not on which worker computes which.
 
 Each worker receives the tree nodes of its part of the bucket and adds them; then the sums are all-gathered
-(`p2p_scatter_gather.py`). If every worker has one node, as with powers of two, the bytes are those of a ring: 2 (n -
+(`P2PScatterGather`). If every worker has one node, as with powers of two, the bytes are those of a ring: 2 (n -
 1)/n of the gradients.
 
 A bucket that is oversized, because one parameter is, is sent in chunks: one is added while the next arrives. The bits
@@ -13,14 +13,14 @@ do not change, since each element is summed separately.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
-from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork, PendingWorks
-from phalanx.train.grad_sync.algorithms.p2p import P2P_CHANNELS
-from phalanx.train.grad_sync.algorithms.p2p_scatter_gather import P2PScatterGather
+from phalanx.train.grad_sync.algorithms.base import CommContext, DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
+from phalanx.train.grad_sync.algorithms.p2p import P2P_CHANNELS, P2PScatterGather
 from phalanx.train.grad_sync.buckets import GRAD_ALIGNMENT_ELEMENTS, Bucket
 
 TreeNode = tuple[int, int]
@@ -115,12 +115,11 @@ class DeterministicTree(GradSyncAlgorithm):
         return None  # each chunk is waited for when it is added
 
     def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
-        return PendingWorks(
-            [
-                chunk.start_second_phase(bucket_index, bucket, self._num_micro_batches, self._scatter_gather)
-                for chunk in self._chunks[bucket_index]
-            ]
-        )
+        gathers = [
+            chunk.start_second_phase(bucket_index, bucket, self._num_micro_batches, self._scatter_gather)
+            for chunk in self._chunks[bucket_index]
+        ]
+        return DeferredWork(partial(wait_for, *gathers))
 
 
 class _BucketChunk:
@@ -130,10 +129,8 @@ class _BucketChunk:
         part, num_own_nodes = (span.stop - span.start) // world_size, len(bucket.tree_nodes)
         self._span, self._shape = span, (world_size, part)
         self._nodes = [node for nodes in tree_nodes_by_rank for node in nodes]
-        self._recv_counts, self._send_counts = (
-            [len(nodes) * part for nodes in tree_nodes_by_rank],
-            [num_own_nodes * part] * world_size,
-        )
+        self._recv_counts = [len(nodes) * part for nodes in tree_nodes_by_rank]
+        self._send_counts = [num_own_nodes * part] * world_size
         self._received = bucket.buffer.flat.new_empty(sum(self._recv_counts))
         self._sent = bucket.buffer.flat.new_empty(world_size, num_own_nodes, part) if num_own_nodes > 1 else None
         self._pending: PendingWork | None = None
@@ -150,8 +147,7 @@ class _BucketChunk:
         self, bucket_index: int, bucket: Bucket, num_micro_batches: int, scatter_gather: P2PScatterGather
     ) -> PendingWork | None:
         """Add the nodes of this worker's part, and start to gather the sums."""
-        if self._pending is not None:
-            self._pending.wait()
+        wait_for(self._pending)
         values = list(self._received.view(len(self._nodes), -1))
         own = sum_tree(num_micro_batches, self._nodes, values, lambda left, right: left.add_(right))
         return scatter_gather.all_gather(bucket_index, own, bucket.buffer.flat[self._span])

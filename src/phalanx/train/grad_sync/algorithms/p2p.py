@@ -4,12 +4,14 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork
+from phalanx.compat import all_gather_into
+from phalanx.train.grad_sync.algorithms.base import CommContext, DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
 from phalanx.train.grad_sync.buckets import Bucket
 from phalanx.train.ops.collectives import Group
 
@@ -53,9 +55,7 @@ class P2PChannel:
         """Send and receive all messages at once; wait until all have arrived and buffers may be reused. Raises at once
         if a peer is lost; the other workers then get an error too, instead of waiting for messages from this one."""
         with abort_groups_on_error(self.groups_to_abort):
-            for work in self._start(send, receive):
-                if work is not None:
-                    work.wait()
+            wait_for(*self._start(send, receive))
 
     def _start(self, send: P2PMessages, receive: P2PMessages) -> Sequence[dist.Work | None]:
         group, tag = self.group, self.tag
@@ -139,3 +139,71 @@ class ParameterServer(P2PAlgorithm):
             channel.send_recv(receive=[(0, flat)])
         else:
             channel.send_recv([(client, flat) for client in range(1, self._comm.world_size)])
+
+
+ALL_TO_ALL_TAG = 2026
+"""Tag of the all-to-all, so that its messages are not confused with others on the same group."""
+
+
+class P2PScatterGather:
+    """All-to-all and all-gather of parts of a bucket, for algorithms that do the summation themselves: the first over
+    the first group of `comm`, the second over the second. Tensors are flat and contiguous.
+
+    On a GPU these are the library's collectives. On a CPU they are point-to-point messages, because gloo's collectives
+    use more CPU time and allocate memory on each call. In the all-to-all, all messages are sent at once. In the
+    all-gather, parts are forwarded around a ring, so that on a slow network no worker receives from several at once.
+    """
+
+    def __init__(self, comm: CommContext):
+        self._comm, self._channel = comm, P2PChannel(comm.second_group, (comm.group, comm.second_group))
+
+    def all_to_all(
+        self, sent: Tensor, received: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> PendingWork | None:
+        """Start to send each rank its part of `sent`: `send_counts[rank]` elements to, and `recv_counts[rank]` elements
+        from each rank."""
+        if self._comm.on_cpu:
+            return _start_p2p_all_to_all(sent.split(list(send_counts)), received.split(list(recv_counts)), self._comm)
+        work: PendingWork | None = dist.all_to_all_single(
+            received, sent, list(recv_counts), list(send_counts), group=self._comm.group, async_op=True
+        )
+        return work
+
+    def all_gather(self, bucket_index: int, own: Tensor, whole: Tensor) -> PendingWork | None:
+        """Gather the equally long parts of all workers to each worker. Several buckets may be gathered concurrently. On
+        a CPU the work is done by the thread that waits for it."""
+        if not self._comm.on_cpu:
+            return all_gather_into(whole, own, self._comm.second_group, wait=False)
+        rank, world_size = self._comm.rank, self._comm.world_size
+        whole.view(world_size, -1)[rank].copy_(own)
+        return DeferredWork(partial(_ring_all_gather, self._channel.for_bucket(bucket_index), whole, world_size, rank))
+
+
+def _ring_all_gather(channel: P2PChannel, whole: Tensor, world_size: int, rank: int) -> None:
+    """Gather the parts of all workers to `whole`, which has this worker's part."""
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    parts = whole.tensor_split(world_size)
+    for step in range(world_size - 1):
+        channel.send_recv([(right, parts[(rank - step) % world_size])], [(left, parts[(rank - step - 1) % world_size])])
+
+
+def _start_p2p_all_to_all(sent: Sequence[Tensor], received: Sequence[Tensor], comm: CommContext) -> PendingWork:
+    """Start messages to and from each rank, in ring order, so that not all ranks start with the same peer. On a failure
+    all connections of the groups are closed: the peers may wait for later messages of this worker, and would not notice
+    otherwise."""
+    groups = comm.group, comm.second_group
+    pending: list[PendingWork | None] = []
+
+    def finish() -> None:
+        with abort_groups_on_error(groups):
+            wait_for(*pending)
+
+    with abort_groups_on_error(groups):
+        for distance in range(1, comm.world_size):
+            sender, receiver = (comm.rank - distance) % comm.world_size, (comm.rank + distance) % comm.world_size
+            if len(received[sender]):
+                pending.append(dist.irecv(received[sender], group=comm.group, tag=ALL_TO_ALL_TAG, group_src=sender))
+            if len(sent[receiver]):
+                pending.append(dist.isend(sent[receiver], group=comm.group, tag=ALL_TO_ALL_TAG, group_dst=receiver))
+    received[comm.rank].copy_(sent[comm.rank])
+    return DeferredWork(finish)

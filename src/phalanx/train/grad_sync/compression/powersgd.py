@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.distributed.dtensor_utils import to_local
-from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork
+from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork, start_all_reduce
 from phalanx.train.grad_sync.buckets import Bucket
-from phalanx.train.ops.collectives import Group
 
 BASIS_SEED = 71
 """Seed of the initial bases, which are equal on all workers."""
@@ -43,13 +41,13 @@ class PowerSGDCompression(GradSyncAlgorithm):
         if bucket.send_uncompressed:
             bucket.buffer.flat.copy_(bucket.residual)
             bucket.residual.zero_()
-            return _all_reduce_async(bucket.buffer.flat, self._comm.group)
+            return start_all_reduce(bucket.buffer.flat, self._comm.group)
         for each in buffers.uncompressed:
             each.sent.copy_(each.residual)
             each.residual.zero_()
         for part in buffers.low_rank:
             torch.mm(part.matrix, part.basis, out=part.left)
-        return _all_reduce_async(buffers.first_phase, self._comm.group)
+        return start_all_reduce(buffers.first_phase, self._comm.group)
 
     def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         buffers = self._low_rank_buffers[bucket_index]
@@ -57,7 +55,7 @@ class PowerSGDCompression(GradSyncAlgorithm):
             return None
         for part in buffers.low_rank:
             part.project()
-        return _all_reduce_async(buffers.second_phase, self._comm.second_group)
+        return start_all_reduce(buffers.second_phase, self._comm.second_group)
 
     def finish(self, bucket_index: int, bucket: Bucket) -> None:
         if bucket.send_uncompressed:
@@ -71,12 +69,6 @@ class PowerSGDCompression(GradSyncAlgorithm):
             into.copy_(part.left @ part.right.T)
             good = part.right.isfinite().all() & part.right.any()  # a zero basis would stay zero
             part.basis.copy_(torch.where(good, part.right, part.basis))
-
-
-def _all_reduce_async(tensor: Tensor, group: Group) -> PendingWork | None:
-    """Start to sum `tensor` over all workers."""
-    work: PendingWork | None = dist.all_reduce(tensor, group=group, async_op=True)
-    return work
 
 
 @dataclass

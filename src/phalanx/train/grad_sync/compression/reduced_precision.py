@@ -6,7 +6,7 @@ in bf16, so a number is rounded twice, whatever the number of workers.
 int8 takes a quarter of the bytes. Blocks of 256 elements share an fp32 scale, so an element takes 1.016 bytes. Each
 worker adds its residual to its gradients, quantizes, and keeps the difference as the next residual. It receives its
 part of all gradients, sums them in fp32, quantizes the sum, keeps that difference as well, and sends the sum to all.
-With these two phases (`algorithms/p2p_scatter_gather.py`) the bytes do not grow with the number of workers, as those of
+With these two phases (`P2PScatterGather`) the bytes do not grow with the number of workers, as those of
 one all-gather would.
 
 All workers skip a step with non-finite gradients; nothing of it stays in the residuals.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork
-from phalanx.train.grad_sync.algorithms.p2p_scatter_gather import P2PScatterGather
+from phalanx.train.grad_sync.algorithms.p2p import P2PScatterGather
 from phalanx.train.grad_sync.buckets import QUANT_BLOCK_ELEMENTS, Bucket
 
 
