@@ -206,13 +206,6 @@ def test_everything_that_is_offered_fits_and_says_what_it_takes() -> None:
         assert option.step_s == simulated(option.scenario).total
 
 
-def test_the_best_is_better_than_whole_shards_of_the_plainest_kind() -> None:
-    plain = to_scenarios(
-        base(decoder()), enumerate_candidates(decoder(), SearchSpace(64, 256, Parallelism(shard=64), 1, ("full",))), [0]
-    )[0]
-    assert best().candidates[0].step_s < simulated(plain).total
-
-
 def test_less_room_is_never_faster() -> None:
     tight = found(decoder(), SearchSpace(64, 256), 40 * GIB)
     assert tight.candidates[0].step_s >= 0.99 * best().candidates[0].step_s

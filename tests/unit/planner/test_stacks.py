@@ -78,8 +78,3 @@ def test_a_stack_without_fused_attention_stores_scores() -> None:
 def test_attention_is_never_faster_than_the_peak() -> None:
     flash = device_costs_for_stack(H100, "bf16", SoftwareStack(attention_speed=100.0)).attention_efficiency
     assert flash == (1.0, 1.0)
-
-
-def test_a_precision_that_is_missing_is_named() -> None:
-    with pytest.raises(KeyError, match="fp4"):
-        device_costs_for_stack(H100, "fp4", stack_by_name(PHALANX_STACK))

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gpt_profile import gpt, profile_text_model
@@ -356,17 +355,6 @@ def test_a_device_without_bf16_computes_in_fp16_instead() -> None:
 
 
 # --- a segment's work ---------------------------------------------------------------------------------------------
-
-
-def test_work_of_many_layouts_at_once_is_that_of_each() -> None:
-    segment = decoder().segments[1]
-    tensor, samples = np.array([1.0, 2.0, 8.0]), np.array([1.0, 0.5, 4.0])
-    at_once = segment_work(segment, "forward", ShardSpec(samples, tensor), op_cost_from(H100)).compute.total
-    singly = [
-        segment_work(segment, "forward", ShardSpec(float(s), float(t)), op_cost_from(H100)).compute.total
-        for s, t in zip(samples, tensor, strict=True)
-    ]
-    assert list(at_once) == pytest.approx(singly)
 
 
 def test_fused_operations_are_fewer_launches_and_less_time() -> None:
