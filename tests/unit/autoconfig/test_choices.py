@@ -150,30 +150,11 @@ def test_a_resolved_recipe_has_no_auto_left() -> None:
     assert (resolved.parallelism.replicate, resolved.parallelism.world) == (2, 2)
 
 
-@pytest.mark.parametrize("determinism", ["fixed-world", "elastic", "off"])
-def test_gradients_are_all_reduced_without_compression_unless_the_recipe_asks_for_another_way(determinism: str) -> None:
-    grad_sync = resolve_recipe(recipe(determinism=determinism), CHOSEN, world_size=2).grad_sync
-    assert (grad_sync.algorithm, grad_sync.compression) == ("all-reduce", "none")
-
-
-def test_resolving_leaves_everything_else_as_given() -> None:
-    given = recipe(name="mine", steps=77, optimizer={"name": "muon", "lr": 0.3}, determinism="elastic", seed=5)
-    resolved = resolve_recipe(given, CHOSEN, 1)
-    assert (resolved.name, resolved.steps, resolved.optimizer, resolved.seed) == ("mine", 77, given.optimizer, 5)
-    assert resolved.determinism == "elastic"
-
-
 @pytest.mark.parametrize(
     ("given", "expected"), [("auto", False), (False, False), (True, True), ("cuda-graphs", "cuda-graphs")]
 )
 def test_a_model_is_compiled_only_when_asked(given: Any, expected: Any) -> None:
     assert resolve_recipe(recipe(compile=given), CHOSEN, 1).compile == expected
-
-
-def test_going_on_keeps_what_was_resolved() -> None:
-    resolved = resolve_recipe(recipe(batch={"global_size": 32}), CHOSEN, 2)
-    going = resume_recipe(resolved, recipe(batch={"global_size": 32}), 2)
-    assert going == resolved
 
 
 def test_going_on_takes_what_is_free_to_change() -> None:
