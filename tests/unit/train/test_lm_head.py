@@ -40,12 +40,6 @@ def test_the_transformers_head_is_found_tied_or_not(tie: bool) -> None:
     assert find_lm_head(language_model(tie), (TOKENS,), {}) == "head"
 
 
-def test_it_is_found_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = transformer(vocab_size=11, seq_len=4, layers=2, hidden_size=8, num_heads=2)
-    assert find_lm_head(model, (TOKENS.to("meta"),), {"documents": None}) == "head"
-
-
 @pytest.mark.parametrize(
     "give",
     [lambda _, y: y, lambda _, y: SimpleNamespace(logits=y, loss=None), lambda _, y: {"logits": y}],
