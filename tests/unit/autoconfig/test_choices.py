@@ -258,19 +258,15 @@ def test_without_times_the_plan_predicts_none() -> None:
     assert build_plan_json({}, CHOSEN, {}, resolve_recipe(recipe(), CHOSEN, 1))["predicted_step_s"] is None
 
 
-def test_the_plan_tells_what_a_sample_takes_as_it_was_chosen() -> None:
-    resolved = resolve_recipe(recipe(), CHOSEN, 1)
-    peaks = {"whole": {"none": 9, "selective": 7, "full": 5}, "chunked": {"none": 8, "selective": 6, "full": None}}
-    plan = build_plan_json({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolved)
-    assert plan["peak_bytes_per_sample"] == peaks["chunked"]
-    assert plan["activation_bytes_per_sample"] == 6
-    assert "peaks" not in plan
-
-
-def test_of_a_model_without_a_loss_in_chunks_the_plan_tells_that_of_the_whole() -> None:
+@pytest.mark.parametrize(("mode", "selective"), [("chunked", 6), ("whole", 7)])
+def test_the_plan_tells_what_a_sample_takes_as_it_was_chosen(mode: str, selective: int) -> None:
+    """A model without a loss in chunks has the peaks of whole logits alone."""
     peaks = {"whole": {"none": 9, "selective": 7, "full": 5}}
+    if mode == "chunked":
+        peaks[mode] = {"none": 8, "selective": 6, "full": 4}
     plan = build_plan_json({"peaks": peaks}, CHOSEN, {"bf16": 1.0, "update": 0.5}, resolve_recipe(recipe(), CHOSEN, 1))
-    assert (plan["peak_bytes_per_sample"], plan["activation_bytes_per_sample"]) == (peaks["whole"], 7)
+    assert (plan["peak_bytes_per_sample"], plan["activation_bytes_per_sample"]) == (peaks[mode], selective)
+    assert "peaks" not in plan
 
 
 def test_a_loop_of_the_users_own_has_all_of_its_autos_chosen_by_rules() -> None:

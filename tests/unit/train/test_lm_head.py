@@ -35,9 +35,12 @@ class Scored(nn.Module):
         return self.give(self, self.score(torch.relu(self.inner(x))))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_the_transformers_head_is_found_tied_or_not(tie: bool) -> None:
-    assert find_lm_head(language_model(tie), (TOKENS,), {}) == "head"
+def test_the_transformers_head_is_found_tied_or_not(tie: bool, device: str) -> None:
+    with torch.device(device):
+        model = language_model(tie)
+    assert find_lm_head(model, (TOKENS.to(device),), {"documents": None}) == "head"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ def test_losses_that_cancel_each_others_infinity_are_not_finite() -> None:
     assert settled([math.inf, -math.inf], [1.0, 1.0], [1.0])[0].skip_reason == "non-finite loss"
 
 
+def test_a_batch_without_terms_teaches_nothing() -> None:
+    outcome, factor = settled([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], clip=1.0)
+    assert (outcome.totals.loss, outcome.grad_norm, outcome.skip_reason, factor) == (0.0, 0.0, None, 1.0)
+
+
 def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> None:
     outcome, factor = settled([8.0], [2.0], [3.0 * 1024, 4.0 * 1024], scale=GradScaler(1024.0, dynamic=True))
     assert (outcome.totals.loss, outcome.grad_norm, factor) == (4.0, 2.5, 1 / 2048)

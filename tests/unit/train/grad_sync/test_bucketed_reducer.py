@@ -67,6 +67,17 @@ def test_replicas_adds_micro_batches_in_the_tree(micro_batches: int) -> None:
         assert weight.grad.equal(gradient)
 
 
+def test_a_step_needs_no_more_buffers_than_the_first() -> None:
+    weights = parameters((5, 3))
+    exchange = alone(weights, micro_batches=8, replicas=True)
+    (bucket,) = exchange.buckets
+    counts = []
+    for seed in range(3):
+        run(exchange, weights, wild_losses(weights, 8, seed))
+        counts.append(1 + len(bucket.free_buffers) + len(bucket.tree_nodes))
+    assert counts == [counts[0]] * 3
+
+
 def test_buffers_that_are_used_again_hold_nothing_of_the_step_before() -> None:
     weights = parameters((5, 3), (7,))
     exchange = alone(weights, micro_batches=6, replicas=True)

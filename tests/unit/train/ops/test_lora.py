@@ -14,6 +14,7 @@ from phalanx.recipe.schema import LoraConfig, OptimizerConfig
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
 from phalanx.train.ops.lora import (
     add_lora,
+    describe_adapters,
     find_uncalled_adapters,
     is_lora_name,
     lora_scale,
@@ -186,6 +187,12 @@ def test_an_adapter_that_is_never_called_is_found() -> None:
     assert find_uncalled_adapters(model, lambda: model(torch.zeros(1, 8))) == ["layers.0.b", "layers.1.b"]
     called = adapted(SPEC, encoder())
     assert find_uncalled_adapters(called, lambda: called(tokens())) == []
+
+
+def test_what_stays_frozen_is_counted() -> None:
+    assert describe_adapters(adapted()) == "adapters on 14 matrices"
+    text = describe_adapters(adapted(LoraConfig(rank=4, target_modules=["query"]), mixture()))
+    assert text.startswith("adapters on 2 matrices; 14 in blocks have none (9")
 
 
 def test_at_first_nothing_changes() -> None:

@@ -6,20 +6,16 @@ from torch import nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.models import moe, transformer
-from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optim import (
     OptimizerContainer,
     find_hidden_matrices,
     trainable_parameters,
 )
 from phalanx.train.optim.muon import Muon, orthogonalize
+from small_optim import optim
 from small_train import VOCAB, tiny_lm, token_batch
 
 NAMES = ["adamw", "sgd", "muon"]
-
-
-def optim(name: str = "adamw", **changes: object) -> OptimizerConfig:
-    return OptimizerConfig.model_validate({"name": name, **changes})
 
 
 def train(model: nn.Module, optimizer: OptimizerContainer, steps: range) -> None:
