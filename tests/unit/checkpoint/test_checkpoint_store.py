@@ -7,6 +7,7 @@ from pathlib import Path
 import obstore
 import pytest
 import torch
+from obstore.exceptions import GenericError
 from torch import nn
 
 import store_saves
@@ -138,6 +139,22 @@ def die_after(patch: pytest.MonkeyPatch, requests: int) -> None:
 def digest_stored(checkpoints: CheckpointStore, step: int) -> None:
     stored = checkpoints.read(step)
     assert len(read_back(checkpoints, step)) == stored.manifest.nbytes
+
+
+def test_a_store_that_fails_for_a_while_delays_a_save(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, failures = open_checkpoints(bucket), [5]
+    monkeypatch.setattr(checkpoints.store, "_sleep", lambda seconds: None)
+    put = obstore.put
+
+    def failing_put(*arguments: object, **options: object) -> object:
+        failures[0] -= 1
+        if failures[0] >= 0:
+            raise GenericError("503 SlowDown")
+        return put(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(obstore, "put", failing_put)
+    assert save_to_store(make_saver(checkpoints), 1, state()).phase == "committed"
+    assert checkpoints.store.counters.retries.total() >= 5
 
 
 def test_a_store_that_refuses_fails_the_save_and_not_the_run(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
