@@ -1,7 +1,6 @@
 """A run's checkpoints as the loop sees them, with a real saver and a world of one."""
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointers import StepSaver
+from checkpointers import StepSaver, no_room
 from phalanx.errors import UsageError
 from phalanx.run import Event, Run
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
@@ -128,28 +127,15 @@ def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(
     assert saving.last_saved == 9
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Let writes fail, or no longer."""
-    write = durable_module.write_with_checksums
-
-    def switch(full: bool) -> None:
-        def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-        monkeypatch.setattr(durable_module, "write_with_checksums", refuse if full else write)
-
-    return switch
-
-
 def test_a_save_that_fails_is_told_and_leaves_the_checkpoint_of_before_until_the_next_one_succeeds(
-    run: Run, full_disk: Callable[[bool], None]
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: Told = []
     saving = make_saving(run, told)
     save(saving, 1)
-    full_disk(True)
-    save(saving, 2, best=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_module, "write_with_checksums", no_room)
+        save(saving, 2, best=0.5)
     assert [event.kind for event in told] == ["checkpoint_saved", "checkpoint_failed"]
     assert isinstance(told[1], CheckpointFailed)
     assert told[1].step == 2
@@ -157,7 +143,6 @@ def test_a_save_that_fails_is_told_and_leaves_the_checkpoint_of_before_until_the
     assert (steps_on_disk(run), saving.last_saved) == ([1], 1)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000000001"]
     assert run.read_json(best_checkpoint_file(run)) is None
-    full_disk(False)
     save(saving, 3)
     saving.close()
     assert steps_on_disk(run) == [1, 3]

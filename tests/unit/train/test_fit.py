@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpointers import no_room
 from phalanx.errors import ExitCode, GaveUpError, UsageError
 from phalanx.run.event_types import (
     CheckpointFailed,
@@ -291,10 +292,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path
 def test_a_last_state_that_cannot_be_written_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(durable_module, "write_with_checksums", refuse)
+    monkeypatch.setattr(durable_module, "write_with_checksums", no_room)
     parts = make_parts(tmp_path)
     with pytest.raises(FinalSaveError, match="step 6: the last checkpoint could not be written") as caught:
         train(parts)
