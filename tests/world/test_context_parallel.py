@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ WAYS: tuple[ContextMethod, ...] = ("gather", "alltoall")
 
 
 def together(rank: int, world: int, *, case: Callable[..., Any], **options: Any) -> Any:
-    """`case` for the group of all ranks. What Hugging Face and the compiler warn of is no error here."""
+    """`case` for the group of all ranks. What the compiler warns of is no error here."""
     with warnings.catch_warnings(action="default"):
         return case(dist.group.WORLD, **options)
 
@@ -50,9 +49,7 @@ def documents_of(batch: int) -> Tensor:
 # Attention alone
 
 
-def attention(
-    group: Group, *, way: ContextMethod, kind: str, heads: int, kv_heads: int, wide: bool = False
-) -> list[Tensor]:
+def attention(group: Group, *, way: ContextMethod, kind: str, heads: int, kv_heads: int, wide: bool) -> list[Tensor]:
     """Result of one attention and the gradients of queries, keys and values, with the positions that they are of."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((heads, 4), (kv_heads, 4), (kv_heads, 6 if wide else 4))
@@ -71,55 +68,27 @@ def attention(
 
 
 CASES = [
-    *((way, kind, n, 12, 12) for way in WAYS for kind, n in (("causal", 3), ("full", 2), ("documents", 4))),
-    *((way, kind, n, 12, 4) for way in WAYS for kind, n in (("causal", 2), ("documents", 4))),
-    ("alltoall", "causal", 3, 12, 2),  # fewer key-value heads than ranks
-    ("alltoall", "documents", 4, 12, 6),  # neither divides the other
-    ("gather", "causal", 4, 3, 3),  # heads do not divide by the ranks
+    *((way, kind, n, 12, 12, False) for way in WAYS for kind, n in (("causal", 3), ("full", 2), ("documents", 4))),
+    *((way, kind, n, 12, 4, False) for way in WAYS for kind, n in (("causal", 2), ("documents", 4))),
+    ("alltoall", "causal", 3, 12, 2, False),  # fewer key-value heads than ranks
+    ("alltoall", "documents", 4, 12, 6, False),  # neither divides the other
+    ("gather", "causal", 4, 3, 3, False),  # heads do not divide by the ranks
+    *((way, "causal", 2, 4, 4, True) for way in WAYS),  # values are wider than keys
 ]
 
 
-@pytest.mark.parametrize(("way", "kind", "n", "heads", "kv_heads"), CASES)
+@pytest.mark.parametrize(("way", "kind", "n", "heads", "kv_heads", "wide"), CASES)
 def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
-    world: ProcessWorlds, way: ContextMethod, kind: str, n: int, heads: int, kv_heads: int
+    world: ProcessWorlds, way: ContextMethod, kind: str, n: int, heads: int, kv_heads: int, wide: bool
 ) -> None:
-    options: dict[str, Any] = {"way": way, "kind": kind, "heads": heads, "kv_heads": kv_heads}
+    options: dict[str, Any] = {"way": way, "kind": kind, "heads": heads, "kv_heads": kv_heads, "wide": wide}
     _, *alone = attention(None, **options)
     for own, *found in world.run(n, together, case=attention, **options):
         for part, whole in zip(found, alone, strict=True):
             assert_close(part, whole[:, :, own])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_values_may_be_wider_than_keys(world: ProcessWorlds, way: ContextMethod) -> None:
-    options: dict[str, Any] = {"way": way, "kind": "causal", "heads": 4, "kv_heads": 4, "wide": True}
-    _, *alone = attention(None, **options)
-    for own, *found in world.run(2, together, case=attention, **options):
-        for part, whole in zip(found, alone, strict=True):
-            assert_close(part, whole[:, :, own])
-
-
 # Whole models
-
-
-def build(family: str) -> nn.Module:
-    torch.manual_seed(1)
-    if family == "ours":
-        return transformer(vocab_size=VOCAB, seq_len=LENGTH, layers=2, hidden_size=32, num_heads=4, num_kv_heads=2)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        attn_implementation="sdpa",
-    )
-    model: nn.Module = LlamaForCausalLM(config)
-    return model.train()
 
 
 class Recomputed(nn.Module):
@@ -134,24 +103,13 @@ class Recomputed(nn.Module):
 
 
 def training(
-    group: Group,
-    *,
-    way: ContextMethod,
-    family: str = "ours",
-    packed: bool = False,
-    recompute: str = "none",
-    cache: bool = False,
+    group: Group, *, way: ContextMethod, packed: bool = False, recompute: dict[str, Any] | None = None
 ) -> tuple[float, int, dict[str, Tensor]]:
     """Sum of losses, terms and all gradients of this rank's part of a batch."""
-    model = build(family)
-    if recompute == "ours":
-        model.blocks = nn.ModuleList(
-            Recomputed(block, {"context_fn": make_checkpoint_contexts}) for block in model.blocks
-        )
-    elif recompute == "forgetful":
-        model.blocks = nn.ModuleList(Recomputed(block, {}) for block in model.blocks)
-    elif recompute == "theirs":
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    torch.manual_seed(1)
+    model = transformer(vocab_size=VOCAB, seq_len=LENGTH, layers=2, hidden_size=32, num_heads=4, num_kv_heads=2)
+    if recompute is not None:
+        model.blocks = nn.ModuleList(Recomputed(block, recompute) for block in model.blocks)
     tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
     targets = tokens[:, 1:].clone()
     targets[0, 3] = targets[1, 20] = -100
@@ -160,20 +118,12 @@ def training(
         batch["documents"] = documents_of(2)
     mine = shard_batch(batch, group, way)
     options: dict[str, Any] = {check_context_parallel(model, LENGTH): mine["positions"]}
-    if family != "ours":
-        options["use_cache"] = cache
     if packed:
-        documents = mine["documents"]
-        options |= {"documents": documents} if family == "ours" else {"attention_mask": make_document_mask(documents)}
-    with ExitStack() as stack:
-        mode = ContextParallel(group, way, batch.get("documents"), replace_masks=family != "ours")
-        stack.enter_context(mode)
+        options["documents"] = mine["documents"]
+    with ContextParallel(group, way, batch.get("documents")) as mode:
         logits = model(mine["tokens"], **options)
-        logits = logits if isinstance(logits, Tensor) else logits.logits
         loss = F.cross_entropy(logits.flatten(0, 1), mine["targets"].flatten(), reduction="sum")
-        if recompute != "theirs":  # theirs knows nothing of context_fn: the mode stays around the backward
-            stack.close()
-        loss.backward()
+    loss.backward()
     assert mode.attention_seen
     gradients = {name.replace("block.", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.item(), int((mine["targets"] != -100).sum()), gradients
@@ -198,12 +148,13 @@ def test_the_transformer_learns_the_same_from_parts(world: ProcessWorlds, way: C
 @pytest.mark.parametrize("way", WAYS)
 def test_recomputed_blocks_attend_to_the_whole_sequence_again(world: ProcessWorlds, way: ContextMethod) -> None:
     options: dict[str, Any] = {"way": way, "packed": True}
-    assert_adds_up(world.run(2, together, case=training, recompute="ours", **options), training(None, **options))
+    recompute = {"context_fn": make_checkpoint_contexts}
+    assert_adds_up(world.run(2, together, case=training, recompute=recompute, **options), training(None, **options))
 
 
 def forgotten(group: Group, way: ContextMethod) -> bool:
     try:
-        training(group, way=way, recompute="forgetful")
+        training(group, way=way, recompute={})
     except CheckpointError:
         return True
     return False
@@ -212,22 +163,6 @@ def forgotten(group: Group, way: ContextMethod) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recomputation_without_it_is_an_error_not_another_gradient(world: ProcessWorlds, way: ContextMethod) -> None:
     assert world.run(2, together, case=forgotten, way=way) == [True, True]
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("way", WAYS)
-def test_hugging_face_llama_learns_the_same_from_parts(world: ProcessWorlds, way: ContextMethod, packed: bool) -> None:
-    pytest.importorskip("transformers")
-    options: dict[str, Any] = {"way": way, "family": "llama", "packed": packed}
-    assert_adds_up(world.run(2, together, case=training, **options), training(None, **options))
-
-
-@pytest.mark.parametrize("recompute", ["none", "theirs"])
-def test_hugging_face_llama_may_recompute_or_hold_a_cache(world: ProcessWorlds, recompute: str) -> None:
-    pytest.importorskip("transformers")
-    options: dict[str, Any] = {"way": "gather", "family": "llama"}
-    parts = world.run(2, together, case=training, recompute=recompute, cache=recompute == "none", **options)
-    assert_adds_up(parts, training(None, **options))
 
 
 # Compiled blocks

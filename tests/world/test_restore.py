@@ -65,9 +65,20 @@ def unlink(path: Path) -> None:
     (path / "rank-00000.safetensors").unlink()
 
 
-def state(divided: ParallelModel, optimizer: OptimizerContainer) -> dict[str, Tensor]:
-    held = get_local_state(AppState(divided, optimizer, GradScaler()))
-    return {name: each.tensor.detach().clone() for name, each in held.items()}
+def worker(rank: int, world: int, layout: dict[str, int]) -> tuple[DistEnv, nn.Module, AppState]:
+    """A worker whose state is that after five steps."""
+    place = DistEnv(rank, world, rank)
+    mesh = build_mesh(Parallelism(**layout), place)
+    model, _ = trained(0)
+    if mesh.fsdp_mesh is not None:
+        fully_shard(model, mesh=mesh.fsdp_mesh)
+    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
+    learn(model, optimizer, 5)
+    return place, model, AppState(divided, optimizer, GradScaler())
+
+
+def state(held: AppState) -> dict[str, Tensor]:
+    return {name: each.tensor.detach().clone() for name, each in get_local_state(held).items()}
 
 
 def restored(
@@ -79,18 +90,10 @@ def restored(
     for whose, step, harm in bad:
         if whose == rank:
             harm(run.checkpoints / format_checkpoint_name(step))
-    place = DistEnv(rank, world, rank)
-    mesh = build_mesh(Parallelism(**layout), place)
-    model, _ = trained(0)
-    if mesh.fsdp_mesh is not None:
-        fully_shard(model, mesh=mesh.fsdp_mesh)
-    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
-    learn(model, optimizer, 5)
-    before, told = state(divided, optimizer), list[tuple[str, str]]()
-    loaded = restore_newest(
-        run, place, AppState(divided, optimizer, GradScaler()), lambda path, *what: told.append((path.name, what[0]))
-    )
-    after = state(divided, optimizer)
+    place, _, held = worker(rank, world, layout)
+    before, told = state(held), list[tuple[str, str]]()
+    loaded = restore_newest(run, place, held, lambda path, *what: told.append((path.name, what[0])))
+    after = state(held)
     changed = any(not tensor.equal(after[name]) for name, tensor in before.items())
     steps = {int(each) for name, each in after.items() if name.endswith("/step")}
     return {"step": None if loaded is None else loaded.manifest.meta["step"], "changed": changed, "told": told} | {
@@ -100,18 +103,9 @@ def restored(
 
 def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place: bool) -> dict[str, Any]:
     """Bytes of what is made while a checkpoint is read, and whether the state is the checkpoint's then."""
-    run = Run(Path(folder))
-    place = DistEnv(rank, world, rank)
-    mesh = build_mesh(Parallelism(**layout), place)
-    model, _ = trained(0)
     expected = {name: tensor.clone() for name, tensor in get_state_tensors(*trained(3), GradScaler()).items()}
-    if mesh.fsdp_mesh is not None:
-        fully_shard(model, mesh=mesh.fsdp_mesh)
-    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
-    learn(model, optimizer, 5)
-    used = {
-        name: each.tensor.nbytes for name, each in get_local_state(AppState(divided, optimizer, GradScaler())).items()
-    }
+    place, model, held = worker(rank, world, layout)
+    used = {name: each.tensor.nbytes for name, each in get_local_state(held).items()}
     known: set[int] = set()
     made: list[int] = []
 
@@ -125,11 +119,10 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
     for parameter in model.parameters():
         known.add(to_local(parameter).untyped_storage().data_ptr())
     with observe_operations(note):
-        held = AppState(divided, optimizer, GradScaler())
-        restore_newest(run, place, held, lambda *bad: None, durable_only=True, in_place=in_place)
+        restore_newest(Run(Path(folder)), place, held, lambda *bad: None, durable_only=True, in_place=in_place)
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in get_state_tensors(model, optimizer, GradScaler()).items()
+        for name, tensor in get_state_tensors(model, held.optimizer, held.scaler).items()
     }
     return {
         "made": sum(made),

@@ -1,5 +1,7 @@
 """Cross-entropy over a vocabulary that is cut between ranks, on 2 and 3 processes, against a single process."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,25 +42,19 @@ def alone(vocab: int) -> Parts:
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
-def chunked(rank: int, world: int, *, vocab: int, chunk: int | None = None, low: bool = False) -> Parts:
+def cut(
+    rank: int, world: int, *, vocab: int, chunk: int | None = None, low: bool = False, logits: bool = False
+) -> Parts:
+    """The same from the rank's rows of the weight: in chunks, or from its part of the logits."""
     hidden, weight, targets = numbers(vocab)
-    rows = rows_of(rank, world, vocab)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows])]
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows_of(rank, world, vocab)])]
+    group: Group = dist.group.WORLD
     given = vocab if vocab % world else None
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        loss = linear_cross_entropy(
-            leaves[0], leaves[1], targets, group=dist.group.WORLD, vocab_size=given, chunk_rows=chunk
-        )
-    return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
-
-
-def from_logits(rank: int, world: int, *, vocab: int) -> Parts:
-    hidden, weight, targets = numbers(vocab)
-    rows = rows_of(rank, world, vocab)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows])]
-    group: Group = dist.group.WORLD
-    logits = F.linear(copy_to_group(leaves[0], group), leaves[1])
-    loss = cross_entropy(logits, targets, group, vocab_size=vocab if vocab % world else None)
+        if logits:
+            loss = cross_entropy(F.linear(copy_to_group(leaves[0], group), leaves[1]), targets, group, vocab_size=given)
+        else:
+            loss = linear_cross_entropy(*leaves, targets, group=group, vocab_size=given, chunk_rows=chunk)
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
@@ -73,25 +69,17 @@ def assert_parts(found: list[Parts], expected: Parts, rtol: float = 1e-5, loss_r
         torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * float(other.abs().max()))
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 10])
+@pytest.mark.parametrize("way", [{}, {"chunk": 1}, {"chunk": 10}, {"logits": True}], ids=str)
 @pytest.mark.parametrize("vocab", [EVEN, UNEVEN])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_cut_vocabulary_gives_the_loss_and_gradients_of_a_whole_one(
-    world: ProcessWorlds, ranks: int, vocab: int, chunk: int | None
+    world: ProcessWorlds, ranks: int, vocab: int, way: dict[str, Any]
 ) -> None:
-    assert_parts(world.run(ranks, chunked, vocab=vocab, chunk=chunk), alone(vocab))
+    assert_parts(world.run(ranks, cut, vocab=vocab, **way), alone(vocab))
 
 
 def test_a_cut_vocabulary_under_autocast_agrees_to_the_precision_of_bf16(world: ProcessWorlds) -> None:
-    assert_parts(world.run(3, chunked, vocab=EVEN, low=True), alone(EVEN), rtol=4e-2, loss_rtol=1e-2)
-
-
-@pytest.mark.parametrize("vocab", [EVEN, UNEVEN])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_logits_cut_by_vocabulary_give_the_loss_and_gradients_of_whole_ones(
-    world: ProcessWorlds, ranks: int, vocab: int
-) -> None:
-    assert_parts(world.run(ranks, from_logits, vocab=vocab), alone(vocab))
+    assert_parts(world.run(3, cut, vocab=EVEN, low=True), alone(EVEN), rtol=4e-2, loss_rtol=1e-2)
 
 
 def by_the_task(rank: int, world: int) -> tuple[Tensor, int]:
