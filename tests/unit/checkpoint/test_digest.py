@@ -17,6 +17,7 @@ from phalanx.train.checkpoint import (
     compute_digest,
     digest_checkpoint,
 )
+from store_saves import flip_byte
 
 
 def base() -> dict[str, torch.Tensor]:
@@ -99,11 +100,7 @@ def test_the_digest_does_not_depend_on_how_ranks_and_files_hold_the_tensors(tmp_
 
 def test_damage_is_found_while_digesting(tmp_path: Path) -> None:
     path = save(tmp_path, 60, state())
-    with open(path / "rank-00000.safetensors", "r+b") as file:
-        file.seek(2_000_000)
-        byte = file.read(1)[0]
-        file.seek(2_000_000)
-        file.write(bytes([byte ^ 4]))
+    flip_byte(path / "rank-00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: damaged"):
         digest_checkpoint(path)
 

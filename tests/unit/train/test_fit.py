@@ -35,6 +35,7 @@ from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import GLOBAL, Samples, SmallParts, TinyLM, make_parts, steps_of
+from store_saves import flip_byte
 
 
 class Poisoned(LanguageModeling):
@@ -279,9 +280,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path
     parts = make_parts(tmp_path, checkpoint={"every": 3, "keep": 9})
     train(parts)
     (data,) = (tmp_path / "checkpoints" / "step-000000006").glob("*.safetensors")
-    content = bytearray(data.read_bytes())
-    content[-5] ^= 1
-    data.write_bytes(content)
+    flip_byte(data)
     again, progress = resumed(tmp_path)
     assert progress.step == 3
     (event,) = again.events(CheckpointRejected)
