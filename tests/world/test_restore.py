@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from checkpoints import save
 from phalanx.compat import observe_operations
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard, format_checkpoint_name
+from phalanx.train.checkpoint import format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors
 from phalanx.train.checkpoint.restore import restore_newest
 from phalanx.train.distributed.dtensor_utils import to_local
@@ -44,15 +45,9 @@ def learn(model: nn.Module, optimizer: OptimizerContainer, steps: int) -> Optimi
 def written(run: Run, *steps: int) -> None:
     """Checkpoints of a single worker after these steps."""
     run.create()
-    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
     for step in steps:
         tensors = get_state_tensors(*trained(step), GradScaler())
-        progress = asdict(TrainState(step=step))
-        saver.start(step, [TensorShard.full_tensor(*each) for each in tensors.items()], progress)
-        saver.poll_when_idle()
-        saver.commit_async()
-        saver.poll_when_idle()
-        saver.cancel()
+        save(run.checkpoints, step, tensors, asdict(TrainState(step=step)))
 
 
 def damage(path: Path) -> None:

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoints import save
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import LoraConfig
 from phalanx.train.checkpoint import (
-    CheckpointSaver,
-    DurableDirectory,
-    TensorShard,
     export_huggingface,
     list_checkpoints,
 )
@@ -39,15 +37,7 @@ def trained(folder: Path) -> nn.Module:
 
 def saved(folder: Path, model: nn.Module) -> None:
     """A model in a checkpoint."""
-    saver = CheckpointSaver(DurableDirectory(folder, 0, 1))
-    saver.start(
-        6,
-        [TensorShard.full_tensor(*item) for item in get_model_tensors(model).items()],
-        {"step": 6, "samples_consumed": 24},
-    )
-    saver.wait_snapshot_copied()
-    saver.poll_when_idle()
-    saver.commit()
+    save(folder, 6, get_model_tensors(model))
 
 
 def adapted(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoints
 from phalanx.cli import main
 from phalanx.data import DataInfo, open_data, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
@@ -15,7 +16,6 @@ from phalanx.recipe import Recipe, dump_recipe
 from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint import CheckpointSaver, DurableDirectory, TensorShard
 from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import check_data, given_device, load_trained_model
@@ -52,11 +52,7 @@ def save(run: Run, step: int, recipe: Recipe = RECIPE) -> None:
     tensors = {name: torch.full_like(tensor, step) for name, tensor in get_model_tensors(model).items()}
     tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
     meta = {"recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
-    meta |= {"step": step, "samples_consumed": step}
-    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
-    saver.start(step, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
-    saver.poll_when_idle()
-    saver.commit()
+    checkpoints.save(run.checkpoints, step, tensors, meta)
 
 
 def weight(run: Run, step: int | None = None, best: bool = False) -> float:
