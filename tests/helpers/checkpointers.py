@@ -1,7 +1,9 @@
 """A checkpointer of tensors that a test holds, at the steps that it names, without a trainer."""
 
+import errno
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -68,6 +70,11 @@ class StepSaver(Checkpointer):
         """Start an in-memory checkpoint."""
         self.train_state.step = self.train_state.samples_consumed = step
         self.start_copy()
+
+
+def no_room(path: Path, *_: Any) -> NoReturn:
+    """A write to a disk that is full."""
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 def leave_like_a_killed_worker(checkpointer: Checkpointer) -> None:

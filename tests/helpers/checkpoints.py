@@ -1,6 +1,6 @@
 """Small checkpoints for the tests: every dtype, every awkward shape, seeded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,20 @@ def save(
     directory: Path, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any] | None = None
 ) -> Path:
     """A checkpoint written by one rank, the ordinary way."""
-    saver = CheckpointSaver(DurableDirectory(directory, 0, 1))
-    saver.start(
-        step,
-        [TensorShard.full_tensor(*item) for item in tensors.items()],
-        {"step": step, "samples_consumed": step * 16, **(meta or {})},
-    )
-    saver.wait_snapshot_copied()
-    saver.poll_when_idle()
-    committed = saver.commit()
+    return save_by_ranks(directory, step, [[TensorShard.full_tensor(*item) for item in tensors.items()]], meta)
+
+
+def save_by_ranks(
+    directory: Path, step: int, ranks: Sequence[Sequence[TensorShard]], meta: Mapping[str, Any] | None = None
+) -> Path:
+    """A checkpoint of which each rank writes its part."""
+    savers = [CheckpointSaver(DurableDirectory(directory, rank, len(ranks))) for rank in range(len(ranks))]
+    for saver, shards in zip(savers, ranks, strict=True):
+        saver.start(step, shards, {"step": step, "samples_consumed": step * 16, **(meta or {})})
+    for saver in savers:
+        saver.wait_snapshot_copied()
+        saver.poll_when_idle()
+    committed = savers[0].commit()
     assert committed.path is not None, committed.reason
     return committed.path
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Files of this process cannot grow."""
+def full_disk(limit: int = 0) -> Iterator[None]:
+    """Files of this process cannot grow beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         yield
     finally:

@@ -1,6 +1,8 @@
 """The GPT that Korthikanti et al. 2022 count the activations of, as plain modules: LayerNorm, GELU, biases, dropout
 after attention and feed-forward. Attention's own dropout stands in `BYTES_PER_ATTENTION_SCORE`, with the scores."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,8 +54,12 @@ class Gpt(nn.Module):
 
 def gpt(layers: int, width: int, heads: int, sequence: int = 2048) -> ModelProfile:
     """Its profile."""
-    return profile_model(
-        build_on_meta(lambda: Gpt(layers, width, heads), torch.bfloat16),
-        language_modeling_forward(VOCAB, sequence),
-        sequence,
-    )
+    return profile_text_model(lambda vocab, sequence: Gpt(layers, width, heads), VOCAB, sequence)
+
+
+def profile_text_model(
+    build: Callable[..., nn.Module], vocab: int, sequence: int, dtype: torch.dtype = torch.bfloat16, **sizes: object
+) -> ModelProfile:
+    """The profile of the language model that `build` makes of a vocabulary, a sequence and these sizes."""
+    model = build_on_meta(lambda: build(vocab, sequence, **sizes), dtype)
+    return profile_model(model, language_modeling_forward(vocab, sequence), sequence)

@@ -225,6 +225,10 @@ class SmallParts(TrainContext):
     """What a trainer works with."""
 
     accumulator: SmallStepper
+    reporter: Remembering
+
+    def events(self, kind: type[E]) -> list[E]:
+        return self.reporter.of(kind)
 
     @property
     def objective(self) -> LossModule:

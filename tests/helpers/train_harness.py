@@ -98,6 +98,12 @@ class HarnessRun:
         """Of each step, from the attempt that counts."""
         return [event.loss for event in select_final_steps(self.events)]
 
+    def relative_differences(self, other: "HarnessRun") -> list[float]:
+        """How far the loss of each step is from that of another run, as a share of it; both are done."""
+        for run in (self, other):
+            assert run.code == ExitCode.DONE, run.message
+        return [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(self.losses, other.losses, strict=True)]
+
 
 def plan_fault(
     step: int, do: str = "kill", *, ranks: Sequence[int] | None = None, attempt: int = 0, **more: Any

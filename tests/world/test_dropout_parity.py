@@ -9,6 +9,7 @@ import torch
 
 import noisy_models
 from phalanx.errors import ExitCode
+from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import StepDone
 from train_harness import HarnessRun, TrainHarness, Values
 
@@ -25,12 +26,12 @@ TRAINING: Values = {
 SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "layers": 2}
 
 
-@pytest.fixture(autouse=True)
-def models(lab: TrainHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of this file, and no arguments for ours unless a case has them."""
-    import train_harness
+pytestmark = pytest.mark.usefixtures("without_args_of_ours")
 
-    monkeypatch.setattr(train_harness, "BASE_RECIPE", {**train_harness.BASE_RECIPE, "model": {}})
+
+@pytest.fixture(autouse=True)
+def models(lab: TrainHarness) -> None:
+    """The models of this file."""
     source = Path(noisy_models.__file__).read_text(encoding="utf-8")
     (lab.folder / "noisy_models.py").write_text(source, encoding="utf-8")
 
@@ -64,13 +65,6 @@ def changes_of(lab: TrainHarness, case: str) -> Values:
     return {**TRAINING, **own}
 
 
-def workers_of(layout: Values) -> int:
-    count = 1
-    for name in ("replicate", "shard", "tensor", "pipeline", "context"):
-        count *= layout.get(name, 1)
-    return count
-
-
 def numbers(run: HarnessRun) -> torch.Tensor:
     assert run.code == ExitCode.DONE, run.message
     return torch.tensor([[event.loss, event.grad_norm] for event in run.events_of_kind(StepDone)], dtype=torch.float64)
@@ -97,6 +91,6 @@ def cell(case: str, layout: Values, marks: Any = ()) -> Any:
 def test_random_numbers_are_those_of_one_process(lab: TrainHarness, case: str, layout: Values) -> None:
     changes = changes_of(lab, case)
     alone = numbers(lab.train_reference(changes))
-    divided = numbers(lab.train({**changes, "parallelism": layout}, workers_of(layout)))
+    divided = numbers(lab.train({**changes, "parallelism": layout}, Parallelism(**layout).world))
     assert len(divided) == STEPS
     torch.testing.assert_close(divided, alone, rtol=TOLERANCE, atol=0)

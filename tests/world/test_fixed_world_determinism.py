@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.run.event_types import AttemptStarted, EvaluationDone, RunWarning
-from train_harness import HarnessRun, TrainHarness, plan_fault
+from train_harness import TrainHarness, plan_fault
 
 LONG = {"steps": 60, "checkpoint": {"every": 20}, "evaluation": {"every": 30}}
-
-
-def relative(ended: HarnessRun, reference: HarnessRun) -> float:
-    """The largest relative difference between the losses of two runs."""
-    pairs = list(zip(ended.losses, reference.losses, strict=True))
-    assert len(pairs) == 60
-    return max(abs(here - there) / there for here, there in pairs)
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
@@ -27,7 +20,7 @@ def test_two_runs_of_the_same_world_are_the_same_run(lab: TrainHarness, nproc: i
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_on_any_world_differ_by_rounding_only(lab: TrainHarness, nproc: int) -> None:
     ended, alone = lab.train_reference(LONG, nproc), lab.train_reference(LONG, 1)
-    assert relative(ended, alone) < 1e-5
+    assert max(ended.relative_differences(alone)) < 1e-5
     evaluations = zip(ended.events_of_kind(EvaluationDone), alone.events_of_kind(EvaluationDone), strict=True)
     assert all(abs(here.loss - there.loss) / there.loss < 1e-5 for here, there in evaluations)
 
@@ -37,7 +30,7 @@ def test_a_changed_world_goes_on_with_losses_that_differ_by_rounding_only(lab: T
     lab.train_until_agent_lost(LONG, 2, run, [plan_fault(37, ranks=[1])])
     ended = lab.train(LONG, 3, run)
     assert [(event.world_size, event.start_step) for event in ended.events_of_kind(AttemptStarted)] == [(2, 0), (3, 30)]
-    assert relative(ended, lab.train_reference(LONG, 2)) < 1e-5
+    assert max(ended.relative_differences(lab.train_reference(LONG, 2))) < 1e-5
     assert [event for event in ended.events_of_kind(RunWarning) if "the digest will differ" in event.text]
 
 

@@ -69,17 +69,6 @@ def test_fine_tuning_learns_survives_a_kill_bit_by_bit_and_is_exported(
     check_export(clean.run, tmp_path / "out")
 
 
-def test_an_adapter_can_start_from_a_run_without_one(lab: TrainHarness) -> None:
-    base = lab.train_reference({"model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}}})
-    start = {
-        "model": {"args": {"layers": 1, "hidden_size": 32, "num_heads": 2}},
-        "init_from": str(base.run.path),
-        "lora": LORA,
-    }
-    tuned = lab.train({**start, "steps": 3})
-    assert tuned.losses[0] < base.losses[0]
-
-
 def test_a_directory_that_lacks_tensors_is_refused_before_the_run_exists(lab: TrainHarness, tmp_path: Path) -> None:
     save(lab, "llama")
     broken = lab.folder / "hf-broken"

@@ -97,7 +97,7 @@ def largest_difference(ours: HarnessRun, theirs: HarnessRun) -> float:
 
 
 def mean_loss_difference(ours: HarnessRun, theirs: HarnessRun) -> float:
-    return statistics.mean(relative_differences(ours.losses, theirs.losses))
+    return statistics.mean(ours.relative_differences(theirs))
 
 
 @pytest.mark.parametrize("case", RUNS)

@@ -16,7 +16,7 @@ from phalanx.train.distributed import fsdp
 from phalanx.train.distributed import mesh as mesh_module
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.fsdp import REDUCES_UNUSED
-from phalanx.train.distributed.mesh import build_mesh
+from phalanx.train.distributed.mesh import Mesh, build_mesh
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import build_pipeline
 from phalanx.train.grad_sync.reducer import ParallelReducer
@@ -68,6 +68,21 @@ def as_before_2_13(old: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def sums_counted(mesh: Mesh, sums: list[int]) -> Iterator[None]:
+    """Adds to `sums` how often replicas are summed meanwhile."""
+    sums.append(0)
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        sums[-1] += options.get("group") is mesh.replicate_group
+        return all_reduce(tensor, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting)
+        yield
+
+
 def summed(
     rank: int, world: int, *, replicate: int, varied: bool = False, unlike: bool = False, old: bool = False
 ) -> dict[str, Any]:
@@ -80,22 +95,13 @@ def summed(
         divided, _ = parallelize(model, model, mesh, ParallelConfig())
     own = mesh.own_micro_batches(MICRO_BATCHES)
     gradients = ParallelReducer(divided, None, last_micro_batch=own[-1])
-    sums: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        sums[-1] += options.get("group") is mesh.replicate_group
-        return all_reduce(tensor, *arguments, **options)
-
     for leaf in range(MICRO_BATCHES):
         plain(leaf).backward()
     expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
-    differ: list[str] = []
+    differ, sums = list[str](), list[int]()
     for _ in range(2):
-        sums.append(0)
         model.zero_grad()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", counting)
+        with sums_counted(mesh, sums):
             for leaf in own:
                 gradients.begin_backward(leaf)
                 model(leaf).backward()
@@ -170,22 +176,13 @@ def staged(rank: int, world: int, *, schedule: str, old: bool) -> dict[str, Any]
         made = (mesh, place, ParallelConfig(), lambda turn: None, None)
         divided, objective = build_pipeline(model, scoring, batch_of(0), *made)
     gradients = ParallelReducer(divided, None)
-    sums: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        sums[-1] += options.get("group") is mesh.replicate_group
-        return all_reduce(tensor, *arguments, **options)
-
     for leaf in range(MICRO_BATCHES):
         batch = batch_of(leaf)
         task.loss(plain(batch["x"]), batch)[0].backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    differ: list[str] = []
+    differ, sums = list[str](), list[int]()
     for _ in range(2):
-        sums.append(0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", counting)
+        with sums_counted(mesh, sums):
             objective.step([batch_of(leaf) for leaf in own])
             gradients.reduce_gradients()
         for name, parameter in divided.parameters().items():

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from checkpoints import save
 from phalanx.compat import observe_operations
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
-from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import format_checkpoint_name
 from phalanx.train.checkpoint.load_plan import get_local_state, get_state_tensors
 from phalanx.train.checkpoint.restore import restore_newest
-from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
@@ -47,15 +45,9 @@ def learn(model: nn.Module, optimizer: OptimizerContainer, steps: int) -> Optimi
 def written(run: Run, *steps: int) -> None:
     """Checkpoints of a single worker after these steps."""
     run.create()
-    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
     for step in steps:
         tensors = get_state_tensors(*trained(step), GradScaler())
-        progress = asdict(TrainState(step=step))
-        saver.start(step, [TensorShard.full_tensor(*each) for each in tensors.items()], progress)
-        saver.poll_when_idle()
-        saver.commit_async()
-        saver.poll_when_idle()
-        saver.cancel()
+        save(run.checkpoints, step, tensors, asdict(TrainState(step=step)))
 
 
 def damage(path: Path) -> None:
@@ -68,9 +60,20 @@ def unlink(path: Path) -> None:
     (path / "rank-00000.safetensors").unlink()
 
 
-def state(divided: ParallelModel, optimizer: OptimizerContainer) -> dict[str, Tensor]:
-    held = get_local_state(AppState(divided, optimizer, GradScaler()))
-    return {name: each.tensor.detach().clone() for name, each in held.items()}
+def worker(rank: int, world: int, layout: dict[str, int]) -> tuple[DistEnv, nn.Module, AppState]:
+    """A worker whose state is that after five steps."""
+    place = DistEnv(rank, world, rank)
+    mesh = build_mesh(Parallelism(**layout), place)
+    model, _ = trained(0)
+    if mesh.fsdp_mesh is not None:
+        fully_shard(model, mesh=mesh.fsdp_mesh)
+    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
+    learn(model, optimizer, 5)
+    return place, model, AppState(divided, optimizer, GradScaler())
+
+
+def state(held: AppState) -> dict[str, Tensor]:
+    return {name: each.tensor.detach().clone() for name, each in get_local_state(held).items()}
 
 
 def restored(
@@ -82,18 +85,10 @@ def restored(
     for whose, step, harm in bad:
         if whose == rank:
             harm(run.checkpoints / format_checkpoint_name(step))
-    place = DistEnv(rank, world, rank)
-    mesh = build_mesh(Parallelism(**layout), place)
-    model, _ = trained(0)
-    if mesh.fsdp_mesh is not None:
-        fully_shard(model, mesh=mesh.fsdp_mesh)
-    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
-    learn(model, optimizer, 5)
-    before, told = state(divided, optimizer), list[tuple[str, str]]()
-    loaded = restore_newest(
-        run, place, AppState(divided, optimizer, GradScaler()), lambda path, *what: told.append((path.name, what[0]))
-    )
-    after = state(divided, optimizer)
+    place, _, held = worker(rank, world, layout)
+    before, told = state(held), list[tuple[str, str]]()
+    loaded = restore_newest(run, place, held, lambda path, *what: told.append((path.name, what[0])))
+    after = state(held)
     changed = any(not tensor.equal(after[name]) for name, tensor in before.items())
     steps = {int(each) for name, each in after.items() if name.endswith("/step")}
     return {"step": None if loaded is None else loaded.manifest.meta["step"], "changed": changed, "told": told} | {
@@ -103,18 +98,9 @@ def restored(
 
 def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place: bool) -> dict[str, Any]:
     """Bytes of what is made while a checkpoint is read, and whether the state is the checkpoint's then."""
-    run = Run(Path(folder))
-    place = DistEnv(rank, world, rank)
-    mesh = build_mesh(Parallelism(**layout), place)
-    model, _ = trained(0)
     expected = {name: tensor.clone() for name, tensor in get_state_tensors(*trained(3), GradScaler()).items()}
-    if mesh.fsdp_mesh is not None:
-        fully_shard(model, mesh=mesh.fsdp_mesh)
-    divided, optimizer = ParallelModel(mesh, (model,)), OptimizerContainer(model, OptimizerConfig())
-    learn(model, optimizer, 5)
-    used = {
-        name: each.tensor.nbytes for name, each in get_local_state(AppState(divided, optimizer, GradScaler())).items()
-    }
+    place, model, held = worker(rank, world, layout)
+    used = {name: each.tensor.nbytes for name, each in get_local_state(held).items()}
     known: set[int] = set()
     made: list[int] = []
 
@@ -128,11 +114,10 @@ def read(rank: int, world: int, *, folder: str, layout: dict[str, int], in_place
     for parameter in model.parameters():
         known.add(to_local(parameter).untyped_storage().data_ptr())
     with observe_operations(note):
-        held = AppState(divided, optimizer, GradScaler())
-        restore_newest(run, place, held, lambda *bad: None, durable_only=True, in_place=in_place)
+        restore_newest(Run(Path(folder)), place, held, lambda *bad: None, durable_only=True, in_place=in_place)
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in get_state_tensors(model, optimizer, GradScaler()).items()
+        for name, tensor in get_state_tensors(model, held.optimizer, held.scaler).items()
     }
     return {
         "made": sum(made),

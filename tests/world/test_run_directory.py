@@ -311,22 +311,13 @@ def test_a_run_that_lost_its_resolved_recipe_refuses_another_one(lab: TrainHarne
         lab.train({}, 1, run)
 
 
-@pytest.mark.parametrize(
-    ("key", "before", "after"),
-    [
-        ("batch.global_size", "global_size: 12", "global_size: 24"),
-    ],
-)
-def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(
-    lab: TrainHarness, stop: Callable[[int], Run], key: str, before: str, after: str
-) -> None:
+def test_a_changed_digit_in_resolved_yaml_is_refused_by_its_key(lab: TrainHarness, stop: Callable[[int], Run]) -> None:
     run = stop(1)
     text = run.resolved.read_text()
-    assert before in text
-    run.resolved.write_text(text.replace(before, after))
+    run.resolved.write_text(text.replace("global_size: 12", "global_size: 24"))
     ended = lab.train({}, 1, run)
     assert ended.code == ExitCode.RECIPE
     assert f"is not what {run.checkpoints}" in str(ended.message)
-    assert f": {key}: " in str(ended.message)
+    assert ": batch.global_size: " in str(ended.message)
     run.resolved.write_text(text)
     assert lab.train({}, 1, run).digest == lab.train_reference({}, 1).digest

@@ -1,11 +1,11 @@
 """Validation sets that no micro-batch divides, under every parallelism: the losses and metrics of one process."""
 
-import math
 from typing import Any
 
 import pytest
 
 from phalanx.errors import ExitCode
+from phalanx.recipe.schema import Parallelism
 from phalanx.run.event_types import EvaluationDone
 from train_harness import TrainHarness
 
@@ -42,7 +42,7 @@ def test_an_uneven_last_batch_is_evaluated_as_in_one_process(
 ) -> None:
     recipe = changes(model, max_samples)
     alone = lab.train_reference(recipe)
-    workers = math.prod(size for name, size in parallelism.items() if name != "expert")
+    workers = Parallelism(**parallelism).world
     ended = lab.train({**recipe, "parallelism": parallelism, "fault_tolerance": {"hang_timeout_s": 20}}, workers)
     assert ended.code == ExitCode.DONE, ended.message
     for ours, theirs in zip(ended.events_of_kind(EvaluationDone), alone.events_of_kind(EvaluationDone), strict=True):

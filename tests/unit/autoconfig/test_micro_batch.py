@@ -159,15 +159,6 @@ def test_a_given_micro_batch_decides_how_much_is_recomputed() -> None:
     assert chosen(of, needs(10 * GB, 6 * GB, 2 * GB), 50 * GB)["activation_checkpointing"] == "selective"
 
 
-def test_reasons_say_what_was_too_much() -> None:
-    why = reasons(recipe(), needs(10 * GB, 6 * GB, 2 * GB), 14 * GB)
-    assert (
-        why["activation_checkpointing"]
-        == "with less of it not even one sample would fit (a sample takes 10.0 GB with none)"
-    )
-    assert why["chunked_loss"] == "all logits of a micro-batch take 0 B in fp32, no more than 256 MB"
-
-
 def test_what_a_trial_did_not_survive_is_not_taken_again() -> None:
     of = recipe(batch={"global_size": 16})
     assert chosen(of, failed_trials=[("none", "whole", 16)])["micro_size"] == 8

@@ -7,7 +7,6 @@ import pytest
 
 from phalanx.autoconfig.tuning_candidates import (
     TUNABLE_KEYS,
-    TuningCandidate,
     TuningFacts,
     apply_changes,
     break_even_steps,
@@ -133,8 +132,3 @@ def test_trying_stops_when_two_rounds_were_clearly_slower() -> None:
 def test_a_longer_start_is_paid_back_by_steps() -> None:
     assert break_even_steps(summarize_rounds([([1.0], [0.75])]), 10.0) == 40
     assert break_even_steps(summarize_rounds([([1.0], [0.75])]), -1.0) == 0
-
-
-def test_labels_are_what_one_types() -> None:
-    assert TuningCandidate({"compile": True}, 1.0, "").label == "compile=true"
-    assert TuningCandidate({"batch.micro_size": 4}, 1.0, "").label == "batch.micro_size=4"

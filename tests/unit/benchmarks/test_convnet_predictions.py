@@ -91,13 +91,6 @@ def test_a_speed_up_is_over_the_run_that_is_marked_as_baseline() -> None:
     assert ratio == pytest.approx(one(eight)["predicted_speedup"], rel=1e-3)
 
 
-def test_measured_figures_of_rows_are_not_read_for_predictions() -> None:
-    rows = [P100 | {"step_time_s": "0.3"}, P100 | {"n_gpus": "4", "global_batch": "256", "step_time_s": "0.3"}]
-    blank = [row | {"step_time_s": ""} for row in rows]
-    told = [found["predicted_step_time_s"] for found in predict_rows(rows)]
-    assert told == [found["predicted_step_time_s"] for found in predict_rows(blank)]
-
-
 def test_rows_to_calibrate_by_change_their_own_source_and_gpu_only() -> None:
     slow = P100 | {"n_gpus": "1", "global_batch": "64", "step_time_s": "0.4", "calibrate": "1"}
     others = [P100, P100 | {"source": "another"}, P100 | {"gpu": "V100"}]
@@ -105,11 +98,6 @@ def test_rows_to_calibrate_by_change_their_own_source_and_gpu_only() -> None:
     assert after[0]["predicted_step_time_s"] > 1.2 * before[0]["predicted_step_time_s"]
     assert after[0]["calibrated"] == 1
     assert after[1:] == before[1:]
-
-
-def test_more_bandwidth_never_makes_a_step_slower() -> None:
-    slow, fast = (one(P100, n_gpus="64", interconnect=f"8xP100, {rate} Gb/s") for rate in (1, 100))
-    assert fast["predicted_step_time_s"] < slow["predicted_step_time_s"]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """benchmarks/firecaffe.py with made-up points: speed-ups, the paper's formula, replay's curves, and the pictures."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import firecaffe
 from phalanx.recipe import check_recipe, load_recipe
 from phalanx.train.lr_schedule import peak_learning_rate
 
@@ -21,16 +20,7 @@ SERVER = [{"name": "none", "seconds": 1.5}, {"name": "parameter-server-whole", "
 RESULTS: dict[str, Any] = {"cases": [CASE, {**CASE, "nodes": 8, "rows": SERVER}]}
 
 
-@pytest.fixture
-def firecaffe() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        import firecaffe
-
-        yield firecaffe
-
-
-def test_a_measured_speed_up_is_over_a_node_that_exchanges_nothing(firecaffe: ModuleType) -> None:
+def test_a_measured_speed_up_is_over_a_node_that_exchanges_nothing() -> None:
     (found,) = firecaffe.measured_from(RESULTS)
     assert [(point.way, point.nodes, point.speedup) for point in found.points] == [
         ("binomial-tree", 4, 2.0),
@@ -38,7 +28,7 @@ def test_a_measured_speed_up_is_over_a_node_that_exchanges_nothing(firecaffe: Mo
     ]
 
 
-def test_the_formulas_are_those_of_the_planner(firecaffe: ModuleType) -> None:
+def test_the_formulas_are_those_of_the_planner() -> None:
     """25 MB over 100 MB/s take 0.25 s: 4 nodes wait 4 x 0.25 s for a tree (up and down, two levels), 8 for one that
     serves the 7 others both ways 14 x 0.25 s, beside 1.5 s of computing; a ring hides behind backward."""
     (found,) = firecaffe.measured_from(RESULTS)

@@ -1,7 +1,6 @@
 """A run's checkpoints as the loop sees them, with a real saver and a world of one."""
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointers import StepSaver
+from checkpointers import StepSaver, no_room
 from phalanx.errors import UsageError
 from phalanx.run import Event, Run
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved
@@ -18,7 +17,6 @@ from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.checkpoint.format import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.save import CheckpointSaver, SaveContext
-from phalanx.train.checkpoint.shard_file import RankRecord, decode_record
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.step_metrics import StepFlags
 from phalanx.train.train_state import TrainState
@@ -88,11 +86,13 @@ def test_events_are_sent_before_a_commit_so_that_no_death_takes_those_of_steps_t
     assert steps_on_disk(run) == [5, 6]
 
 
-def test_the_event_tells_where_the_checkpoint_is_and_what_it_cost(run: Run) -> None:
+def test_a_checkpoint_carries_progress_and_its_event_tells_where_it_is_and_what_it_cost(run: Run) -> None:
     told: Told = []
     saving = make_saving(run, told)
     save(saving, 5)
     saving.close()
+    meta = read_manifest(run.checkpoints / "step-000000005").meta
+    assert (meta["step"], meta["samples_consumed"], meta["fingerprint"], meta["best_loss"]) == (5, 80, "f" * 32, None)
     (event,) = told
     assert isinstance(event, CheckpointSaved)
     assert (event.step, event.path) == (5, "checkpoints/step-000000005")
@@ -100,30 +100,20 @@ def test_the_event_tells_where_the_checkpoint_is_and_what_it_cost(run: Run) -> N
     assert event.duration_s >= event.stall_s >= 0
 
 
-def test_a_checkpoint_carries_progress_and_what_is_common_to_the_run(run: Run) -> None:
-    saving = make_saving(run, [])
-    save(saving, 5)
-    saving.close()
-    meta = read_manifest(run.checkpoints / "step-000000005").meta
-    assert (meta["step"], meta["samples_consumed"], meta["fingerprint"], meta["best_loss"]) == (5, 80, "f" * 32, None)
-
-
-def test_the_best_checkpoint_stays_and_is_recorded(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("losses", "best", "kept"),
+    [((None, 0.5, None, None), {"step": 2, "loss": 0.5}, [2, 4]), ((0.5, 0.4, None), {"step": 2, "loss": 0.4}, [2, 3])],
+    ids=["stays", "gives way to a better"],
+)
+def test_the_best_checkpoint_is_kept_and_recorded(
+    run: Run, losses: tuple[float | None, ...], best: dict[str, float], kept: list[int]
+) -> None:
     saving = make_saving(run, [], keep=1)
-    for step, best in ((1, None), (2, 0.5), (3, None), (4, None)):
-        save(saving, step, best)
+    for step, loss in enumerate(losses, 1):
+        save(saving, step, loss)
     saving.close()
-    assert run.read_json(best_checkpoint_file(run)) == {"step": 2, "loss": 0.5}
-    assert steps_on_disk(run) == [2, 4]
-
-
-def test_a_better_checkpoint_takes_the_place_of_the_best(run: Run) -> None:
-    saving = make_saving(run, [], keep=1)
-    for step, best in ((1, 0.5), (2, 0.4), (3, None)):
-        save(saving, step, best)
-    saving.close()
-    assert run.read_json(best_checkpoint_file(run)) == {"step": 2, "loss": 0.4}
-    assert steps_on_disk(run) == [2, 3]
+    assert run.read_json(best_checkpoint_file(run)) == best
+    assert steps_on_disk(run) == kept
 
 
 def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(run: Run) -> None:
@@ -138,54 +128,25 @@ def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(
     assert saving.last_saved == 9
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Let writes fail, or no longer."""
-    write = durable_module.write_with_checksums
-
-    def switch(full: bool) -> None:
-        def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-        monkeypatch.setattr(durable_module, "write_with_checksums", refuse if full else write)
-
-    return switch
-
-
-def test_a_save_that_fails_is_told_and_leaves_the_checkpoint_of_before(
-    run: Run, full_disk: Callable[[bool], None]
+def test_a_save_that_fails_is_told_and_leaves_the_checkpoint_of_before_until_the_next_one_succeeds(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: Told = []
     saving = make_saving(run, told)
     save(saving, 1)
-    full_disk(True)
-    save(saving, 2)
-    saving.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_module, "write_with_checksums", no_room)
+        save(saving, 2, best=0.5)
     assert [event.kind for event in told] == ["checkpoint_saved", "checkpoint_failed"]
     assert isinstance(told[1], CheckpointFailed)
     assert told[1].step == 2
     assert "No space left on device" in told[1].reason
     assert (steps_on_disk(run), saving.last_saved) == ([1], 1)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000000001"]
-
-
-def test_after_a_failure_the_next_save_succeeds(run: Run, full_disk: Callable[[bool], None]) -> None:
-    told: Told = []
-    saving = make_saving(run, told)
-    full_disk(True)
-    save(saving, 1)
-    full_disk(False)
-    save(saving, 2)
-    saving.close()
-    assert [(event.kind, event.step) for event in told] == [("checkpoint_failed", 1), ("checkpoint_saved", 2)]
-
-
-def test_a_failure_of_the_best_is_not_recorded_as_the_best(run: Run, full_disk: Callable[[bool], None]) -> None:
-    saving = make_saving(run, [])
-    full_disk(True)
-    save(saving, 1, best=0.5)
-    saving.close()
     assert run.read_json(best_checkpoint_file(run)) is None
+    save(saving, 3)
+    saving.close()
+    assert steps_on_disk(run) == [1, 3]
 
 
 def test_no_room_on_the_disk_is_told_as_a_failed_save(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,22 +182,6 @@ def test_a_checkpoint_is_committed_only_when_all_have_written(run: Run) -> None:
     assert writer_of(saving).poll().phase == "written"
     saving.step_done(StepFlags(failed=1))
     saving.close()
-
-
-def test_workers_divide_the_tensors_among_them(run: Run) -> None:
-    savings = [
-        StepSaver(SaveContext(run, DistEnv(rank, 2), mesh_of(rank, replicate=2), {}, lambda *_: None))
-        for rank in (0, 1)
-    ]
-    for saving in savings:
-        saving.start(3, weights())
-        writer_of(saving).poll_when_idle()
-    records = sorted(run.checkpoints.glob("*/rank-*.json"))
-    shares = [decode_record(path.read_bytes(), path, RankRecord).tensors for path in records]
-    assert [list(share) for share in shares] == [["weight"], ["buffer"]]
-    for saving in savings:
-        saving.step_done(StepFlags(failed=1))
-        saving.close()
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_reason_to_stop(

@@ -7,13 +7,12 @@ import pytest
 import torch
 import xxhash
 
-from checkpoints import random_tensor, save, state
+from checkpoints import random_tensor, save, save_by_ranks, state
 from phalanx.errors import DataError
 from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
-from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import CorruptCheckpointError
-from phalanx.train.checkpoint.save import CheckpointSaver
 from phalanx.train.checkpoint.staging import TensorShard
+from store_saves import flip_byte
 
 
 def base() -> dict[str, torch.Tensor]:
@@ -84,23 +83,13 @@ def test_the_digest_does_not_depend_on_how_ranks_and_files_hold_the_tensors(tmp_
         [TensorShard("w", w[:, :20], (90, 50), (0, 0)), TensorShard.full_tensor("b", b)],
         [TensorShard("w", w[:33, 20:], (90, 50), (0, 20)), TensorShard("w", w[33:, 20:], (90, 50), (33, 20))],
     ]
-    savers = [CheckpointSaver(DurableDirectory(tmp_path, rank, 2)) for rank in range(2)]
-    for saver, pieces in zip(savers, ranks, strict=True):
-        saver.start(1, pieces, {"samples_consumed": 5})
-    for saver in savers:
-        saver.poll_when_idle()
-    path = savers[0].commit().path
-    assert path is not None
-    assert digest_checkpoint(path) == compute_digest({"w": w, "b": b}.items(), 5)
+    path = save_by_ranks(tmp_path, 1, ranks)
+    assert digest_checkpoint(path) == compute_digest({"w": w, "b": b}.items(), 16)
 
 
 def test_damage_is_found_while_digesting(tmp_path: Path) -> None:
     path = save(tmp_path, 60, state())
-    with open(path / "rank-00000.safetensors", "r+b") as file:
-        file.seek(2_000_000)
-        byte = file.read(1)[0]
-        file.seek(2_000_000)
-        file.write(bytes([byte ^ 4]))
+    flip_byte(path / "rank-00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: damaged"):
         digest_checkpoint(path)
 

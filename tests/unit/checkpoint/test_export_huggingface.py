@@ -26,7 +26,6 @@ tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
 
 FACTS = DataInfo("tokens", tiny.VOCAB, None, 32, None)
-KINDS = tiny.MODEL_KINDS
 
 
 def load(directory: Path, **args: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -34,6 +33,20 @@ def load(directory: Path, **args: Any) -> tuple[nn.Module, dict[str, Any]]:
     spec = ModelConfig(build=f"hf:{directory.name}", args=args)
     model = build_model(spec, FACTS, directory.parent, 0, torch.device("cpu"))
     return model.eval(), {"model": describe_model(spec, FACTS, directory.parent)}
+
+
+def originate(folder: Path, kind: str = "llama") -> tuple[nn.Module, dict[str, Any]]:
+    """The same of a model of a kind, which transformers saves to a directory before."""
+    tiny.save_random_model(folder / "origin", kind)
+    return load(folder / "origin")
+
+
+def run_with_tokenizer(folder: Path) -> Run:
+    """The run of the exports here, with a tokenizer of its own."""
+    run = Run(folder / "run")
+    run.create()
+    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, run.tokenizer)
+    return run
 
 
 def export(folder: Path, tensors: dict[str, torch.Tensor], meta: dict[str, Any], **options: int) -> Path:
@@ -45,26 +58,6 @@ def read_back(out: Path) -> nn.Module:
     model, told = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(told.values())
     return model.eval()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_round_trip_keeps_names_and_bits(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    reference = tiny.save_random_model(tmp_path / "origin", kind)
-    model, meta = load(tmp_path / "origin")
-    out = export(tmp_path, get_model_tensors(model), meta)
-    capfd.readouterr()
-    transformers.logging.set_verbosity_warning()
-    again = read_back(out)
-    transformers.logging.set_verbosity_error()
-    assert "[transformers]" not in capfd.readouterr().err
-    names = [load_file(folder / "model.safetensors").keys() for folder in (tmp_path / "origin", out)]
-    assert names[0] == names[1]
-    before, after = reference.state_dict(), again.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    with torch.no_grad():
-        tokens = tiny.random_tokens()
-        torch.testing.assert_close(again(tokens).logits, reference(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_names_without_the_prefix_of_the_base_come_back(tmp_path: Path) -> None:
@@ -84,9 +77,7 @@ def test_tokenizer_files_come_along_and_weights_of_the_origin_do_not(tmp_path: P
     for name in ("special_tokens_map.json", "pytorch_model.bin", "modeling_own.py"):
         (tmp_path / "origin" / name).write_text("{}")
     model, meta = load(tmp_path / "origin")
-    run = Run(tmp_path / "run")
-    run.create()
-    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, run.tokenizer)
+    run = run_with_tokenizer(tmp_path)
     keep_companions(run, tmp_path / "origin")
     run.plan.write_text('{"tokenizer": {"name": "tokenizer.json", "separator": 0, "of_model": true}}')
     shutil.rmtree(tmp_path / "origin")
@@ -94,17 +85,6 @@ def test_tokenizer_files_come_along_and_weights_of_the_origin_do_not(tmp_path: P
     beside = {"config.json", "generation_config.json", "tokenizer.json", "special_tokens_map.json", "model.safetensors"}
     assert {file.name for file in out.iterdir()} == beside
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 2  # the model's own
-
-
-def test_without_the_origin_the_runs_own_tokenizer_goes_along(tmp_path: Path) -> None:
-    tiny.save_random_model(tmp_path / "origin", "llama")
-    model, meta = load(tmp_path / "origin")
-    shutil.rmtree(tmp_path / "origin")
-    (tmp_path / "run").mkdir()
-    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, tmp_path / "run" / "tokenizer.json")
-    out = export(tmp_path, get_model_tensors(model), meta)
-    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
-    read_back(out)
 
 
 def test_the_config_has_the_changed_values_and_the_number_format_of_the_weights(tmp_path: Path) -> None:
@@ -117,16 +97,9 @@ def test_the_config_has_the_changed_values_and_the_number_format_of_the_weights(
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
-    tiny.save_random_model(tmp_path / "origin", kind)
-    model, meta = load(tmp_path / "origin")
+    model, meta = originate(tmp_path, kind)
     spec = LoraConfig(rank=4, alpha=8)
-    add_lora(model, spec)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_lora_name(name):
-                parameter.normal_(std=0.2)
-    meta["recipe"] = {"lora": spec.model_dump()}
+    adapt(model, meta, spec)
     # so small that each weight is in a file of its own, and its adapter has to be found beside it
     out = export(tmp_path, get_model_tensors(model), meta, file_bytes=100)
     again, merged = read_back(out).state_dict(), merge_lora_tensors(dict(model.state_dict()), lora_scale(spec))
@@ -137,9 +110,8 @@ def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(read_back(out)(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def adapted(model: nn.Module, meta: dict[str, Any], modules: str) -> nn.Module:
-    """With an adapter that does something, and a checkpoint's word of it."""
-    spec = LoraConfig(rank=4, alpha=8, target_modules=modules)
+def adapt(model: nn.Module, meta: dict[str, Any], spec: LoraConfig) -> None:
+    """Add an adapter that does something, and to what a checkpoint says."""
     add_lora(model, spec)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -147,15 +119,13 @@ def adapted(model: nn.Module, meta: dict[str, Any], modules: str) -> nn.Module:
             if is_lora_name(name):
                 parameter.normal_(std=0.2)
     meta["recipe"] = {"lora": spec.model_dump()}
-    return model
 
 
 @pytest.mark.parametrize("remembers", [True, False], ids=["", "a checkpoint of before"])
 @pytest.mark.parametrize("kind", ["llama-tied", "gpt2"])
 def test_a_tied_head_that_has_an_adapter_is_untied(tmp_path: Path, kind: str, remembers: bool) -> None:
-    tiny.save_random_model(tmp_path / "origin", kind)
-    model, meta = load(tmp_path / "origin")
-    model = adapted(model, meta, "lm_head")
+    model, meta = originate(tmp_path, kind)
+    adapt(model, meta, LoraConfig(rank=4, alpha=8, target_modules="lm_head"))
     if not remembers:
         del meta["model"]["huggingface"]["tied"]
     again = read_back(export(tmp_path, get_model_tensors(model), meta, file_bytes=100))
@@ -167,8 +137,7 @@ def test_a_tied_head_that_has_an_adapter_is_untied(tmp_path: Path, kind: str, re
 
 
 def test_a_conversion_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    tiny.save_random_model(tmp_path / "origin", "llama")
-    model, meta = load(tmp_path / "origin")
+    model, meta = originate(tmp_path)
     meta["model"]["huggingface"]["converted"] = [{"tensors": ["experts"], "held": ["expert.0", "expert.1"]}]
     with pytest.raises(DataError, match="says that experts was made of other tensors"):
         export(tmp_path, get_model_tensors(model), meta)
@@ -204,10 +173,9 @@ def test_a_tokenizer_of_the_runs_own_takes_the_place_of_the_origins(tmp_path: Pa
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
         (tmp_path / "origin" / name).write_text("{}")
     model, meta = load(tmp_path / "origin")
-    (tmp_path / "run").mkdir()
-    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, tmp_path / "run" / "tokenizer.json")
+    run = run_with_tokenizer(tmp_path)
     out, notes = said(tmp_path, get_model_tensors(model), meta)
-    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == run.tokenizer.read_bytes()
     assert not (out / "vocab.json").exists()
     assert notes.splitlines()[0] == f"tokenizer.json copied from {tmp_path / 'run'}"
     read = transformers.AutoTokenizer.from_pretrained(out)
@@ -228,11 +196,8 @@ def test_no_directory_that_a_manifest_names_is_read(tmp_path: Path) -> None:
 
 
 def test_config_json_names_what_begins_and_ends_a_text_of_another_tokenizer(tmp_path: Path) -> None:
-    tiny.save_random_model(tmp_path / "origin", "llama")
-    model, meta = load(tmp_path / "origin")
-    run = Run(tmp_path / "run")
-    run.create()
-    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, run.tokenizer)
+    model, meta = originate(tmp_path)
+    run = run_with_tokenizer(tmp_path)
     described = {"name": "tokenizer.json", "separator": 0, "begin": [65], "of_model": False}
     run.plan.write_text(json.dumps({"tokenizer": described}))
     out, _ = said(tmp_path, get_model_tensors(model), meta)
@@ -301,12 +266,7 @@ def test_an_adapter_is_merged_in_fp32_and_the_sum_rounded_once(tmp_path: Path) -
     save_half(tmp_path / "origin")
     model, meta = load(tmp_path / "origin")
     config = LoraConfig(rank=2)
-    add_lora(model, config, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_lora_name(name):
-                parameter.normal_(std=0.3)
-    meta["recipe"] = {"lora": config.model_dump()}
+    adapt(model, meta, config)
     out = export(tmp_path, get_model_tensors(model), meta)
     merged = merge_lora_tensors(get_model_tensors(model), lora_scale(config))
     assert all(torch.equal(t, merged[name].bfloat16()) for name, t in load_file(out / "model.safetensors").items())
@@ -323,8 +283,7 @@ def test_the_dtype_of_an_export_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path: Path) -> None:
-    tiny.save_random_model(tmp_path / "origin", "llama")
-    model, meta = load(tmp_path / "origin")
+    model, meta = originate(tmp_path)
     with torch.no_grad():
         model.get_parameter("lm_head.weight")[0, 0] = 1e5
     checkpoint = save(tmp_path / "run" / "checkpoints", 1, get_model_tensors(model), meta)
@@ -364,13 +323,11 @@ def test_files_are_at_most_as_large_as_those_of_the_original(tmp_path: Path) -> 
 
 
 def test_an_own_tokenizer_keeps_the_generation_config_without_its_tokens(tmp_path: Path) -> None:
-    tiny.save_random_model(tmp_path / "origin", "llama")
     values = {"temperature": 0.6, "eos_token_id": [2, 3], "bos_token_id": 1, "suppress_tokens": [5]}
-    model, meta = load(tmp_path / "origin")
-    companions = Run(tmp_path / "run").companions
-    companions.mkdir(parents=True)
+    model, meta = originate(tmp_path)
+    companions = run_with_tokenizer(tmp_path).companions
+    companions.mkdir(parents=True, exist_ok=True)
     (companions / "generation_config.json").write_text(json.dumps(values))
-    train_bpe_tokenizer(iter(["to be or not to be"] * 9), 270, tmp_path / "run" / "tokenizer.json")
     out = export(tmp_path, get_model_tensors(model), meta)
     kept = json.loads((out / "generation_config.json").read_text())
     end = json.loads((out / "config.json").read_text()).get("eos_token_id")

@@ -22,7 +22,6 @@ from phalanx.train.checkpoint.in_memory.node_copies import (
     CopyNeeds,
     NodeHolders,
     explain_missing_space,
-    find_available_bytes,
 )
 from phalanx.train.checkpoint.load_plan import get_state_tensors
 from phalanx.train.checkpoint.save import OwnedTensors
@@ -34,7 +33,7 @@ from phalanx.train.resume import resume_training
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
-from small_train import E, Remembering, SmallParts, make_parts, mesh_of, steps_of
+from small_train import SmallParts, make_parts, mesh_of, steps_of
 
 META = {"fingerprint": "f"}
 
@@ -52,11 +51,6 @@ def made(path: Path, hot: Any = 1, **changes: Any) -> SmallParts:
     return make_parts(
         path, checkpoint={"every": None, **changes.pop("checkpoint", {}), "in_memory_every": hot}, **changes
     )
-
-
-def events(parts: SmallParts, kind: type[E]) -> list[E]:
-    assert isinstance(parts.reporter, Remembering)
-    return parts.reporter.of(kind)
 
 
 def weights(parts: SmallParts) -> dict[str, Tensor]:
@@ -84,6 +78,13 @@ def train_and_die(parts: SmallParts, step: int, progress: TrainState | None = No
     return states
 
 
+def train_to_the_end(parts: SmallParts, progress: TrainState | None = None) -> None:
+    trainer = Trainer(parts, progress or TrainState(), META)
+    for _ in steps_of(trainer):
+        pass
+    assert trainer.finish() == "done"
+
+
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return set(one) == set(other) and all(tensor.equal(other[name]) for name, tensor in one.items())
 
@@ -100,7 +101,7 @@ def test_a_killed_run_goes_on_from_its_newest_copy_with_the_same_bits(tmp_path: 
     progress = resume_training(parts, "f", force=False)
     assert (progress.step, progress.last_saved_step, progress.samples_consumed) == (4, 0, 16)
     assert same(weights(parts), states[4])
-    (restored,) = events(parts, InMemoryRestored)
+    (restored,) = parts.events(InMemoryRestored)
     assert (restored.step, restored.fetched_bytes) == (4, 0)
 
 
@@ -119,10 +120,7 @@ def test_the_newest_two_copies_stay_and_one_while_the_next_is_written(tmp_path: 
 
 def test_a_run_that_ends_leaves_no_copy(tmp_path: Path, memory: Path) -> None:
     parts = made(tmp_path / "run")
-    trainer = Trainer(parts, TrainState(), META)
-    for _ in steps_of(trainer):
-        pass
-    assert trainer.finish() == "done"
+    train_to_the_end(parts)
     assert list(memory.iterdir()) == []
     assert not history_path(parts.run).exists()
     assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [6]
@@ -133,10 +131,7 @@ def test_a_run_that_goes_on_from_a_copy_of_its_last_step_still_saves_it(tmp_path
     parts = made(tmp_path / "run", steps=5)
     progress = resume_training(parts, "f", force=False)
     assert progress.step == 5
-    trainer = Trainer(parts, progress, META)
-    for _ in steps_of(trainer):
-        pass
-    assert trainer.finish() == "done"
+    train_to_the_end(parts, progress)
     assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [5]
 
 
@@ -152,7 +147,7 @@ def test_a_newer_checkpoint_is_preferred(tmp_path: Path) -> None:
                 record.unlink()
     progress = resume_training(parts, "f", force=False)
     assert (progress.step, progress.last_saved_step) == (3, 3)
-    assert events(parts, InMemoryRestored) == []
+    assert parts.events(InMemoryRestored) == []
     assert list_copies(folder_of(parts)) == []
 
 
@@ -228,23 +223,17 @@ def test_short_runs_copy_nothing_by_default_unless_their_steps_are_long(
     laps = itertools.count()
     timer = HostStepTimer(lambda: lap * next(laps))  # however busy this machine is
     monkeypatch.setattr(trainer_module, "make_step_timer", lambda device: timer)
-    trainer = Trainer(parts, TrainState(), META)
-    for _ in steps_of(trainer):
-        pass
-    trainer.finish()
+    train_to_the_end(parts)
     assert memory.exists() == copies
-    kinds = [event.kind for event in parts.reporter.events if "in_memory" in event.kind]  # type: ignore[attr-defined]
+    kinds = [event.kind for event in parts.reporter.events if "in_memory" in event.kind]
     assert kinds[:1] == ["in_memory_interval"] * copies
 
 
 def test_too_little_room_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_copies_module, "find_available_bytes", lambda folder: 1000)
     parts = made(tmp_path / "run")
-    trainer = Trainer(parts, TrainState(), META)
-    for _ in steps_of(trainer):
-        pass
-    assert trainer.finish() == "done"
-    (warning,) = [event.text for event in events(parts, RunWarning)]
+    train_to_the_end(parts)
+    (warning,) = [event.text for event in parts.events(RunWarning)]
     assert warning.startswith("in-memory checkpoints are off: they need ")
     assert "kB and may take 1.00 kB; training continues" in warning
 
@@ -258,13 +247,17 @@ def test_a_copy_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_pat
             shutil.rmtree(folder_of(parts))
             folder_of(parts).write_text("in the way")
     assert trainer.finish() == "done"
-    (warning,) = [event.text for event in events(parts, RunWarning)]
+    (warning,) = [event.text for event in parts.events(RunWarning)]
     assert warning.startswith("in-memory checkpoints are off: ")
     assert not history_path(parts.run).exists()
 
 
 def held(rows: int, *copies: str) -> LocalTensor:
     return LocalTensor(torch.zeros(rows), GlobalBlocks.full_tensor((rows,)), copies)
+
+
+TWO_NODES = NodeMap((0, 0, 1, 1))
+PARAMETERS = {"a": held(4, "replicate"), "b": held(2, "replicate")}
 
 
 def owners(layout: dict[str, int], nodes: NodeMap, state: dict[str, LocalTensor]) -> list[tuple[list[str], bool]]:
@@ -278,28 +271,20 @@ def owners(layout: dict[str, int], nodes: NodeMap, state: dict[str, LocalTensor]
     return found
 
 
-TWO_NODES = NodeMap((0, 0, 1, 1))
-PARAMETERS = {"a": held(4, "replicate"), "b": held(2, "replicate")}
-
-
-def test_each_node_keeps_all_that_replicas_hold_and_sends_nothing() -> None:
-    found = owners({"replicate": 4}, TWO_NODES, PARAMETERS)
-    assert found == [(["a"], False), (["b"], False), (["a"], False), (["b"], False)]
-
-
-def test_shards_over_two_nodes_go_to_the_other_node() -> None:
-    found = owners({"shard": 4}, TWO_NODES, PARAMETERS)
-    assert found == [(["a", "b"], True)] * 4
-    assert [TWO_NODES.replica_rank(rank) for rank in range(4)] == [2, 3, 0, 1]
-
-
-def test_replicas_on_two_nodes_that_are_sharded_inside_send_nothing() -> None:
-    found = owners({"replicate": 2, "shard": 2}, TWO_NODES, PARAMETERS)
-    assert found == [(["a", "b"], False)] * 4
-
-
-def test_one_node_has_nobody_to_send_to() -> None:
-    assert owners({"shard": 2}, NodeMap((0, 0)), PARAMETERS) == [(["a", "b"], False)] * 2
+@pytest.mark.parametrize(
+    ("layout", "nodes", "expected"),
+    [
+        ({"replicate": 4}, TWO_NODES, [(["a"], False), (["b"], False)] * 2),
+        ({"shard": 4}, TWO_NODES, [(["a", "b"], True)] * 4),
+        ({"replicate": 2, "shard": 2}, TWO_NODES, [(["a", "b"], False)] * 4),
+        ({"shard": 2}, NodeMap((0, 0)), [(["a", "b"], False)] * 2),
+    ],
+    ids=["replicas", "shards over two nodes", "replicas that are sharded inside a node", "one node"],
+)
+def test_each_node_keeps_the_whole_state_and_only_shards_over_nodes_are_sent(
+    layout: dict[str, int], nodes: NodeMap, expected: list[tuple[list[str], bool]]
+) -> None:
+    assert owners(layout, nodes, PARAMETERS) == expected
 
 
 def test_nodes_are_numbered_by_their_first_worker_and_may_differ_in_size() -> None:
@@ -324,20 +309,3 @@ def test_room_is_looked_for_on_every_node_for_its_own_and_the_kept_parts() -> No
     assert explain_missing_space(said, TWO_NODES) == "they need 100 MB on node 0 and may take 50.0 MB"
     said = [each._replace(available_bytes=100_000_000) for each in said]
     assert explain_missing_space(said, TWO_NODES) == ""
-
-
-def test_copies_that_are_there_count_as_room(tmp_path: Path, memory: Path) -> None:
-    memory.mkdir()
-    before = find_available_bytes(memory)
-    (memory / "part").write_bytes(bytes(1 << 20))
-    assert abs(find_available_bytes(memory) - before) < 1 << 20 or find_available_bytes(memory) > before
-
-
-def test_a_checkpoint_says_that_it_is_one(tmp_path: Path) -> None:
-    parts = made(tmp_path / "run", hot=None, checkpoint={"every": 2})
-    trainer = Trainer(parts, TrainState(), META)
-    for _ in steps_of(trainer):
-        pass
-    trainer.finish()
-    loaded = resume_training(made(tmp_path / "run"), "f", force=False)
-    assert (loaded.step, loaded.last_saved_step) == (6, 6)

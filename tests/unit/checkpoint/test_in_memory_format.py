@@ -21,6 +21,7 @@ from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.save import CheckpointSaver, SavePhase
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
 from phalanx.train.checkpoint.staging import TensorShard
+from store_saves import flip_byte
 
 WHOLE = torch.arange(12.0).reshape(4, 3)
 BIAS = torch.tensor([5.0])
@@ -111,9 +112,7 @@ def test_a_flipped_bit_in_a_record_is_found(tmp_path: Path, place: int) -> None:
 def test_a_flipped_bit_in_a_parts_file_is_found(tmp_path: Path) -> None:
     save(tmp_path, 0, [piece(slice(0, 4))])
     copy = tmp_path / "step-000000007-a"
-    content = bytearray((copy / "rank-00000.safetensors").read_bytes())
-    content[-1] ^= 1
-    (copy / "rank-00000.safetensors").write_bytes(content)
+    flip_byte(copy / "rank-00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match="checksum differs"):
         read_shard(copy / "rank-00000.json")
 

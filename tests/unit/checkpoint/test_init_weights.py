@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoints import save
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import LoraConfig
-from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.checkpoint.init_weights import open_hf_weights, open_initial_weights
-from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
 from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_model_tensors
@@ -37,15 +35,7 @@ def trained(folder: Path) -> nn.Module:
 
 def saved(folder: Path, model: nn.Module) -> None:
     """A model in a checkpoint."""
-    saver = CheckpointSaver(DurableDirectory(folder, 0, 1))
-    saver.start(
-        6,
-        [TensorShard.full_tensor(*item) for item in get_model_tensors(model).items()],
-        {"step": 6, "samples_consumed": 24},
-    )
-    saver.wait_snapshot_copied()
-    saver.poll_when_idle()
-    saver.commit()
+    save(folder, 6, get_model_tensors(model))
 
 
 def adapted(model: nn.Module) -> nn.Module:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import same_bits, save, state
+from full_disk import full_disk
 from phalanx.errors import DataError, UsageError
 from phalanx.train.checkpoint.durable import apply_retention, discard_abandoned
 from phalanx.train.checkpoint.export import export_huggingface
@@ -110,15 +109,8 @@ def test_an_export_does_not_overwrite_and_leaves_nothing_when_it_fails(tmp_path:
 @pytest.mark.parametrize("limit", [10, 1000], ids=["config.json", "model.safetensors"])
 def test_an_export_to_a_full_disk_names_where_it_cannot_be_written(tmp_path: Path, limit: int) -> None:
     path = save(tmp_path / "checkpoints", 1, WEIGHTS | STATE, {"model": {"build": "phalanx.models:transformer"}})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(UsageError, match=f"^{tmp_path / 'out'}: cannot be written: File too large$"):
-            export_huggingface(path, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
+    with full_disk(limit), pytest.raises(UsageError, match=f"^{tmp_path / 'out'}: cannot be written: File too large$"):
+        export_huggingface(path, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from checkpoints import random_tensor, same_bits, save, state
+from checkpoints import random_tensor, same_bits, save, save_by_ranks, state
 from phalanx.errors import DataError, UsageError
 from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import read_manifest
@@ -85,18 +85,6 @@ def _cut(name: str, tensor: torch.Tensor, dim: int, parts: int) -> list[TensorSh
     return pieces
 
 
-def _save_by_ranks(directory: Path, ranks: list[list[TensorShard]]) -> Path:
-    savers = [CheckpointSaver(DurableDirectory(directory, rank, len(ranks))) for rank in range(len(ranks))]
-    for saver, pieces in zip(savers, ranks, strict=True):
-        saver.start(60, pieces, {"step": 60, "samples_consumed": 960})
-    for saver in savers:
-        saver.wait_snapshot_copied()
-        assert saver.poll_when_idle().phase == "written"
-    path = savers[0].commit().path
-    assert path is not None
-    return path
-
-
 def test_pieces_of_several_ranks_cut_along_any_dimension_make_one_tensor(tmp_path: Path) -> None:
     rows, columns = random_tensor(torch.bfloat16, (101, 67), 1), random_tensor(torch.float32, (53, 90, 3), 2)
     both = random_tensor(torch.float32, (64, 64), 3)
@@ -106,7 +94,7 @@ def test_pieces_of_several_ranks_cut_along_any_dimension_make_one_tensor(tmp_pat
     for i, top in enumerate(_cut("both", both, 0, 2)):  # two dimensions at once; rank 0 holds two blocks
         for j, block in enumerate(_cut("both", top.tensor, 1, 2)):
             ranks[(i + j) % 3].append(TensorShard("both", block.tensor, (64, 64), (top.offset[0], block.offset[1])))
-    path = _save_by_ranks(tmp_path, ranks)
+    path = save_by_ranks(tmp_path, 60, ranks)
     loaded = load_tensors(path)
     assert same_bits(loaded["rows"], rows)
     assert same_bits(loaded["columns"], columns)
@@ -118,7 +106,7 @@ def test_pieces_of_several_ranks_cut_along_any_dimension_make_one_tensor(tmp_pat
 @pytest.mark.parametrize("want", [0, 1])
 def test_any_block_can_be_read_whatever_way_the_tensor_was_cut(tmp_path: Path, cut: int, want: int) -> None:
     whole = random_tensor(torch.float32, (700, 1500), 4)
-    path = _save_by_ranks(tmp_path, [[piece] for piece in _cut("w", whole, cut, 3)])
+    path = save_by_ranks(tmp_path, 60, [[piece] for piece in _cut("w", whole, cut, 3)])
     for part in _cut("w", whole, want, 4):
         block = torch.empty_like(part.tensor)
         load_blocks(path, [("w", part.offset, block)], read_manifest(path))
@@ -127,7 +115,7 @@ def test_any_block_can_be_read_whatever_way_the_tensor_was_cut(tmp_path: Path, c
 
 def test_an_inner_block_of_three_dimensions_can_be_read(tmp_path: Path) -> None:
     whole = random_tensor(torch.int16, (20, 30, 40), 5)
-    path = _save_by_ranks(tmp_path, [[piece] for piece in _cut("w", whole, 1, 4)])
+    path = save_by_ranks(tmp_path, 60, [[piece] for piece in _cut("w", whole, 1, 4)])
     block = torch.empty(11, 13, 17, dtype=torch.int16)
     load_blocks(path, [("w", (3, 5, 7), block)], read_manifest(path))
     assert same_bits(block, whole[3:14, 5:18, 7:24])

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -124,15 +123,12 @@ def test_a_save_does_not_wait_until_a_larger_buffer_is_page_locked(monkeypatch: 
     assert staging.take(10, device).nbytes == 30  # type: ignore[attr-defined]
 
 
-def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path, gate: threading.Event) -> None:
+def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path) -> None:
     saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     saver.start(1, pieces({"w": torch.zeros(3)}), {})
-    for before in ("writing", "written"):
-        assert saver.poll().phase == before
-        with pytest.raises(RuntimeError, match="step 2: the save of step 1 is neither committed nor given up"):
-            saver.start(2, pieces({"w": torch.zeros(3)}), {})
-        gate.set()
-        saver.poll_when_idle()
+    saver.poll_when_idle()
+    with pytest.raises(RuntimeError, match="step 2: the save of step 1 is neither committed nor given up"):
+        saver.start(2, pieces({"w": torch.zeros(3)}), {})
     saver.cancel()
     saver.start(2, pieces({"w": torch.zeros(3)}), {})
     assert saver.poll_when_idle().phase == "written"
@@ -160,21 +156,6 @@ def test_a_save_that_is_given_up_is_not_written_to_its_end(tmp_path: Path, monke
     abandoning.join(20)
     assert len(written) == 1
     assert names_in(tmp_path) == []
-
-
-def test_states_follow_each_other_and_tell_bytes_and_seconds(tmp_path: Path) -> None:
-    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
-    assert saver.poll().phase == "idle"
-    saver.start(7, pieces({"w": torch.zeros(1000)}), {"samples_consumed": 1})
-    written = saver.poll_when_idle()
-    assert (written.phase, written.step) == ("written", 7)
-    assert list_checkpoints(tmp_path) == []
-    saver.commit_async()
-    assert saver.poll().phase in ("committing", "committed")
-    done = saver.poll_when_idle()
-    assert (done.phase, done.path, done.reason) == ("committed", tmp_path / "step-000000007", "")
-    assert done.duration_s >= written.duration_s > 0
-    assert done.size_bytes == sum(file.stat().st_size for file in (tmp_path / "step-000000007").iterdir())
 
 
 def test_when_one_rank_fails_and_all_abandon_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,20 +217,6 @@ def test_a_full_disk_fails_the_save_and_leaves_the_old_checkpoint_whole(small_di
     assert failed_save(saver, 3, tensors).phase == "committed"
 
 
-def test_a_file_that_may_not_grow_fails_the_save(tmp_path: Path) -> None:
-    save(tmp_path, 1, state(big=10))
-    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9 * MB, hard))
-    try:
-        failed = failed_save(saver, 2, {"w": torch.ones(3 * MB)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert failed.phase == "failed"
-    assert "File too large" in failed.reason
-    assert names_in(tmp_path) == ["step-000000001"]
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
 def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
@@ -269,21 +236,6 @@ def test_any_refusal_of_the_disk_fails_the_save_and_removes_its_files(
     assert names_in(tmp_path) == ["step-000000001"]
     assert load_tensors(tmp_path / "step-000000001")["w"].eq(0.0).all()
     assert failed_save(saver, 1, {"w": torch.ones(3)}).phase == "committed"
-
-
-def test_a_disk_that_fills_up_while_committing_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_synced = durable_module.write_synced
-
-    def refuse(path: Path, content: bytes) -> None:
-        if path.name == "MANIFEST.json":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write_synced(path, content)
-
-    monkeypatch.setattr(durable_module, "write_synced", refuse)
-    failed = failed_save(CheckpointSaver(DurableDirectory(tmp_path, 0, 1)), 1, {"w": torch.ones(3)})
-    assert failed.phase == "failed"
-    assert "MANIFEST.json: No space left on device" in failed.reason
-    assert names_in(tmp_path) == []
 
 
 def test_a_bug_in_the_background_is_raised_in_the_training_thread(

@@ -341,16 +341,6 @@ def test_writers_into_the_residual_stream_start_smaller_with_depth() -> None:
         assert weight.std().item() == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_builds_and_trains_on_the_meta_device(dtype: torch.dtype) -> None:
-    with torch.device("meta"):
-        model = moe(**SMALL, shared_expert_hidden_size=16).to(dtype)  # type: ignore[arg-type]
-        logits = model(torch.zeros(2, 24, dtype=torch.int64), torch.zeros(2, 24, dtype=torch.int32))
-    logits.sum().backward()
-    assert logits.shape == (2, 24, 61)
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_a_meta_model_filled_later_is_the_model_built_at_once() -> None:
     with torch.device("meta"):
         late = moe(**SMALL, shared_expert_hidden_size=16)  # type: ignore[arg-type]

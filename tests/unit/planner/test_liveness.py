@@ -1,8 +1,7 @@
 """When tensors of a segment are alive, and what a model keeps for backward."""
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from phalanx.planner.trace.to_segments import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
 from phalanx.planner.trace.trace_model import build_on_meta, image_classification_forward, profile_model
@@ -50,26 +49,6 @@ def test_a_long_chain_of_operations_that_read_two_tensors_each_is_followed_at_on
     together = fuse_groups(long, groups=[range(length)], saved=[])
     assert set(together.storage_sizes) == {length - 1}
     assert sum(map(len, together.readers.values())) <= length * length
-
-
-class Dropping(nn.Module):
-    """One convolution and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 16, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # x [b, 3, s, s] -> [b, 16]
-        return F.dropout(self.conv(x), 0.5, self.training).mean((2, 3))
-
-
-def test_dropout_keeps_a_byte_for_each_element() -> None:
-    (segment,) = profile_model(
-        build_on_meta(Dropping, torch.float32), image_classification_forward(3, 8, 8), 1
-    ).segments
-    image, mask, loss = 4 * 3 * 64, 16 * 64, 4 * 16 + 8
-    assert segment.saved.replicated.per_sample == image + mask + loss
 
 
 def test_what_two_segments_share_is_kept_once() -> None:

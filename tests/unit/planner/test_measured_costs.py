@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from gpt_profile import profile_text_model
 from phalanx.cluster import load_cluster
 from phalanx.cluster.spec import CollectiveTiming, Measurements, OpTiming
 from phalanx.cluster.spec import GemmTiming as MeasuredProduct
@@ -14,7 +15,6 @@ from phalanx.planner.model_profile import Affine, AttentionOp, Gemm, MemoryOp, T
 from phalanx.planner.scenario import Scenario, SoftwareStack
 from phalanx.planner.segment_costs import ShardSpec
 from phalanx.planner.step_time import measured_step_time
-from phalanx.planner.trace.trace_model import build_on_meta, language_modeling_forward, profile_model
 from phalanx.recipe.schema import Parallelism
 
 EACH = 1e-5
@@ -223,11 +223,7 @@ def test_products_in_a_precision_that_was_not_measured_are_named() -> None:
 
 
 def run(replicate: int = 1, batch: int = 8) -> Scenario:
-    found = profile_model(
-        build_on_meta(lambda: transformer(500, 64, layers=2, hidden_size=64, num_heads=4)),
-        language_modeling_forward(500, 64),
-        64,
-    )
+    found = profile_text_model(transformer, 500, 64, layers=2, hidden_size=64, num_heads=4)
     stack = SoftwareStack(fuses_memory_ops=False, compute_factor=1.0, launch_s=0.0, step_overhead_s=0.0)
     return Scenario(
         found, load_cluster("h100:8"), Parallelism(replicate=replicate), 2, batch, "fp32", zero_level=0, stack=stack

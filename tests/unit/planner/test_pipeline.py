@@ -106,18 +106,6 @@ def test_a_rank_does_one_thing_at_a_time(schedule: PipelineSchedule, chunks: int
         assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine))
 
 
-def test_1f1b_holds_at_most_as_many_micro_batches_as_stages_are_left_and_gpipe_all() -> None:
-    def most(schedule: PipelineSchedule, rank: int) -> int:
-        held = peak = 0
-        for kind, _, _ in rank_schedule(schedule, rank, 4, 1, 16):
-            held += 1 if kind == "F" else -1
-            peak = max(peak, held)
-        return peak
-
-    assert [most("1f1b", rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert most("gpipe", 0) == 16
-
-
 @pytest.mark.parametrize("send", [0.0, 0.3])
 @pytest.mark.parametrize("micros", [60, 61, 63])
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from gpt_profile import profile_text_model
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.models import moe, transformer
 from phalanx.models.convnets import resnet
@@ -24,7 +25,6 @@ from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.planner.trace.trace_model import (
     build_on_meta,
     image_classification_forward,
-    language_modeling_forward,
     profile_model,
 )
 from phalanx.recipe.schema import Parallelism
@@ -44,21 +44,13 @@ def decoder() -> ModelProfile:
         "tie_embeddings": False,
         "qk_norm": False,
     }
-    return profile_model(
-        build_on_meta(lambda: transformer(32000, SEQUENCE, **sizes)),  # type: ignore[arg-type]
-        language_modeling_forward(32000, SEQUENCE),
-        SEQUENCE,
-    )
+    return profile_text_model(transformer, 32000, SEQUENCE, **sizes)
 
 
 @cache
 def mixture() -> ModelProfile:
     sizes = {"layers": 8, "hidden_size": 1024, "num_heads": 8, "num_experts": 12, "top_k": 2}
-    return profile_model(
-        build_on_meta(lambda: moe(32000, 1024, **sizes)),  # type: ignore[arg-type]
-        language_modeling_forward(32000, 1024),
-        1024,
-    )
+    return profile_text_model(moe, 32000, 1024, **sizes)
 
 
 @cache
@@ -146,10 +138,6 @@ def test_experts_are_divided_evenly_over_shard_and_context() -> None:
     assert not ((rows.shard * rows.context) % rows.expert).any()
 
 
-def test_a_model_without_experts_has_none_to_divide() -> None:
-    assert set(enumerate_candidates(decoder(), SearchSpace(64, 256)).expert) == {1}
-
-
 def test_pictures_are_not_cut() -> None:
     rows = enumerate_candidates(pictures(), SearchSpace(16, 64, has_sequences=False))
     assert set(rows.tensor) == set(rows.context) == {1}
@@ -216,13 +204,6 @@ def test_everything_that_is_offered_fits_and_says_what_it_takes() -> None:
         assert option.peak_bytes <= 76 * GIB
         assert option.peak_bytes == estimate_memory(option.scenario).total
         assert option.step_s == simulated(option.scenario).total
-
-
-def test_the_best_is_better_than_whole_shards_of_the_plainest_kind() -> None:
-    plain = to_scenarios(
-        base(decoder()), enumerate_candidates(decoder(), SearchSpace(64, 256, Parallelism(shard=64), 1, ("full",))), [0]
-    )[0]
-    assert best().candidates[0].step_s < simulated(plain).total
 
 
 def test_less_room_is_never_faster() -> None:

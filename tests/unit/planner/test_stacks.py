@@ -20,17 +20,6 @@ from phalanx.planner.scenario import SoftwareStack
 H100 = load_cluster("h100:8").node.accelerator
 
 
-def test_there_are_few_constants() -> None:
-    def count(value: object) -> int:
-        below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-        if below is not None:
-            return sum(map(count, below))
-        return isinstance(value, int | float) and not isinstance(value, bool)
-
-    assert 0 < count(load_stack_data()) < 70
-    assert set(load_stack_data()) == {"generations", "precisions", "stacks"}
-
-
 def test_every_key_of_a_stack_is_one_that_predictions_read() -> None:
     names = {each.name for each in fields(SoftwareStack)} | {"match", "generation", "since", "like"}
     for values in load_stack_data()["stacks"].values():
@@ -89,8 +78,3 @@ def test_a_stack_without_fused_attention_stores_scores() -> None:
 def test_attention_is_never_faster_than_the_peak() -> None:
     flash = device_costs_for_stack(H100, "bf16", SoftwareStack(attention_speed=100.0)).attention_efficiency
     assert flash == (1.0, 1.0)
-
-
-def test_a_precision_that_is_missing_is_named() -> None:
-    with pytest.raises(KeyError, match="fp4"):
-        device_costs_for_stack(H100, "fp4", stack_by_name(PHALANX_STACK))

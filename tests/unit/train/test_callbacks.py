@@ -1,15 +1,16 @@
 """Callbacks: which of the user's methods are called, when, with what."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
-from made_events import USUAL, made
+from made_events import made
 from phalanx.errors import RecipeError
 from phalanx.run import Event
-from phalanx.run.event_types import RunEnded, StepDone
+from phalanx.run.event_types import NonFiniteStep, RunEnded, StepDone
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
@@ -20,41 +21,32 @@ def view() -> RunContext:
     return RunContext(Path("run"), 0, 1, nn.Linear(1, 1))
 
 
-class Full:
-    def __init__(self, name: str, seen: list[Any]):
-        self.name, self.seen = name, seen
+class Recording:
+    """Records its moments: the name, the step of the run then, and what is given."""
 
-    def on_train_start(self, run: RunContext) -> None:
-        self.seen.append((self.name, "on_train_start", run))
+    def __init__(self, seen: list[Any], *moments: str):
+        self.seen = seen
+        for moment in moments:
+            setattr(self, moment, partial(self.record, moment))
 
-    def post_step(self, run: RunContext, event: Event) -> None:
-        self.seen.append((self.name, "post_step", event))
-
-    def on_train_end(self, run: RunContext, event: Event) -> None:
-        self.seen.append((self.name, "on_train_end", event))
+    def record(self, moment: str, run: RunContext, *given: Any) -> None:
+        self.seen.append((moment, run.step, *given))
 
 
-def test_callbacks_are_called_in_the_order_of_the_recipe() -> None:
+def test_callbacks_are_called_in_the_order_of_the_recipe_for_the_moments_that_they_have() -> None:
     seen: list[Any] = []
-    run = view()
-    callbacks = UserCallbacks([Full("a", seen), Full("b", seen)], run)
-    event = made(StepDone)
+    first, second = Recording(seen, "on_train_start", "post_step"), Recording(seen, "on_nonfinite_step", "post_step")
+    callbacks = UserCallbacks([first, second], view())
+    events = made(StepDone), made(NonFiniteStep)
     callbacks.on_train_start()
-    callbacks.call_for_event(event)
+    for event in events:
+        callbacks.call_for_event(event)
     assert seen == [
-        ("a", "on_train_start", run),
-        ("b", "on_train_start", run),
-        ("a", "post_step", event),
-        ("b", "post_step", event),
+        ("on_train_start", 0),
+        ("post_step", 0, events[0]),
+        ("post_step", 0, events[0]),
+        ("on_nonfinite_step", 0, events[1]),
     ]
-
-
-def test_only_methods_that_exist_are_called() -> None:
-    seen: list[Any] = []
-    callbacks = UserCallbacks([Full("a", seen)], view())
-    for kind in USUAL:
-        callbacks.call_for_event(made(kind))  # type: ignore[arg-type]
-    assert [what for _, what, _ in seen] == ["post_step", "on_train_end"]
 
 
 def test_an_attribute_that_only_has_the_name_of_a_moment_is_not_called() -> None:
@@ -71,37 +63,25 @@ def test_an_attribute_that_only_has_the_name_of_a_moment_is_not_called() -> None
     assert counting.post_step == 1
 
 
-class Inside:
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_restart(self, run: RunContext) -> None:
-        self.seen.append(("restart", run.step))
-
-    def pre_step(self, run: RunContext) -> None:
-        self.seen.append("pre_step")
-
-    def pre_forward(self, run: RunContext, batch: Any) -> None:
-        self.seen.append(("pre_forward", sorted(batch)))
-
-    def pre_backward(self, run: RunContext, loss_sum: Tensor) -> None:
-        self.seen.append(("pre_backward", loss_sum.dim()))
-
-    def pre_optimizer_step(self, run: RunContext) -> None:
-        self.seen.append("pre_optimizer_step")
-
-    def post_step(self, run: RunContext, event: StepDone) -> None:
-        self.seen.append("post_step")
+WITHIN = ["pre_step", *["pre_forward", "pre_backward"] * 2, "pre_optimizer_step"]
+AFTER = ["post_step", "post_evaluation", "post_checkpoint", "on_train_end"]
 
 
 @pytest.mark.parametrize("step", [0, 3])
-def test_the_moments_of_a_step_are_called_in_order(step: int, tmp_path: Path) -> None:
-    inside = Inside()
-    parts = make_parts(tmp_path, callbacks=(inside,), steps=step + 1)
+def test_the_moments_of_a_run_are_called_in_order_with_what_they_are_of(step: int, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    recording = Recording(seen, "on_train_start", "on_restart", *dict.fromkeys(WITHIN), *AFTER)
+    parts = make_parts(tmp_path, callbacks=(recording,), steps=step + 1, evaluation={"every": 1})
     Trainer(parts, TrainState(step, GLOBAL * step), {}).fit()
-    micro_batch = [("pre_forward", ["targets", "tokens"]), ("pre_backward", 0)]
-    restart = [("restart", step)] if step else []
-    assert inside.seen == [*restart, "pre_step", *micro_batch, *micro_batch, "pre_optimizer_step", "post_step"]
+    before = ["on_train_start", *["on_restart"] * (step > 0)]
+    assert [moment for moment, *_ in seen] == [*before, *WITHIN, *AFTER]
+    assert [at for _, at, *_ in seen] == [step] * len(before + WITHIN) + [step + 1] * len(AFTER)
+    given = {moment: what for moment, _, *what in seen}
+    assert sorted(given["pre_forward"][0]) == ["targets", "tokens"]
+    assert given["pre_backward"][0].dim() == 0
+    assert (given["post_step"][0].step, given["post_evaluation"][0].step) == (step + 1, step + 1)
+    assert given["post_checkpoint"][0].path == f"checkpoints/step-{step + 1:09d}"
+    assert given["on_train_end"][0].status == "done"
 
 
 def test_callbacks_are_loaded_by_import_path_in_order(tmp_path: Path) -> None:
@@ -111,24 +91,28 @@ def test_callbacks_are_loaded_by_import_path_in_order(tmp_path: Path) -> None:
     assert [type(callback).__name__ for callback in loaded] == ["Two", "One"]
 
 
-def test_a_callback_that_would_never_be_called_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "own_idle.py").write_text("class Idle:\n    def on_step(self): ...\n")
-    with pytest.raises(
-        RecipeError, match=r"callbacks.0: own_idle:Idle has none of the methods on_train_start, on_restart, pre_step"
-    ):
-        load_callbacks(["own_idle:Idle"], tmp_path)
-
-
-def test_a_callback_that_does_not_exist_is_named_by_its_key(tmp_path: Path) -> None:
-    (tmp_path / "own_first.py").write_text("class First:\n    def on_train_start(self, run): ...\n")
-    with pytest.raises(RecipeError, match=r"callbacks.1: .*there is no module 'no_such_callbacks'"):
-        load_callbacks(["own_first:First", "no_such_callbacks:Mine"], tmp_path)
-
-
-def test_a_callback_that_cannot_be_made_is_named_with_the_line_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "own_broken.py").write_text("class Broken:\n    def __init__(self):\n        1 / 0\n")
-    with pytest.raises(RecipeError, match=r"callbacks.0: own_broken:Broken\(\) failed: ZeroDivisionError.*broken.py:3"):
-        load_callbacks(["own_broken:Broken"], tmp_path)
+@pytest.mark.parametrize(
+    ("paths", "source", "message"),
+    [
+        (
+            ["own_idle:One"],
+            "def on_step(self): ...",
+            "callbacks.0: own_idle:One has none of the methods on_train_start, on",
+        ),
+        (["own_1:One", "no_such:Mine"], "def pre_step(self, run): ...", "callbacks.1: .*there is no module 'no_such'"),
+        (
+            ["own_broken:One"],
+            "def __init__(self): 1 / 0",
+            r"callbacks.0: own_broken:One\(\) failed: ZeroDivisionError.*broken.py:2",
+        ),
+    ],
+)
+def test_a_callback_that_cannot_be_is_named_by_its_key(
+    tmp_path: Path, paths: list[str], source: str, message: str
+) -> None:
+    (tmp_path / f"{paths[0].partition(':')[0]}.py").write_text(f"class One:\n    {source}\n")
+    with pytest.raises(RecipeError, match=message):
+        load_callbacks(paths, tmp_path)
 
 
 def test_methods_with_earlier_names_are_called_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

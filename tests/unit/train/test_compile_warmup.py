@@ -15,7 +15,7 @@ from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import warm_up_compile
-from small_train import Clock, Remembering, SmallParts, make_parts, steps_of
+from small_train import Clock, SmallParts, make_parts, steps_of
 
 pytestmark = [
     # torch's compiler does of its own what it warns others of
@@ -70,8 +70,7 @@ def test_it_tells_how_long_and_how_much_was_compiled(tmp_path: Path) -> None:
     real = parts.objective.forward
     parts.objective.forward = lambda *args: (clock.tick(5.0), real(*args))[1]  # type: ignore[method-assign]
     warm_up_compile(parts, TrainState(), clock)
-    assert isinstance(parts.reporter, Remembering)
-    (compiled,) = parts.reporter.of(Compiled)
+    (compiled,) = parts.events(Compiled)
     assert (compiled.duration_s, compiled.num_blocks, compiled.num_graph_breaks) == (5.0, 1, 0)
 
 
@@ -104,8 +103,7 @@ def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
             warm_up_compile(parts, TrainState())
         for _ in steps_of(Trainer(parts, TrainState(), {})):
             pass
-        assert isinstance(parts.reporter, Remembering)
-        losses.append([event.loss for event in parts.reporter.of(StepDone)])
+        losses.append([event.loss for event in parts.events(StepDone)])
     assert losses[0] == losses[1]
 
 
@@ -149,6 +147,5 @@ def test_for_graphs_gradients_are_added_up_in_memory_of_their_own(tmp_path: Path
     for each in (parts, plain):
         for _ in steps_of(Trainer(each, TrainState(), {})):
             pass
-        assert isinstance(each.reporter, Remembering)
-        losses.append([event.loss for event in each.reporter.of(StepDone)])
+        losses.append([event.loss for event in each.events(StepDone)])
     assert losses[0] == losses[1]

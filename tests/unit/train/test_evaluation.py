@@ -53,12 +53,6 @@ def test_scores_are_the_same_for_every_micro_batch(micro: int) -> None:
     assert scores.num_samples == expected.num_samples == 13
 
 
-def test_metrics_are_means_by_name() -> None:
-    metrics = score(tiny_lm()).metrics
-    assert list(metrics) == ["hits", "misses"]
-    assert metrics["hits"] + metrics["misses"] == pytest.approx(1.0)
-
-
 def test_no_more_samples_are_scored_than_asked() -> None:
     assert score(tiny_lm(), samples=5).num_samples == 5
     assert score(tiny_lm(), samples=5) != score(tiny_lm(), samples=13)
@@ -74,12 +68,6 @@ def test_the_model_is_left_in_the_mode_it_was_in(training: bool) -> None:
     model = tiny_lm().train(training)
     score(model)
     assert model.training is training
-
-
-def test_scoring_leaves_no_gradient() -> None:
-    model = tiny_lm()
-    score(model)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class TwoSources(Samples):
@@ -142,13 +130,6 @@ def test_an_evaluation_reports_its_progress_every_ten_seconds() -> None:
 
 def test_held_out_data_without_a_single_term_score_zero() -> None:
     assert score(tiny_lm(), of=data(ignored=1.1)).loss == 0.0
-
-
-def test_a_task_without_metrics_gives_none() -> None:
-    objective = objective_of(tiny_lm(), LanguageModeling())
-    scores = evaluate(objective, data(), dist_env=DistEnv(), mesh=mesh_of(), max_samples=100, micro_size=4)
-    assert scores is not None
-    assert scores.metrics == {}
 
 
 def test_the_precision_is_the_runs() -> None:

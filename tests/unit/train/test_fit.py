@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpointers import no_room
 from phalanx.errors import ExitCode, GaveUpError, UsageError
 from phalanx.run.event_types import (
     CheckpointFailed,
     CheckpointRejected,
-    CheckpointSaved,
     EvaluationDone,
     NonFiniteStep,
     RunEnded,
@@ -23,7 +23,6 @@ from phalanx.run.event_types import (
     StepDone,
 )
 from phalanx.run.fields import to_fields
-from phalanx.train.callbacks import RunContext
 from phalanx.train.checkpoint import durable as durable_module
 from phalanx.train.checkpoint.checkpointer import Checkpointer, FinalSaveError
 from phalanx.train.checkpoint.durable import best_checkpoint_file
@@ -35,7 +34,8 @@ from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
-from small_train import GLOBAL, E, Remembering, Samples, SmallParts, TinyLM, make_parts, steps_of
+from small_train import GLOBAL, Samples, SmallParts, TinyLM, make_parts, steps_of
+from store_saves import flip_byte
 
 
 class Poisoned(LanguageModeling):
@@ -56,11 +56,6 @@ class Poisoned(LanguageModeling):
 def in_steps(*steps: int) -> Callable[[int], bool]:
     """The second micro-batch of these steps."""
     return lambda call: call % 2 == 0 and call // 2 in steps
-
-
-def events(parts: TrainContext, kind: type[E]) -> list[E]:
-    assert isinstance(parts.reporter, Remembering)
-    return parts.reporter.of(kind)
 
 
 def train(parts: SmallParts, progress: TrainState | None = None) -> TrainState:
@@ -107,7 +102,7 @@ def resumed(path: Path, **changes: Any) -> tuple[SmallParts, TrainState]:
 def test_every_step_is_told_once_in_order_with_parts_that_sum_to_it(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     progress = train(parts)
-    steps = events(parts, StepDone)
+    steps = parts.events(StepDone)
     assert [event.step for event in steps] == [1, 2, 3, 4, 5, 6]
     assert all(event.duration_s == pytest.approx(sum(vars(event.breakdown_s).values())) for event in steps)
     assert {event.units for event in steps} == {GLOBAL * 6}
@@ -126,13 +121,13 @@ def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
 def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, evaluation={"every": 4})
     train(parts)
-    assert [(event.step, event.num_samples) for event in events(parts, EvaluationDone)] == [(4, 5), (6, 5)]
+    assert [(event.step, event.num_samples) for event in parts.events(EvaluationDone)] == [(4, 5), (6, 5)]
 
 
 def test_the_best_is_told_saved_and_recorded(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, evaluation={"every": 2}, checkpoint={"every": 100, "keep": 9})
     progress = train(parts)
-    best = [event.step for event in events(parts, EvaluationDone) if event.is_best]
+    best = [event.step for event in parts.events(EvaluationDone) if event.is_best]
     assert best[0] == 2
     assert set(best) <= set(saved(parts))
     assert parts.run.read_json(best_checkpoint_file(parts.run)) == {
@@ -148,7 +143,7 @@ def test_a_metric_that_is_not_a_number_is_told_as_null(tmp_path: Path) -> None:
 
     parts = make_parts(tmp_path, task=Odd(), evaluation={"every": 6})
     train(parts)
-    (event,) = events(parts, EvaluationDone)
+    (event,) = parts.events(EvaluationDone)
     assert event.metrics == {"odd": None, "even": 2.0}
     json.dumps(to_fields(event), allow_nan=False)
 
@@ -161,10 +156,10 @@ def test_a_step_that_is_not_finite_is_skipped_told_and_changes_nothing(tmp_path:
         states.append(weights(parts))
     assert same(states[0], states[1])
     assert not same(states[1], states[2])
-    skipped = events(parts, StepDone)[1]
+    skipped = parts.events(StepDone)[1]
     assert (skipped.loss, skipped.skip_reason) == (None, "non-finite loss")
     json.dumps(to_fields(skipped), allow_nan=False)
-    (event,) = events(parts, NonFiniteStep)
+    (event,) = parts.events(NonFiniteStep)
     assert (event.step, event.reason, event.action, event.num_skipped) == (2, "non-finite loss", "skip", 1)
     assert trainer.train_state.units_trained == 5 * GLOBAL * 6
 
@@ -174,12 +169,12 @@ def test_three_in_a_row_go_back_to_the_last_checkpoint_and_on_with_new_samples(t
     trainer = Trainer(parts, TrainState(), {})
     for _ in steps_of(trainer):
         trainer.checkpointer.wait_until_saved()
-    assert [(event.step, event.action) for event in events(parts, NonFiniteStep)] == [
+    assert [(event.step, event.action) for event in parts.events(NonFiniteStep)] == [
         (5, "skip"),
         (6, "skip"),
         (7, "rollback"),
     ]
-    assert [event.step for event in events(parts, StepDone)] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
+    assert [event.step for event in parts.events(StepDone)] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
     assert isinstance(parts.data, Samples)
     assert [first // GLOBAL for first, _ in parts.data.asked[:11]] == list(range(11))
     assert (trainer.train_state.skipped_steps, trainer.train_state.units_trained) == (3, 8 * GLOBAL * 6)
@@ -249,7 +244,7 @@ def test_rollbacks_to_one_checkpoint_in_vain_end_the_run(tmp_path: Path) -> None
     parts = make_parts(tmp_path, task=Poisoned(lambda call: call > 2), checkpoint={"every": 1, "keep": 1}, steps=50)
     with pytest.raises(GaveUpError, match="step 1: rolled back to it 3 times and non-finite loss came again"):
         train(parts)
-    assert [event.action for event in events(parts, NonFiniteStep)].count("rollback") == MAX_NONFINITE_IN_A_ROW + 1
+    assert [event.action for event in parts.events(NonFiniteStep)].count("rollback") == MAX_NONFINITE_IN_A_ROW + 1
 
 
 def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
@@ -257,7 +252,7 @@ def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint(tmp_path: Path)
     stop_at(parts, 3)
     assert Trainer(parts, TrainState(), {}).fit() == "interrupted"
     assert saved(parts) == [3]
-    (ended,) = events(parts, RunEnded)
+    (ended,) = parts.events(RunEnded)
     assert (ended.status, ended.step) == ("interrupted", 3)
 
 
@@ -278,7 +273,6 @@ def test_a_run_that_is_done_only_says_so_again(tmp_path: Path) -> None:
     train(make_parts(tmp_path))
     parts, progress = resumed(tmp_path)
     train(parts, progress)
-    assert isinstance(parts.reporter, Remembering)
     assert [event.kind for event in parts.reporter.events] == ["run_ended"]
 
 
@@ -286,12 +280,10 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path
     parts = make_parts(tmp_path, checkpoint={"every": 3, "keep": 9})
     train(parts)
     (data,) = (tmp_path / "checkpoints" / "step-000000006").glob("*.safetensors")
-    content = bytearray(data.read_bytes())
-    content[-5] ^= 1
-    data.write_bytes(content)
+    flip_byte(data)
     again, progress = resumed(tmp_path)
     assert progress.step == 3
-    (event,) = events(again, CheckpointRejected)
+    (event,) = again.events(CheckpointRejected)
     assert event.path == "checkpoints/step-000000006"
     assert data.name in event.file
 
@@ -299,50 +291,12 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path
 def test_a_last_state_that_cannot_be_written_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, image: Any, given_up: Any = None) -> list[str]:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(durable_module, "write_with_checksums", refuse)
+    monkeypatch.setattr(durable_module, "write_with_checksums", no_room)
     parts = make_parts(tmp_path)
     with pytest.raises(FinalSaveError, match="step 6: the last checkpoint could not be written") as caught:
         train(parts)
     assert caught.value.code is ExitCode.UNFINISHED
-    assert [event.step for event in events(parts, CheckpointFailed)] == [6]
-
-
-def test_callbacks_see_every_moment_with_the_event_that_is_told(tmp_path: Path) -> None:
-    seen: list[tuple[str, Any]] = []
-
-    class Watching:
-        def on_train_start(self, run: RunContext) -> None:
-            seen.append(("start", run.step))
-
-        def post_step(self, run: RunContext, event: StepDone) -> None:
-            seen.append(("step", (run.step, event.step)))
-
-        def post_evaluation(self, run: RunContext, event: EvaluationDone) -> None:
-            seen.append(("evaluation", event.step))
-
-        def post_checkpoint(self, run: RunContext, event: CheckpointSaved) -> None:
-            seen.append(("checkpoint", event.path))
-
-        def on_nonfinite_step(self, run: RunContext, event: NonFiniteStep) -> None:
-            seen.append(("nonfinite_step", event.action))
-
-        def on_train_end(self, run: RunContext, event: RunEnded) -> None:
-            seen.append(("end", event.status))
-
-    parts = make_parts(tmp_path, task=Poisoned(in_steps(2)), callbacks=(Watching(),), steps=2, evaluation={"every": 2})
-    train(parts)
-    assert seen == [
-        ("start", 0),
-        ("step", (1, 1)),
-        ("step", (2, 2)),
-        ("nonfinite_step", "skip"),
-        ("evaluation", 2),
-        ("checkpoint", "checkpoints/step-000000002"),
-        ("end", "done"),
-    ]
+    assert [event.step for event in parts.events(CheckpointFailed)] == [6]
 
 
 def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
@@ -354,7 +308,7 @@ def test_a_save_still_in_flight_puts_off_the_next_one_with_a_warning(
     steps = steps_of(trainer)
     next(steps)
     next(steps)
-    (warning,) = events(parts, RunWarning)
+    (warning,) = parts.events(RunWarning)
     assert "step 2: not saved, because step 1 is still being written" in warning.text
     monkeypatch.undo()
     steps.close()  # type: ignore[attr-defined]
@@ -366,7 +320,7 @@ def test_an_overflow_of_fp16_lowers_the_scale_and_does_not_count_as_skipped(tmp_
     assert isinstance(parts.model, TinyLM)
     parts.scaler.scale = 2.0**40  # far too high for half precision
     progress = train(parts)
-    guards = events(parts, NonFiniteStep)
+    guards = parts.events(NonFiniteStep)
     assert {event.action for event in guards} == {"rescale"}
     assert parts.scaler.scale == 2.0 ** (40 - len(guards))
     assert progress.consecutive_skips == 0

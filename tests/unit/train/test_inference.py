@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoints
 from phalanx.cli import main
 from phalanx.data import DataInfo, open_data, prepare_source
 from phalanx.errors import DataError, RecipeError, UsageError
@@ -16,9 +17,7 @@ from phalanx.recipe.data_schema import DataConfig, DataSource
 from phalanx.recipe.load import dump_recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
-from phalanx.train.checkpoint.durable import DurableDirectory, best_checkpoint_file
-from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import check_data, given_device, load_trained_model
 from phalanx.train.model_builder import build_model
@@ -54,11 +53,7 @@ def save(run: Run, step: int, recipe: Recipe = RECIPE) -> None:
     tensors = {name: torch.full_like(tensor, step) for name, tensor in get_model_tensors(model).items()}
     tensors["optimizer/embedding.weight/exp_avg"] = torch.zeros(3)
     meta = {"recipe": recipe.model_dump(mode="json"), "model": {"build": recipe.model.build}}
-    meta |= {"step": step, "samples_consumed": step}
-    saver = CheckpointSaver(DurableDirectory(run.checkpoints, 0, 1))
-    saver.start(step, [TensorShard.full_tensor(*item) for item in tensors.items()], meta)
-    saver.poll_when_idle()
-    saver.commit()
+    checkpoints.save(run.checkpoints, step, tensors, meta)
 
 
 def weight(run: Run, step: int | None = None, best: bool = False) -> float:
@@ -68,16 +63,10 @@ def weight(run: Run, step: int | None = None, best: bool = False) -> float:
     return float(value)
 
 
-def test_without_a_wish_it_is_the_newest(run: Run) -> None:
-    assert weight(run) == 4.0
-
-
-def test_a_step_may_be_named(run: Run) -> None:
-    assert weight(run, step=2) == 2.0
-
-
-def test_the_best_is_the_one_that_is_recorded(run: Run) -> None:
+def test_it_is_the_newest_the_named_or_the_recorded_best(run: Run) -> None:
     write_json(best_checkpoint_file(run), {"step": 2, "loss": 0.5})
+    assert weight(run) == 4.0
+    assert weight(run, step=2) == 2.0
     assert weight(run, best=True) == 2.0
 
 
@@ -88,27 +77,19 @@ def test_the_model_is_ready_to_be_used(run: Run) -> None:
     assert trained.checkpoint.name == "step-000000004"
 
 
-def test_a_step_that_was_not_saved_is_told_with_those_that_were(run: Run) -> None:
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(run: Run) -> None:
     with pytest.raises(UsageError, match="no checkpoint of step 3; there are: step-000000004, step-000000002"):
         load_trained_model(run, 3, False, CPU)
-
-
-def test_a_best_that_is_gone_is_named_as_the_best(run: Run) -> None:
+    with pytest.raises(UsageError, match="no best checkpoint is recorded"):
+        load_trained_model(run, None, True, CPU)
     write_json(best_checkpoint_file(run), {"step": 3, "loss": 0.5})
     with pytest.raises(UsageError, match="the best checkpoint was that of step 3, which is gone; there are: step-0"):
         load_trained_model(run, None, True, CPU)
 
 
-def test_a_best_that_was_never_recorded_is_told(run: Run) -> None:
-    with pytest.raises(UsageError, match="no best checkpoint is recorded"):
-        load_trained_model(run, None, True, CPU)
-
-
 def test_a_run_without_any_checkpoint_is_told(run: Run) -> None:
-    for path in run.checkpoints.glob("*/*"):
-        path.unlink()
-    for path in run.checkpoints.iterdir():
-        path.rmdir()
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.mkdir()
     with pytest.raises(UsageError, match="no checkpoint yet"):
         load_trained_model(run, None, False, CPU)
 

@@ -35,15 +35,12 @@ class Scored(nn.Module):
         return self.give(self, self.score(torch.relu(self.inner(x))))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_the_transformers_head_is_found_tied_or_not(tie: bool) -> None:
-    assert find_lm_head(language_model(tie), (TOKENS,), {}) == "head"
-
-
-def test_it_is_found_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = transformer(vocab_size=11, seq_len=4, layers=2, hidden_size=8, num_heads=2)
-    assert find_lm_head(model, (TOKENS.to("meta"),), {"documents": None}) == "head"
+def test_the_transformers_head_is_found_tied_or_not(tie: bool, device: str) -> None:
+    with torch.device(device):
+        model = language_model(tie)
+    assert find_lm_head(model, (TOKENS.to(device),), {"documents": None}) == "head"
 
 
 @pytest.mark.parametrize(

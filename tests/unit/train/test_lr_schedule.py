@@ -31,10 +31,6 @@ def test_the_rate_never_rises_after_warm_up(decay: str) -> None:
     assert all(after <= before for before, after in pairwise(rates))
 
 
-def test_a_constant_rate_stays_at_one() -> None:
-    assert {lr_factor(schedule("constant"), step, 100) for step in range(10, 101)} == {1.0}
-
-
 def test_a_quarter_down_the_cosine_follows_its_formula() -> None:
     assert lr_factor(schedule("cosine", warmup=0), 25, 100) == pytest.approx(
         0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2

@@ -20,54 +20,39 @@ TEXT = DataInfo("tokens", 256, None, 64, None)
 CPU = torch.device("cpu")
 
 
-def test_what_the_data_know_is_filled_in_where_the_builder_takes_it() -> None:
-    def builder(vocab_size: int, seq_len: int, layers: int = 2) -> None: ...
-
-    assert fill_arguments(builder, {"layers": 3}, model_facts(TEXT)) == {"layers": 3, "vocab_size": 256, "seq_len": 64}
-
-
-def test_what_is_given_wins_over_the_data() -> None:
-    def builder(vocab_size: int, seq_len: int) -> None: ...
-
-    assert fill_arguments(builder, {"vocab_size": 1000}, model_facts(TEXT)) == {"vocab_size": 1000, "seq_len": 64}
-
-
-def test_a_default_of_the_builder_gives_way_to_the_data_but_not_to_nothing() -> None:
-    def builder(vocab_size: int = 5, num_classes: int = 7) -> None: ...
-
-    assert fill_arguments(builder, {}, model_facts(TEXT)) == {"vocab_size": 256}
+@pytest.mark.parametrize(
+    ("builder", "given", "expected"),
+    [
+        (lambda vocab_size, seq_len, layers=2: 0, {"layers": 3}, {"layers": 3, "vocab_size": 256, "seq_len": 64}),
+        (lambda vocab_size, seq_len: 0, {"vocab_size": 1000}, {"vocab_size": 1000, "seq_len": 64}),
+        (lambda vocab_size=5, num_classes=7: 0, {}, {"vocab_size": 256}),  # a default gives way to data, not to None
+        (lambda **options: 0, {"depth": 3}, {"depth": 3}),
+        (lambda *layers, **options: 0, {}, {}),
+    ],
+    ids=["what the data know", "what is given wins", "defaults", "any argument", "starred"],
+)
+def test_arguments_of_a_builder_are_filled_in(builder: Any, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert fill_arguments(builder, given, model_facts(TEXT)) == expected
 
 
-def test_a_builder_that_takes_anything_is_given_what_was_written() -> None:
-    def builder(**options: Any) -> None: ...
-
-    assert fill_arguments(builder, {"depth": 3}, model_facts(TEXT)) == {"depth": 3}
-
-
-def test_an_argument_that_the_builder_does_not_take_is_named() -> None:
-    def builder(vocab_size: int, layers: int = 2) -> None: ...
-
-    with pytest.raises(
-        RecipeError,
-        match=r"model.args.layer: the builder takes no such argument; it takes "
-        r"vocab_size, lay",
-    ):
-        fill_arguments(builder, {"layer": 3}, model_facts(TEXT))
-
-
-def test_an_argument_that_nobody_tells_is_named() -> None:
-    def builder(num_classes: int, *, depth: int) -> None: ...
-
-    with pytest.raises(
-        RecipeError, match=r"model.args.num_classes: the builder needs it, and it does not follow from the data"
-    ):
-        fill_arguments(builder, {"depth": 3}, model_facts(TEXT))
-
-
-def test_starred_parameters_of_a_builder_are_not_missing() -> None:
-    def builder(*layers: int, **options: int) -> None: ...
-
-    assert fill_arguments(builder, {}, model_facts(TEXT)) == {}
+@pytest.mark.parametrize(
+    ("builder", "given", "message"),
+    [
+        (
+            lambda vocab_size, layers=2: 0,
+            {"layer": 3},
+            "args.layer: the builder takes no such .*; it takes vocab_size, l",
+        ),
+        (
+            lambda num_classes, *, depth: 0,
+            {"depth": 3},
+            "args.num_classes: the builder needs it, and it does not follow",
+        ),
+    ],
+)
+def test_an_argument_that_does_not_fit_the_builder_is_named(builder: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=f"model.{message}"):
+        fill_arguments(builder, given, model_facts(TEXT))
 
 
 def build(source: str, folder: Path, seed: int = 0, **args: Any) -> nn.Module:
@@ -104,24 +89,31 @@ def test_building_a_model_leaves_random_numbers_of_python_and_numpy_where_they_w
     assert (random.random(), np.random.rand()) == expected
 
 
-def test_arguments_that_the_builder_refuses_are_an_error_of_the_recipe(tmp_path: Path) -> None:
-    source = "def make(vocab_size, heads):\n    raise ValueError('width must be a multiple of heads')"
-    with pytest.raises(RecipeError, match=r"model.args: own_model_.*:make refuses them: width must be a multiple"):
-        build(source, tmp_path, heads=3)
+SIZES = "import pydantic\nclass Sizes(pydantic.BaseModel):\n    width: int\n"
 
 
-def test_what_pydantic_refuses_in_a_builder_is_one_line_with_key_and_value(tmp_path: Path) -> None:
-    source = "import pydantic\nclass Sizes(pydantic.BaseModel):\n    width: int\ndef make(width): Sizes(width=width)"
-    with pytest.raises(
-        RecipeError, match=r":make refuses them: width: found 'wide': Input should be a valid integer"
-    ) as e:
-        build(source, tmp_path, width="wide")
-    assert "\n" not in str(e.value)
-
-
-def test_a_builder_must_return_a_module(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"model.build: .*:make returned list, expected an nn.Module"):
-        build("def make(): return []", tmp_path)
+@pytest.mark.parametrize(
+    ("source", "args", "message"),
+    [
+        (
+            "def make(heads): raise ValueError('width must be a multiple')",
+            {"heads": 3},
+            "args: .* refuses them: width mu",
+        ),
+        (
+            f"{SIZES}def make(width): Sizes(width=width)",
+            {"width": "w"},
+            "args: .* refuses them: width: found 'w': Input",
+        ),
+        ("def make(): return []", {}, "build: .*:make returned list, expected an nn.Module"),
+    ],
+)
+def test_a_builder_that_fails_is_an_error_of_the_recipe_in_one_line(
+    tmp_path: Path, source: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"model.{message}") as caught:
+        build(source, tmp_path, **args)
+    assert "\n" not in str(caught.value)
 
 
 def test_seeds_stay_the_same_from_version_to_version() -> None:

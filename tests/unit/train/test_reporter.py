@@ -3,7 +3,6 @@
 import json
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -53,12 +52,6 @@ def test_steps_are_held_back_until_patience_ends(
     assert packets(ends[1]) == [[1, 2, 3, 4]]
 
 
-def test_patience_begins_anew_with_each_bunch(ends: tuple[socket.socket, socket.socket], agent: AgentReporter) -> None:
-    for step in (1, 2, 3, 4):
-        agent.report_event(made(StepDone, step=step, time=50.0 + 0.101 * step))
-    assert packets(ends[1]) == [[1, 2], [3, 4]]
-
-
 @pytest.mark.parametrize("kind", [CheckpointSaved, RunWarning])
 def test_any_other_event_goes_out_at_once_behind_the_steps_before_it(
     ends: tuple[socket.socket, socket.socket], agent: AgentReporter, kind: type[RunEvent]
@@ -102,13 +95,6 @@ def test_a_bunch_that_is_too_large_for_a_packet_goes_in_several(
     found = packets(ends[1])
     assert len(found) > 1
     assert [step for packet in found for step in packet] == list(range(1, 9))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    run = Run(tmp_path)
-    run.create()
-    return run
 
 
 def test_without_an_agent_the_leading_worker_writes_the_run(run: Run) -> None:

@@ -23,19 +23,9 @@ def request_to_stop() -> Iterator[StopRequest]:
         signal.signal(number, handler)
 
 
-def test_nobody_asks_at_first(request_to_stop: StopRequest) -> None:
-    assert not request_to_stop.requested
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_sets_it_and_interrupts_nothing(request_to_stop: StopRequest, number: signal.Signals) -> None:
     signal.raise_signal(number)
-    assert request_to_stop.requested
-
-
-def test_asked_twice_is_asked_once(request_to_stop: StopRequest) -> None:
-    signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGTERM)
     assert request_to_stop.requested
 
 

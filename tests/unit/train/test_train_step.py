@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.compat import scale_in_place
-from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.callbacks import TrainerCallback
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import (
@@ -194,46 +192,6 @@ def test_the_same_step_draws_the_same_random_numbers_whatever_came_before() -> N
 @pytest.mark.parametrize("other", [{"step": 8}, {"step": 7, "seed": 1}])
 def test_another_step_or_seed_draws_other_random_numbers(other: dict[str, int]) -> None:
     assert gradients_with_dropout(**other) != gradients_with_dropout(step=7)
-
-
-def test_micro_batches_of_a_step_draw_different_random_numbers() -> None:
-    model = tiny_lm(dropout=0.5).train()
-    same = token_batch(2)
-    losses = make_stepper(model, 2)
-    watch = HostStepTimer()
-    watch.start()
-    one, other = losses.gradients(1, [same, same], watch)[:2].tolist()
-    assert one != other
-
-
-def test_update_applies_the_factor_and_the_rate() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    before = model.weight.detach().clone()
-    stepper = make_stepper(
-        model, 1, optim=OptimizerConfig.model_validate({"name": "sgd", "momentum": 0.0, "weight_decay": 0.0})
-    )
-    model.weight.grad = torch.tensor([[4.0, 8.0]])
-    scale_in_place(stepper.reducer.grad_tensors(), 0.25)
-    stepper.optimizer.step(0.5)
-    torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.5, 1.0]]))
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-def test_gradients_of_the_step_before_do_not_add_up(replicas: bool) -> None:
-    stepper = make_stepper(tiny_lm(), 3, replicas=replicas)
-    batches = cut(token_batch(6), 2)
-    first = [gradient.clone() for gradient in mean_gradients(stepper, batches)[1]]
-    assert all(a.equal(b) for a, b in zip(first, mean_gradients(stepper, batches)[1], strict=True))
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-def test_an_unused_parameter_is_updated_as_by_a_zero_gradient(replicas: bool) -> None:
-    model = tiny_lm()
-    model.register_parameter("spare", nn.Parameter(torch.ones(3, 3)))
-    stepper = make_stepper(model, 3, replicas=replicas)
-    mean_gradients(stepper, cut(token_batch(6), 2))
-    assert model.spare.grad is not None
-    assert not model.spare.grad.any()
 
 
 def test_fp16_gradients_carry_the_loss_scale() -> None:

@@ -13,7 +13,7 @@ from phalanx.train.checkpoint.format import list_checkpoints, parse_step
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
-from small_train import GLOBAL, MICRO, SEQUENCE, Remembering, SmallParts, make_parts, steps_of
+from small_train import GLOBAL, MICRO, SmallParts, make_parts, steps_of
 
 
 def ready(path: Path, **changes: Any) -> tuple[Trainer, SmallParts]:
@@ -24,16 +24,6 @@ def ready(path: Path, **changes: Any) -> tuple[Trainer, SmallParts]:
 def learn(trainer: Trainer, parts: SmallParts, batch: Any) -> None:
     ((_, loss, terms),) = parts.objective(batch)
     trainer.backward(loss, terms)
-
-
-def test_batches_are_micro_batches_of_tensors(tmp_path: Path) -> None:
-    trainer, parts = ready(tmp_path, steps=2)
-    shapes = []
-    for batch in trainer.micro_batches():
-        shapes.append({name: tuple(tensor.shape) for name, tensor in batch.items()})
-        learn(trainer, parts, batch)
-        trainer.step()
-    assert shapes == [{"tokens": (MICRO, SEQUENCE), "targets": (MICRO, SEQUENCE)}] * (2 * GLOBAL // MICRO)
 
 
 def test_a_step_acts_after_its_last_micro_batch_only(tmp_path: Path) -> None:
@@ -80,8 +70,7 @@ def test_a_loop_that_is_left_early_ends_as_stopped_with_its_state_saved(tmp_path
             break
     assert trainer.finish() == "interrupted"
     assert [parse_step(path) for path in list_checkpoints(parts.run.checkpoints)] == [2]
-    assert isinstance(parts.reporter, Remembering)
-    (ended,) = parts.reporter.of(RunEnded)
+    (ended,) = parts.events(RunEnded)
     assert (ended.status, ended.step) == ("interrupted", 2)
 
 

@@ -38,9 +38,8 @@ from phalanx.train.train_context import TrainContext
 from phalanx.train.train_state import GradientNoiseScale, TrainState
 from phalanx.train.train_step import GradientAccumulator
 from phalanx.train.trainer import Trainer
-from phalanx.train.worker import configure_torch
 from resolved_recipes import resolved_recipe
-from small_train import GLOBAL, E, Remembering, Samples, make_parts, mesh_of, tiny_lm, token_batch
+from small_train import GLOBAL, Samples, make_parts, mesh_of, tiny_lm, token_batch
 
 
 def stepper(world: int = 1, **values: Any) -> GradientAccumulator:
@@ -101,19 +100,8 @@ def resume(parts: TrainContext, force: bool = False) -> TrainState:
     return resume_training(parts, "0" * 32, force)
 
 
-def events(parts: TrainContext, kind: type[E]) -> list[E]:
-    assert isinstance(parts.reporter, Remembering)
-    return parts.reporter.of(kind)
-
-
 def test_a_new_run_begins_at_the_beginning(tmp_path: Path) -> None:
     assert resume(make_parts(tmp_path)) == TrainState()
-
-
-def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    trained(tmp_path)
-    progress = resume(make_parts(tmp_path))
-    assert (progress.step, progress.samples_consumed, progress.units_trained) == (6, 24, 144)
 
 
 def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:
@@ -126,7 +114,7 @@ def test_forced_over_other_data_a_run_says_so(tmp_path: Path) -> None:
     trained(tmp_path, "f" * 32)
     parts = make_parts(tmp_path)
     assert resume(parts, force=True).step == 6
-    (warning,) = events(parts, RunWarning)
+    (warning,) = parts.events(RunWarning)
     assert "forced: the run continues with other data" in warning.text
 
 
@@ -137,7 +125,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     parts = make_parts(tmp_path)
     with pytest.raises(DataError, match="no checkpoint here is good"):
         resume(parts)
-    assert [event.path for event in events(parts, CheckpointRejected)] == ["checkpoints/step-000000006"]
+    assert [event.path for event in parts.events(CheckpointRejected)] == ["checkpoints/step-000000006"]
 
 
 def tell_start(parts: TrainContext, progress: TrainState) -> None:
@@ -148,31 +136,26 @@ def tell_start(parts: TrainContext, progress: TrainState) -> None:
 def test_the_start_tells_world_attempt_and_steps(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     tell_start(parts, TrainState(step=2))
-    (started,) = events(parts, AttemptStarted)
+    (started,) = parts.events(AttemptStarted)
     assert replace(started, time=0.0) == AttemptStarted(
         time=0.0, world_size=1, attempt=0, start_step=2, total_steps=6, device="cpu", num_micro_batches=2
     )
-    assert events(parts, RunWarning) == []
+    assert parts.events(RunWarning) == []
 
 
 def test_batch_norm_is_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     parts.model.add_module("extra", nn.BatchNorm1d(3))
     tell_start(parts, TrainState())
-    (warning,) = events(parts, RunWarning)
+    (warning,) = parts.events(RunWarning)
     assert "BatchNorm" in warning.text
 
 
 def test_fewer_samples_than_a_batch_are_warned_of(tmp_path: Path) -> None:
     parts = make_parts(tmp_path, batch={"global_size": 64, "micro_size": 32})
     tell_start(parts, TrainState())
-    (warning,) = events(parts, RunWarning)
+    (warning,) = parts.events(RunWarning)
     assert "the data have only 20 training samples" in warning.text
-
-
-def test_prepared_torch_has_the_threads_of_the_recipe() -> None:
-    configure_torch(resolved_recipe(num_threads=2), DistEnv())
-    assert torch.get_num_threads() == 2
 
 
 def trained_with(path: Path, **changes: Any) -> None:
@@ -200,7 +183,7 @@ def test_a_run_does_not_go_on_with_what_its_checkpoint_was_not_trained_with(
         resume(make_parts(tmp_path, **changes))
     parts = make_parts(tmp_path, **changes)
     resume(parts, force=True)
-    assert any(key in event.text for event in events(parts, RunWarning))
+    assert any(key in event.text for event in parts.events(RunWarning))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.models import transformer
-from phalanx.models.convnets import InceptionBlock, ResidualBlock, googlenet, nin, resnet
+from phalanx.models.convnets import ResidualBlock, nin, resnet
 from phalanx.train.ops.blocks import find_blocks
 
 
@@ -72,15 +72,6 @@ def test_the_blocks_of_a_mixed_sequential_are_what_repeats_in_it_and_not_its_ste
     model = resnet(blocks=(2, 1, 1), base_channels=8)
     assert find_blocks(model) == ["1", "2", "3", "4"]
     assert all(isinstance(model.get_submodule(name), ResidualBlock) for name in find_blocks(model))
-
-
-def test_googlenets_blocks_are_its_inception_modules() -> None:
-    model = googlenet()
-    found = find_blocks(model)
-    assert [model.get_submodule(name) for name in found] == [
-        m for m in model.modules() if isinstance(m, InceptionBlock)
-    ]
-    assert len(found) == 9
 
 
 def test_plain_sequentials_are_blocks_where_nothing_else_repeats() -> None:

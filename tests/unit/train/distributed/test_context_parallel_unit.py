@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from phalanx.compat import fake_tensor_mode
 from phalanx.errors import RecipeError
@@ -24,7 +23,6 @@ from phalanx.train.distributed.context_parallel import (
     check_context_parallel,
     current_context_parallel,
     find_position_argument,
-    make_checkpoint_contexts,
     shard_batch,
 )
 from phalanx.train.loss import ContextSplit, LossFn
@@ -77,10 +75,6 @@ def test_gather_pairs_early_chunks_with_late_ones() -> None:
 def test_alltoall_cuts_contiguous_parts() -> None:
     parts = [shard_batch(batch_of(6), ranks(rank, 3), "alltoall")["positions"][0].tolist() for rank in range(3)]
     assert parts == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_what_has_no_sequence_stays_whole() -> None:
-    assert shard_batch(batch_of(8), ranks(0, 2), "gather")["weights"].shape == (2,)
 
 
 def test_one_rank_keeps_the_whole_batch() -> None:
@@ -184,21 +178,6 @@ def test_a_mask_is_refused_and_leaves_the_ordinary_attention_behind() -> None:
     assert F.scaled_dot_product_attention is ordinary
 
 
-def test_recomputation_has_the_one_that_was_active_in_the_forward() -> None:
-    seen = []
-
-    def note(x: Tensor) -> Tensor:
-        seen.append(current_context_parallel())
-        return x.sin()
-
-    x = torch.ones(3, requires_grad=True)
-    with ContextParallel(None, "gather") as mode:
-        y = checkpoint(note, x, use_reentrant=False, context_fn=make_checkpoint_contexts)
-    y.sum().backward()
-    assert seen == [mode, mode]
-    assert current_context_parallel() is None
-
-
 class Positioned(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return input_ids
@@ -245,12 +224,6 @@ def test_only_full_attention_of_hugging_face_is_accepted(config: dict[str, Any],
     else:
         with pytest.raises(RecipeError, match=rf"^parallelism.context: Positioned .*{refused}"):
             check_context_parallel(model, 8)
-
-
-@pytest.mark.parametrize("shape", [(12,), (2, 12)])
-def test_the_transformer_with_the_positions_it_presumes_has_the_same_bits(shape: tuple[int, ...]) -> None:
-    model, tokens = small_transformer(), torch.arange(24).view(2, 12) % 17
-    assert model(tokens, positions=torch.arange(12).expand(shape)).equal(model(tokens))
 
 
 def test_the_transformer_turns_tokens_by_the_positions_given() -> None:

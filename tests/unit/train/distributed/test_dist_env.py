@@ -20,20 +20,21 @@ from phalanx.train.distributed.process_group import (
 )
 from phalanx.train.distributed.store import open_root_store
 
-
-def test_without_variables_a_worker_is_alone() -> None:
-    place = dist_env_from_environment({})
-    assert (place.rank, place.world_size, place.local_rank, place.attempt, place.is_rank_zero) == (0, 1, 0, 0, True)
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
 
 
-def test_the_variables_of_torchrun_give_the_place() -> None:
-    variables = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1, 0, 0, True)),
+        (TORCHRUN, (3, 8, 1, 2, False)),
+        ({**TORCHRUN, "PHALANX_ATTEMPT": "5"}, (3, 8, 1, 5, False)),
+    ],
+    ids=["alone", "torchrun", "our own attempt"],
+)
+def test_variables_give_a_worker_its_place(variables: dict[str, str], expected: tuple[int, ...]) -> None:
     place = dist_env_from_environment(variables)
-    assert (place.rank, place.world_size, place.local_rank, place.attempt, place.is_rank_zero) == (3, 8, 1, 2, False)
-
-
-def test_our_own_attempt_goes_before_torchruns() -> None:
-    assert dist_env_from_environment({"PHALANX_ATTEMPT": "5", "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 5
+    assert (place.rank, place.world_size, place.local_rank, place.attempt, place.is_rank_zero) == expected
 
 
 @pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("-1", "2"), ("0", "0")])
@@ -131,30 +132,25 @@ def seeing(count: int, kind: str = "cuda") -> Callable[[], tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("count", "local_rank", "variables", "expected"),
+    ("count", "asked", "variables", "expected"),
     [
-        (0, 3, {}, "cpu"),
-        (4, 3, {}, "cuda:3"),
-        (1, 3, {"CUDA_VISIBLE_DEVICES": "2"}, "cuda:0"),  # srun --gpus-per-task=1
+        (0, "auto", {}, "cpu"),
+        (4, "auto", {}, "cuda:3"),
+        (4, "cuda", {}, "cuda:3"),
+        (4, "cpu", {}, "cpu"),
+        (1, "auto", {"CUDA_VISIBLE_DEVICES": "2"}, "cuda:0"),  # srun --gpus-per-task=1
     ],
 )
-def test_a_worker_takes_its_own_gpu_or_the_only_one_that_its_launcher_shows_it(
-    count: int, local_rank: int, variables: dict[str, str], expected: str
+def test_a_worker_takes_its_own_gpu_or_the_only_one_that_its_launcher_shows_it_unless_the_recipe_asks_for_a_cpu(
+    count: int, asked: str, variables: dict[str, str], expected: str
 ) -> None:
-    assert select_device(local_rank, variables, gpus=seeing(count)) == torch.device(expected)
+    assert select_device(3, variables, asked, gpus=seeing(count)) == torch.device(expected)
 
 
 @pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": "0", "PHALANX_EVENTS_FD": "socket"}])
 def test_more_workers_than_gpus_are_refused(variables: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"2 workers on a node with 1 GPU.*--nproc-per-node 1"):
         select_device(1, variables, gpus=seeing(1))
-
-
-@pytest.mark.parametrize(
-    ("asked", "kind", "expected"), [("cpu", "cuda", "cpu"), ("auto", "cuda", "cuda:1"), ("cuda", "cuda", "cuda:1")]
-)
-def test_a_worker_trains_on_the_kind_of_device_that_the_recipe_asks_for(asked: str, kind: str, expected: str) -> None:
-    assert select_device(1, {}, asked, seeing(2, kind)) == torch.device(expected)
 
 
 def test_a_node_without_the_device_of_its_run_says_so() -> None:

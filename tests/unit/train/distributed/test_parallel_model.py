@@ -11,8 +11,11 @@ from phalanx.errors import DataError
 from phalanx.recipe.schema import OptimizerConfig, Parallelism
 from phalanx.run import Run
 from phalanx.train.checkpoint.format import read_manifest
-from phalanx.train.checkpoint.load import load_tensors
-from phalanx.train.checkpoint.load_plan import execute_load_plan, get_local_state, get_state_tensors, make_load_plan
+from phalanx.train.checkpoint.load_plan import (
+    execute_load_plan,
+    get_local_state,
+    make_load_plan,
+)
 from phalanx.train.checkpoint.save import OwnedTensors, SaveContext
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel, TiedParam
@@ -63,22 +66,6 @@ def test_a_frozen_parameter_is_held_and_not_trained() -> None:
     model.norm.requires_grad_(False)
     divided = ParallelModel(mesh_of(), (model,))
     assert set(divided.parameters()) - set(divided.trainable_parameters()) == {"norm.weight", "norm.bias"}
-
-
-def test_stages_make_one_list_of_parameters_under_their_own_names() -> None:
-    first, last = nn.Module(), nn.Module()
-    first.embedding, last.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
-    assert list(ParallelModel(mesh_of(), (first, last)).parameters()) == ["embedding.weight", "head.weight"]
-
-
-def test_a_tied_parameter_counts_on_the_stage_that_owns_it() -> None:
-    ties = {"embedding.weight": TiedParam(None, is_owner=True), "head.weight": TiedParam(None, is_owner=False)}
-    divided = ParallelModel(mesh_of(), (tiny_lm(),), tied_params=ties)
-    assert [divided.is_owner(name) for name in ("embedding.weight", "head.weight", "hidden.weight")] == [
-        True,
-        False,
-        True,
-    ]
 
 
 def test_a_tied_gradient_counts_once_in_the_norm() -> None:
@@ -155,14 +142,6 @@ def save(run: Run, ranks: list[tuple[ParallelModel, OptimizerContainer]]) -> Pat
     for saving in savings:
         saving.close()
     return run.checkpoints / "step-000000003"
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_tensor_ranks_save_is_the_state_of_the_whole_model(run: Run, size: int) -> None:
-    path = save(run, [tensor_rank(rank, size) for rank in range(size)])
-    found, expected = load_tensors(path), get_state_tensors(*trained(), GradScaler())
-    assert set(found) == set(expected)
-    assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 2), (2, 4)])

@@ -133,12 +133,6 @@ def test_a_worker_that_never_comes_is_not_waited_for_without_end(monkeypatch: py
     assert raised.value.code is ExitCode.UNFINISHED
 
 
-def test_under_our_agent_no_worker_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_EVENTS_FD", "5")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    come_together(DistEnv(0, 2))
-
-
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
@@ -267,8 +261,3 @@ def test_an_address_that_worker_0_has_not_is_refused_by_name(monkeypatch: pytest
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     with pytest.raises(UsageError, match=r"^MASTER_ADDR=192\.0\.2\.1 MASTER_PORT=\d+: worker 0 cannot listen there: "):
         open_root_store(DistEnv(rank=0, world_size=2))
-
-
-def test_alone_there_is_nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    announce_run(DistEnv(), TOLD)

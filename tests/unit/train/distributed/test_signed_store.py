@@ -20,13 +20,6 @@ def test_what_was_written_without_the_key_is_an_error(said: bytes) -> None:
         SignedStore(beneath, b"key").get("a")
 
 
-def test_a_value_of_another_attempt_is_an_error() -> None:
-    beneath = HashStore()
-    SignedStore(beneath, b"key of the attempt before").set("a", b"value")
-    with pytest.raises(DistError):
-        SignedStore(beneath, b"key").get("a")
-
-
 def test_a_value_moved_to_another_name_is_an_error() -> None:
     """Or the address of one worker could be given for another's."""
     beneath = HashStore()

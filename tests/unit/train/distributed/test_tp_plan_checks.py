@@ -77,10 +77,18 @@ def test_rules_that_cannot_be_are_told_with_rule_and_module(rules: dict[str, str
         check_tp_plan(net(), rules, 2)
 
 
-def test_rules_that_fit_give_the_styles() -> None:
-    styles = check_tp_plan(net(), RULES, 3)
-    assert styles["blocks.1.norm"] == "shared"
-    assert len(styles) == 8
+@pytest.mark.parametrize(
+    ("options", "rules", "ranks"),
+    [
+        ({}, RULES, 3),
+        ({"vocab": 11}, {"embedding": "vocabulary", "head": "head"}, 4),
+        ({"tie": True}, {"embedding": "vocabulary", "head": "head"}, 2),
+        ({"tie": True}, RULES, 2),
+    ],
+    ids=["blocks", "any vocabulary", "a tied weight is cut in its places", "a tied weight stays whole"],
+)
+def test_rules_that_fit_are_accepted(options: dict[str, Any], rules: dict[str, str], ranks: int) -> None:
+    check_tp_plan(net(**options), rules, ranks)
 
 
 @pytest.mark.parametrize(
@@ -117,23 +125,11 @@ def test_each_part_of_a_fused_matrix_must_divide() -> None:
         check_tp_plan(model, {"0": "columns-conv1d:3"}, 9)
 
 
-def test_a_vocabulary_of_any_size_can_be_cut() -> None:
-    check_tp_plan(net(vocab=11), {"embedding": "vocabulary", "head": "head"}, 4)
-
-
 @pytest.mark.parametrize("rules", [{"embedding": "vocabulary"}, {"head": "head"}, {"head": "rows"}])
 def test_a_tied_weight_that_only_one_place_would_cut_is_told_with_both(rules: dict[str, str]) -> None:
     tied = r"^model.tp_plan: embedding and head share a weight \(tied\), but only one of them would be cut, or each"
     with pytest.raises(RecipeError, match=tied):
         check_tp_plan(net(tie=True), rules, 2)
-
-
-def test_a_tied_weight_may_be_cut_alike_in_its_places() -> None:
-    check_tp_plan(net(tie=True), {"embedding": "vocabulary", "head": "head"}, 2)
-
-
-def test_a_tied_weight_may_stay_whole_in_all_its_places() -> None:
-    check_tp_plan(net(tie=True), RULES, 2)
 
 
 def test_a_group_of_one_cuts_nothing() -> None:

@@ -59,15 +59,6 @@ def test_an_unknown_model_has_no_rules() -> None:
     assert find_divisible_sizes(nn.Linear(2, 2)) == {}
 
 
-def test_what_counts_heads_is_named() -> None:
-    family = find_tp_plan(ours())
-    assert family is not None
-    modules = dict(ours().named_modules())
-    for pattern, attributes in family.divided_attributes.items():
-        for name in find_matching(pattern, modules):
-            assert all(hasattr(modules[name], attribute) for attribute in attributes)
-
-
 def test_sizes_of_our_transformer_are_read_off_it() -> None:
     assert find_divisible_sizes(ours(ffn_hidden_size=48)) == {
         "attention heads": 4,

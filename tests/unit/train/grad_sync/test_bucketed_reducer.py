@@ -68,17 +68,6 @@ def test_replicas_adds_micro_batches_in_the_tree(micro_batches: int) -> None:
         assert weight.grad.equal(gradient)
 
 
-def test_buffers_that_are_used_again_hold_nothing_of_the_step_before() -> None:
-    weights = parameters((5, 3), (7,))
-    exchange = alone(weights, micro_batches=6, replicas=True)
-    run(exchange, weights, wild_losses(weights, 6, seed=1))
-    run(exchange, weights, wild_losses(weights, 6, seed=2))
-    again = [w.grad.clone() for w in weights if w.grad is not None]
-    exchange.close()
-    run(alone(weights, micro_batches=6, replicas=True), weights, wild_losses(weights, 6, seed=2))
-    assert all(w.grad is not None and w.grad.equal(g) for w, g in zip(weights, again, strict=True))
-
-
 def test_a_step_needs_no_more_buffers_than_the_first() -> None:
     weights = parameters((5, 3))
     exchange = alone(weights, micro_batches=8, replicas=True)
@@ -88,6 +77,17 @@ def test_a_step_needs_no_more_buffers_than_the_first() -> None:
         run(exchange, weights, wild_losses(weights, 8, seed))
         counts.append(1 + len(bucket.free_buffers) + len(bucket.tree_nodes))
     assert counts == [counts[0]] * 3
+
+
+def test_buffers_that_are_used_again_hold_nothing_of_the_step_before() -> None:
+    weights = parameters((5, 3), (7,))
+    exchange = alone(weights, micro_batches=6, replicas=True)
+    run(exchange, weights, wild_losses(weights, 6, seed=1))
+    run(exchange, weights, wild_losses(weights, 6, seed=2))
+    again = [w.grad.clone() for w in weights if w.grad is not None]
+    exchange.close()
+    run(alone(weights, micro_batches=6, replicas=True), weights, wild_losses(weights, 6, seed=2))
+    assert all(w.grad is not None and w.grad.equal(g) for w, g in zip(weights, again, strict=True))
 
 
 @pytest.mark.parametrize("replicas", [True, False])
@@ -110,13 +110,6 @@ def test_an_unused_parameter_leaves_nothing_of_the_step_before() -> None:
     assert weights[1].grad.tolist() == [0.0] * 4
 
 
-def test_the_norm_is_taken_over_gradients_only() -> None:
-    weights = parameters((3, 5), (7,), (100,))
-    run(exchange := alone(weights, micro_batches=2, replicas=True), weights, wild_losses(weights, 2))
-    expected = torch.cat([w.grad.flatten() for w in weights if w.grad is not None]).norm()
-    torch.testing.assert_close(exchange.grad_norm(), expected.double(), rtol=1.3e-6, atol=1e-5)  # as for fp32
-
-
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_the_norm_does_not_depend_on_the_padding_for_a_world(world: int) -> None:
     weights = parameters((3, 5), (7,), (100,))
@@ -131,28 +124,22 @@ def test_the_norm_does_not_depend_on_the_padding_for_a_world(world: int) -> None
     assert several.grad_norm().equal(single.grad_norm())
 
 
-def test_buckets_take_the_last_parameters_first_and_keep_to_their_capacity() -> None:
-    weights = parameters((10,), (20,), (30,), (1000,), (5,))
-    buckets = make_buckets(weights, bucket_bytes=4 * 50, world_size=1)
-    sizes = [[p.numel() for p in bucket.parameters] for bucket in buckets]
-    assert sizes == [[5], [1000], [30, 20], [10]]
-
-
-def test_what_backward_makes_last_travels_in_a_small_bucket_of_its_own() -> None:
-    weights = parameters((2,), (4,), (90,), (100,), (100,))
-    buckets = make_buckets(weights, bucket_bytes=4 * 100, world_size=1, overlaps_backward=True)
-    assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[100], [100], [90], [4, 2]]
-
-
-def test_a_last_bucket_that_is_mostly_one_parameter_stays_whole() -> None:
-    weights = parameters((60,), (20,), (100,))
-    buckets = make_buckets(weights, bucket_bytes=4 * 100, world_size=1, overlaps_backward=True)
-    assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[100], [20, 60]]
-
-
-def test_a_single_bucket_is_not_cut() -> None:
-    (bucket,) = make_buckets(parameters((2,), (90,)), bucket_bytes=4 * 100, world_size=1, overlaps_backward=True)
-    assert len(bucket.parameters) == 2
+@pytest.mark.parametrize(
+    ("sizes", "capacity", "options", "expected"),
+    [
+        ((10, 20, 30, 1000, 5), 50, {}, [[5], [1000], [30, 20], [10]]),
+        ((2, 4, 90, 100, 100), 100, {"overlaps_backward": True}, [[100], [100], [90], [4, 2]]),
+        ((60, 20, 100), 100, {"overlaps_backward": True}, [[100], [20, 60]]),
+        ((2, 90), 100, {"overlaps_backward": True}, [[90, 2]]),
+    ],
+    ids=["last parameters first", "what comes last is small", "mostly one parameter stays whole", "a single bucket"],
+)
+def test_buckets_are_filled_in_the_order_of_backward_up_to_their_capacity(
+    sizes: tuple[int, ...], capacity: int, options: dict[str, bool], expected: list[list[int]]
+) -> None:
+    weights = parameters(*((size,) for size in sizes))
+    buckets = make_buckets(weights, bucket_bytes=4 * capacity, world_size=1, **options)
+    assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == expected
 
 
 def test_a_bucket_has_one_dtype() -> None:
@@ -206,23 +193,6 @@ def test_weights_that_are_not_contiguous_are_updated_as_without_an_exchange(opti
 
     for plain, exchanged in zip(trained(False), trained(True), strict=True):
         assert exchanged.equal(plain)
-
-
-@pytest.mark.parametrize(
-    ("world", "replicas", "dtype"),
-    [(1, False, torch.float32), (2, True, torch.float32), (2, False, torch.bfloat16)],
-    ids=["one worker", "replicas", "gradients of another dtype"],
-)
-def test_there_are_no_slots_where_nothing_can_go_along(world: int, replicas: bool, dtype: torch.dtype) -> None:
-    exchange = BucketedReducer(
-        parameters((3,), dtype=dtype),
-        rank=0,
-        world_size=world,
-        micro_batches=2,
-        is_elastic=replicas,
-        num_metric_slots=5,
-    )
-    assert exchange.metric_slots is None
 
 
 def test_a_gradient_that_one_backward_makes_twice_is_refused() -> None:

@@ -34,12 +34,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return counted
 
 
-def exchange_of(*weights: nn.Parameter, low_rank: int = 2) -> tuple[Bucket, PowerSGDCompression]:
+def exchange_of(*weights: nn.Parameter, **options: int) -> tuple[Bucket, BucketedReducer, PowerSGDCompression]:
+    options = {"powersgd_rank": 2, **options}
     exchange = BucketedReducer(
-        weights, rank=0, world_size=1, micro_batches=1, is_elastic=False, algorithm="powersgd", powersgd_rank=low_rank
+        weights, rank=0, world_size=1, micro_batches=1, is_elastic=False, algorithm="powersgd", **options
     )
     (bucket,) = exchange.buckets
-    return bucket, PowerSGDCompression(CommContext(0, 1, None, None, torch.device("cpu")), [bucket])
+    return bucket, exchange, PowerSGDCompression(CommContext(0, 1, None, None, torch.device("cpu")), [bucket])
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -60,19 +61,7 @@ def summed(strategy: PowerSGDCompression, bucket: Bucket, *gradients: Tensor) ->
 
 @pytest.mark.usefixtures("alone")
 def test_in_the_first_steps_gradients_travel_whole() -> None:
-    weights = [weight(30, 20)]
-    exchange = BucketedReducer(
-        weights,
-        rank=0,
-        world_size=1,
-        micro_batches=1,
-        is_elastic=False,
-        algorithm="powersgd",
-        powersgd_rank=1,
-        warmup_steps=3,
-    )
-    (bucket,) = exchange.buckets
-    strategy = PowerSGDCompression(CommContext(0, 1, None, None, torch.device("cpu")), [bucket])
+    bucket, exchange, strategy = exchange_of(weight(30, 20), powersgd_rank=1, warmup_steps=3)
     for step in range(1, 6):
         gradient = of_rank(10, 30, 20, seed=step)
         exchange.start_step(step)
@@ -88,7 +77,7 @@ def of_rank(rank: int, rows: int, columns: int, seed: int) -> Tensor:
 
 
 def test_a_gradient_of_low_rank_arrives_whole(alone: Counted) -> None:
-    bucket, strategy = exchange_of(weight(30, 20))
+    bucket, _, strategy = exchange_of(weight(30, 20))
     gradient = of_rank(2, 30, 20, seed=1)
     torch.testing.assert_close(summed(strategy, bucket, gradient), [gradient], rtol=1e-4, atol=1e-4)
     assert bucket.residual is not None
@@ -96,13 +85,13 @@ def test_a_gradient_of_low_rank_arrives_whole(alone: Counted) -> None:
 
 
 def test_only_thin_matrices_and_what_is_small_travel(alone: Counted) -> None:
-    bucket, strategy = exchange_of(weight(30, 20), weight(7), weight(3, 3))
+    bucket, _, strategy = exchange_of(weight(30, 20), weight(7), weight(3, 3))
     summed(strategy, bucket, *[torch.ones(view.shape) for view in bucket.buffer.views])
     assert alone.sizes == [2 * 30 + 7 + 9, 2 * 20]
 
 
 def test_what_the_thin_matrices_lack_is_sent_later(alone: Counted) -> None:
-    bucket, strategy = exchange_of(weight(30, 20))
+    bucket, _, strategy = exchange_of(weight(30, 20))
     gradient, total, sent = of_rank(8, 30, 20, seed=2), torch.zeros(30, 20), torch.zeros(30, 20)
     lacking = []
     for _ in range(40):
@@ -115,7 +104,7 @@ def test_what_the_thin_matrices_lack_is_sent_later(alone: Counted) -> None:
 
 
 def test_a_step_goes_on_from_where_the_last_one_ended(alone: Counted) -> None:
-    bucket, strategy = exchange_of(weight(30, 20))
+    bucket, _, strategy = exchange_of(weight(30, 20))
     strong, weak = of_rank(2, 30, 20, seed=3), of_rank(20, 30, 20, seed=4) / 20
     errors = []
     for _ in range(3):
@@ -129,7 +118,7 @@ def test_a_step_goes_on_from_where_the_last_one_ended(alone: Counted) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_of_gradients_that_are_not_finite_nothing_is_kept(alone: Counted, value: float) -> None:
-    bucket, strategy = exchange_of(weight(30, 20), weight(5))
+    bucket, _, strategy = exchange_of(weight(30, 20), weight(5))
     good = [torch.ones(5), of_rank(2, 30, 20, seed=5)]
     for bad in range(2):
         gradients = [each.clone() for each in good]
@@ -149,6 +138,6 @@ def test_rows_of_a_matrix_are_outermost_in_memory() -> None:
 
 def test_kernels_whose_channels_come_last_arrive_whole(alone: Counted) -> None:
     kernel = nn.Parameter(torch.zeros(8, 6, 3, 3).to(memory_format=torch.channels_last))
-    bucket, strategy = exchange_of(kernel)
+    bucket, _, strategy = exchange_of(kernel)
     gradient = (torch.arange(8.0)[:, None] * torch.arange(54.0)).view(8, 6, 3, 3)
     torch.testing.assert_close(summed(strategy, bucket, gradient), [gradient], rtol=1e-4, atol=1e-3)

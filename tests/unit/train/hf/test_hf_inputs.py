@@ -1,6 +1,5 @@
 """Calling a Hugging Face model with what our tasks give."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +7,10 @@ import torch
 from torch import nn
 
 from phalanx.errors import RecipeError
-from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import adapt_inputs, compute_positions, get_logits
-from phalanx.train.tasks import LanguageModeling
-from tiny_huggingface import MODEL_KINDS, random_tokens, save_random_model
+from tiny_huggingface import random_tokens
 
 DOCUMENTS = torch.tensor([[7] * 5 + [8] * 11, [3] * 16])
-CPU = torch.device("cpu")
 
 
 class Plain(nn.Module):
@@ -27,18 +23,6 @@ class Plain(nn.Module):
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None):  # type: ignore[no-untyped-def]
         return input_ids
-
-
-@pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_no_document_sees_another(tmp_path: Path, kind: str) -> None:
-    reference = save_random_model(tmp_path, kind)
-    model = hf_model.build_with_weights(tmp_path, {}, None, CPU).eval()
-    with torch.no_grad():
-        found = get_logits(model(random_tokens(), documents=DOCUMENTS))
-        parts = [reference(random_tokens()[:1, part]).logits for part in (slice(5), slice(5, None))]
-        alone = reference(random_tokens()[1:]).logits
-    torch.testing.assert_close(found[:1], torch.cat(parts, 1), rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[1:], alone, rtol=0, atol=1e-5)
 
 
 def test_tokens_become_input_ids_without_a_cache() -> None:
@@ -104,13 +88,6 @@ def test_documents_need_a_model_that_takes_a_mask() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(RecipeError, match=r"data.document_masking: Linear takes no attention_mask"):
         adapt_inputs(model, (random_tokens(),), {"documents": DOCUMENTS})
-
-
-def test_language_modeling_takes_logits_out_of_an_output() -> None:
-    logits = torch.randn(2, 16, 96, generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": random_tokens(), "targets": random_tokens(seed=1)}
-    wrapped = LanguageModeling().loss(SimpleNamespace(logits=logits), batch)
-    assert torch.equal(wrapped[0], LanguageModeling().loss(logits, batch)[0])
 
 
 def test_logits_may_be_in_a_dict() -> None:

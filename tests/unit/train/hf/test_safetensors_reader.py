@@ -1,6 +1,7 @@
 """Safetensors files read by name and range."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,28 +64,29 @@ def test_a_tensor_that_is_not_there_is_named(single: Path) -> None:
         open_weight_reader(single).read("z")
 
 
-def test_a_directory_without_weights_says_what_was_expected(tmp_path: Path) -> None:
-    (tmp_path / "x.bin").touch()
-    with pytest.raises(DataError, match=r"expected model.safetensors or .*; found no \*.safetensors file"):
-        open_weight_reader(tmp_path)
+def tear(folder: Path) -> None:
+    save_file(TENSORS, folder / SINGLE_FILE_NAME)
+    (folder / SINGLE_FILE_NAME).write_bytes((folder / SINGLE_FILE_NAME).read_bytes()[:-5])
 
 
-def test_a_torn_file_is_named(single: Path) -> None:
-    whole = (single / SINGLE_FILE_NAME).read_bytes()
-    (single / SINGLE_FILE_NAME).write_bytes(whole[:-5])
-    with pytest.raises(DataError, match=rf"{SINGLE_FILE_NAME}: not a whole safetensors file"):
-        open_weight_reader(single)
-
-
-def test_a_file_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
-    (split(tmp_path) / "model-b.safetensors").unlink()
-    with pytest.raises(DataError, match=r"model-b.safetensors: there is no such file"):
-        open_weight_reader(tmp_path)
-
-
-def test_a_tensor_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
-    save_file({"z": TENSORS["b"]}, split(tmp_path) / "model-b.safetensors")
-    with pytest.raises(DataError, match=r"model-b.safetensors: holds no tensor 'b', though"):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: (folder / "x.bin").touch(), r"expected model.safetensors or .*; found no \*.safetensors file"),
+        (tear, rf"{SINGLE_FILE_NAME}: not a whole safetensors file"),
+        (lambda folder: (split(folder) / "model-b.safetensors").unlink(), "model-b.safetensors: there is no such file"),
+        (
+            lambda folder: save_file({"z": TENSORS["b"]}, split(folder) / "model-b.safetensors"),
+            "model-b.safetensors: holds no tensor 'b', though",
+        ),
+    ],
+    ids=["no weights", "torn", "a file of the index is missing", "a tensor of the index is missing"],
+)
+def test_files_that_are_missing_or_damaged_are_named(
+    tmp_path: Path, make: Callable[[Path], object], message: str
+) -> None:
+    make(tmp_path)
+    with pytest.raises(DataError, match=message):
         open_weight_reader(tmp_path)
 
 

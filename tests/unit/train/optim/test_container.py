@@ -6,21 +6,16 @@ from torch import nn
 
 from phalanx.errors import DataError, RecipeError
 from phalanx.models import moe, transformer
-from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.optim.container import (
     OptimizerContainer,
     find_hidden_matrices,
-    select_muon_matrices,
     trainable_parameters,
 )
 from phalanx.train.optim.muon import Muon, orthogonalize
-from small_train import VOCAB, TinyLM, tiny_lm, token_batch
+from small_optim import optim
+from small_train import VOCAB, tiny_lm, token_batch
 
 NAMES = ["adamw", "sgd", "muon"]
-
-
-def optim(name: str = "adamw", **changes: object) -> OptimizerConfig:
-    return OptimizerConfig.model_validate({"name": name, **changes})
 
 
 def train(model: nn.Module, optimizer: OptimizerContainer, steps: range) -> None:
@@ -83,15 +78,6 @@ def test_muon_takes_fused_experts_and_the_last_layer_where_the_head_is_a_functio
     assert "blocks.1.attention.out.weight" in find_hidden_matrices(model)
 
 
-def test_muon_takes_the_same_matrices_in_a_part_of_a_model() -> None:
-    model = tiny_lm()
-    part = nn.ModuleDict({"hidden": model.hidden, "norm": model.norm})
-    optimizer = OptimizerContainer(part, optim("muon"), muon_matrices=select_muon_matrices(model, optim("muon")))
-    assert names_in(optimizer, 0) == ["hidden.weight"]
-    without = nn.ModuleDict({"head": model.head})
-    assert len(OptimizerContainer(without, optim("muon"), muon_matrices={"hidden.weight"}).optimizers) == 1
-
-
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
 def test_a_step_of_muon_is_that_of_torch_but_for_rounding_to_bf16(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -125,24 +111,6 @@ def test_a_frozen_parameter_stays_and_has_no_state(name: str) -> None:
     train(model, optimizer, range(3))
     assert model.embedding.weight.equal(before)
     assert not any("embedding" in key for key in optimizer.state())
-
-
-@pytest.mark.parametrize(
-    ("name", "entries"),
-    [
-        ("adamw", {"step", "exp_avg", "exp_avg_sq"}),
-        ("sgd", {"momentum_buffer"}),
-        ("muon", {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}),
-    ],
-)
-def test_state_is_named_by_parameter_and_entry(name: str, entries: set[str]) -> None:
-    model = tiny_lm()
-    optimizer = OptimizerContainer(model, optim(name))
-    train(model, optimizer, range(1))
-    parts = [key.split("/") for key in optimizer.state()]
-    assert {part[0] for part in parts} == {"optimizer"}
-    assert {part[1] for part in parts} == {n for n, _ in model.named_parameters()}
-    assert {part[2] for part in parts} == entries
 
 
 def test_state_takes_the_memory_layout_of_its_parameter() -> None:
@@ -219,13 +187,3 @@ def test_a_parameters_name_may_hold_a_slash() -> None:
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(RecipeError, match="no parameter that requires a gradient"):
         trainable_parameters(nn.ReLU())
-
-
-def test_tied_parameters_count_once() -> None:
-    model: TinyLM = tiny_lm()
-    model.head.weight = model.embedding.weight
-    assert [name for name in trainable_parameters(model) if "weight" in name] == [
-        "embedding.weight",
-        "hidden.weight",
-        "norm.weight",
-    ]
