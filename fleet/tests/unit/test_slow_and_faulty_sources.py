@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from fake_amdsmi import LoadedAmdsmi
 from fake_exporter import FakeExporter
 from fake_nvml import FakeGpu, FakeNvml
+from phalanx.telemetry.amd import AmdsmiSource
 from phalanx.telemetry.nvml import NvmlSource
 from phalanx.telemetry.record import NodeSampler
 from phalanx.telemetry.rollup import CounterTotal, DeviceChecker
@@ -25,11 +27,15 @@ def make_nvml(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
     return NvmlSource(FakeNvml(gpu, clock=clock))
 
 
+def make_amd(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
+    return AmdsmiSource(LoadedAmdsmi(FakeNvml(gpu, clock=clock)))
+
+
 def make_prometheus(gpu: FakeGpu, clock: SettableClock) -> TelemetrySource:
     return PrometheusSource(URL, clock, FakeExporter(FakeNvml(gpu, clock=clock), interval_s=1.0).fetch, renewal_s=1.0)
 
 
-every_source = pytest.mark.parametrize("make_source", [make_nvml, make_prometheus])
+every_source = pytest.mark.parametrize("make_source", [make_nvml, make_amd, make_prometheus])
 
 
 def sample(source: TelemetrySource, clock: SettableClock, seconds: int) -> tuple[list[DeviceSample], float]:

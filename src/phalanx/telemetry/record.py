@@ -4,6 +4,7 @@ into minutes in the run, and serve metrics on a port.
 
 import contextlib
 import fcntl
+import importlib
 import importlib.util
 import logging
 import os
@@ -12,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.gpu_topology import import_nvml
 from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.node_env import find_node_name
 from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, read_newest_energy
+from phalanx.telemetry.amd import AmdsmiSource
 from phalanx.telemetry.host import HostSource
 from phalanx.telemetry.nvml import NvmlSource
 from phalanx.telemetry.rollup import DeviceChecker, MinuteBuilder, add_minute_energy, merge_hosts
@@ -118,12 +120,21 @@ def open_local_sources() -> tuple[list[TelemetrySource], list[str]]:
     """The sources of this machine, and what they cannot read, in words."""
     sources: list[TelemetrySource] = [HostSource()]
     problems: list[str] = []
-    if (library := import_nvml()) is not None:
-        try:
-            sources.append(NvmlSource(library))
-        except SourceUnavailableError as error:
-            problems.append(str(error))
+    for library, make_source in ((import_nvml(), NvmlSource), (import_amdsmi(), AmdsmiSource)):
+        if library is not None:
+            try:
+                sources.append(make_source(library))
+            except SourceUnavailableError as error:
+                problems.append(str(error))
     return sources, [*(problem for source in sources for problem in source.problems), *problems]
+
+
+def import_amdsmi() -> Any:
+    """AMD's library, where ROCm and its Python package are installed; else None."""
+    try:
+        return importlib.import_module("amdsmi")
+    except (ImportError, KeyError, OSError):  # KeyError: the package is there, and ROCm's library is not
+        return None
 
 
 class MinuteFile:

@@ -56,7 +56,7 @@ class DeviceSample:
     power_instant_w: float | None = None
     """Power over milliseconds."""
     power_mean_w: float | None = None
-    """Mean power over about a second, by the device (NVML on Ampere and later)."""
+    """Mean power over about a second, by the device (NVML on Ampere and later, AMD's average socket power)."""
     power_cap_w: float | None = None
     """The cap that the device enforces."""
     energy_joules: float | None = None
