@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,38 +120,34 @@ def test_a_kill_that_nobody_did_is_told_as_lack_of_memory(tmp_path: Path) -> Non
     assert message.startswith("worker 1 was killed by SIGKILL (possibly out of memory")
 
 
-def test_a_crash_is_told_with_the_workers_last_words_and_its_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crash", [None, "MemoryError: no more (mine.py:3)"], ids=["log", "reported"])
+def test_a_crash_is_told_as_reported_or_else_with_the_last_line_of_its_log(tmp_path: Path, crash: str | None) -> None:
     log = tmp_path / "attempt-4-rank-1.log"
     log.write_text("Traceback (most recent call last):\n  ...\nMemoryError: no more\n")
-    _, message = decide_outcome(attempt({1: 1, 0: -9}, number=4), tmp_path)
-    assert message == f"worker 1 ended with exit code 1: MemoryError: no more (log: {log})"
-
-
-def test_a_crash_that_was_reported_is_told_instead_of_the_logs_last_line(tmp_path: Path) -> None:
-    log = tmp_path / "attempt-4-rank-1.log"
-    log.write_text("RuntimeError: a\nlast line\n")
-    ended = attempt({1: 1, 0: -9}, number=4)
-    ended.crashes[1] = "RuntimeError: a last line (mine.py:3)"
+    ended = attempt({1: 1, 0: -9}, number=4, crashes={1: crash} if crash else {})
     _, message = decide_outcome(ended, tmp_path)
-    assert message == f"worker 1 ended with exit code 1: RuntimeError: a last line (mine.py:3) (log: {log})"
+    assert message == f"worker 1 ended with exit code 1: {crash or 'MemoryError: no more'} (log: {log})"
 
 
-def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
-    assert find_first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
-
-
-def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_first() -> None:
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) == (1, LOST_PEER_STATUS)
-    assert find_first_failure({1: LOST_PEER_STATUS, 2: -9, 0: -9}, killed_ranks={2}) == (0, -9)
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
-
-
-def test_the_first_exception_is_the_cause_whichever_process_is_gone_first() -> None:
-    assert find_first_failure({1: 1, 0: 1}, crashed_ranks=[0, 1]) == (0, 1)
-    both_lost = {1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS, 2: -9}
-    assert find_first_failure(both_lost, killed_ranks={2}, crashed_ranks=[0, 1]) == (0, LOST_PEER_STATUS)
+@pytest.mark.parametrize(
+    ("codes", "context", "first"),
+    [
+        ({2: 0, 1: 75, 3: -6, 0: -9}, {}, 3),
+        # who only lost a peer is not the first, although it was gone first
+        ({1: LOST_PEER_STATUS, 0: -9, 2: -9}, {}, 0),
+        ({1: LOST_PEER_STATUS, 0: 1}, {}, 0),
+        ({1: LOST_PEER_STATUS, 0: -9}, {"killed_ranks": {0}}, 1),
+        ({1: LOST_PEER_STATUS, 2: -9, 0: -9}, {"killed_ranks": {2}}, 0),
+        ({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}, {}, 1),
+        # the first exception is the cause whichever process is gone first
+        ({1: 1, 0: 1}, {"crashed_ranks": [0, 1]}, 0),
+        ({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS, 2: -9}, {"killed_ranks": {2}, "crashed_ranks": [0, 1]}, 0),
+    ],
+)
+def test_the_first_to_fall_is_the_first_that_failed_by_itself(
+    codes: dict[int, int], context: dict[str, Any], first: int
+) -> None:
+    assert find_first_failure(codes, **context) == (first, codes[first])
 
 
 def test_a_fault_names_rank_and_signal_or_code() -> None:
@@ -209,81 +205,101 @@ def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[LeaderAgen
         yield agent
 
 
-def supervise(agent: LeaderAgent, ends: list[AttemptState], monkeypatch: pytest.MonkeyPatch, first: int = 0) -> Any:
+Supervise = Callable[[list[AttemptState]], tuple[Any, list[int]]]
+
+
+@pytest.fixture
+def supervise(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> Supervise:
     """Supervise a run whose attempts end like this; returns the outcome and the numbers of the attempts."""
-    numbers: list[int] = []
-    script = iter(ends)
 
-    def play(self: LeaderAgent, number: int, *_: Any) -> AttemptState:
-        numbers.append(number)
-        return next(script)
+    def run(ends: list[AttemptState]) -> tuple[Any, list[int]]:
+        numbers: list[int] = []
+        script = iter(ends)
 
-    monkeypatch.setattr(LeaderAgent, "run_attempt", play)
-    return agent.supervise(2, COMMAND, first), numbers
+        def play(self: LeaderAgent, number: int, *_: Any) -> AttemptState:
+            numbers.append(number)
+            return next(script)
+
+        monkeypatch.setattr(LeaderAgent, "run_attempt", play)
+        return agent.supervise(2, COMMAND, 0), numbers
+
+    return run
 
 
 def kinds(shown: list[Any]) -> list[str]:
     return [event.kind for event in shown]
 
 
+@pytest.mark.parametrize(
+    ("fallen", "rank", "what"),
+    [
+        (attempt(CRASHED, num_steps=3), 0, "SIGSEGV"),
+        (attempt({1: GPU_FAILED_STATUS, 0: -9}), 1, "gpu failed"),
+    ],
+    ids=["crash", "GPU that fails before the first step"],
+)
 def test_an_attempt_that_falls_is_told_and_followed_by_another(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, shown: list[Any], fallen: AttemptState, rank: int, what: str
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3), attempt({0: 0})], monkeypatch)
+    outcome, numbers = supervise([fallen, attempt({0: 0})])
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
     assert kinds(shown) == ["failure", "warning"]
-    assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
+    assert (shown[0].rank, shown[0].what) == (rank, what)
     assert "restarting from the last good checkpoint" in shown[1].text
 
 
+NO_PROGRESS = "no progress in 3 attempts"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        (attempt(CRASHED, num_steps=3), ExitCode.GAVE_UP, f"worker 0 was killed by SIGSEGV; gave up: {NO_PROGRESS}"),
+        (
+            attempt({0: STORAGE_FAILED_STATUS}, num_steps=3),
+            ExitCode.GAVE_UP,
+            f"worker 0 ended because storage failed; gave up: {NO_PROGRESS}",
+        ),
+        (
+            attempt({0: GPU_FAILED_STATUS}, num_steps=3),
+            ExitCode.UNFIT_NODE,
+            f"worker 0 ended because its GPU failed; {NO_PROGRESS}: train on another machine, or reset the GPU",
+        ),
+    ],
+    ids=["crash", "storage", "GPU"],
+)
 def test_attempts_that_save_nothing_new_are_given_up(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, end: AttemptState, code: ExitCode, message: str
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3)] * 9, monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
-    assert outcome.message == "worker 0 was killed by SIGSEGV; gave up: no progress in 3 attempts"
-    assert kinds(shown) == ["failure", "warning", "failure", "warning", "failure"]
+    outcome, numbers = supervise([end] * 9)
+    assert (outcome.code, outcome.message, numbers) == (code, message, [0, 1, 2])
 
 
-def test_progress_forgives_the_attempts_before_it(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = [10, 10, 0, 20, 20, 20, 20]
-    ends = [attempt(CRASHED, num_steps=3, saved_step=step) for step in saved]
-    outcome, numbers = supervise(agent, ends, monkeypatch)
-    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 7)
+@pytest.mark.parametrize(
+    ("field", "steps"),
+    [
+        ("saved_step", [10, 10, 0, 20, 20, 20, 20]),
+        ("start_step", [0, 4, 4, 8, 8, 8]),  # killed between saving and telling: the next one goes on from there
+    ],
+)
+def test_progress_forgives_the_attempts_before_it(supervise: Supervise, field: str, steps: list[int]) -> None:
+    outcome, numbers = supervise([attempt(CRASHED, num_steps=3, **{field: step}) for step in steps])
+    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, len(steps))
 
 
-def test_a_checkpoint_that_nobody_could_tell_of_is_progress(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (attempt({1: 1, 0: -9}), "worker 1 ended with exit code 1"),
+        (attempt({0: 0}, early=True), f"worker 0 left with exit code 0, {EARLY}"),
+    ],
+    ids=["exception", "left"],
+)
+def test_a_worker_that_fails_before_the_first_step_is_not_tried_again(
+    supervise: Supervise, end: AttemptState, message: str
 ) -> None:
-    """A worker may be killed between saving and telling; the next attempt goes on from there all the same."""
-    begun = [0, 4, 4, 8, 8, 8]
-    ends = [attempt(CRASHED, num_steps=3, start_step=step) for step in begun]
-    outcome, numbers = supervise(agent, ends, monkeypatch)
-    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 6)
-
-
-def test_an_exception_before_the_first_step_is_not_tried_again(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
-    assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
-
-
-def test_a_gpu_that_fails_before_the_first_step_is_tried_again(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({1: GPU_FAILED_STATUS, 0: -9}), attempt({0: 0})], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
-    assert (shown[0].rank, shown[0].what) == (1, "gpu failed")
-
-
-def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: GPU_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.UNFIT_NODE, [0, 1, 2])
-    assert outcome.message is not None
-    assert outcome.message.endswith("no progress in 3 attempts: train on another machine, or reset the GPU")
+    outcome, numbers = supervise([end])
+    assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, message, [0])
 
 
 def second_node(agent: LeaderAgent, stage: Stage) -> RemoteNode:
@@ -299,11 +315,11 @@ def second_node(agent: LeaderAgent, stage: Stage) -> RemoteNode:
     ids=["failed", "lost peer"],
 )
 def test_a_gpu_that_fails_again_and_again_on_another_node_has_that_node_left_out(
-    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch, first: dict[int, int]
+    agent: LeaderAgent, stage: Stage, supervise: Supervise, first: dict[int, int]
 ) -> None:
     there = second_node(agent, stage)
     places = {agent.node_group.local_node: range(1), there: range(1, 2)}
-    outcome, numbers = supervise(agent, [attempt(first, num_steps=3, ranks_by_node=places)] * 9, monkeypatch)
+    outcome, numbers = supervise([attempt(first, num_steps=3, ranks_by_node=places)] * 9)
     why = "worker 1 ended because its GPU failed; no progress in 3 attempts: train on another machine, or reset the GPU"
     assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [0, 1, 2])
     assert outcome.message == f"node 1 (n2) is unfit: {why}"
@@ -311,55 +327,50 @@ def test_a_gpu_that_fails_again_and_again_on_another_node_has_that_node_left_out
 
 
 def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_other(
-    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, stage: Stage, supervise: Supervise
 ) -> None:
     places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
     ends = [attempt({1: LOST_PEER_STATUS, 0: GPU_FAILED_STATUS}, num_steps=3, ranks_by_node=places)] * 9
-    outcome, _ = supervise(agent, ends, monkeypatch)
+    outcome, _ = supervise(ends)
     assert (outcome.code, agent.node_group.unfit) == (ExitCode.UNFIT_NODE, {})
 
 
 def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(
-    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, stage: Stage, shown: list[Any], supervise: Supervise
 ) -> None:
     places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
     end = attempt({1: 77, 0: -9}, error=error(ExitCode.UNFIT_NODE, "7 of 8 GPUs"), ranks_by_node=places)
-    outcome, _ = supervise(agent, [end], monkeypatch)
+    outcome, _ = supervise([end])
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "node 1 (n2) is unfit: 7 of 8 GPUs")
     assert agent.node_group.unfit == {1: "7 of 8 GPUs"}
     assert [(each.host, each.exit_code, each.message) for each in shown] == [("n2", 77, "7 of 8 GPUs")]
 
 
 def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.jobs.agent.leader_agent.MIN_DELAY_S", 0.0)
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})] * 5 + [attempt({0: 0})], monkeypatch)
+    outcome, numbers = supervise([attempt({0: STORAGE_FAILED_STATUS})] * 5 + [attempt({0: 0})])
     assert (outcome.code, len(numbers)) == (ExitCode.DONE, 6)
     assert (shown[0].rank, shown[0].what) == (0, "storage failed")
 
 
-def test_storage_that_fails_in_the_same_place_again_and_again_is_given_up(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
-
-
-def test_a_run_that_waits_for_storage_can_be_stopped(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_waits_for_storage_can_be_stopped(agent: LeaderAgent, supervise: Supervise) -> None:
     agent.signals.received.append(signal.SIGTERM)
     agent.run.checkpoints.rmdir()
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})], monkeypatch)
+    outcome, numbers = supervise([attempt({0: STORAGE_FAILED_STATUS})])
     assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
     assert outcome.message == "worker 0 ended because storage failed; asked to stop while storage failed"
 
 
-def test_workers_that_were_stopped_at_once_crashed_for_no_reason_of_their_own(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_crash_while_stopping_is_not_started_again_and_no_reason_where_workers_were_killed(
+    agent: LeaderAgent, supervise: Supervise, at_once: bool
 ) -> None:
-    agent.stopping = agent.force_stop = True
-    outcome, numbers = supervise(agent, [attempt({0: -9}, num_steps=4)], monkeypatch)
-    assert (outcome.code, outcome.message, len(numbers)) == (ExitCode.UNFINISHED, None, 1)
+    agent.stopping, agent.force_stop = True, at_once
+    outcome, numbers = supervise([attempt(CRASHED, num_steps=4)])
+    message = None if at_once else "worker 0 was killed by SIGSEGV"
+    assert (outcome.code, outcome.message, len(numbers)) == (ExitCode.UNFINISHED, message, 1)
 
 
 def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
@@ -587,12 +598,6 @@ def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(
         assert member._kill_workers(here, lambda: False)
 
 
-def test_a_crash_while_stopping_is_not_started_again(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.stopping = True
-    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=4)], monkeypatch)
-    assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
-
-
 def leaving(rank: int, code: int) -> WorkerFinishing:
     return WorkerFinishing(rank=rank, exit_code=code)
 
@@ -666,9 +671,13 @@ def sent_signals(stage: Stage) -> list[int]:
     return [message.signal for message in drain(stage.says) if isinstance(message, SendSignal)]
 
 
-def test_when_a_worker_fails_the_others_are_killed(agent: LeaderAgent, stage: Stage) -> None:
-    send(stage.says, exited(1, 1), exited(0, -9))
-    agent.run_attempt(0, 1, 2, COMMAND)
+@pytest.mark.parametrize("status", [1, 0, 75])
+def test_when_a_worker_fails_or_leaves_before_its_end_the_others_are_killed(
+    agent: LeaderAgent, stage: Stage, status: int
+) -> None:
+    send(stage.workers, leaving(0, status))
+    send(stage.says, exited(1, status), exited(0, -9))
+    assert agent.run_attempt(0, 1, 2, COMMAND).early_exits == (set() if status == 1 else {1})
     assert sent_signals(stage) == [signal.SIGKILL]
 
 
@@ -680,18 +689,8 @@ def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: LeaderAgent, 
     assert sent_signals(stage) == []
 
 
-@pytest.mark.parametrize("status", [0, 75])
-def test_when_a_worker_leaves_before_its_end_the_others_are_killed(
-    agent: LeaderAgent, stage: Stage, status: int
-) -> None:
-    send(stage.workers, leaving(0, status))
-    send(stage.says, exited(1, status), exited(0, -9))
-    assert agent.run_attempt(0, 1, 2, COMMAND).early_exits == {1}
-    assert sent_signals(stage) == [signal.SIGKILL]
-
-
 def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_made_again(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], supervise: Supervise
 ) -> None:
     pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, 1)
     pulse.step = 5
@@ -701,17 +700,10 @@ def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_mad
         attempt({0: 0}),
     ]
     ends[0].exit_statuses = {1: 0, 0: -9}
-    outcome, numbers = supervise(agent, ends, monkeypatch)
+    outcome, numbers = supervise(ends)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
     assert (shown[0].rank, shown[0].what) == (1, "exit 0")
     assert shown[0].message == f"worker 1 left in step 5 with exit code 0, {EARLY}"
-
-
-def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: 0}, early=True)], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -765,18 +757,13 @@ def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Lea
     ],
 )
 def test_only_a_sigterm_to_the_leader_itself_makes_another_node_lead(
-    agent: LeaderAgent,
-    stage: Stage,
-    signals: list[int],
-    min_nodes: int,
-    hands_over: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    agent: LeaderAgent, stage: Stage, signals: list[int], min_nodes: int, hands_over: bool, supervise: Supervise
 ) -> None:
     second_node(agent, stage).send = lambda *_: None  # type: ignore[method-assign]
     agent.node_group.min_nodes = min_nodes
     agent.signals.received += signals
     agent.handle_signals()
-    outcome, _ = supervise(agent, [attempt({0: 75, 1: 75})], monkeypatch)
+    outcome, _ = supervise([attempt({0: 75, 1: 75})])
     assert (outcome.code, agent.node_group.hands_over) == (ExitCode.UNFINISHED, hands_over)
 
 
@@ -841,25 +828,23 @@ def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> 
 # --- preflight --------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_whose_device_is_gone_trains_nothing(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_whose_device_is_gone_trains_nothing(agent: LeaderAgent, shown: list[Any], supervise: Supervise) -> None:
     agent.preflight = lambda: [HealthFinding("gpus/count", HealthVerdict.FAIL, "7 of 8 GPUs are left")]
-    outcome, numbers = supervise(agent, [], monkeypatch)
+    outcome, numbers = supervise([])
     assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
     here = agent.node_group.local_node.name
     assert [(each.host, each.exit_code) for each in shown] == [(here, 77)]
 
 
 def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: LeaderAgent, shown: list[Any], supervise: Supervise
 ) -> None:
     found = [
         HealthFinding("disk", HealthVerdict.FAIL, "1 MB left"),
         HealthFinding("memory", HealthVerdict.WARN, "little left"),
     ]
     agent.preflight = lambda: found
-    outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
+    outcome, _ = supervise([attempt({0: 0}, result={})])
     assert outcome.code is ExitCode.DONE
     assert [event.text for event in shown if isinstance(event, RunWarning)] == ["disk: 1 MB left"]
 
@@ -913,7 +898,7 @@ def test_a_run_that_is_to_stop_before_its_first_step_ends_within_the_grace_time(
 
 
 def test_attempts_of_workers_that_never_met_have_pauses_and_can_be_started_again(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
 
@@ -923,7 +908,7 @@ def test_attempts_of_workers_that_never_met_have_pauses_and_can_be_started_again
 
     monkeypatch.setattr(agent, "wait", wait)
     ends = [attempt({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) for _ in range(9)]
-    outcome, numbers = supervise(agent, ends, monkeypatch)
+    outcome, numbers = supervise(ends)
     assert (outcome.code, numbers, pauses) == (ExitCode.UNFINISHED, [0, 1, 2], [5.0, 10.0])
     assert outcome.message == (
         "worker 1 lost the connection to another worker; no progress in 3 attempts: the workers did not find each other"
