@@ -57,7 +57,3 @@ def test_exit_codes_as_states(code: int, state: JobState) -> None:
     assert state.is_final
     assert ExitCode.UNFINISHED == 75
 
-
-def test_an_engine_that_does_not_exist_is_told_with_those_that_do() -> None:
-    with pytest.raises(UsageError, match=f"expected one of {', '.join(BACKEND_CLASSES)}"):
-        open_backend("slrum")
