@@ -41,40 +41,23 @@ def work(clock: Clock, seconds: list[float]) -> tuple[Callable[[], tuple[float]]
     return run, taken
 
 
-def test_the_first_run_does_not_count() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "options", "median", "runs"),
+    [
+        ([0.5, 0.1], {}, 0.1, 10),  # as many as fit into a second after the first, which does not count
+        ([2.0, 1.5], {}, 1.5, 2),  # one that takes the share is not repeated
+        ([5.0], {}, 5.0, 1),  # a first one that takes far too long counts
+        ([5.0, 0.1], {"loads": True}, 0.1, 10),  # but never where kernels are loaded
+        ([0.1], {"max_over_ranks": lambda seconds: 2 * seconds}, 0.2, 5),  # beside others the slowest decides
+    ],
+)
+def test_how_often_something_is_run_and_what_counts(
+    seconds: list[float], options: dict[str, Any], median: float, runs: int
+) -> None:
     clock = Clock()
-    run, taken = work(clock, [0.5, 0.1])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock)) == (0.1,)
-    assert len(taken) == 10  # as many as fit into a second after the first
-
-
-def test_a_run_that_takes_the_share_is_not_repeated() -> None:
-    clock = Clock()
-    run, taken = work(clock, [2.0, 1.5])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock)) == (1.5,)
-    assert len(taken) == 2
-
-
-def test_a_first_run_that_takes_far_too_long_counts() -> None:
-    clock = Clock()
-    run, taken = work(clock, [5.0])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock)) == (5.0,)
-    assert len(taken) == 1
-
-
-def test_where_kernels_are_loaded_the_first_run_never_counts() -> None:
-    clock = Clock()
-    run, taken = work(clock, [5.0, 0.1])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock, loads=True)) == (0.1,)
-    assert len(taken) == 10
-
-
-def test_beside_others_the_slowest_decides_how_often_and_how_long() -> None:
-    clock = Clock()
-    run, taken = work(clock, [0.1])
-    slower = BenchTimer(clock, max_over_ranks=lambda seconds: 2 * seconds)
-    assert median_seconds_of(run, 1.0, slower) == (0.2,)
-    assert len(taken) == 5
+    run, taken = work(clock, seconds)
+    assert median_seconds_of(run, 1.0, BenchTimer(clock, **options)) == (median,)
+    assert len(taken) == runs
 
 
 def test_cases_share_the_time_evenly() -> None:

@@ -17,6 +17,22 @@ def ledger(run: Path) -> DeviceTime:
     return compute_device_time(read_history(run / "events.jsonl"))
 
 
+def begin(folder: Path) -> Maker:
+    """A run of 20 steps after its first 10."""
+    maker = Maker(folder / "run", total=20, seconds=1.0)
+    maker.start()
+    maker.steps(1, 10)
+    return maker
+
+
+def finish(maker: Maker, from_step: int) -> DeviceTime:
+    """Another attempt to the end; the device time of the run."""
+    maker.start(from_step=from_step)
+    maker.steps(from_step + 1, 20)
+    maker.end()
+    return ledger(maker.path)
+
+
 def killed(path: Path, world: int = 1) -> Path:
     """Killed behind step 47, noticed half a second later, back after three more seconds, at step 40."""
     maker = Maker(path, total=60, seconds=1.0, world=world, split={"data_wait": 0.25, "forward": 0.75})
@@ -101,45 +117,30 @@ def test_resolving_before_the_first_attempt_is_startup_in_wall_time_and_goodput(
 
 
 def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
+    maker = begin(tmp_path)
     maker.end("interrupted", 10)
     maker.t += 3600
-    maker.start(from_step=10)
-    maker.steps(11, 20)
-    maker.end()
-    found = ledger(tmp_path / "run")
+    found = finish(maker, 10)
     assert found.allocated_s < 60
     assert found.failure_costs == ()
 
 
 def test_an_attempt_that_left_no_word_is_charged_with_the_time_until_the_next(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
+    maker = begin(tmp_path)
     maker.t += 100
-    maker.start(from_step=5)
-    maker.steps(6, 20)
-    maker.end()
-    (loss,) = ledger(tmp_path / "run").failure_costs
+    (loss,) = finish(maker, 5).failure_costs
     assert loss.description == "no end was written"
     assert loss.unavailable_s == pytest.approx(100)
 
 
 def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
+    maker = begin(tmp_path)
     maker.t += 2.0
     maker.event(WorkerFailure, cause="fork_server_died")
     maker.t += 0.5
     maker.end("interrupted", 10)
     maker.t += 3600
-    maker.start(from_step=5)
-    maker.steps(6, 20)
-    maker.end()
-    found = ledger(tmp_path / "run")
+    found = finish(maker, 5)
     (loss,) = found.failure_costs
     assert (loss.description, loss.detection_s) == ("rank 0: fork server died", pytest.approx(2.0))
     assert loss.wasted_s == found.wasted_s > 4.0
@@ -148,17 +149,12 @@ def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written
 
 
 def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=60, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
+    maker = begin(tmp_path)
     maker.event(WorkerFailure)
     maker.start(from_step=10)
-    maker.steps(11, 20)
-    maker.end("interrupted", 20)
-    maker.start(from_step=20)
-    maker.steps(21, 60)
-    maker.end()
-    assert [loss.description for loss in ledger(tmp_path / "run").failure_costs] == ["rank 0: SIGKILL"]
+    maker.steps(11, 15)
+    maker.end("interrupted", 15)
+    assert [loss.description for loss in finish(maker, 15).failure_costs] == ["rank 0: SIGKILL"]
 
 
 def test_a_run_without_events_has_no_goodput(tmp_path: Path) -> None:
