@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from made_events import made
+from phalanx.observe.history import read_history
+from phalanx.observe.html_report.report import render_report_html
+from phalanx.observe.recommendations import find_recommendations
+from phalanx.observe.summary import build_summary
+from phalanx.observe.text_report import render_report_text
+from phalanx.run import Run
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointFailed,
@@ -128,7 +134,7 @@ class Maker:
         with open(self.path / "events.jsonl", "a") as file:
             file.write(json.dumps(to_fields(made(kind, time=self.t, **fields))) + "\n")  # type: ignore[arg-type]
 
-    def start(self, from_step: int = 0) -> None:
+    def start(self, from_step: int = 0) -> "Maker":
         self.attempt += 1
         for rank in range(self.world):  # workers tell of themselves as soon as they live, before the attempt starts
             self.event(WorkerStarted, pid=1000 + rank, rank=rank, host="node-1", attempt=self.attempt)
@@ -142,6 +148,7 @@ class Maker:
             num_micro_batches=2,
         )
         self.t += 1.2
+        return self
 
     def true_loss(self, step: int) -> float:
         if self.falling:
@@ -251,3 +258,12 @@ def troubled(path: Path, **shape: Any) -> Path:
     maker.event(RunWarning, text="the micro-batch of 8 needs 91% of the memory")
     maker.end()
     return path
+
+
+def render_pages(path: Path) -> tuple[str, str]:
+    """The report of a run as text and as HTML."""
+    run = Run(path)
+    history = read_history(run.events)
+    summary = build_summary(run, history)
+    advices = find_recommendations(summary, history)
+    return render_report_text(summary, advices), render_report_html(summary, history, advices)

@@ -19,8 +19,7 @@ def ledger(run: Path) -> DeviceTime:
 
 def begin(folder: Path) -> Maker:
     """A run of 20 steps after its first 10."""
-    maker = Maker(folder / "run", total=20, seconds=1.0)
-    maker.start()
+    maker = Maker(folder / "run", total=20, seconds=1.0).start()
     maker.steps(1, 10)
     return maker
 
@@ -35,8 +34,7 @@ def finish(maker: Maker, from_step: int) -> DeviceTime:
 
 def killed(path: Path, world: int = 1) -> Path:
     """Killed behind step 47, noticed half a second later, back after three more seconds, at step 40."""
-    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data_wait": 0.25, "forward": 0.75})
-    maker.start()
+    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data_wait": 0.25, "forward": 0.75}).start()
     maker.steps(1, 47)
     maker.t += 0.5
     maker.event(WorkerFailure, rank=world - 1)
@@ -82,8 +80,7 @@ def test_every_worker_counts(tmp_path: Path) -> None:
 
 def test_wall_time_and_device_time_have_one_definition_of_productive_and_of_a_stall(tmp_path: Path) -> None:
     """Two saves of a second each, of which the second is after the last step; evaluations; half a second of data."""
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0, split={"data_wait": 0.25, "forward": 0.75})
-    maker.start()
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0, split={"data_wait": 0.25, "forward": 0.75}).start()
     for step in range(1, 21):
         maker.step(step)
         if step % 10 == 0:

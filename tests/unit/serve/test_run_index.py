@@ -45,8 +45,7 @@ def test_a_new_run_appears_and_a_removed_one_vanishes_with_the_next_search(tmp_p
 
 
 def test_a_run_that_is_written_changes_with_the_next_look(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
+    maker = Maker(tmp_path / "run").start()
     index = RunIndex([tmp_path], Clock())
     index.update()
     maker.step(1)

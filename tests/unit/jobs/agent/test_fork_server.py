@@ -34,10 +34,6 @@ def test_no_thread_runs_where_workers_are_forked(fork_server: ForkServerClient) 
     assert psutil.Process(fork_server.process.pid).num_threads() == 1
 
 
-def test_a_call_returns_its_value(fork_server: ForkServerClient) -> None:
-    assert fork_server.call("fork_server_calls:double", 21) == 42
-
-
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
