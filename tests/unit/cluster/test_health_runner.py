@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from phalanx.cluster.health.runner import (
     run_check_in_process,
     run_checks,
 )
+from train_harness import wait_until
 
 
 def check(name: str = "disk", **given: Any) -> HealthCheck:
@@ -47,13 +47,6 @@ class Calls:
 
 def site(root: Path) -> CheckContext:
     return CheckContext(root, root, root, root)
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.01)
 
 
 def process_of(helper: CheckProcess) -> psutil.Process:
@@ -100,7 +93,7 @@ def test_what_a_check_started_is_ended_with_it(tmp_path: Path) -> None:
     with CheckProcess() as helper, pytest.raises(CheckAborted):
         helper.call("os:system", f"sleep 1000 & echo $! > {tmp_path}/pid; wait", 1.0)
     pid = int((tmp_path / "pid").read_text())
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_helper_that_was_killed_from_outside_is_told() -> None:
