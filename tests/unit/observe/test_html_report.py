@@ -82,8 +82,7 @@ def test_the_html_page_refers_to_nothing_outside(tmp_path: Path) -> None:
 
 def test_names_and_messages_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run", total=5, task="<script>alert(1)</script>").start()
-    maker.steps(1, 5)
-    maker.event(RunWarning, text='"><img src=x onerror=alert(1)>')
+    maker.steps(1, 5).event(RunWarning, text='"><img src=x onerror=alert(1)>')
     _, html = render_pages(maker.path)
     assert "<script>alert" not in html
     assert "<img" not in html

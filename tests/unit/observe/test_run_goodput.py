@@ -19,16 +19,12 @@ def ledger(run: Path) -> DeviceTime:
 
 def begin(folder: Path) -> Maker:
     """A run of 20 steps after its first 10."""
-    maker = Maker(folder / "run", total=20, seconds=1.0).start()
-    maker.steps(1, 10)
-    return maker
+    return Maker(folder / "run", total=20, seconds=1.0).start().steps(1, 10)
 
 
 def finish(maker: Maker, from_step: int) -> DeviceTime:
     """Another attempt to the end; the device time of the run."""
-    maker.start(from_step=from_step)
-    maker.steps(from_step + 1, 20)
-    maker.end()
+    maker.start(from_step=from_step).steps(from_step + 1, 20).end()
     return ledger(maker.path)
 
 
@@ -39,9 +35,7 @@ def killed(path: Path, world: int = 1) -> Path:
     maker.t += 0.5
     maker.event(WorkerFailure, rank=world - 1)
     maker.t += 3.0
-    maker.start(from_step=40)
-    maker.steps(41, 60)
-    maker.end()
+    maker.start(from_step=40).steps(41, 60).end()
     return path
 
 
@@ -102,9 +96,7 @@ def test_resolving_before_the_first_attempt_is_startup_in_wall_time_and_goodput(
     maker.t += 55.0
     maker.event(RecipeResolved, duration_s=55.0, trace_s=10.0, trials_s=40.0)
     maker.t += 5.0
-    maker.start()
-    maker.steps(1, 20)
-    maker.end()
+    maker.start().steps(1, 20).end()
     history = read_history(tmp_path / "run" / "events.jsonl")
     found, summary = compute_device_time(history), build_summary(Run(tmp_path / "run"), history)
     assert summary.durations.wall_s == pytest.approx(maker.t - before) == found.allocated_s / 2
@@ -147,10 +139,7 @@ def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written
 
 def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path: Path) -> None:
     maker = begin(tmp_path)
-    maker.event(WorkerFailure)
-    maker.start(from_step=10)
-    maker.steps(11, 15)
-    maker.end("interrupted", 15)
+    maker.event(WorkerFailure).start(from_step=10).steps(11, 15).end("interrupted", 15)
     assert [loss.description for loss in finish(maker, 15).failure_costs] == ["rank 0: SIGKILL"]
 
 

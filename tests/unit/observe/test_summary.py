@@ -83,9 +83,7 @@ def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:
 def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
     maker = Maker(tmp_path / "run", total=10).start()
     maker.t += 40
-    maker.event(Compiled, duration_s=34.0, num_blocks=12)
-    maker.steps(1, 10)
-    maker.end()
+    maker.event(Compiled, duration_s=34.0, num_blocks=12).steps(1, 10).end()
     assert summary(tmp_path / "run").durations.compilation_s == 34.0
     assert re.search(r"startup 4\d(\.\d)? s \(compiling 34 s\)", render_pages(tmp_path / "run")[0])
 
@@ -95,8 +93,7 @@ def make_waiting(path: Path, wait_s: float) -> Path:
     maker = Maker(
         path, total=10, split={"data_wait": wait_s / 0.4}, data={"source": {"prepared": "s3://b/set"}}
     ).start()
-    maker.steps(1, 10)
-    maker.end()
+    maker.steps(1, 10).end()
     return path
 
 
@@ -215,14 +212,10 @@ def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> No
 
 
 def test_going_on_after_done_with_more_steps_is_a_pause_and_not_a_restart(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10).start()
-    maker.steps(1, 10)
-    maker.end()
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 10).end()
     maker.t += 86_400
     maker.total = 20
-    maker.start(from_step=10)
-    maker.steps(11, 20)
-    maker.end()
+    maker.start(from_step=10).steps(11, 20).end()
     found = summary(tmp_path / "run")
     assert (found.num_restarts, found.wasted_steps, found.planned_steps) == (0, 0, 20)
     assert found.durations.paused_s == pytest.approx(86_400)
@@ -230,12 +223,9 @@ def test_going_on_after_done_with_more_steps_is_a_pause_and_not_a_restart(tmp_pa
 
 
 def test_the_digest_of_an_earlier_end_is_not_that_of_a_run_which_went_on(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10).start()
-    maker.steps(1, 10)
-    maker.end()
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 10).end()
     assert summary(tmp_path / "run").digest
-    maker.start(from_step=10)
-    maker.steps(11, 12)
+    maker.start(from_step=10).steps(11, 12)
     assert summary(tmp_path / "run").digest is None
 
 
@@ -260,13 +250,11 @@ def only_started(maker: Maker) -> None:
 
 
 def one_step(maker: Maker) -> None:
-    maker.start()
-    maker.step(1)
+    maker.start().step(1)
 
 
 def two_steps_torn(maker: Maker) -> None:
-    maker.start()
-    maker.steps(1, 2)
+    maker.start().steps(1, 2)
     with open(maker.path / "events.jsonl", "a") as file:
         file.write('{"kind": "step", "time": 1790000012.5, "ste')
 
@@ -279,8 +267,7 @@ def none_finite(maker: Maker) -> None:
 
 
 def null_loss(maker: Maker) -> None:
-    maker.start()
-    maker.step(1, loss=None, grad_norm=None, skip_reason="non-finite loss")
+    maker.start().step(1, loss=None, grad_norm=None, skip_reason="non-finite loss")
 
 
 def zero_seconds(maker: Maker) -> None:
@@ -291,8 +278,7 @@ def zero_seconds(maker: Maker) -> None:
 
 
 def events_without_a_start(maker: Maker) -> None:
-    maker.steps(1, 60)
-    maker.event(RunEnded)
+    maker.steps(1, 60).event(RunEnded)
 
 
 def huge_loss(maker: Maker) -> None:
@@ -343,21 +329,16 @@ def test_a_run_that_failed_before_its_first_step_says_so_with_the_failure(tmp_pa
 
 
 def test_an_attempt_that_failed_before_its_first_step_counts_as_restarted(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=0)
+    maker = Maker(tmp_path / "run", total=10).event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=0)
     maker.attempt = 0
-    maker.start()
-    maker.steps(1, 4)
+    maker.start().steps(1, 4)
     assert summary(maker.path).num_restarts == 1
     maker.event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=2)
     assert summary(maker.path).num_restarts == 2
 
 
 def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10).start()
-    maker.steps(1, 8)
-    maker.step(9, loss=None)
-    maker.step(10, loss=None)
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 8).step(9, loss=None).step(10, loss=None)
     text, _ = render_pages(maker.path)
     assert "2 of 10 steps" in text
     assert "-> not a number" in text
@@ -442,9 +423,7 @@ def test_where_events_and_result_are_lost_checkpoints_say_how_far_it_came(tmp_pa
 
 
 def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10).start()
-    maker.steps(1, 5)
-    maker.end("interrupted")
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 5).end("interrupted")
     (maker.path / "result.json").write_text(json.dumps({"status": "interrupted", "steps": 5}))
     maker.start(from_step=4)
     found = summary(maker.path)

@@ -32,14 +32,7 @@ def growing(tmp_path: Path) -> FedRun:
 
 def kill_and_resume(growing: GrowingRun) -> None:
     """20 steps with a checkpoint at 10, killed in step 18, and trained to the end by a second attempt."""
-    growing.start()
-    growing.train(1, 10)
-    growing.save(10)
-    growing.train(11, 17)
-    growing.start(10)
-    growing.train(11, 20)
-    growing.save(20)
-    growing.end(20)
+    growing.start().train(1, 10).save(10).train(11, 17).start(10).train(11, 20).save(20).end(20)
 
 
 FINAL = [(step, step + (1000.0 if step > 10 else 0.0)) for step in range(1, 21)]
@@ -72,14 +65,10 @@ def test_it_is_the_same_when_the_feed_itself_starts_again_at_any_event(
 def test_it_is_the_same_when_the_feed_dies_before_it_could_remember_what_it_sent(
     growing: FedRun, kind: type[FakeTracker]
 ) -> None:
-    growing.start()
-    growing.train(1, 10)
-    growing.save(10)
+    growing.start().train(1, 10).save(10)
     growing.feed(kind).send_new()
     remembered = (growing.run.trackers / "mlflow.json").read_text()
-    growing.train(11, 20)
-    growing.save(20)
-    growing.end(20)
+    growing.train(11, 20).save(20).end(20)
     growing.feed(kind).send_new()
     (growing.run.trackers / "mlflow.json").write_text(remembered)
     growing.feed(kind).send_new()
@@ -87,9 +76,7 @@ def test_it_is_the_same_when_the_feed_dies_before_it_could_remember_what_it_sent
 
 
 def test_a_tracker_that_cannot_take_steps_back_gets_only_steps_behind_a_checkpoint(growing: FedRun) -> None:
-    growing.start()
-    growing.train(1, 10)
-    growing.save(8)
+    growing.start().train(1, 10).save(8)
     one = growing.feed()
     one.send_new()
     assert growing.sent_steps() == list(range(1, 9))
@@ -98,34 +85,27 @@ def test_a_tracker_that_cannot_take_steps_back_gets_only_steps_behind_a_checkpoi
 
 @pytest.mark.parametrize("status", ["done", "failed"])
 def test_the_end_of_a_run_makes_all_steps_final(growing: FedRun, status: str) -> None:
-    growing.start()
-    growing.train(1, 5)
-    growing.end(5, status)
+    growing.start().train(1, 5).end(5, status)
     growing.feed().send_new()
     assert growing.sent_steps() == [1, 2, 3, 4, 5]
     assert growing.server.tags["status"] == status
 
 
 def test_steps_after_a_checkpoint_that_turns_out_damaged_are_not_sent_twice(growing: FedRun) -> None:
-    growing.start()
-    growing.train(1, 11)
-    growing.save(10)
+    growing.start().train(1, 11).save(10)
     one = growing.feed()
     one.send_new()
     growing.start(5)  # that of step 10 is damaged
-    growing.train(6, 20)
-    growing.end(20)
+    growing.train(6, 20).end(20)
     one.send_new()
     assert growing.sent_steps() == list(range(1, 21))
 
 
 def test_a_rollback_supersedes_what_was_sent(growing: FedRun) -> None:
-    growing.start()
-    growing.train(1, 8)
+    growing.start().train(1, 8)
     one = growing.feed(FakeTracker)
     one.send_new()
-    growing.add(made(NonFiniteStep, step=8, action="rollback"))
-    growing.train(5, 10)
+    growing.add(made(NonFiniteStep, step=8, action="rollback")).train(5, 10)
     one.send_new()
     assert growing.sent_steps() == list(range(1, 11))
 
@@ -135,15 +115,11 @@ def test_an_evaluation_after_its_checkpoint_is_sent_once_also_when_a_restart_rep
     growing: FedRun, kind: type[FakeTracker]
 ) -> None:
     one = growing.feed(kind)
-    growing.start()
-    growing.train(1, 4)
-    growing.save(4)
+    growing.start().train(1, 4).save(4)
     one.send_new()
     growing.add(made(EvaluationDone, step=4, loss=2.0, metrics={"accuracy": 0.5}))
     one.send_new()
-    growing.start(4)
-    growing.add(made(EvaluationDone, step=4, loss=2.0, metrics={"accuracy": 0.5}))
-    growing.train(5, 5)
+    growing.start(4).add(made(EvaluationDone, step=4, loss=2.0, metrics={"accuracy": 0.5})).train(5, 5)
     one.send_new()
     growing.end(5)
     one.send_new()
@@ -153,14 +129,11 @@ def test_an_evaluation_after_its_checkpoint_is_sent_once_also_when_a_restart_rep
 
 def test_a_tracker_that_was_down_gets_everything_when_it_is_back(growing: FedRun) -> None:
     one = growing.feed()
-    growing.start()
-    growing.train(1, 5)
+    growing.start().train(1, 5)
     growing.server.is_down = True
     with pytest.raises(ConnectionError):
         one.send_new()
-    growing.save(5)
-    growing.train(6, 10)
-    growing.end(10)
+    growing.save(5).train(6, 10).end(10)
     growing.server.is_down = False
     one.send_new()
     assert growing.sent_steps() == list(range(1, 11))
@@ -170,8 +143,7 @@ def test_a_tracker_that_fails_while_it_takes_rows_gets_them_later(growing: FedRu
     one = growing.feed()
     growing.start()
     one.send_new()
-    growing.train(1, 1200)
-    growing.end(1200)
+    growing.train(1, 1200).end(1200)
     growing.server.is_down = True
     with pytest.raises(ConnectionError):
         one.send_new()
@@ -181,13 +153,8 @@ def test_a_tracker_that_fails_while_it_takes_rows_gets_them_later(growing: FedRu
 
 
 def test_faults_and_restarts_are_tags(growing: FedRun) -> None:
-    growing.start()
-    growing.train(1, 4)
-    growing.save(2)
-    growing.add(made(WorkerFailure, message="worker 1 was killed by SIGKILL"))
-    growing.start(2)
-    growing.train(3, 5)
-    growing.end(5)
+    growing.start().train(1, 4).save(2).add(made(WorkerFailure, message="worker 1 was killed by SIGKILL")).start(2)
+    growing.train(3, 5).end(5)
     growing.feed().send_new()
     assert growing.server.tags == {
         "status": "done",
@@ -213,9 +180,7 @@ def test_a_run_keeps_its_id_when_its_directory_moves(growing: FedRun, tmp_path: 
 def test_a_damaged_state_begins_a_new_one(growing: FedRun, content: str) -> None:
     growing.run.trackers.mkdir()
     (growing.run.trackers / "mlflow.json").write_text(content)
-    growing.start()
-    growing.train(1, 3)
-    growing.end(3)
+    growing.start().train(1, 3).end(3)
     growing.feed().send_new()
     assert growing.sent_steps() == [1, 2, 3]
 

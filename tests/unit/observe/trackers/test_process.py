@@ -60,10 +60,7 @@ def test_what_is_missing_at_the_end_is_said_with_the_command_that_sends_it(
 
 
 def test_steps_that_are_held_at_the_end_are_counted(loop: FeedLoop, growing: GrowingRun, messages: io.StringIO) -> None:
-    growing.start()
-    growing.train(1, 5)
-    growing.save(3)
-    growing.end(5, "interrupted")
+    growing.start().train(1, 5).save(3).end(5, "interrupted")
     assert loop.finish()
     assert messages.getvalue() == (
         "mlflow: 2 steps after the last checkpoint held back: the run repeats them when it resumes\n"
