@@ -42,7 +42,7 @@ class Training:
         """Start it and wait for so many steps."""
         write_faults(self.run, faults or [plan_fault(1, "slow", delay=0.2)])
         self.start({})
-        wait_until(lambda: count_steps(self.run) >= steps, 60, "the run to be on its way")
+        wait_until(lambda: count_steps(self.run) >= steps, 120, "the run to be on its way")
 
     def so_far(self) -> HarnessRun:
         return HarnessRun(self.run, 0, None)

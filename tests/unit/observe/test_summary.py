@@ -3,15 +3,19 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from make_run import Maker, healthy, render_pages, troubled
 from phalanx.errors import UsageError
 from phalanx.observe.history import read_history
+from phalanx.observe.run_info import _describe_data
 from phalanx.observe.summary import RunSummary, build_summary
 from phalanx.observe.text_report import PAGE_WIDTH
+from phalanx.recipe import Recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
@@ -241,69 +245,40 @@ def test_without_plan_and_cluster_the_page_says_not_measured(tmp_path: Path) -> 
     assert "not measured" in html
 
 
-def only_created(maker: Maker) -> None:
-    (maker.path / "events.jsonl").unlink()
-
-
-def only_started(maker: Maker) -> None:
-    maker.start()
-
-
-def one_step(maker: Maker) -> None:
-    maker.start().step(1)
-
-
-def two_steps_torn(maker: Maker) -> None:
-    maker.start().steps(1, 2)
+def tear(maker: Maker) -> None:
     with open(maker.path / "events.jsonl", "a") as file:
         file.write('{"kind": "step", "time": 1790000012.5, "ste')
 
 
-def none_finite(maker: Maker) -> None:
-    maker.start()
-    for step in range(1, 40):
-        maker.step(step, loss=None, grad_norm=None)
-    maker.event(EvaluationDone, step=39, loss=None, metrics={"accuracy": None})
+def add_steps(maker: Maker, count: int, changes: Callable[[int], dict[str, Any]]) -> Maker:
+    for step in range(1, count + 1):
+        maker.step(step, **changes(step))
+    return maker
 
 
-def null_loss(maker: Maker) -> None:
-    maker.start().step(1, loss=None, grad_norm=None, skip_reason="non-finite loss")
+ODD: dict[str, Callable[[Maker], object]] = {
+    "only created": lambda maker: (maker.path / "events.jsonl").unlink(),
+    "only started": lambda maker: maker.start(),
+    "one step": lambda maker: maker.start().step(1),
+    "two steps torn": lambda maker: tear(maker.start().steps(1, 2)),
+    "none finite": lambda maker: add_steps(maker.start(), 39, lambda _: {"loss": None, "grad_norm": None}).event(
+        EvaluationDone, step=39, loss=None, metrics={"accuracy": None}
+    ),
+    "null loss": lambda maker: maker.start().step(1, loss=None, grad_norm=None, skip_reason="non-finite loss"),
+    "zero seconds": lambda maker: add_steps(
+        maker.start(), 29, lambda _: {"duration_s": 0.0, "breakdown_s": StepPhases()}
+    ).end("failed", step=29),
+    "events without a start": lambda maker: maker.steps(1, 60).event(RunEnded),
+    "huge loss": lambda maker: add_steps(
+        maker.start(), 59, lambda step: {"loss": 10.0 ** (step - 20), "grad_norm": 1e300}
+    ),
+}
 
 
-def zero_seconds(maker: Maker) -> None:
-    maker.start()
-    for step in range(1, 30):
-        maker.step(step, duration_s=0.0, breakdown_s=StepPhases())
-    maker.end("failed", step=29)
-
-
-def events_without_a_start(maker: Maker) -> None:
-    maker.steps(1, 60).event(RunEnded)
-
-
-def huge_loss(maker: Maker) -> None:
-    maker.start()
-    for step in range(1, 60):
-        maker.step(step, loss=10.0 ** (step - 20), grad_norm=1e300)
-
-
-ODD = [
-    only_created,
-    only_started,
-    one_step,
-    two_steps_torn,
-    none_finite,
-    null_loss,
-    zero_seconds,
-    events_without_a_start,
-    huge_loss,
-]
-
-
-@pytest.mark.parametrize("happen", ODD, ids=lambda happen: happen.__name__)
-def test_odd_runs_have_sensible_pages_and_strict_json(tmp_path: Path, happen) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_runs_have_sensible_pages_and_strict_json(tmp_path: Path, odd: str) -> None:
     maker = Maker(tmp_path / "run", total=300)
-    happen(maker)
+    ODD[odd](maker)
     text, html = render_pages(maker.path)
     assert text.startswith("gpt-python")
     assert all(len(line) <= PAGE_WIDTH for line in text.splitlines())
@@ -471,3 +446,8 @@ def test_too_few_estimates_of_the_noise_say_nothing(tmp_path: Path) -> None:
     path = noisy(tmp_path / "run", 9.0, 9.0, 9.0, 9.0)
     assert summary(path).loss.noise_scale is None
     assert not any("noise scale" in page for page in render_pages(path))
+
+
+def test_data_are_described_by_the_keys_of_the_recipe() -> None:
+    recipe = Recipe.model_validate({"data": {"source": {"text": "a.txt"}, "seq_len": 128}})
+    assert _describe_data(recipe.model_dump(mode="json")["data"], "x") == "a.txt; tokenizer bytes, sequence 128"
