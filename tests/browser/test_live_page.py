@@ -226,9 +226,7 @@ def test_a_column_is_sorted_by_keyboard_and_stays_sorted_while_the_list_is_renew
         )
     wait_until(lambda: page.evaluate(names) == ["troubled", "second", "first"])
     page.evaluate(focus)
-    maker = Maker(runs / "new")
-    maker.start()
-    maker.step(1)
+    Maker(runs / "new").start().step(1)
     wait_until(lambda: page.evaluate(names) == ["troubled", "second", "new", "first"])
     assert page.evaluate("document.activeElement.dataset.key") == "sort run"
     assert page.evaluate("document.querySelector('[aria-sort]').getAttribute('aria-sort')") == "descending"
@@ -237,9 +235,7 @@ def test_a_column_is_sorted_by_keyboard_and_stays_sorted_while_the_list_is_renew
 def test_a_run_is_shown_over_time_with_its_nodes_and_its_log_while_it_is_renewed(
     page: Page, serve: ServeProcess, runs: Path
 ) -> None:
-    maker = Maker(runs / "alive")
-    maker.start()
-    maker.steps(1, 30)
+    maker = Maker(runs / "alive").start().steps(1, 30)
     (maker.path / "telemetry").mkdir()
     (maker.path / "logs").mkdir()
     add_minute(maker.path, "node-1", T0, watts=123.0)
@@ -266,9 +262,7 @@ def test_runs_are_ticked_and_compared_while_the_list_is_renewed(page: Page, serv
     page.evaluate(
         "document.querySelectorAll('tbody input')[0].click(), document.querySelectorAll('tbody input')[1].click()"
     )
-    maker = Maker(runs / "new")
-    maker.start()
-    maker.step(1)
+    Maker(runs / "new").start().step(1)
     wait_until(lambda: page.evaluate("document.querySelectorAll('tbody input').length") == 4)
     assert page.evaluate("document.querySelectorAll('tbody input:checked').length") == 2
     page.evaluate(

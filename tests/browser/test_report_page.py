@@ -9,20 +9,14 @@ import pytest
 from PIL import Image
 
 from chromium import Page
-from make_run import healthy, troubled
+from make_run import healthy, render_pages, troubled
 from phalanx.observe.compare import compare_runs, render_comparison_html
-from phalanx.observe.history import read_history
-from phalanx.observe.html_report.report import render_report_html
-from phalanx.observe.recommendations import find_recommendations
-from phalanx.observe.summary import build_summary
 from phalanx.run import Run
 
 
 def write_report(path: Path) -> Path:
     run = Run(path)
-    history = read_history(run.events)
-    summary = build_summary(run, history)
-    run.report.write_text(render_report_html(summary, history, find_recommendations(summary, history)))
+    run.report.write_text(render_pages(path)[1])
     return run.report
 
 

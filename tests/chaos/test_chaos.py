@@ -58,28 +58,43 @@ def places(lab: TrainHarness, temporary: Path) -> dict[str, str]:
     return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(lab.cache / "inductor")}
 
 
-def chaos(
-    lab: TrainHarness, recipe: Path, where: Path, *words: str | Path, **variables: str
-) -> tuple[int, dict[str, Any]]:
-    """Exit code and answer of the command. Nothing of the lab's is left when it is over, and nothing in the folder for
-    temporary files."""
-    temporary = where.with_name("tmp")
-    temporary.mkdir()
-    given = ("chaos", recipe, "--run", where, "--nproc-per-node", "2", "--json", *words)
-    with lab.start(*given, variables={**places(lab, temporary), **variables}) as process:
-        out, errors = process.communicate(timeout=280)
-    assert "Traceback" not in errors
-    assert lab.processes() == set()
-    assert list(temporary.iterdir()) == []
-    assert out, errors
-    return process.returncode, json.loads(out)
+class Chaos:
+    """The command, for this recipe."""
+
+    def __init__(self, lab: TrainHarness, recipe: Path, folder: Path):
+        self.lab, self.recipe, self.folder = lab, recipe, folder
+
+    def __call__(self, *words: str | Path, **variables: str) -> tuple[int, dict[str, Any]]:
+        """Exit code and answer. Nothing of the lab's is left when it is over, nor anything in the folder for temporary
+        files."""
+        temporary = self.folder / "tmp"
+        temporary.mkdir()
+        given = ("chaos", self.recipe, "--run", self.folder / "run", "--nproc-per-node", "2", "--json", *words)
+        with self.lab.start(*given, variables={**places(self.lab, temporary), **variables}) as process:
+            out, errors = process.communicate(timeout=280)
+        assert "Traceback" not in errors
+        assert self.lab.processes() == set()
+        assert list(temporary.iterdir()) == []
+        assert out, errors
+        return process.returncode, json.loads(out)
+
+    def refused(self, *words: str | Path) -> "subprocess.CompletedProcess[str]":
+        """What the command says of something that it does not begin."""
+        done = self.lab.command("chaos", self.recipe, "--run", self.folder / "run", *words)
+        assert not (self.folder / "run").exists()
+        return done
+
+
+@pytest.fixture
+def chaos(lab: TrainHarness, recipe: Path, tmp_path: Path) -> Chaos:
+    return Chaos(lab, recipe, tmp_path)
 
 
 def test_ten_random_kills_in_one_run_end_in_the_same_digest(
-    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+    lab: TrainHarness, chaos: Chaos, calm: HarnessRun, tmp_path: Path
 ) -> None:
     """The command's own undisturbed run has the digest of ours."""
-    code, told = chaos(lab, recipe, tmp_path / "run", "--faults", "10", "--kinds", "kill", "--seed", "7")
+    code, told = chaos("--faults", "10", "--kinds", "kill", "--seed", "7")
     assert told["reasons"] == []
     assert (code, told["passed"], told["digest"]) == (ExitCode.DONE, True, calm.digest)
     assert {fault["trigger"]["phase"] for fault in told["faults"]} == {"step", "save", "restart"}
@@ -90,11 +105,9 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
 
 
 @pytest.mark.slow
-def test_storage_that_fails_in_steps_saves_and_restarts(
-    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
-) -> None:
+def test_storage_that_fails_in_steps_saves_and_restarts(chaos: Chaos, calm: HarnessRun) -> None:
     more = ("--kinds", "storage-outage,kill", "--faults", "8", "--seed", "4", "--baseline", calm.run.path)
-    code, told = chaos(lab, recipe, tmp_path / "run", *more)
+    code, told = chaos(*more)
     assert told["reasons"] == []
     assert (code, told["digest"]) == (ExitCode.DONE, calm.digest)
     meant = {(fault["kind"], fault["trigger"]["phase"]) for fault in told["faults"]}
@@ -102,39 +115,34 @@ def test_storage_that_fails_in_steps_saves_and_restarts(
 
 
 @pytest.mark.slow
-def test_every_kind_of_fault_on_one_machine(lab: TrainHarness, recipe: Path, tmp_path: Path) -> None:
-    code, told = chaos(lab, recipe, tmp_path / "run", "steps=1500", "--faults", "20")
+def test_every_kind_of_fault_on_one_machine(chaos: Chaos) -> None:
+    code, told = chaos("steps=1500", "--faults", "20")
     assert told["reasons"] == []
     assert code == ExitCode.DONE
     assert len({fault["kind"] for fault in told["faults"]}) == 12
 
 
 @pytest.mark.slow
-def test_nodes_that_are_lost_cut_off_and_killed(
-    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kinds", "more"),
+    [
+        ("kill,agent,node-loss,partition", ("--faults", "5", "--nodes", "2", "--nproc-per-node", "1")),
+        ("kill,agent,job-runner,queue-daemon", ("--faults", "6", "--queue")),
+    ],
+    ids=["nodes", "queue"],
+)
+def test_a_run_outlives_its_nodes_and_its_queue(
+    chaos: Chaos, calm: HarnessRun, kinds: str, more: tuple[str, ...]
 ) -> None:
-    more = ("--kinds", "kill,agent,node-loss,partition", "--faults", "5", "--nodes", "2", "--nproc-per-node", "1")
-    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--baseline", calm.run.path)
+    code, told = chaos("--kinds", kinds, *more, "--baseline", calm.run.path)
     assert told["reasons"] == []
     assert code == ExitCode.DONE
 
 
 @pytest.mark.slow
-def test_a_run_in_the_queue_outlives_the_queue(
-    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
-) -> None:
-    more = ("--kinds", "kill,agent,job-runner,queue-daemon", "--faults", "6", "--queue")
-    code, told = chaos(lab, recipe, tmp_path / "run", *more, "--baseline", calm.run.path)
-    assert told["reasons"] == []
-    assert code == ExitCode.DONE
-
-
-@pytest.mark.slow
-def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(
-    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
-) -> None:
+def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(chaos: Chaos, calm: HarnessRun) -> None:
     more = ("--faults", "1", "--kinds", "kill", "--baseline", calm.run.path)
-    code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="drift")
+    code, told = chaos(*more, MISCHIEF="drift")
     assert (code, told["passed"]) == (1, False)
     said, stored = told["reasons"]
     assert said.startswith("the digest is ")
@@ -143,12 +151,10 @@ def test_a_state_that_restarts_do_not_bring_back_makes_it_fail(
 
 
 @pytest.mark.slow
-def test_a_process_that_outlives_the_run_makes_it_fail(
-    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
-) -> None:
+def test_a_process_that_outlives_the_run_makes_it_fail(chaos: Chaos, calm: HarnessRun) -> None:
     """A killed agent cannot sweep up behind its workers. What is left is told, and ended after all."""
     more = ("--faults", "1", "--kinds", "agent", "--baseline", calm.run.path)
-    code, told = chaos(lab, recipe, tmp_path / "run", *more, MISCHIEF="leak")
+    code, told = chaos(*more, MISCHIEF="leak")
     assert code == 1
     assert told["digest"] == calm.digest
     assert {reason.partition(" still runs: ")[2] for reason in told["reasons"]} == {"sleep 600"}
@@ -175,28 +181,15 @@ def test_ctrl_c_ends_the_run_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
-def refused(lab: TrainHarness, recipe: Path, where: Path, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """What the command says of something that it does not begin."""
-    done = lab.command("chaos", recipe, "--run", where, *words)
-    assert not where.exists()
-    return done
-
-
-def test_a_run_of_other_workers_is_nothing_to_compare_with(
-    lab: TrainHarness, recipe: Path, calm: HarnessRun, tmp_path: Path
-) -> None:
-    done = refused(
-        lab, recipe, tmp_path / "run", "--nproc-per-node", "1", "--baseline", calm.run.path, "--kinds", "kill"
-    )
+def test_a_run_of_other_workers_is_nothing_to_compare_with(chaos: Chaos, calm: HarnessRun) -> None:
+    done = chaos.refused("--nproc-per-node", "1", "--baseline", calm.run.path, "--kinds", "kill")
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == f"error: --baseline {calm.run.path}: its world size is not 1, on which the digest depends\n"
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(
-    lab: TrainHarness, recipe: Path, tmp_path: Path
-) -> None:
-    done = refused(lab, recipe, tmp_path / "run", "callbacks=[mischief:Nobody]", "--nproc-per-node", "2")
+def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(chaos: Chaos) -> None:
+    done = chaos.refused("callbacks=[mischief:Nobody]", "--nproc-per-node", "2")
     assert done.returncode == ExitCode.RECIPE
     assert done.stderr.startswith("error: the run fails without faults: ")
     assert "Nobody" in done.stderr

@@ -1,8 +1,10 @@
 """Runs with `--nodes MIN:MAX`: nodes are lost and return, and the run trains on those that are there."""
 
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,23 @@ def nodes(lab: TrainHarness, tmp_path: Path) -> Iterator[Nodes]:
 
 def world_sizes(ended: HarnessRun) -> list[int]:
     return [event.world_size for event in ended.events_of_kind(AttemptStarted)]
+
+
+def said_by(processes: Sequence["subprocess.Popen[str]"], code: int = 0) -> list[str]:
+    """What they said, after all have ended with this code."""
+    said = [process.communicate(timeout=150)[1] for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), said
+    return said
+
+
+def slow_from_step_one(nodes: Nodes, **changes: Any) -> None:
+    write_faults(nodes.run, [plan_fault(1, "slow", **{"attempt": None, "delay": 0.2, **changes})])
+
+
+def ask_to_go(nodes: Nodes, node: "subprocess.Popen[str]") -> None:
+    """After three steps."""
+    wait_until(lambda: count_steps(nodes.run) >= 3, 150)
+    node.send_signal(signal.SIGTERM)
 
 
 def test_three_nodes_then_two_then_one_then_three_end_in_the_undisturbed_bits(
@@ -106,8 +125,7 @@ def test_another_node_leads_when_the_leader_is_lost_and_the_lost_one_returns_as_
     returned = nodes.start(0)
     wait_until(lambda: "saving a checkpoint, then restarting on 3 nodes" in nodes.run.events.read_text(), 150)
     until.touch()
-    said = [process.communicate(timeout=150)[1] for process in (*members, returned)]
-    assert [process.returncode for process in (*members, returned)] == [0, 0, 0], said
+    said = said_by([*members, returned])
     ended = HarnessRun(nodes.run, 0, None)
     assert world_sizes(ended) == [3, 2, 3]
     assert ended.digest == lab.train_reference(nodes.changes, 3).digest
@@ -119,43 +137,26 @@ def test_a_leading_node_that_is_unfit_hands_over(nodes: Nodes) -> None:
     write_faults(nodes.run, [plan_fault(1, "lose-gpu", ranks=[0], attempt=number) for number in (0, 1)])
     leader, *members = (nodes.start(node) for node in range(3))
     assert leader.wait(timeout=150) == ExitCode.UNFIT_NODE
-    said = [process.communicate(timeout=150)[1] for process in members]
-    assert [process.returncode for process in members] == [0, 0], said
+    said = said_by(members)
     sizes = world_sizes(HarnessRun(nodes.run, 0, None))
     assert sizes[-1] == 2, (sizes, said)
 
 
+@pytest.mark.parametrize("leads", [False, True])
 def test_a_node_that_is_asked_to_go_leaves_after_a_save_and_the_others_train_on(
-    lab: TrainHarness, nodes: Nodes, tmp_path: Path
+    lab: TrainHarness, nodes: Nodes, tmp_path: Path, leads: bool
 ) -> None:
-    nodes.changes = {**ELASTIC, "steps": 150}
-    until = tmp_path / "gone"
-    write_faults(nodes.run, [plan_fault(1, "slow", attempt=0, delay=0.2, until=str(until))])
-    leader, member, evicted = (nodes.start(node) for node in range(3))
-    wait_until(lambda: count_steps(nodes.run) >= 3, 150)
-    evicted.send_signal(signal.SIGTERM)
-    assert evicted.wait(timeout=90) == ExitCode.UNFINISHED
-    until.touch()
-    ended = nodes.end(leader, member)
-    assert world_sizes(ended) == [3, 2]
-    assert ended.events_of_kind(WorkerFailure) == []
-    assert ended.digest == lab.train_reference(nodes.changes, 3).digest
-
-
-def test_a_leading_node_that_is_asked_to_go_hands_over_after_a_save(
-    lab: TrainHarness, nodes: Nodes, tmp_path: Path
-) -> None:
+    """Where it leads, it hands over."""
     nodes.changes = {**ELASTIC, "steps": 40}
     until = tmp_path / "gone"
-    write_faults(nodes.run, [plan_fault(1, "slow", attempt=0, delay=0.2, until=str(until))])
-    evicted, *members = (nodes.start(node) for node in range(3))
-    wait_until(lambda: count_steps(nodes.run) >= 3, 150)
-    evicted.send_signal(signal.SIGTERM)
+    slow_from_step_one(nodes, attempt=0, until=str(until))
+    started = [nodes.start(node) for node in range(3)]
+    evicted = started.pop(0 if leads else 2)
+    ask_to_go(nodes, evicted)
     assert evicted.wait(timeout=90) == ExitCode.UNFINISHED
     until.touch()
-    said = [process.communicate(timeout=150)[1] for process in members]
-    assert [process.returncode for process in members] == [0, 0], said
-    assert sum("this node leads the run now" in text for text in said) == 1
+    said = said_by(started)
+    assert sum("this node leads the run now" in text for text in said) == leads
     ended = HarnessRun(nodes.run, 0, None)
     assert world_sizes(ended) == [3, 2]
     assert [event.step for event in ended.events_of_kind(StepDone)] == list(range(1, 41))
@@ -167,24 +168,21 @@ def test_a_leading_node_that_is_asked_to_go_hands_over_after_a_save(
 def test_all_nodes_leave_when_all_are_asked_to_go(nodes: Nodes, event: str) -> None:
     """The other nodes are asked while the leader saves, or when it hands over."""
     nodes.changes = {"steps": 10_000}
-    write_faults(nodes.run, [plan_fault(1, "slow", attempt=None, delay=0.2)])
+    slow_from_step_one(nodes)
     leader, *members = (nodes.start(node) for node in range(3))
-    wait_until(lambda: count_steps(nodes.run) >= 3, 150)
-    leader.send_signal(signal.SIGTERM)
+    ask_to_go(nodes, leader)
     wait_until(lambda: event in nodes.run.events.read_text())
     for member in members:
         member.send_signal(signal.SIGTERM)
-    said = [process.communicate(timeout=90)[1] for process in (leader, *members)]
-    assert [process.returncode for process in (leader, *members)] == [ExitCode.UNFINISHED] * 3, said
+    said_by([leader, *members], ExitCode.UNFINISHED)
     if event == "saving a checkpoint":  # else another node may begin to lead before it is asked to go
         assert world_sizes(HarnessRun(nodes.run, ExitCode.UNFINISHED, None)) == [3]
 
 
 def test_all_nodes_leave_when_too_few_are_left_without_the_leading_one(nodes: Nodes) -> None:
     nodes.changes, nodes.num_nodes = {"steps": 10_000}, "2:3"
-    write_faults(nodes.run, [plan_fault(1, "slow", attempt=None, delay=0.2)])
+    slow_from_step_one(nodes)
     leader, member = (nodes.start(node, PHALANX_NUM_EXPECTED_NODES="2") for node in range(2))
-    wait_until(lambda: count_steps(nodes.run) >= 3, 150)
-    leader.send_signal(signal.SIGTERM)
+    ask_to_go(nodes, leader)
     ended = nodes.end(leader, member)
     assert (ended.code, world_sizes(ended)) == (ExitCode.UNFINISHED, [2])

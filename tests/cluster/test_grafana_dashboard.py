@@ -48,9 +48,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a server with a running run, and one that is done."""
     folder, port = tmp_path_factory.mktemp("serve"), find_free_port()
     healthy(folder / "runs" / "done")
-    maker = Maker(folder / "runs" / "now")
-    maker.start()
-    maker.steps(1, 120)
+    Maker(folder / "runs" / "now").start().steps(1, 120)
     words = ["PHALANX_SERVE_TOKEN=" + TOKEN, f"PHALANX_STATE_DIR={folder / 'state'}", sys.executable, "-m", "phalanx"]
     words += ["serve", str(folder / "runs"), "--port", str(port)]
     with run_server(["env", *words], port, folder / "serve.log"):

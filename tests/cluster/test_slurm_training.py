@@ -12,131 +12,101 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.jobs.backends.slurm.backend import SlurmBackend
-from phalanx.run import Run
 from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone, WorkerStarted
 from slurm_cluster import SlurmCluster
 from train_harness import HarnessRun, TrainHarness, Values, count_steps, plan_fault, wait_until, write_faults
 
 
-@pytest.fixture
-def run(lab: TrainHarness) -> Run:
-    return lab.new_run()
+class Training:
+    """A run that the command line starts on the login node; the command does not outlive the test."""
+
+    def __init__(self, rig: SlurmCluster, lab: TrainHarness, state: Path):
+        self._rig, self._lab = rig, lab
+        self.run, self.state = lab.new_run(), state
+        self._changes: Values = {}
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, changes: Values, *more: str) -> None:
+        self._changes = changes
+        recipe = str(self._lab.recipe_file(changes))
+        words = ["train", recipe, "--run", str(self.run.path), "--nproc-per-node", "1", "--on", "slurm", "--nodes", "2"]
+        self.process = subprocess.Popen(
+            self._rig.inside([sys.executable, "-m", "phalanx", *words, *more]),
+            env={**os.environ, **self._lab.variables(), "PHALANX_STATE_DIR": str(self.state), "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def start_slow(self, *faults: Values, steps: int = 5) -> None:
+        """Start it and wait for so many steps."""
+        write_faults(self.run, faults or [plan_fault(1, "slow", delay=0.2)])
+        self.start({})
+        wait_until(lambda: count_steps(self.run) >= steps, 120, "the run to be on its way")
+
+    def so_far(self) -> HarnessRun:
+        return HarnessRun(self.run, 0, None)
+
+    def end(self, seconds: float = 150, workers: int = 2) -> HarnessRun:
+        """What became of it: it has the digest of so many workers on one machine."""
+        assert self.process is not None
+        _, said = self.process.communicate(timeout=seconds)
+        found = HarnessRun(self.run, self.process.returncode, said)
+        assert found.code == ExitCode.DONE, found.message
+        assert found.digest == self._lab.train_reference(self._changes, workers).digest
+        return found
 
 
 @pytest.fixture
-def variables(lab: TrainHarness, tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, **lab.variables(), "PHALANX_STATE_DIR": str(tmp_path / "state"), "COLUMNS": "200"}
-
-
-@pytest.fixture
-def started(rig: SlurmCluster, variables: dict[str, str]) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Command lines on the login node, which do not outlive the test."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
+def training(rig: SlurmCluster, lab: TrainHarness, tmp_path: Path) -> Iterator[Training]:
+    training = Training(rig, lab, tmp_path / "state")
+    yield training
+    if training.process is not None:
+        with training.process as process:
+            process.kill()
     rig.run(["scancel", "--user=root"])
 
 
-def train(
-    rig: SlurmCluster,
-    lab: TrainHarness,
-    run: Run,
-    variables: dict[str, str],
-    started: list["subprocess.Popen[str]"],
-    changes: Values,
-    *more: str,
-) -> "subprocess.Popen[str]":
-    words = ["train", str(lab.recipe_file(changes)), "--run", str(run.path), "--nproc-per-node", "1", "--on", "slurm"]
-    command = rig.inside([sys.executable, "-m", "phalanx", *words, "--nodes", "2", *more])
-    pipe = subprocess.PIPE
-    started.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
-    return started[-1]
-
-
-def ended(process: "subprocess.Popen[str]", run: Run, seconds: float) -> HarnessRun:
-    _, said = process.communicate(timeout=seconds)
-    return HarnessRun(run, process.returncode, said)
-
-
-def test_two_nodes_of_slurm_end_in_the_digest_of_one_machine(
-    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
-) -> None:
-    found = ended(train(rig, lab, run, variables, started, {}), run, 90)
-    assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.train_reference({}, 2).digest
+def test_two_nodes_of_slurm_end_in_the_digest_of_one_machine(training: Training) -> None:
+    training.start({})
+    found = training.end(90)
     assert found.message is not None
     assert found.digest in found.message
     assert {event.host for event in found.events_of_kind(WorkerStarted)} == {"n1", "n2"}
 
 
-def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(
-    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
-) -> None:
-    found = ended(train(rig, lab, run, variables, started, {}, "--snapshot", "workdir"), run, 90)
-    assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.train_reference({}, 2).digest
-    environment = run.read_json(run.environment) or {}
+def test_a_copy_of_the_recipes_folder_ends_in_the_same_digest(lab: TrainHarness, training: Training) -> None:
+    training.start({}, "--snapshot", "workdir")
+    training.end(90)
+    environment = training.run.read_json(training.run.environment) or {}
     assert environment["folder"] == str(lab.folder)  # data stay where they are
-    assert environment["environment_variables"]["PHALANX_SNAPSHOT_DIR"].startswith(variables["PHALANX_STATE_DIR"])
+    assert environment["environment_variables"]["PHALANX_SNAPSHOT_DIR"].startswith(str(training.state))
 
 
-def test_two_nodes_end_in_the_digest_of_one_process_where_the_recipe_is_exact_over_replicas(
-    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
-) -> None:
-    changes = {"determinism": "elastic"}
-    found = ended(train(rig, lab, run, variables, started, changes), run, 90)
-    assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.train_reference(changes, 1).digest
+def test_two_nodes_end_in_the_digest_of_one_process_where_the_recipe_is_exact_over_replicas(training: Training) -> None:
+    training.start({"determinism": "elastic"})
+    training.end(90, workers=1)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("how", ["kill_node", "cut"])
 def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_in_the_same_digest(
-    rig: SlurmCluster,
-    lab: TrainHarness,
-    run: Run,
-    variables: dict[str, str],
-    started: list["subprocess.Popen[str]"],
-    which: int,
-    how: str,
+    rig: SlurmCluster, training: Training, which: int, how: str
 ) -> None:
-    write_faults(run, [plan_fault(1, "slow", delay=0.2)])
-    process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: count_steps(run) >= 7, 60, "the run to be in the middle")
-    node = sorted({event.rank: event.host for event in HarnessRun(run, 0, None).events_of_kind(WorkerStarted)}.items())[
-        which
-    ][1]
+    training.start_slow(steps=7)
+    node = {event.rank: event.host for event in training.so_far().events_of_kind(WorkerStarted)}[which]
     getattr(rig, how)(node)
     try:
-        found = ended(process, run, 150)
-        assert found.code == ExitCode.DONE, found.message
-        assert found.digest == lab.train_reference({}, 2).digest
-        last = [event.host for event in found.events_of_kind(WorkerStarted)][-2:]
-        assert node not in last
+        assert node not in [event.host for event in training.end().events_of_kind(WorkerStarted)][-2:]
     finally:
         rig.revive(node)
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_run_that_may_train_on_fewer_nodes_keeps_the_rest_of_its_allocation(
-    rig: SlurmCluster,
-    lab: TrainHarness,
-    run: Run,
-    variables: dict[str, str],
-    started: list["subprocess.Popen[str]"],
-    which: int,
-) -> None:
-    changes = {"determinism": "elastic", "fault_tolerance": {"max_restarts": 5}}
-    write_faults(run, [plan_fault(5, "kill-agent", ranks=[which])])
-    found = ended(train(rig, lab, run, variables, started, changes, "--nodes", "1:2"), run, 120)
-    assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.train_reference(changes, 2).digest
-    assert [event.world_size for event in found.events_of_kind(AttemptStarted)] == [2, 1]
+def test_a_run_that_may_train_on_fewer_nodes_keeps_the_rest_of_its_allocation(training: Training, which: int) -> None:
+    write_faults(training.run, [plan_fault(5, "kill-agent", ranks=[which])])
+    training.start({"determinism": "elastic", "fault_tolerance": {"max_restarts": 5}}, "--nodes", "1:2")
+    assert [event.world_size for event in training.end(120).events_of_kind(AttemptStarted)] == [2, 1]
 
 
 def job_of(rig: SlurmCluster) -> str:
@@ -158,20 +128,11 @@ def requeue(rig: SlurmCluster) -> None:
 
 @pytest.mark.parametrize("happens", [restart_the_controller, requeue])
 def test_whatever_slurm_does_to_the_job_it_ends_in_the_same_digest(
-    rig: SlurmCluster,
-    lab: TrainHarness,
-    run: Run,
-    variables: dict[str, str],
-    started: list["subprocess.Popen[str]"],
-    happens: Callable[[SlurmCluster], None],
+    rig: SlurmCluster, training: Training, happens: Callable[[SlurmCluster], None]
 ) -> None:
-    write_faults(run, [plan_fault(1, "slow", delay=0.2)])
-    process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: count_steps(run) >= 5, 60, "the run to be in the middle")
+    training.start_slow()
     happens(rig)
-    found = ended(process, run, 150)
-    assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.train_reference({}, 2).digest
+    training.end()
 
 
 def preempt(rig: SlurmCluster) -> None:
@@ -189,43 +150,32 @@ def reach_the_time_limit(rig: SlurmCluster) -> None:
 
 
 def test_a_run_that_is_preempted_and_later_reaches_its_time_limit_ends_in_the_same_digest(
-    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+    rig: SlurmCluster, training: Training
 ) -> None:
-    write_faults(run, [plan_fault(1, "slow", delay=1.0), plan_fault(1, "slow", delay=6.0, attempt=1)])
-    process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: count_steps(run) >= 1, 60, "the run to be on its way")
+    training.start_slow(plan_fault(1, "slow", delay=1.0), plan_fault(1, "slow", delay=6.0, attempt=1), steps=1)
     preempt(rig)
-    (stopped,) = wait_until(lambda: HarnessRun(run, 0, None).events_of_kind(RunEnded), 60, "the run to save and leave")
-    wait_until(lambda: count_steps(run) > stopped.step, 120, "the second attempt to be on its way")
+    (stopped,) = wait_until(lambda: training.so_far().events_of_kind(RunEnded), 60, "the run to save and leave")
+    wait_until(lambda: count_steps(training.run) > stopped.step, 120, "the second attempt to be on its way")
     reach_the_time_limit(rig)
-    found = ended(process, run, 150)
-    assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.train_reference({}, 2).digest
+    found = training.end()
     attempts = [event.attempt for event in found.events_of_kind(WorkerStarted)]
     assert attempts[:6] == [0, 0, 1, 1, 2, 2]  # Slurm may warn the third, too, before the limit is lifted
-    assert [event.step for event in found.events_of_kind(StepDone)] == list(
-        range(1, 13)
-    )  # it saved: none was done again
+    steps = [event.step for event in found.events_of_kind(StepDone)]
+    assert steps == list(range(1, 13))  # it saved: none was done again
 
 
 def test_a_run_that_is_paused_is_held_and_ends_in_the_same_digest_after_it_is_resumed(
-    rig: SlurmCluster, lab: TrainHarness, run: Run, variables: dict[str, str], started: list["subprocess.Popen[str]"]
+    rig: SlurmCluster, training: Training
 ) -> None:
-    write_faults(run, [plan_fault(1, "slow", delay=1.0)])
-    process = train(rig, lab, run, variables, started, {})
-    wait_until(lambda: count_steps(run) >= 5, 60, "the run to be in the middle")
-    slurm = SlurmBackend(
-        rig.run, Path(variables["PHALANX_STATE_DIR"]) / "slurm", clock=itertools.count(step=10).__next__
-    )
+    training.start_slow(plan_fault(1, "slow", delay=1.0))
+    slurm = SlurmBackend(rig.run, training.state / "slurm", clock=itertools.count(step=10).__next__)
     job = job_of(rig)
     slurm.pause(job, "for power")
     wait_until(lambda: slurm.poll(job).reason == "paused: for power", 60, "the run to save and leave")
-    (stopped,) = HarnessRun(run, 0, None).events_of_kind(RunEnded)
+    (stopped,) = training.so_far().events_of_kind(RunEnded)
     time.sleep(15)  # a requeued job of this Slurm starts after 6 s
     assert slurm.poll(job).reason == "paused: for power"
-    assert count_steps(run) == stopped.step < 12
+    assert count_steps(training.run) == stopped.step < 12
     slurm.resume(job)
-    found = ended(process, run, 150)
-    assert found.code == ExitCode.DONE, found.message
-    assert found.digest == lab.train_reference({}, 2).digest
+    found = training.end()
     assert [event.step for event in found.events_of_kind(StepDone)] == list(range(1, 13))  # none was done again

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import obstore
@@ -11,7 +12,9 @@ from obstore.store import S3Store
 from ceph_cluster import CEPH_MISSING, SECRET_KEY, CephCluster, ceph_cluster
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.storage.errors import ObjectExists
 from phalanx.storage.run_objects import find_local_directory
+from phalanx.storage.store import open_store
 from train_harness import TrainHarness, Values, plan_fault, random_words, read_digest, wait_until, write_faults
 
 if CEPH_MISSING is not None:
@@ -31,6 +34,21 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephCluster]:
         store = S3Store(BUCKET, config=cluster.config, client_options={"allow_http": True})
         obstore.put(store, "corpus/few words.txt", TEXT.encode())
         yield cluster
+
+
+def test_one_of_eight_writers_creates_an_object(ceph: CephCluster) -> None:
+    """What a lease relies on."""
+    store = open_store(f"s3://{BUCKET}/leases")
+
+    def create(number: int) -> bool:
+        try:
+            store.write("leases/one", b"%d" % number, if_absent=True)
+        except ObjectExists:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(create, range(8))) == 1
 
 
 def changes(**more: object) -> Values:

@@ -25,7 +25,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -36,7 +35,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,11 +118,6 @@ rgw_run_sync_thread = false
 rgw_cache_enabled = false
 """
 
-USER_AGENT = "ceph_cluster"
-ACCESS_LINE = re.compile(
-    r'"(?P<method>\S+) (?P<path>\S+) HTTP/[\d.]+" (?P<status>\d+) (?P<size>\d+) '
-    r'\S+ "(?P<agent>[^"]*)" (?P<range>\S+) latency'
-)
 REAPER = """\
 read -r _
 exec setsid --fork sh -c 'kill -s KILL -- "-$1"; sleep 0.5; rm -rf "$2"' sh "$$" "$1"
@@ -144,20 +137,6 @@ def find_obstacle() -> str | None:
 CEPH_MISSING = find_obstacle()
 
 
-@dataclass(frozen=True)
-class GatewayRequest:
-    """A request as the gateway's access log has it."""
-
-    method: str
-    path: str
-    """With the query."""
-    status: int
-    bytes: int
-    """Of the bodies of request and answer, as far as they were transferred."""
-    range: str
-    """Such as `bytes=0-99`; empty without one."""
-
-
 @dataclass
 class CephCluster:
     """A cluster that runs, in `directory`: its `ceph.conf` and the daemons' logs lie there."""
@@ -169,8 +148,6 @@ class CephCluster:
     secret_key: str = SECRET_KEY
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _reaper: subprocess.Popen[bytes] | None = None
-    _requests_before: int = 0
-    """Lines of the gateway's log when this gateway started."""
 
     @property
     def endpoint(self) -> str:
@@ -198,37 +175,14 @@ class CephCluster:
         }
 
     def make_bucket(self, name: str) -> None:
-        """Create a bucket; it is no error if it is there."""
-        self._request("PUT", name)
-
-    def list_multiparts(self, bucket: str) -> list[str]:
-        """Keys of the multipart uploads that were started and neither completed nor aborted (at most 1,000)."""
-        tree = ElementTree.fromstring(self._request("GET", bucket, "uploads"))
-        return [element.text or "" for element in tree.findall("{*}Upload/{*}Key")]
-
-    def gateway_requests(self) -> list[GatewayRequest]:
-        """Requests that the gateway answered since the start of the cluster, in the order of their end, without those
-        of this helper. It waits up to 2 s for requests that are being answered."""
-        deadline = time.monotonic() + 2
-        lines = self._read_access_log()
-        while len(lines) - self._requests_before < self._count_requests() and time.monotonic() < deadline:
-            time.sleep(0.02)
-            lines = self._read_access_log()
-        matches = [match for line in lines if (match := ACCESS_LINE.search(line)) and match["agent"] != USER_AGENT]
-        return [
-            GatewayRequest(
-                match["method"],
-                match["path"],
-                int(match["status"]),
-                int(match["size"]),
-                match["range"] if match["range"] != "-" else "",
-            )
-            for match in matches
-        ]
-
-    def gateway_bytes_sent(self) -> int:
-        """Bytes of the bodies of answers to GET requests, listings among them, as `gateway_requests` counts."""
-        return sum(request.bytes for request in self.gateway_requests() if request.method == "GET")
+        """Create a bucket; it is no error if it is there. The request has the signature of S3's first version, which
+        needs a few lines only."""
+        date = email.utils.formatdate(usegmt=True)
+        text = f"PUT\n\n\n{date}\n/{name}"
+        signature = base64.b64encode(hmac.digest(self.secret_key.encode(), text.encode(), hashlib.sha1)).decode()
+        headers = {"Date": date, "Authorization": f"AWS {self.access_key}:{signature}"}
+        request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT", headers=headers)
+        urllib.request.urlopen(request, timeout=60).close()
 
     def kill_osd(self, number: int) -> None:
         """Kill an OSD at once; its file stays."""
@@ -256,10 +210,6 @@ class CephCluster:
         """Have the store know the access key again."""
         key = [f"--access-key={self.access_key}", f"--secret={self.secret_key}"]
         self._run("radosgw-admin", "--conf=ceph.conf", "key", "create", "--uid=test", *key)
-
-    def peak_memory_bytes(self) -> int:
-        """Sum of the highest resident memory of each daemon that runs."""
-        return sum(_peak_memory_bytes(daemon.pid) for daemon in self._daemons.values())
 
     def _open(self) -> None:
         self._reaper = subprocess.Popen(
@@ -313,8 +263,6 @@ class CephCluster:
         self._spawn(f"osd.{number}", ["ceph-osd", "--conf=ceph.conf", f"--id={number}", "-f"])
 
     def _start_gateway(self) -> None:
-        if (self.directory / "client.rgw.log").exists():
-            self._requests_before = len(self._read_access_log())
         self._spawn("client.rgw", ["radosgw", "--conf=ceph.conf", "--name=client.rgw", "-f"])
 
     def _spawn(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
@@ -352,8 +300,7 @@ class CephCluster:
 
     def _wait_for_gateway(self) -> None:
         def answers() -> bool:
-            request = urllib.request.Request(self.endpoint, headers={"User-Agent": USER_AGENT})
-            urllib.request.urlopen(request, timeout=5).close()
+            urllib.request.urlopen(self.endpoint, timeout=5).close()
             return True
 
         self._wait_for("client.rgw", answers)
@@ -394,34 +341,6 @@ class CephCluster:
             return fields
         finally:
             os.close(here)
-
-    def _read_access_log(self) -> list[str]:
-        lines = (self.directory / "client.rgw.log").read_text(errors="replace").splitlines()
-        return [line for line in lines if " beast: 0x" in line]
-
-    def _count_requests(self) -> int:
-        """Requests that this gateway began to answer."""
-        return int(self._ask("client.rgw", "perf dump")["rgw"]["req"]) if "client.rgw" in self._daemons else 0
-
-    def _request(self, method: str, bucket: str, subresource: str = "") -> bytes:
-        """A request on a bucket, with the signature of S3's first version, which needs a few lines only."""
-        path = f"/{urllib.parse.quote(bucket)}{'?' if subresource else ''}{subresource}"
-        date = email.utils.formatdate(usegmt=True)
-        text = f"{method}\n\n\n{date}\n{path}"
-        signature = base64.b64encode(hmac.digest(self.secret_key.encode(), text.encode(), hashlib.sha1)).decode()
-        headers = {"User-Agent": USER_AGENT, "Date": date, "Authorization": f"AWS {self.access_key}:{signature}"}
-        request = urllib.request.Request(self.endpoint + path, method=method, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return bytes(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                raise RuntimeError(f"{method} {path}: {error.code} {error.read().decode(errors='replace')}") from None
-
-
-def _peak_memory_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from made_events import made
 from phalanx.observe.trackers.feed import NO_STEP
@@ -73,27 +74,28 @@ class GrowingRun:
         self.run.create()
         self.add(made(LogOpened))
 
-    def add(self, *events: RunEvent) -> None:
+    def add(self, *events: RunEvent) -> Self:
         """Append events."""
         with open(self.run.events, "a") as file:
             file.writelines(json.dumps(to_fields(event)) + "\n" for event in events)
+        return self
 
-    def start(self, step: int = 0) -> None:
+    def start(self, step: int = 0) -> Self:
         """Start the next attempt after a step."""
         self._attempt += 1
-        self.add(made(AttemptStarted, attempt=self._attempt, start_step=step))
+        return self.add(made(AttemptStarted, attempt=self._attempt, start_step=step))
 
-    def train(self, first: int, last: int) -> None:
+    def train(self, first: int, last: int) -> Self:
         """Do steps."""
-        self.add(*(made(StepDone, step=step, loss=self.loss(step)) for step in range(first, last + 1)))
+        return self.add(*(made(StepDone, step=step, loss=self.loss(step)) for step in range(first, last + 1)))
 
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> Self:
         """Save a checkpoint."""
-        self.add(made(CheckpointSaved, step=step))
+        return self.add(made(CheckpointSaved, step=step))
 
-    def end(self, step: int, status: str = "done") -> None:
+    def end(self, step: int, status: str = "done") -> Self:
         """End the run."""
-        self.add(made(RunEnded, step=step, status=status))
+        return self.add(made(RunEnded, step=step, status=status))
 
     def loss(self, step: int, attempt: int | None = None) -> float:
         """The loss of a step in an attempt, by default this one."""

@@ -4,9 +4,15 @@ import json
 import math
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from made_events import made
+from phalanx.observe.history import read_history
+from phalanx.observe.html_report.report import render_report_html
+from phalanx.observe.recommendations import find_recommendations
+from phalanx.observe.summary import build_summary
+from phalanx.observe.text_report import render_report_text
+from phalanx.run import Run
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointFailed,
@@ -124,11 +130,12 @@ class Maker:
         for name, value in {"plan": plan, "cluster": cluster, "environment": environment}.items():
             (self.path / f"{name}.json").write_text(json.dumps(value))
 
-    def event(self, kind: type[RunEvent], **fields: Any) -> None:
+    def event(self, kind: type[RunEvent], **fields: Any) -> Self:
         with open(self.path / "events.jsonl", "a") as file:
             file.write(json.dumps(to_fields(made(kind, time=self.t, **fields))) + "\n")  # type: ignore[arg-type]
+        return self
 
-    def start(self, from_step: int = 0) -> None:
+    def start(self, from_step: int = 0) -> Self:
         self.attempt += 1
         for rank in range(self.world):  # workers tell of themselves as soon as they live, before the attempt starts
             self.event(WorkerStarted, pid=1000 + rank, rank=rank, host="node-1", attempt=self.attempt)
@@ -142,13 +149,14 @@ class Maker:
             num_micro_batches=2,
         )
         self.t += 1.2
+        return self
 
     def true_loss(self, step: int) -> float:
         if self.falling:
             return 5.5 - 3.5 * step / self.total
         return 1.4 + 4.15 * math.exp(-9 * step / self.total)
 
-    def step(self, step: int, **changes: Any) -> None:
+    def step(self, step: int, **changes: Any) -> Self:
         progress = step / self.total
         seconds = self.seconds * self.random.lognormvariate(0, 0.03) * (3.0 if step == 1 else 1.0)
         shares = {part: share * self.random.lognormvariate(0, 0.05) for part, share in self.split.items()}
@@ -167,6 +175,7 @@ class Maker:
             "breakdown_s": StepPhases(**parts),
         }
         self.event(StepDone, **{**values, **changes})
+        return self
 
     def eval(self, step: int, best: bool = True) -> None:
         held_out = self.true_loss(step) + 0.07 + abs(self.random.gauss(0, 0.004)) * (step < self.total)
@@ -185,7 +194,7 @@ class Maker:
             is_best=best,
         )
 
-    def checkpoint(self, step: int, stall: float = 0.004) -> None:
+    def checkpoint(self, step: int, stall: float = 0.004) -> Self:
         """Save after `step`; the next step is the one that stalls for it, as in the trainer."""
         if step == self.total:
             self.t += stall
@@ -193,15 +202,17 @@ class Maker:
             self.stall_s += stall
         path = f"checkpoints/step-{step:09d}"
         self.event(CheckpointSaved, step=step, path=path, size_bytes=39_012_352, duration_s=0.31, stall_s=stall)
+        return self
 
-    def steps(self, first: int, last: int) -> None:
+    def steps(self, first: int, last: int) -> Self:
         for step in range(first, last + 1):
             self.step(step)
             if step % max(1, self.total // 6) == 0:
                 self.eval(step)
                 self.checkpoint(step)
+        return self
 
-    def end(self, status: str = "done", step: int | None = None, digest: str = "a3f1" * 8) -> None:
+    def end(self, status: str = "done", step: int | None = None, digest: str = "a3f1" * 8) -> Self:
         step = self.total if step is None else step
         self.event(RunEnded, status=status, step=step)
         result = {
@@ -215,22 +226,19 @@ class Maker:
             "digest": digest,
         }
         (self.path / "result.json").write_text(json.dumps(result))
+        return self
 
 
 def healthy(path: Path, **shape: Any) -> Path:
     """A run from start to end with nothing to complain of."""
     maker = Maker(path, **shape)
-    maker.start()
-    maker.steps(1, maker.total)
-    maker.end()
+    maker.start().steps(1, maker.total).end()
     return path
 
 
 def troubled(path: Path, **shape: Any) -> Path:
     """300 steps with a kill at 137, a rejected checkpoint, skipped steps, a rollback, a fault and a warning."""
-    maker = Maker(path, world=2, split={"grad_sync": 0.22, "data_wait": 0.31}, **shape)
-    maker.start()
-    maker.steps(1, 137)
+    maker = Maker(path, world=2, split={"grad_sync": 0.22, "data_wait": 0.31}, **shape).start().steps(1, 137)
     maker.t += 20
     maker.event(WorkerFailure, rank=1, cause="signal", signal="SIGKILL", message="worker 1 was killed by SIGKILL")
     maker.t += 2
@@ -240,14 +248,21 @@ def troubled(path: Path, **shape: Any) -> Path:
         file="rank-00001.safetensors",
         reason="chunk 3 has another checksum",
     )
-    maker.start(from_step=50)
-    maker.steps(51, 209)
+    maker.start(from_step=50).steps(51, 209)
     for step in (210, 211, 212):
         maker.step(step, loss=None, skip_reason="non-finite loss")
         action = "rollback" if step == 212 else "skip"
         maker.event(NonFiniteStep, step=step, reason="non-finite loss", action=action, num_skipped=step - 209)
     maker.steps(201, 300)
     maker.event(CheckpointFailed, step=300, reason="no space left on device (39 MB needed, 2 MB free)")
-    maker.event(RunWarning, text="the micro-batch of 8 needs 91% of the memory")
-    maker.end()
+    maker.event(RunWarning, text="the micro-batch of 8 needs 91% of the memory").end()
     return path
+
+
+def render_pages(path: Path) -> tuple[str, str]:
+    """The report of a run as text and as HTML."""
+    run = Run(path)
+    history = read_history(run.events)
+    summary = build_summary(run, history)
+    advices = find_recommendations(summary, history)
+    return render_report_text(summary, advices), render_report_html(summary, history, advices)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 class ManualPolling:
     """Polls when a test says so."""
 
-    def __init__(self) -> None:
-        self.poll: Callable[[], None] = lambda: None
+    is_stopped = False
+    poll: Callable[[], None]
 
     def start(self, poll: Callable[[], None], interval_s: float) -> "ManualPolling":
         self.poll = poll
         return self
 
     def stop(self) -> None:
-        self.poll = lambda: None
+        self.is_stopped = True

@@ -10,10 +10,6 @@ from phalanx_fleet.node_states import NodeChange, NodeState
 OPEN, DRAINED, DOWN = NodeService
 
 
-def node(service: NodeService) -> BackendNode:
-    return BackendNode("n1", "word", service, reason=None if service is OPEN else "of the backend")
-
-
 def change(state: NodeState) -> NodeChange:
     return NodeChange("n1", state, "Xid 79", "ada", 1.0)
 
@@ -41,7 +37,8 @@ CONTRADICTION = f"{DECIDED}; but the backend starts jobs there: it was undrained
 def test_what_the_backend_does_counts(
     service: NodeService, decided: NodeState | None, state: str, reason: str | None
 ) -> None:
-    assert merge_state(node(service), None if decided is None else change(decided)) == (state, reason)
+    node = BackendNode("n1", "word", service, reason=None if service is OPEN else "of the backend")
+    assert merge_state(node, None if decided is None else change(decided)) == (state, reason)
 
 
 def test_without_a_backend_the_decision_counts() -> None:

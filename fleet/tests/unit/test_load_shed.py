@@ -44,13 +44,19 @@ def choose(limit_w: float, strategy: ShedStrategy = "pause", pausable: Sequence[
     return set(choose_paused_jobs(TREE, [LIMITS] * 4, JOBS, budgets, SETTINGS, target, names))
 
 
-def test_nothing_is_paused_while_caps_above_the_floor_reach_the_target() -> None:
-    assert choose(3 * FLOOR_W) == set()
-
-
-def test_the_job_of_the_lowest_priority_below_the_level_is_paused_first() -> None:
-    assert choose(3 * FLOOR_W - 1) == {"low"}
-    assert choose(2 * FLOOR_W + LOWEST_W - 1) == {"low", "middle"}
+@pytest.mark.parametrize(
+    ("limit_w", "strategy", "paused"),
+    [
+        (3 * FLOOR_W, "pause", set()),  # caps above the floor reach the target
+        (3 * FLOOR_W - 1, "pause", {"low"}),  # the lowest priority below the level first
+        (2 * FLOOR_W + LOWEST_W - 1, "pause", {"low", "middle"}),
+        (3 * LOWEST_W - 1, "pause", set()),  # where it does not help
+        (3 * FLOOR_W - 1, "caps", set()),  # best effort
+        (2 * MOST_W + LOWEST_W, "pause-first", {"low"}),  # the others keep full speed
+    ],
+)
+def test_which_jobs_are_paused_for_a_target(limit_w: float, strategy: ShedStrategy, paused: set[str]) -> None:
+    assert choose(limit_w, strategy) == paused
 
 
 def test_a_job_that_makes_no_difference_is_not_paused() -> None:
@@ -66,17 +72,8 @@ def test_a_job_that_makes_no_difference_is_not_paused() -> None:
     assert found == {"big"}
 
 
-def test_best_effort_and_jobs_without_a_handle_are_never_paused() -> None:
-    assert choose(3 * FLOOR_W - 1, "caps") == set()
+def test_jobs_without_a_handle_are_never_paused() -> None:
     assert choose(3 * FLOOR_W - 1, pausable=["middle"]) == {"middle"}
-
-
-def test_nothing_is_paused_where_it_does_not_help() -> None:
-    assert choose(3 * LOWEST_W - 1) == set()
-
-
-def test_pause_first_keeps_the_others_at_full_speed() -> None:
-    assert choose(2 * MOST_W + LOWEST_W, "pause-first") == {"low"}
 
 
 @dataclass

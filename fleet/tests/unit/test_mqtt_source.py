@@ -58,10 +58,6 @@ def test_readings_are_in_base_units() -> None:
     )
 
 
-def test_a_flow_of_zero_is_a_value() -> None:
-    assert read_one(FakeBms([FakePoint("RackLiquidFlow", lambda t: 0.0)])).flow_l_per_min == 0.0
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -96,26 +92,21 @@ def test_a_value_that_cannot_be_read_is_missing_and_the_next_one_is_there(payloa
     assert source.read().racks[0].power_w == 101_000.0
 
 
-def test_a_fault_never_leaves_the_last_value() -> None:
-    point = FakePoint("RackPower", lambda t: 100.0 if t < 20 else None)
-    bms = FakeBms([point])
+def test_a_fault_never_leaves_the_last_value_and_silence_for_three_intervals_only() -> None:
+    faulty = FakePoint("RackPower", lambda t: 100.0 if t < 20 else None)
+    silent = FakePoint("RackLiquidFlow", lambda t: 0.0)
+    bms = FakeBms([faulty, silent])
     source = open_fake(bms)
+    bms.run_until(1)
+    silent.is_silent = True
     bms.run_until(19)
     assert source.read().racks[0].power_w == 100_000.0
     bms.run_until(20)
     assert source.read().racks[0].power_w is None
-
-
-def test_a_point_that_falls_silent_is_missing_after_three_intervals() -> None:
-    point = FakePoint("RackPower", lambda t: 100.0)
-    bms = FakeBms([point])
-    source = open_fake(bms)
-    bms.run_until(1)
-    point.is_silent = True
     bms.run_until(301)
-    assert (source.read().racks[0].power_w, source.read().racks[0].age_s) == (100_000.0, 300.0)
+    assert (source.read().racks[0].flow_l_per_min, source.read().racks[0].age_s) == (0.0, 300.0)
     bms.run_until(302)
-    assert source.read().racks[0].power_w is None
+    assert source.read().racks[0].flow_l_per_min is None
 
 
 def test_a_point_that_does_not_change_is_sent_again_and_stays() -> None:
@@ -209,24 +200,18 @@ def test_values_without_metadata_belong_to_no_rack() -> None:
     assert source.read().racks[0].power_w == 1000.0
 
 
-def test_a_point_whose_metadata_are_removed_is_forgotten() -> None:
-    bms = FakeBms([FakePoint("RackPower")])
-    source = open_fake(bms)
-    bms.run_until(1)
-    bms.publish(METADATA_PREFIX + bms.points[0].key, b"")
-    assert (source.read().racks, source.problems) == ((), [])
-
-
 def test_the_number_of_points_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rack_points, "MAX_POINTS", 3)
     source = open_fake(FakeBms([FakePoint("RackPower", rack=str(index), tag=str(index)) for index in range(9)]))
     assert len(source.read().racks) == 3
 
 
-def test_a_bus_without_racks_is_a_problem() -> None:
+def test_a_point_whose_metadata_are_removed_is_forgotten_and_a_bus_without_racks_a_problem() -> None:
     bms = FakeBms([FakePoint("RackPower")])
     source = open_fake(bms)
+    bms.run_until(1)
     bms.publish(METADATA_PREFIX + bms.points[0].key, b"")
+    assert (source.read().racks, source.problems) == ((), [])
     bms.run_until(31)
     assert "no rack has metadata: is this user allowed to read BMS/v1/PUB/Metadata/Rack/#" in source.problems[0]
 

@@ -162,6 +162,14 @@ def order(node: FakeNode, seq: int, cap_w: float, epoch: int = 1, lease_s: float
     return node.keeper.answer(request)
 
 
+@pytest.fixture
+def node() -> FakeNode:
+    """A node whose devices have had an order of 400 W."""
+    node = make_node(FakeClock())
+    order(node, 2, 400.0)
+    return node
+
+
 def test_a_lease_ends_without_the_guard() -> None:
     clock = FakeClock()
     node = make_node(clock)
@@ -190,9 +198,7 @@ def test_a_restarted_node_is_capped_before_it_gets_work() -> None:
     assert [device.cap_w for device in node.devices] == [300.0, 300.0]
 
 
-def test_nothing_is_raised_when_a_device_does_not_follow() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_nothing_is_raised_when_a_device_does_not_follow(node: FakeNode) -> None:
     node.devices[0].ignores_writes = True
     assert node.keeper is not None
     session = node.keeper.answer(NodeRequest(3, 1, "g")).session
@@ -201,9 +207,7 @@ def test_nothing_is_raised_when_a_device_does_not_follow() -> None:
     assert [device.cap_w for device in report.devices] == [400.0, 400.0]
 
 
-def test_a_full_disk_stops_raises_and_keeps_the_higher_committed_power() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_full_disk_stops_raises_and_keeps_the_higher_committed_power(node: FakeNode) -> None:
     node.store.fails = True
     report = order(node, 4, 300.0)
     assert "the record cannot be written" in report.refusal
@@ -239,16 +243,12 @@ def test_a_keeper_that_only_reads_lowers_nothing() -> None:
     assert (report.refusal, node.devices[0].cap_w) == ("this keeper only reads", 600.0)
 
 
-def test_a_cap_that_someone_else_set_is_reported() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_cap_that_someone_else_set_is_reported(node: FakeNode) -> None:
     node.devices[0].put_cap(500.0)
     assert order(node, 4, 400.0).foreign_change == "g0 has a cap of 500 W; 400 W were written"
 
 
-def test_a_device_that_restarted_is_capped_again() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_device_that_restarted_is_capped_again(node: FakeNode) -> None:
     node.reload_driver()
     node.check()
     assert (node.devices[0].cap_w, node.has_job) == (400.0, True)

@@ -367,10 +367,6 @@ def fleet_files(tmp_path: Path) -> tuple[Path, Path]:
     return fleet, targets
 
 
-def find_budgets(guard: PowerGuard) -> Callable[[], object]:
-    return guard._find_budgets
-
-
 def test_a_load_target_holds_when_the_clock_is_set(
     fleet_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,7 +375,7 @@ def test_a_load_target_holds_when_the_clock_is_set(
     now = time.time()
     for step_s in (-3600.0, 3600.0, 86_400.0):
         monkeypatch.setattr(time, "time", lambda step_s=step_s: now + step_s)
-        assert find_budgets(guard)() == [15_000.0, None, None, None]
+        assert guard._find_budgets() == [15_000.0, None, None, None]
 
 
 def test_a_driver_that_hangs_on_one_device_keeps_no_other_from_the_end_of_its_lease() -> None:

@@ -34,6 +34,14 @@ def order(node: FakeNode, seq: int, cap_w: float, reverts: bool = False, lease_s
     return send(node, seq, caps_w=caps, fallback_w=(300.0,) * 2, lease_s=lease_s, reverts=reverts)
 
 
+@pytest.fixture
+def node() -> FakeNode:
+    """A node whose devices have had an order of 400 W."""
+    node = make_node(FakeClock())
+    order(node, 2, 400.0)
+    return node
+
+
 def caps_of(node: FakeNode) -> list[float]:
     return [device.cap_w for device in node.devices]
 
@@ -43,9 +51,7 @@ def restart_keeper(node: FakeNode) -> None:
     node.start_keeper(at_boot=False)
 
 
-def test_a_release_restores_the_caps_of_before_the_first_order() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_release_restores_the_caps_of_before_the_first_order(node: FakeNode) -> None:
     order(node, 4, 350.0)
     report = send(node, 2, epoch=2, releases=True)
     assert (report.refusal, report.problems, caps_of(node)) == ("", (), [650.0, 600.0])
@@ -60,9 +66,7 @@ def test_a_first_order_raises_what_was_below_it() -> None:
 
 
 @pytest.mark.parametrize("crash", ["keeper", "node"])
-def test_a_release_restores_also_after_a_crash(crash: str) -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_release_restores_also_after_a_crash(node: FakeNode, crash: str) -> None:
     if crash == "keeper":
         restart_keeper(node)
     else:
@@ -73,18 +77,14 @@ def test_a_release_restores_also_after_a_crash(crash: str) -> None:
     assert caps_of(node) == [650.0, 600.0]
 
 
-def test_a_released_node_starts_with_the_caps_that_it_has() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_released_node_starts_with_the_caps_that_it_has(node: FakeNode) -> None:
     send(node, 2, epoch=2, releases=True)
     restart_keeper(node)
     assert caps_of(node) == [650.0, 600.0]
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-def test_a_cap_that_another_program_has_set_is_left(is_running: bool) -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_cap_that_another_program_has_set_is_left(node: FakeNode, is_running: bool) -> None:
     if not is_running:
         node.stop_keeper()
     node.devices[1].put_cap(250.0)
@@ -96,9 +96,7 @@ def test_a_cap_that_another_program_has_set_is_left(is_running: bool) -> None:
 
 
 @pytest.mark.parametrize("num_writes", range(5))
-def test_a_half_done_order_is_not_taken_for_a_foreign_change(num_writes: int) -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_half_done_order_is_not_taken_for_a_foreign_change(node: FakeNode, num_writes: int) -> None:
     writes = 0
 
     def put_cap(device: FakeCapDevice, cap_w: float) -> None:
@@ -120,9 +118,7 @@ def test_a_half_done_order_is_not_taken_for_a_foreign_change(num_writes: int) ->
     assert (report.problems, caps_of(node)) == ((), [650.0, 600.0])
 
 
-def test_a_device_that_does_not_answer_is_named_and_can_be_released_later() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_device_that_does_not_answer_is_named_and_can_be_released_later(node: FakeNode) -> None:
     node.devices[0].fails_writes = True
     report = send(node, 2, epoch=2, releases=True)
     assert report.refusal == "not restored: g0; release this node again when they answer"
@@ -132,9 +128,7 @@ def test_a_device_that_does_not_answer_is_named_and_can_be_released_later() -> N
     assert caps_of(node) == [650.0, 600.0]
 
 
-def test_an_exchanged_device_gets_its_factory_limit_at_a_release() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_an_exchanged_device_gets_its_factory_limit_at_a_release(node: FakeNode) -> None:
     node.devices[1] = FakeCapDevice("new", node.now, LIMITS, lambda t: 600.0)
     restart_keeper(node)
     assert caps_of(node) == [200.0, 200.0]
@@ -142,9 +136,7 @@ def test_an_exchanged_device_gets_its_factory_limit_at_a_release() -> None:
     assert caps_of(node) == [650.0, 700.0]
 
 
-def test_a_damaged_record_means_the_lowest_caps() -> None:
-    node = make_node(FakeClock())
-    order(node, 2, 400.0)
+def test_a_damaged_record_means_the_lowest_caps(node: FakeNode) -> None:
     node.store.record = CapRecord()
     restart_keeper(node)
     assert caps_of(node) == [200.0, 200.0]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from cdu_mockup import CDU, link, make_cdu
+from manual_polling import ManualPolling
 from phalanx.telemetry.sample import SourceUnavailableError
 from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, RedfishCduSource
 from phalanx_fleet.telemetry.redfish_values import RedfishStatusError, RedfishUnreachableError
@@ -45,17 +46,9 @@ class FakeController:
         self.is_down = True
 
 
-class NoPolling:
-    def __init__(self, poll: Any, interval_s: float):
-        self.poll = poll
-
-    def stop(self) -> None:
-        pass
-
-
 def open_source(controller: FakeController, clock: SettableClock | None = None, cdu: str = "") -> RedfishCduSource:
     options = RedfishCduOptions(url="https://cdu1", cdu=cdu)
-    return RedfishCduSource("cdu-1", options, controller, clock or SettableClock(), NoPolling)
+    return RedfishCduSource("cdu-1", options, controller, clock or SettableClock(), ManualPolling().start)
 
 
 def read(resources: dict[str, dict[str, Any]]) -> RackSample:

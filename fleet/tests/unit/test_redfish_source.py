@@ -1,12 +1,12 @@
 """Readings of a management controller: modern and legacy resources, age, what is missing. The stand-in is
 `helpers/fake_bmc.py`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from fake_bmc import CHASSIS, FakeBmc, link
+from manual_polling import ManualPolling
 from phalanx.errors import UsageError
 from phalanx.telemetry.sample import HostSample, SourceUnavailableError
 from phalanx_fleet.telemetry.redfish import RedfishOptions, RedfishSource, open_redfish
@@ -15,32 +15,16 @@ from settable_clock import SettableClock
 SERVED = HostSample(node_power_w=800.0, inlet_temperature_c=24.5, cpu_temperature_c=61.0, failed_fans=0.0)
 
 
-class ManualPolling:
-    """Polls when a test says so."""
-
-    is_stopped = False
-
-    def __init__(self, poll: Callable[[], None], interval_s: float):
-        self.poll, self.interval_s = poll, interval_s
-
-    def stop(self) -> None:
-        self.is_stopped = True
-
-
 class Opened:
     """A source of a controller, and the means to let it poll."""
 
     def __init__(self, bmc: FakeBmc, **options: Any):
-        self.pollings: list[ManualPolling] = []
-
-        def start(poll: Callable[[], None], interval_s: float) -> ManualPolling:
-            self.pollings.append(ManualPolling(poll, interval_s))
-            return self.pollings[0]
-
-        self.source = RedfishSource(RedfishOptions(url="https://bmc", **options), bmc, bmc.clock, start)
+        self.polling = ManualPolling()
+        options = {"url": "https://bmc", **options}
+        self.source = RedfishSource(RedfishOptions(**options), bmc, bmc.clock, self.polling.start)
 
     def poll(self) -> HostSample | None:
-        self.pollings[0].poll()
+        self.polling.poll()
         return self.source.read().host
 
 
@@ -155,7 +139,7 @@ def test_closing_stops_polling_and_ends_the_session() -> None:
     bmc = FakeBmc(SettableClock(100.0))
     opened = Opened(bmc)
     opened.source.close()
-    assert (opened.pollings[0].is_stopped, bmc.is_open) == (True, False)
+    assert (opened.polling.is_stopped, bmc.is_open) == (True, False)
 
 
 def test_of_several_chassis_the_outermost_is_the_node() -> None:

@@ -3,6 +3,7 @@
 Here through the sampler, for each source of devices; those of the host, of controllers and racks stand in their files.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -48,9 +49,12 @@ def sample(source: TelemetrySource, clock: SettableClock, seconds: int) -> tuple
 
 
 @every_source
-def test_energy_is_the_difference_of_the_counter(make_source: Callable[..., TelemetrySource]) -> None:
-    _, energy_j = sample(make_source(FakeGpu(), clock := SettableClock()), clock, 61)
-    assert energy_j == pytest.approx(60 * 500)
+@pytest.mark.parametrize(("reset_at", "seconds"), [(math.inf, 60), (30.5, 30 + 29)])
+def test_energy_is_the_difference_of_the_counter_and_none_where_it_restarts(
+    make_source: Callable[..., TelemetrySource], reset_at: float, seconds: int
+) -> None:
+    _, energy_j = sample(make_source(FakeGpu(reset_at=reset_at), clock := SettableClock()), clock, 61)
+    assert energy_j == pytest.approx(seconds * 500)
 
 
 @every_source
@@ -58,12 +62,6 @@ def test_a_frozen_counter_is_missing(make_source: Callable[..., TelemetrySource]
     found, energy_j = sample(make_source(FakeGpu(frozen_since=20.0), clock := SettableClock()), clock, 40)
     assert [device.energy_joules is None for device in found] == [False] * 25 + [True] * 15
     assert energy_j == pytest.approx(20 * 500)
-
-
-@every_source
-def test_a_counter_that_restarts_gives_no_negative_difference(make_source: Callable[..., TelemetrySource]) -> None:
-    _, energy_j = sample(make_source(FakeGpu(reset_at=30.5), clock := SettableClock()), clock, 61)
-    assert energy_j == pytest.approx(30 * 500 + 29 * 500)
 
 
 def sample_exporter(seconds: int, **faults: Any) -> list[DeviceSample]:

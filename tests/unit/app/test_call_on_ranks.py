@@ -38,22 +38,18 @@ def call(server: FakeForkServer, logs: Path) -> None:
         call_on_ranks(server, logs, "m:f", {"seconds": 60.0}, 2, lambda: server.now_s)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_has_lost_its_peer_leaves_it_time_to_say_why(tmp_path: Path) -> None:
-    server = FakeForkServer([WorkerExited(rank=1, exit_status=LOST_PEER_STATUS), WorkerExited(rank=0, exit_status=3)])
-    with pytest.raises(MeasurementFailed, match="worker 0 ended with exit code 3"):
+@pytest.mark.parametrize(
+    ("exits", "message", "kills"),
+    [
+        ([(1, LOST_PEER_STATUS), (0, 3)], "worker 0 ended with exit code 3", []),  # it has time to say why
+        ([(1, LOST_PEER_STATUS)], "worker 1 lost the connection", [CAUSE_TIMEOUT_S]),
+        ([(1, 3)], "worker 1 ended with exit code 3", [1.0]),
+    ],
+)
+def test_the_others_of_a_rank_that_failed_are_killed_unless_it_only_lost_a_peer(
+    tmp_path: Path, exits: list[tuple[int, int]], message: str, kills: list[float]
+) -> None:
+    server = FakeForkServer([WorkerExited(rank=rank, exit_status=status) for rank, status in exits])
+    with pytest.raises(MeasurementFailed, match=message):
         call(server, tmp_path)
-    assert server.kills == []
-
-
-def test_a_peer_that_stays_silent_is_killed_after_that_time(tmp_path: Path) -> None:
-    server = FakeForkServer([WorkerExited(rank=1, exit_status=LOST_PEER_STATUS)])
-    with pytest.raises(MeasurementFailed, match="worker 1 lost the connection"):
-        call(server, tmp_path)
-    assert server.kills == pytest.approx([CAUSE_TIMEOUT_S], abs=2.0)
-
-
-def test_the_others_of_a_rank_that_failed_are_killed_at_once(tmp_path: Path) -> None:
-    server = FakeForkServer([WorkerExited(rank=1, exit_status=3)])
-    with pytest.raises(MeasurementFailed, match="worker 1 ended with exit code 3"):
-        call(server, tmp_path)
-    assert server.kills == [1.0]
+    assert server.kills == pytest.approx(kills, abs=2.0)

@@ -60,12 +60,14 @@ def test_data_rate_and_saving_are_printed_with_the_requests_to_a_store(capsys: p
     assert store == "store      s3://team/run: 3,076 requests a save, 0.0154 USD"
 
 
-def test_the_planned_recipe_is_written_beside_it_with_the_layout(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("options", "name"), [([], "recipe.planned.yaml"), (["--in-place"], "recipe.yaml")])
+def test_the_planned_recipe_is_written_with_the_layout(
+    options: list[str], name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(BATCH, *HERE) == 0
-    assert capsys.readouterr().out.endswith("\nwrote recipe.planned.yaml\n")
-    recipe = load_recipe(folder / "recipe.planned.yaml", []).recipe
+    assert plan(BATCH, *HERE, *options) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {name}\n")
+    assert {path.name for path in folder.glob("*.yaml")} == {"recipe.yaml", name}
+    recipe = load_recipe(folder / name, []).recipe
     assert isinstance(recipe.parallelism, Parallelism)
     assert recipe.parallelism.world == 1024
     assert recipe.batch.global_size == 1024
@@ -97,15 +99,6 @@ def test_a_device_that_the_cluster_has_is_planned_for(
 ) -> None:
     assert plan(f"device={device}", "--cluster", cluster) == 0
     assert load_recipe("recipe.planned.yaml", []).recipe.device == device
-
-
-def test_the_choice_goes_into_the_recipe_itself_when_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(BATCH, *HERE, "--in-place") == 0
-    assert capsys.readouterr().out.endswith("\nwrote recipe.yaml\n")
-    recipe = load_recipe(folder / "recipe.yaml", []).recipe
-    assert isinstance(recipe.parallelism, Parallelism)
-    assert recipe.parallelism.world == 1024
-    assert not (folder / "recipe.planned.yaml").exists()
 
 
 def test_json_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:

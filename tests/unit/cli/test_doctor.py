@@ -105,12 +105,6 @@ def test_of_three_nodes_the_slow_one_is_named(capsys: pytest.CaptureFixture[str]
     ]
 
 
-def test_nodes_that_are_alike_are_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = doctor(capsys, "--compare", *nodes(tmp_path, n1=0.010, n2=0.010, n3=0.0102))
-    assert code == 0
-    assert out.splitlines()[-1] == "all 3 nodes are fit to train"
-
-
 def test_a_comparison_has_its_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, out, _ = doctor(capsys, "--compare", "--json", *nodes(tmp_path, n1=0.010, n2=0.010, n3=0.015))
     assert {each["node"]: each["fit"] for each in json.loads(out)["nodes"]} == {"n1": True, "n2": True, "n3": False}

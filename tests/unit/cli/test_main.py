@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -145,71 +146,43 @@ def test_a_check_as_json_has_the_whole_recipe(capsys: pytest.CaptureFixture[str]
     assert "precision" in answer["auto"]
 
 
-def test_an_error_that_a_user_can_mend_has_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train() -> None:
-        raise DataError("shard-3: block 7 is damaged")
-
-    verb(monkeypatch, train)
-    assert main.main(["train"]) == 65
-    assert capsys.readouterr().err == "error: shard-3: block 7 is damaged\n"
-
-
-def test_a_file_that_the_system_refuses_is_named_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verb(monkeypatch, lambda: Path("not/there").mkdir())
-    assert main.main(["train"]) == 64
-    assert capsys.readouterr().err == "error: not/there: No such file or directory\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (MemoryError(), "out of memory"),
-        (MemoryError("Unable to allocate 7.28 TiB"), "out of memory: Unable to allocate 7.28 TiB"),
-        (OverflowError("cannot fit 'int'"), "a number is too large: cannot fit 'int'"),
-    ],
-)
-def test_a_number_that_python_or_the_machine_refuses_has_no_traceback(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def fail_with(error: Exception) -> Callable[[], None]:
     def train() -> None:
         raise error
 
+    return train
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("train", "code", "said"),
+    [
+        (fail_with(DataError("shard-3: block 7 is damaged")), 65, "shard-3: block 7 is damaged"),
+        (fail_with(MemoryError()), 64, "out of memory"),
+        (fail_with(MemoryError("Unable to allocate 7 TiB")), 64, "out of memory: Unable to allocate 7 TiB"),
+        (fail_with(OverflowError("cannot fit 'int'")), 64, "a number is too large: cannot fit 'int'"),
+        (lambda: Path("not/there").mkdir(), 64, "not/there: No such file or directory"),
+        (lambda: os.listdir("lost"), 75, "storage fails: lost: Too many levels of symbolic links"),
+        (interrupt, 75, "interrupted"),
+    ],
+)
+def test_an_error_that_is_no_bug_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], train: Any, code: int, said: str
+) -> None:
+    Path("lost").symlink_to("lost")
     verb(monkeypatch, train)
-    assert main.main(["train"]) == 64
+    assert main.main(["train"]) == code
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
-def test_storage_that_fails_is_told_in_one_line_and_may_be_tried_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    lost = tmp_path / "lost"
-    lost.symlink_to(lost)
-    verb(monkeypatch, lambda: os.listdir(lost))
-    assert main.main(["train"]) == 75
-    assert capsys.readouterr().err == f"error: storage fails: {lost}: Too many levels of symbolic links\n"
-
-
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train() -> None:
-        raise ZeroDivisionError
-
-    verb(monkeypatch, train)
+    verb(monkeypatch, fail_with(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main.main(["train"])
-
-
-def test_an_interrupt_exits_75_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def train() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        signal.pause()
-
-    verb(monkeypatch, train)
-    assert main.main(["train"]) == 75
-    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

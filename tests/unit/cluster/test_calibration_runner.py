@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import load_cluster, save_cluster
+from phalanx.cluster import Cluster
 from phalanx.cluster.calibration import location_speed
 from phalanx.cluster.calibration.runner import (
     TOTAL_DURATION_S,
@@ -16,6 +16,7 @@ from phalanx.cluster.calibration.runner import (
     default_num_processes,
 )
 from phalanx.cluster.discovery import Cpu, Machine
+from phalanx.cluster.spec import Measurements
 
 CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.6, ("avx2", "avx512f", "avx512_bf16"))
 MACHINE = Machine("host", "cpu", CPU.name, 1, 2, 2, 2**34, 2**34, CPU)
@@ -78,9 +79,9 @@ class World:
         found = {"collectives": [{**row, "busbw_gbps": 0.01}]}
         return {**found, "products": [], "operations": [timed("add", 0.002, processes=world)]}
 
-    @property
-    def means(self) -> Executor:
-        return Executor(
+    def calibrate(self, machine: Machine = MACHINE, **options: Any) -> tuple[Cluster, Measurements]:
+        """The cluster and what was measured of it."""
+        executor = Executor(
             run_in_process=self.run_in_process,
             run_in_world=self.run_in_world,
             scratch_dir=self.scratch_dir,
@@ -89,6 +90,9 @@ class World:
             sleep=self.wait,
             timestamp=lambda: "2026-11-21T12:00:00+0000",
         )
+        cluster = calibrate_machine(machine, executor, root=self.scratch_dir, **{"quick": True, **options})
+        assert cluster.measured is not None
+        return cluster, cluster.measured
 
 
 @pytest.fixture
@@ -98,9 +102,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_every_family_is_in_the_cluster(world: World) -> None:
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    measured = cluster.measured
-    assert measured is not None
+    cluster, measured = world.calibrate()
     assert {each.precision for each in measured.products} == {"fp32", "bf16"}
     assert [each.kind for each in measured.operations] == [
         "reference",
@@ -115,57 +117,41 @@ def test_every_family_is_in_the_cluster(world: World) -> None:
     assert measured.storage is not None
     assert (measured.storage.node_write_gbps, measured.storage.node_read_gbps) == (0.5, 1.5)
     assert measured.odd == []
-
-
-def test_the_device_has_its_peak_and_what_was_reached(world: World) -> None:
-    device = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True).node.accelerator
+    device = cluster.node.accelerator
     assert device.tflops["bf16"] > device.achieved_tflops["bf16"] == pytest.approx(0.2147, abs=1e-4)
-    assert device.memory_gbps == 30.0
-    assert device.kernel_us == 1.5
+    assert (device.memory_gbps, device.kernel_us) == (30.0, 1.5)
+    (payload,) = (payload for name, payload in world.asked if name == "collectives:measure_concurrently")
+    assert (payload["processes"], payload["threads"]) == (2, 1)  # which share the cores
 
 
 def test_of_a_gpu_nothing_is_measured_that_no_prediction_reads(world: World) -> None:
     gpu = Machine("host", "cuda", "NVIDIA H100 80GB HBM3", 1, 16, 16, 2**37, 80 * 2**30, CPU)
-    cluster = calibrate_machine(gpu, world.means, root=world.scratch_dir, quick=True)
-    assert cluster.measured is not None
-    assert {each.kind for each in cluster.measured.operations} == {"reference", "add"}
-    assert (cluster.measured.launch_us, cluster.node.accelerator.kernel_us) == (None, None)
+    cluster, measured = world.calibrate(gpu)
+    assert {each.kind for each in measured.operations} == {"reference", "add"}
+    assert (measured.launch_us, cluster.node.accelerator.kernel_us) == (None, None)
 
 
 def test_a_cpu_that_is_faster_than_on_paper_raises_its_peak(world: World) -> None:
     slow = Machine("host", "cpu", "old", 1, 1, 1, 2**34, 2**34, Cpu("old", ghz=1.0))
-    device = calibrate_machine(slow, world.means, root=world.scratch_dir, quick=True).node.accelerator
+    device = world.calibrate(slow)[0].node.accelerator
     assert device.tflops["fp32"] == device.achieved_tflops["fp32"]
-
-
-def test_the_file_can_be_read_back(world: World, tmp_path: Path) -> None:
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    save_cluster(cluster, tmp_path / "cluster.yaml")
-    assert load_cluster(str(tmp_path / "cluster.yaml")) == cluster
 
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_all_families_together_keep_to_the_time(world: World, quick: bool) -> None:
-    calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=quick)
+    world.calibrate(quick=quick)
     assert world.timestamp <= TOTAL_DURATION_S[quick] + 0.2
     assert all(payload["seconds"] > 0 for _, payload in world.asked)
 
 
 def test_when_the_time_is_over_the_rest_gets_none(world: World) -> None:
-    calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True, seconds=0.7)
+    world.calibrate(seconds=0.7)
     assert world.timestamp < 2.0  # waiting and the reference products
 
 
-def test_processes_that_measure_together_share_the_cores(world: World) -> None:
-    calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    (payload,) = (payload for name, payload in world.asked if name == "collectives:measure_concurrently")
-    assert (payload["processes"], payload["threads"]) == (2, 1)
-
-
 def test_one_process_measures_nothing_together(world: World) -> None:
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True, processes=1)
-    assert cluster.measured is not None
-    assert cluster.measured.collectives == []
+    _, measured = world.calibrate(processes=1)
+    assert measured.collectives == []
     assert "processes together" not in world.told
 
 
@@ -184,10 +170,9 @@ def test_by_default_two_of_two_cores_and_all_gpus_measure() -> None:
 )
 def test_a_family_that_fails_costs_only_itself(world: World, name: str, text: str) -> None:
     world.fails = name
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    assert cluster.measured is not None
-    assert cluster.measured.odd == [text]
-    assert cluster.measured.storage is not None
+    _, measured = world.calibrate()
+    assert measured.odd == [text]
+    assert measured.storage is not None
 
 
 def test_a_disk_that_fails_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,25 +180,22 @@ def test_a_disk_that_fails_is_told(world: World, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device", "/x/probe.bin")
 
     monkeypatch.setattr(location_speed, "measure_storage", fail)
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    assert cluster.measured is not None
-    assert cluster.measured.odd == ["storage: not measured: /x/probe.bin: No space left on device"]
+    _, measured = world.calibrate()
+    assert measured.odd == ["storage: not measured: /x/probe.bin: No space left on device"]
 
 
 def test_drift_is_that_of_the_slowest_reference_against_the_fastest(world: World) -> None:
     world.references = [0.011, 0.010, 0.012, 0.011]
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    assert cluster.measured is not None
-    assert cluster.measured.drift == pytest.approx(0.2)
-    assert "up to 20% longer" in cluster.measured.odd[0]
-    assert cluster.measured.operations[0].seconds == 0.010  # the fastest stands for the machine
+    _, measured = world.calibrate()
+    assert measured.drift == pytest.approx(0.2)
+    assert "up to 20% longer" in measured.odd[0]
+    assert measured.operations[0].seconds == 0.010  # the fastest stands for the machine
 
 
 def test_a_load_that_never_changes_is_told(world: World) -> None:
     (world.scratch_dir / "proc").mkdir()
     (world.scratch_dir / "proc/stat").write_text(STAT.format(user=100, idle=1000, steal=0))
-    cluster = calibrate_machine(MACHINE, world.means, root=world.scratch_dir, quick=True)
-    assert cluster.measured is not None
-    assert cluster.measured.odd == [
+    _, measured = world.calibrate()
+    assert measured.odd == [
         "other processes used 2.0 cores before the measurements: all rates are too low; run on an idle machine"
     ]

@@ -13,88 +13,59 @@ from phalanx.cluster.calibration.timing import (
     remaining_seconds,
     split_budget,
 )
+from settable_clock import SettableClock
 
 
-class Clock:
-    """Seconds that pass by `pass_by` only."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_by(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def work(clock: Clock, seconds: list[float]) -> tuple[Callable[[], tuple[float]], list[float]]:
+def work(clock: SettableClock, seconds: list[float]) -> tuple[Callable[[], tuple[float]], list[float]]:
     """Something that takes the next of these seconds each time, and the last one for ever; and what it took."""
     taken: list[float] = []
 
     def run() -> tuple[float]:
         now = seconds[min(len(taken), len(seconds) - 1)]
-        clock.pass_by(now)
+        clock.now += now
         taken.append(now)
         return (now,)
 
     return run, taken
 
 
-def test_the_first_run_does_not_count() -> None:
-    clock = Clock()
-    run, taken = work(clock, [0.5, 0.1])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock)) == (0.1,)
-    assert len(taken) == 10  # as many as fit into a second after the first
-
-
-def test_a_run_that_takes_the_share_is_not_repeated() -> None:
-    clock = Clock()
-    run, taken = work(clock, [2.0, 1.5])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock)) == (1.5,)
-    assert len(taken) == 2
-
-
-def test_a_first_run_that_takes_far_too_long_counts() -> None:
-    clock = Clock()
-    run, taken = work(clock, [5.0])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock)) == (5.0,)
-    assert len(taken) == 1
-
-
-def test_where_kernels_are_loaded_the_first_run_never_counts() -> None:
-    clock = Clock()
-    run, taken = work(clock, [5.0, 0.1])
-    assert median_seconds_of(run, 1.0, BenchTimer(clock, loads=True)) == (0.1,)
-    assert len(taken) == 10
-
-
-def test_beside_others_the_slowest_decides_how_often_and_how_long() -> None:
-    clock = Clock()
-    run, taken = work(clock, [0.1])
-    slower = BenchTimer(clock, max_over_ranks=lambda seconds: 2 * seconds)
-    assert median_seconds_of(run, 1.0, slower) == (0.2,)
-    assert len(taken) == 5
+@pytest.mark.parametrize(
+    ("seconds", "options", "median", "runs"),
+    [
+        ([0.5, 0.1], {}, 0.1, 10),  # as many as fit into a second after the first, which does not count
+        ([2.0, 1.5], {}, 1.5, 2),  # one that takes the share is not repeated
+        ([5.0], {}, 5.0, 1),  # a first one that takes far too long counts
+        ([5.0, 0.1], {"loads": True}, 0.1, 10),  # but never where kernels are loaded
+        ([0.1], {"max_over_ranks": lambda seconds: 2 * seconds}, 0.2, 5),  # beside others the slowest decides
+    ],
+)
+def test_how_often_something_is_run_and_what_counts(
+    seconds: list[float], options: dict[str, Any], median: float, runs: int
+) -> None:
+    clock = SettableClock()
+    run, taken = work(clock, seconds)
+    assert median_seconds_of(run, 1.0, BenchTimer(clock, **options)) == (median,)
+    assert len(taken) == runs
 
 
 def test_cases_share_the_time_evenly() -> None:
-    clock, got = Clock(), []
+    clock, got = SettableClock(), []
     for case, share in split_budget("abcd", 8.0, BenchTimer(clock)):
         got.append((case, share))
-        clock.pass_by(share)
+        clock.now += share
     assert got == [("a", 2.0), ("b", 2.0), ("c", 2.0), ("d", 2.0)]
 
 
 def test_what_one_case_leaves_the_others_get_but_not_without_end() -> None:
-    clock, got = Clock(), []
+    clock, got = SettableClock(), []
     for _, share in split_budget("abcd", 8.0, BenchTimer(clock)):
         got.append(share)
     assert got == [2.0, pytest.approx(8 / 3), 4.0, 6.0]
 
 
 def test_getting_ready_costs_all_the_same_however_long_each_took() -> None:
-    clock = Clock()
-    clock.pass_by(1.0)
+    clock = SettableClock()
+    clock.now += 1.0
     assert remaining_seconds(10.0, 0.0, BenchTimer(clock)) == 9.0
     assert remaining_seconds(10.0, 0.0, BenchTimer(clock, max_over_ranks=lambda seconds: seconds + 2)) == 7.0
     assert remaining_seconds(1.5, 0.0, BenchTimer(clock)) == 0.75

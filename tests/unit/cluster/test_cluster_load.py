@@ -63,9 +63,24 @@ def test_fewer_devices_than_a_node_has_are_a_part_of_it() -> None:
     assert cluster.node.scale_up.domain == 2
 
 
-def test_devices_that_fill_no_whole_nodes_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"h100:12: 12 are no whole number of nodes.*expected 8 or 16"):
-        load_cluster("h100:12")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("h100:12", r"h100:12: 12 are no whole number of nodes.*expected 8 or 16"),
+        ("l40s:16", r"l40s:16: no node with the NVIDIA L40S is known.*in a file"),  # more than a workstation takes
+        ("dgx-h10:4", r"no node and no accelerator has this name; the nearest are dgx-h100"),
+        ("workstation:4", r"node.scale_out: missing, expected the network that joins the nodes"),
+        *(
+            (f"dgx-h100:{number}", r"expected NAME:NUMBER such as dgx-h100:16")
+            for number in ("0", "-1", "many", "", "1.5", "9" * 5000)
+        ),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_name_that_is_no_cluster_is_refused(name: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told) as error:
+        load_cluster(name)
+    assert error.value.code is ExitCode.RECIPE
 
 
 def test_a_card_without_a_usual_node_stands_in_a_workstation() -> None:
@@ -78,30 +93,6 @@ def test_a_card_without_a_usual_node_stands_in_a_workstation() -> None:
         2,
     )
     assert load_cluster("RTX 4090").node.scale_up is None
-
-
-def test_more_cards_than_a_workstation_takes_need_a_file() -> None:
-    with pytest.raises(RecipeError, match=r"l40s:16: no node with the NVIDIA L40S is known.*in a file"):
-        load_cluster("l40s:16")
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "many", "", "1.5", "9" * 5000])
-def test_a_number_that_is_none_is_refused(number: str) -> None:
-    with pytest.raises(RecipeError, match=r"expected NAME:NUMBER such as dgx-h100:16"):
-        load_cluster(f"dgx-h100:{number}")
-
-
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(
-        RecipeError, match=r"no node and no accelerator has this name; the nearest are dgx-h100"
-    ) as error:
-        load_cluster("dgx-h10:4")
-    assert error.value.code is ExitCode.RECIPE
-
-
-def test_a_node_without_a_network_cannot_be_several() -> None:
-    with pytest.raises(RecipeError, match=r"node.scale_out: missing, expected the network that joins the nodes"):
-        load_cluster("workstation:4")
 
 
 # files

@@ -74,12 +74,11 @@ def test_an_amd_cpu_is_read_from_its_first_processor() -> None:
     )
 
 
-def test_a_nominal_clock_counts_before_the_present_one() -> None:
-    assert parse_cpuinfo(XEON).ghz == 2.0
-
-
-def test_the_kernels_highest_clock_counts_before_both() -> None:
-    assert parse_cpuinfo(XEON, ghz=3.8).ghz == 3.8
+@pytest.mark.parametrize(("highest", "ghz"), [(None, 2.0), (3.8, 3.8)])
+def test_the_kernels_highest_clock_counts_before_the_nominal_and_the_present_one(
+    highest: float | None, ghz: float
+) -> None:
+    assert parse_cpuinfo(XEON, ghz=highest).ghz == ghz
 
 
 def test_an_arm_cpu_has_features_and_no_clock() -> None:
@@ -87,20 +86,16 @@ def test_an_arm_cpu_has_features_and_no_clock() -> None:
     assert (cpu.name, cpu.ghz, cpu.flags) == ("ARM 0x41/0xd40", None, ("asimd", "sve", "bf16"))
 
 
-def test_cores_are_physical_and_threads_logical(tmp_path: Path) -> None:
+def test_a_cpu_trains_on_itself_and_cores_are_physical_and_threads_logical(tmp_path: Path) -> None:
     found = look(machine(tmp_path, {}))
     assert (found.physical_cores, found.logical_cores, found.memory_bytes) == (2, 4, 16 * 2**30)
+    assert (found.device, found.device_name, found.device_count) == ("cpu", "AMD EPYC 9654 96-Core Processor", 1)
+    assert found.device_memory_bytes == found.memory_bytes
 
 
 def test_affinity_limits_cores(tmp_path: Path) -> None:
     found = look(machine(tmp_path, {}), affinity=(0, 2))
     assert (found.physical_cores, found.logical_cores) == (1, 2)
-
-
-def test_a_cpu_trains_on_itself(tmp_path: Path) -> None:
-    found = look(machine(tmp_path, {}))
-    assert (found.device, found.device_name, found.device_count) == ("cpu", "AMD EPYC 9654 96-Core Processor", 1)
-    assert found.device_memory_bytes == found.memory_bytes
 
 
 def test_gpus_are_counted_and_named(tmp_path: Path) -> None:
@@ -231,16 +226,18 @@ def test_for_the_cpu_no_gpu_is_asked(tmp_path: Path) -> None:
     assert discover_machine(machine(tmp_path, {}), (0, 1), ask, "cpu").device == "cpu"
 
 
-def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
-    message = r"torch \S+ does not find an NVIDIA or AMD GPU here; cpu or auto would be valid; `phalanx doctor`"
+@pytest.mark.parametrize("visible", [None, ""])
+def test_a_device_that_is_not_here_is_refused_with_the_variable_that_may_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    hidden = "" if visible is None else r" \(CUDA_VISIBLE_DEVICES= may hide it\)"
+    message = (
+        rf"torch \S+ does not find an NVIDIA or AMD GPU here{hidden}; cpu or auto would be valid; `phalanx doctor`"
+    )
     with pytest.raises(RecipeError, match=f"^device: found cuda, but {message}"):
         look(machine(tmp_path, {}), [], device="cuda")
-
-
-def test_a_variable_that_may_hide_gpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(RecipeError, match="an NVIDIA or AMD GPU here \\(CUDA_VISIBLE_DEVICES= may hide it\\)"):
-        look(machine(tmp_path, {}), device="cuda")
 
 
 def machine_of(cores: int, gpus: int = 0) -> Machine:

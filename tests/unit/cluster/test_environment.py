@@ -43,36 +43,25 @@ def test_only_variables_that_matter_are_kept() -> None:
 
 
 @needs_git
-def test_a_clean_repository_is_its_commit(repository: Path) -> None:
-    state = read_git_state(repository)
+@pytest.mark.parametrize(
+    ("changed", "folder", "dirty", "untracked"),
+    [
+        (None, ".", False, 0),
+        ("recipe.yaml", ".", True, 0),
+        ("my_model.py", ".", False, 1),  # git does not know it
+        ("recipe.yaml", "inner", False, 0),  # outside of the recipe's folder
+    ],
+)
+def test_a_repository_has_its_commit_and_what_was_changed(
+    repository: Path, changed: str | None, folder: str, dirty: bool, untracked: int
+) -> None:
+    (repository / "inner").mkdir()
+    if changed is not None:
+        (repository / changed).write_text("name: b\n")
+    state = read_git_state(repository / folder)
     assert state is not None
     assert len(state["commit"]) == 40
-    assert (state["dirty"], state["untracked_files"]) == (False, 0)
-
-
-@needs_git
-def test_a_changed_file_makes_it_dirty(repository: Path) -> None:
-    (repository / "recipe.yaml").write_text("name: b\n")
-    state = read_git_state(repository)
-    assert state is not None
-    assert state["dirty"]
-
-
-@needs_git
-def test_a_file_that_git_does_not_know_is_counted(repository: Path) -> None:
-    (repository / "my_model.py").touch()
-    state = read_git_state(repository)
-    assert state is not None
-    assert (state["dirty"], state["untracked_files"]) == (False, 1)
-
-
-@needs_git
-def test_changes_outside_the_recipes_folder_do_not_count(repository: Path) -> None:
-    (repository / "inner").mkdir()
-    (repository / "recipe.yaml").write_text("name: b\n")
-    state = read_git_state(repository / "inner")
-    assert state is not None
-    assert not state["dirty"]
+    assert (state["dirty"], state["untracked_files"]) == (dirty, untracked)
 
 
 def test_a_folder_outside_a_repository_has_no_state(tmp_path: Path) -> None:
@@ -89,10 +78,6 @@ def test_the_room_does_not_import_torch() -> None:
         subprocess.run([sys.executable, "-c", script], check=False, env={"PYTHONPATH": ":".join(sys.path)}).returncode
         == 0
     )
-
-
-def test_a_jobs_token_is_never_recorded() -> None:
-    assert relevant_variables({"PHALANX_TOKEN": "0123", "PHALANX_NUM_NODES": "2"}) == {"PHALANX_NUM_NODES": "2"}
 
 
 def test_what_names_itself_a_secret_is_not_recorded(tmp_path: Path) -> None:

@@ -97,19 +97,19 @@ def looked(root: Path, affinity: list[int], busy: str | None = None) -> HealthFi
     return only(host.evaluate_cpu(host.measure_cpu(site(root), affinity, sleep)))
 
 
-def test_all_cores_are_fine(tmp_path: Path) -> None:
-    machine(tmp_path)
-    assert looked(tmp_path, [0, 1, 2, 3]).verdict is HealthVerdict.PASS
-
-
-def test_cores_that_are_switched_off_are_told(tmp_path: Path) -> None:
-    machine(tmp_path, sys__devices__system__cpu__online="0-1,3")
-    assert looked(tmp_path, [0, 1, 3]).verdict is HealthVerdict.WARN
-
-
-def test_threads_off_with_hyper_threading_are_no_fault(tmp_path: Path) -> None:
-    machine(tmp_path, sys__devices__system__cpu__online="0-1", sys__devices__system__cpu__smt__control="off")
-    assert looked(tmp_path, [0, 1]).verdict is HealthVerdict.PASS
+@pytest.mark.parametrize(
+    ("files", "affinity", "verdict"),
+    [
+        ({}, [0, 1, 2, 3], HealthVerdict.PASS),
+        ({"online": "0-1,3"}, [0, 1, 3], HealthVerdict.WARN),
+        ({"online": "0-1", "smt__control": "off"}, [0, 1], HealthVerdict.PASS),  # threads off are no fault
+    ],
+)
+def test_cores_that_are_switched_off_are_told(
+    tmp_path: Path, files: dict[str, str], affinity: list[int], verdict: HealthVerdict
+) -> None:
+    machine(tmp_path, **{f"sys__devices__system__cpu__{name}": text for name, text in files.items()})
+    assert looked(tmp_path, affinity).verdict is verdict
 
 
 def test_one_core_of_many_is_told_as_sruns_forgetting(tmp_path: Path) -> None:
@@ -209,23 +209,20 @@ def test_a_runs_disk_is_judged_by_its_room(tmp_path: Path, free: float, verdict:
     assert found[0].verdict is verdict
 
 
-def test_a_disk_without_room_for_more_files_is_bad(tmp_path: Path) -> None:
-    found = host.check_disk_space(folders(tmp_path), space(50 * GIB, f_favail=100))
-    assert found[0].verdict is HealthVerdict.FAIL
-    assert "only 100 free inodes" in found[0].reason
-
-
-def test_file_systems_that_count_no_inodes_are_fine(tmp_path: Path) -> None:
-    assert (
-        host.check_disk_space(folders(tmp_path), space(50 * GIB, f_files=0, f_favail=0))[0].verdict
-        is HealthVerdict.PASS
-    )
-
-
-def test_a_read_only_file_system_is_bad(tmp_path: Path) -> None:
-    found = host.check_disk_space(folders(tmp_path), space(50 * GIB, f_flag=os.ST_RDONLY))
-    assert {each.verdict for each in found} == {HealthVerdict.FAIL}
-    assert "read-only" in found[0].reason
+@pytest.mark.parametrize(
+    ("state", "verdict", "reason"),
+    [
+        ({"f_favail": 100}, HealthVerdict.FAIL, "only 100 free inodes"),
+        ({"f_files": 0, "f_favail": 0}, HealthVerdict.PASS, ""),  # it counts no inodes
+        ({"f_flag": os.ST_RDONLY}, HealthVerdict.FAIL, "read-only"),
+    ],
+)
+def test_a_disk_that_takes_no_more_files_is_bad(
+    tmp_path: Path, state: dict[str, int], verdict: HealthVerdict, reason: str
+) -> None:
+    found = host.check_disk_space(folders(tmp_path), space(50 * GIB, **state))
+    assert {each.verdict for each in found} == {verdict}
+    assert reason in found[0].reason
 
 
 def test_a_disk_that_fails_is_bad_and_named(tmp_path: Path) -> None:

@@ -38,20 +38,18 @@ def test_of_three_nodes_the_slow_one_is_named() -> None:
     assert all(each.verdict is OK for name in ("n1", "n3") for each in found[name])
 
 
-def test_six_percent_below_the_median_is_a_warning() -> None:
-    assert verdicts("fleet/matmul", node("n1"), node("n2"), node("n3", 0.01065)) == [OK, OK, WARN]
-
-
-def test_of_two_nodes_the_slower_is_held_against_the_faster() -> None:
-    assert verdicts("fleet/matmul", node("n1"), node("n2", 0.013)) == [OK, BAD]
-
-
-def test_different_devices_are_not_compared() -> None:
-    assert verdicts("fleet/matmul", node("n1"), node("n2", 0.05, device="T4")) == [UNKNOWN, UNKNOWN]
-
-
-def test_a_node_that_did_not_measure_is_unknown() -> None:
-    assert verdicts("fleet/matmul", node("n1"), node("n2"), node("n3", None)) == [OK, OK, UNKNOWN]
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([node("n1"), node("n2"), node("n3", 0.01065)], [OK, OK, WARN]),  # 6% below the median
+        ([node("n1"), node("n2", 0.013)], [OK, BAD]),  # of two, the slower against the faster
+        ([node("n1"), node("n2", 0.05, device="T4")], [UNKNOWN, UNKNOWN]),  # different devices are not compared
+        ([node("n1"), node("n2"), node("n3", None)], [OK, OK, UNKNOWN]),  # one did not measure
+        ([node("n1")], [UNKNOWN]),
+    ],
+)
+def test_nodes_are_compared_with_the_median(nodes: list[NodeHealthReport], expected: list[HealthVerdict]) -> None:
+    assert verdicts("fleet/matmul", *nodes) == expected
 
 
 def storage(name: str, write_gbps: float) -> NodeHealthReport:
@@ -85,7 +83,3 @@ def test_software_that_differs_from_the_others_is_told(name: str, verdict: Healt
 
 def test_of_two_nodes_with_different_software_neither_is_right() -> None:
     assert verdicts("fleet/versions", node("n1"), node("n2", software={"torch": "2.12.0"})) == [BAD, BAD]
-
-
-def test_one_node_alone_has_nothing_to_be_compared_with() -> None:
-    assert verdicts("fleet/matmul", node("n1")) == [UNKNOWN]

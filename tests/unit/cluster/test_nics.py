@@ -37,26 +37,23 @@ def test_loopback_is_no_card_and_a_bridge_no_physical_one(tmp_path: Path) -> Non
     assert discover_nics(root) == (Nic("br0", "ethernet", True, is_physical=False),)
 
 
-@pytest.mark.parametrize("speed", ["-1", "", "unknown"])
-def test_a_speed_that_nobody_knows_is_none(tmp_path: Path, speed: str) -> None:
-    root = tree(tmp_path, {**ETHERNET, "sys/class/net/eth0/speed": speed})
-    assert discover_nics(root)[0].gbps is None
-
-
 def test_infiniband_comes_first_with_its_rate(tmp_path: Path) -> None:
     root = tree(tmp_path, {**ETHERNET, **INFINIBAND})
     assert [card.name for card in discover_nics(root)] == ["mlx5_0:1", "eth0"]
     assert discover_nics(root)[0] == Nic("mlx5_0:1", "infiniband", True, 50.0, rate_text="4X NDR")
 
 
-def test_a_port_that_is_down_is_told(tmp_path: Path) -> None:
-    root = tree(tmp_path, {**INFINIBAND, "sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
-    assert not discover_nics(root)[0].is_up
-
-
-def test_rdma_over_ethernet_is_told_from_infiniband(tmp_path: Path) -> None:
-    root = tree(tmp_path, {**INFINIBAND, "sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet"})
-    assert discover_nics(root)[0].link_kind == "roce"
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("infiniband/mlx5_0/ports/1/state", "1: DOWN", "is_up", False),
+        ("infiniband/mlx5_0/ports/1/link_layer", "Ethernet", "link_kind", "roce"),
+        *(("net/eth0/speed", text, "gbps", None) for text in ("-1", "", "unknown")),
+    ],
+)
+def test_what_a_file_says_of_a_port_is_read(tmp_path: Path, name: str, text: str, field: str, value: object) -> None:
+    files = INFINIBAND if name.startswith("infiniband") else ETHERNET
+    assert getattr(discover_nics(tree(tmp_path, {**files, f"sys/class/{name}": text}))[0], field) == value
 
 
 def test_a_machine_without_network_has_no_cards(tmp_path: Path) -> None:

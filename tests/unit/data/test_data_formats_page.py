@@ -28,15 +28,6 @@ TEXT = "a row"
 TOKENS = np.array([5, 6, 0, 7, 8, 9, 0])
 
 
-def write_jsonl(folder: Path) -> None:
-    (folder / "answers.jsonl").write_text(json.dumps({"choices": [{"text": TEXT}]}))
-
-
-def write_parquet(folder: Path) -> None:
-    table = pyarrow.Table.from_pylist([{"page": {"paragraphs": [TEXT]}}])
-    pyarrow.parquet.write_table(table, folder / "pages.parquet")
-
-
 def write_saved(folder: Path) -> None:
     (folder / "saved" / "train").mkdir(parents=True)
     table = pyarrow.table({"text": [TEXT]})
@@ -60,10 +51,6 @@ def write_llm_c(folder: Path) -> None:
     (folder / "fineweb_train_000001.bin").write_bytes(header.tobytes() + TOKENS.astype("<u2").tobytes())
 
 
-def write_nanogpt(folder: Path) -> None:
-    TOKENS.astype("<u2").tofile(folder / "openwebtext.bin")
-
-
 def write_tar(path: Path, members: dict[str, bytes], mode: str) -> None:
     with tarfile.open(path, mode) as archive:
         for name, data in members.items():
@@ -78,33 +65,23 @@ def write_photos(folder: Path) -> None:
     write_tar(folder / "photos-0.tar", {"0.png": stream.getvalue(), "0.cls": b"1"}, "w")
 
 
-def write_pages(folder: Path) -> None:
-    write_tar(folder / "pages.tar.gz", {"0.txt": TEXT.encode()}, "w:gz")
-
-
-def write_bad_rows(folder: Path) -> None:
-    rows = [f'{{"text": "{TEXT}"}}', '{"text": null}', '{"text": no}', "", '{"text": 7}']
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-
-
-WRITERS: dict[str, Callable[[Path], None]] = {
-    "answers": write_jsonl,
-    "pages.parquet": write_parquet,
+BAD_ROWS = "\n".join([f'{{"text": "{TEXT}"}}', '{"text": null}', '{"text": no}', "", '{"text": 7}'])
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "answers": lambda folder: (folder / "answers.jsonl").write_text(json.dumps({"choices": [{"text": TEXT}]})),
+    "pages.parquet": lambda folder: pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"page": {"paragraphs": [TEXT]}}]), folder / "pages.parquet"
+    ),
     "saved": write_saved,
     "corpus": write_megatron,
     "fineweb": write_llm_c,
-    "openwebtext": write_nanogpt,
+    "openwebtext": lambda folder: TOKENS.astype("<u2").tofile(folder / "openwebtext.bin"),
     "photos": write_photos,
-    "pages.tar": write_pages,
-    "rows": write_bad_rows,
+    "pages.tar": lambda folder: write_tar(folder / "pages.tar.gz", {"0.txt": TEXT.encode()}, "w:gz"),
+    "rows": lambda folder: (folder / "rows.jsonl").write_text(BAD_ROWS),
 }
 
 
-def examples() -> list[str]:
-    return re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("example", examples())
+@pytest.mark.parametrize("example", re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 def test_each_example_of_the_page_is_what_it_says(tmp_path: Path, example: str) -> None:
     names = [name for name in WRITERS if name in example]
     assert len(names) == 1
@@ -135,7 +112,7 @@ def test_bad_rows_are_printed_as_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_bad_rows(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(BAD_ROWS)
     for options, code, start in (([], 65, "error: "), (["--on-bad-row", "skip"], 0, "warning: ")):
         assert main(["data", "prepare", "rows.jsonl", "--jsonl", *options, "--out", f"out{code}"]) == code
         printed = capsys.readouterr().err.replace(f"{tmp_path}/", "")
@@ -143,8 +120,7 @@ def test_bad_rows_are_printed_as_on_the_page(
 
 
 def test_a_packed_text_of_json_is_read(tmp_path: Path) -> None:
-    write_bad_rows(tmp_path)
-    (tmp_path / "rows.jsonl").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    (tmp_path / "rows.jsonl").write_bytes(gzip.compress(BAD_ROWS.encode()))
     data = DataConfig.model_validate({"source": {"jsonl": "rows.jsonl"}, "on_bad_row": "skip"})
     assert not isinstance(data.source, list)
     out = prepare_source(data.source, data, tmp_path, tmp_path / "out", num_workers=1)

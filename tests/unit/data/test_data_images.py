@@ -10,7 +10,7 @@ import PIL.Image
 import pytest
 
 from phalanx.data import inspect_dataset, load_tokenizer, open_data, prepare_all_sources, verify_dataset
-from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe.checks import check_task
 from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
 from phalanx.recipe.schema import Recipe
@@ -138,9 +138,16 @@ def test_image_folders_are_the_same_from_any_number_of_workers(folder, tmp_path,
     assert contents(outs[0]) == contents(outs[1])
 
 
-def test_an_image_that_cannot_be_read_is_named(folder, tmp_path):
-    (folder / "red" / "z.png").write_text("not a picture")
-    with pytest.raises(DataError, match=r"z\.png: not an image that Pillow can read"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("red/z.png", r"z\.png: not an image that Pillow can read"),
+        ("__pycache__/notes.txt", r"__pycache__ holds no image, but every sub-folder of .* is a class"),
+    ],
+)
+def test_a_file_that_is_no_image_and_a_folder_without_any_are_named(folder, tmp_path, name, words):
+    write_texts(folder, {name: "not a picture"})
+    with pytest.raises(PhalanxError, match=words):
         prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
 
 
@@ -149,14 +156,10 @@ def test_an_image_that_cannot_be_read_is_named(folder, tmp_path):
     [
         ({"images": "images"}, "need a common size"),
         ({"images": "nowhere", "image_size": [4, 4]}, "no such folder of images"),
-        ({"images": "images/red", "image_size": [9, 9], "exclude": []}, None),
         ({"images": "images/red/deep", "image_size": [4, 4]}, "matches no file"),
     ],
 )
 def test_image_folders_that_are_none_are_refused(folder, tmp_path, source, words):
-    if words is None:
-        assert manifest_of(prepare(tmp_path, tmp_path / "out", source))["labels"] == ["deep"]
-        return
     with pytest.raises(RecipeError, match=words):
         prepare(tmp_path, tmp_path / "out", source)
 
@@ -237,12 +240,6 @@ def test_an_image_stands_upright(tmp_path, orientation):
 def test_pixels_without_a_known_range_are_refused(tmp_path, dtype, kind):
     with pytest.raises(DataError, match=rf"a\.tiff: its pixels are {kind}, .* save it with 8 or 16 bits"):
         one_image(tmp_path, "a.tiff", lambda path: PIL.Image.fromarray(RAMP.astype(dtype)).save(path))
-
-
-def test_a_sub_folder_without_images_is_refused(folder, tmp_path):
-    (folder / "__pycache__").mkdir()
-    with pytest.raises(RecipeError, match=r"__pycache__ holds no image, but every sub-folder of .* is a class"):
-        prepare(tmp_path, tmp_path / "out", {"images": "images", "image_size": [4, 4]})
 
 
 def test_links_bring_an_image_into_a_class_once(folder, tmp_path):

@@ -203,32 +203,27 @@ def test_what_is_no_text_is_refused(tmp_path, kind, data, words):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-@pytest.mark.parametrize("source", [{"parquet": "a.x"}, {"idx": {"images": "a.x", "labels": "a.x"}}])
-def test_a_pointer_of_git_lfs_is_named_whatever_it_stands_for(tmp_path, source):
-    write_texts(tmp_path, {"a.x": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"})
-    with pytest.raises(DataError, match=r"a\.x: is a pointer of Git LFS"):
-        prepare(tmp_path, tmp_path / "out", source)
-
-
-def test_a_parquet_file_in_a_packed_one_is_named(tmp_path):
-    write_texts(tmp_path, {"a.parquet.gz": gzip.compress(b"PAR1")})
-    with pytest.raises(DataError, match=r"a\.parquet\.gz: is packed by gzip; unpack it"):
-        prepare(tmp_path, tmp_path / "out", {"parquet": "*"})
-
-
-def test_a_damaged_file_of_zstd_is_named(tmp_path):
-    write_texts(tmp_path, {"a.txt.zst": zstd(bytes(range(256)) * 100)[:-20]})
-    with pytest.raises(DataError, match=r"a\.txt\.zst: cannot be read to its end"):
-        prepare(tmp_path, tmp_path / "out", {"text": "*"})
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
 
 
 @pytest.mark.parametrize(
-    "text", ['[\n{"text": "a"}\n]', '[{"text": "a"},\n{"text": "b"}]', "[" + '{"text": "a"},' * 90]
+    ("name", "data", "source", "words"),
+    [
+        ("a.x", LFS_POINTER, {"parquet": "a.x"}, r"a\.x: is a pointer of Git LFS"),
+        ("a.x", LFS_POINTER, {"idx": {"images": "a.x", "labels": "a.x"}}, r"a\.x: is a pointer of Git LFS"),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), {"parquet": "*"}, r"a\.parquet\.gz: is packed by gzip; unpack it"),
+        ("a.parquet", b"no", {"parquet": "*"}, r"a\.parquet: not a Parquet file"),
+        ("a.txt.zst", zstd(bytes(range(256)) * 100)[:-20], {"text": "*"}, r"a\.txt\.zst: cannot be read to its end"),
+        *(
+            ("a.json", text, {"jsonl": "*"}, r"a\.json: is an array of JSON, .* jq -c '\.\[\]' a\.json")
+            for text in (b'[\n{"text": "a"}\n]', b'[{"text": "a"},\n{"text": "b"}]', b"[" + b'{"text": "a"},' * 90)
+        ),
+    ],
 )
-def test_an_array_of_json_is_told_with_its_cure(tmp_path, text):
-    write_texts(tmp_path, {"a.json": text})
-    with pytest.raises(DataError, match=r"a\.json: is an array of JSON, .* jq -c '\.\[\]' a\.json"):
-        prepare(tmp_path, tmp_path / "out", {"jsonl": "*"})
+def test_a_file_of_another_kind_is_named(tmp_path, name, data, source, words):
+    write_texts(tmp_path, {name: data})
+    with pytest.raises(DataError, match=words):
+        prepare(tmp_path, tmp_path / "out", source)
 
 
 def test_json_lines_give_the_named_field(tmp_path):
@@ -288,12 +283,6 @@ def test_parquet_text_that_is_no_utf8_is_named(tmp_path):
     broken = pyarrow.array([b"caf\xe9"]).cast(pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet, row 0: text that is not UTF-8"):
-        prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"})
-
-
-def test_a_file_that_is_not_parquet_is_named(tmp_path):
-    write_texts(tmp_path, {"a.parquet": "no"})
-    with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
         prepare(tmp_path, tmp_path / "out", {"parquet": "*.parquet"})
 
 

@@ -63,6 +63,15 @@ def texts(tmp_path):
     return write_texts(tmp_path / "texts", {f"{number}.txt": TEXT + str(number) for number in range(4)})
 
 
+def warnings_of(folder, texts, source, tokenizer="bytes", **options):
+    """What is noted while these texts are prepared below a folder."""
+    write_texts(folder / "texts", texts)
+    notes = []
+    progress = {"report_progress": lambda now: notes.append(now.note)}
+    prepare(folder / "texts", folder / "out", source, str(tokenizer), **progress, **options)
+    return list(filter(None, notes))
+
+
 def test_a_bpe_is_trained_on_the_data_and_kept_with_it(texts, tmp_path):
     out = prepare(texts, tmp_path / "out", {"text": "*.txt"}, {"bpe": 300})
     tokenizer = load_tokenizer(out)
@@ -231,14 +240,9 @@ def test_an_end_of_text_is_known_by_where_the_tokenizer_puts_it(tmp_path):
 
 
 def test_a_tokenizer_without_an_end_of_text_is_warned_of(tmp_path):
-    notes = []
     words = with_special(tmp_path / "model", ["<s>"])
     words.save(str(tmp_path / "model" / TOKENIZER_FILE))
-    write_texts(tmp_path / "texts", {"1.txt": "a"})
-    source = {"text": "*.txt"}
-    progress = lambda now: notes.append(now.note)  # noqa: E731
-    prepare(tmp_path / "texts", tmp_path / "out", source, str(tmp_path / "model"), report_progress=progress)
-    (warning,) = filter(None, notes)
+    (warning,) = warnings_of(tmp_path, {"1.txt": "a"}, {"text": "*.txt"}, tmp_path / "model")
     assert "has no token that ends a text, so nothing stands between documents; name one as eos_token" in warning
 
 
@@ -250,11 +254,7 @@ def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch
         "2.txt": "fine \ufffd too, and long",
         "3.txt": b"\xff and long enough",
     }
-    write_texts(tmp_path / "texts", texts)
-    notes = []
-    options = {"num_workers": workers, "report_progress": lambda now: notes.append(now.note)}
-    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*.txt"}, str(bpe), **options)
-    (warning,) = filter(None, notes)
+    (warning,) = warnings_of(tmp_path, texts, {"text": "*.txt"}, bpe, num_workers=workers)
     expected = (
         r"warning: .*/1\.txt: bytes that are not UTF-8 became U\+FFFD in 2 places, and so in 1 more files; convert"
     )
@@ -262,18 +262,14 @@ def test_bytes_that_are_no_utf8_are_counted_and_named(tmp_path, bpe, monkeypatch
 
 
 def test_half_of_a_surrogate_pair_in_json_is_counted_as_what_is_no_text(tmp_path, bpe):
-    write_texts(tmp_path / "texts", {"1.jsonl": rb'{"text": "cut \ud83d"}'})
-    notes = []
-    options = {"report_progress": lambda now: notes.append(now.note)}
-    prepare(tmp_path / "texts", tmp_path / "out", {"jsonl": "*.jsonl"}, str(bpe), **options)
-    (warning,) = filter(None, notes)
+    (warning,) = warnings_of(tmp_path, {"1.jsonl": rb'{"text": "cut \ud83d"}'}, {"jsonl": "*.jsonl"}, bpe)
     assert re.match(r"warning: .*/1\.jsonl: bytes that are not UTF-8 became U\+FFFD in", warning)
 
 
 def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr("phalanx.data.prepare_plan.MIN_PIECE_BYTES", 10)
-    write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9 na\xefve, more of it", "2.txt": "fine, and long enough"})
-
+    texts = {"1.txt": b"caf\xe9 na\xefve, more of it", "2.txt": "fine, and long enough"}
+    folder = write_texts(tmp_path / "texts", texts)
     counts = set()
 
     def interrupt(now):
@@ -282,31 +278,17 @@ def test_bytes_that_are_no_utf8_are_counted_over_an_interruption(tmp_path, bpe, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, str(bpe), report_progress=interrupt)
-    notes = []
+        prepare(folder, tmp_path / "out", {"text": "*"}, str(bpe), report_progress=interrupt)
     assert (tmp_path / "out.partial" / "shard-00000.done").exists()
-    prepare(
-        tmp_path / "texts",
-        tmp_path / "out",
-        {"text": "*"},
-        str(bpe),
-        report_progress=lambda now: notes.append(now.note),
-    )
-    (warning,) = filter(None, notes)
+    (warning,) = warnings_of(tmp_path, {}, {"text": "*"}, bpe)
     assert "became U+FFFD in 2 places" in warning
 
 
-def test_bytes_that_are_no_utf8_are_tokens_of_the_byte_tokenizer(tmp_path):
-    write_texts(tmp_path / "texts", {"1.txt": b"caf\xe9"})
-    notes = []
-    prepare(tmp_path / "texts", tmp_path / "out", {"text": "*"}, report_progress=lambda now: notes.append(now.note))
-    assert set(notes) == {""}
-
-
-def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "empty.json"))
-    with pytest.raises(RecipeError, match=r"empty\.json: its vocabulary is empty"):
-        load_tokenizer(tmp_path / "empty.json")
+def test_bytes_that_are_no_utf8_are_tokens_of_the_byte_tokenizer_of_which_zeros_are_counted(tmp_path):
+    texts = {"0.txt": b"caf\xe9", "1.txt": "a\0b\0c", "2.txt": "none"}
+    (warning,) = warnings_of(tmp_path, texts, {"text": "*"})
+    assert re.match(r"warning: .*1.txt: byte 0, which ends a document .* in 2 places; remove it", warning)
+    assert inspect_dataset(tmp_path / "out").begins.endswith("none\u27e6byte 0\u27e7")
 
 
 def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):
@@ -349,7 +331,7 @@ def test_without_the_library_the_message_says_what_to_install(texts, tmp_path, b
     "content",
     [
         *(b"", b"{}", b"\xff\xfe", b"[" * 100_000, b"1" * 5000),
-        b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}',  # empty
         b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}}',
     ],
 )
@@ -444,17 +426,6 @@ def test_a_token_that_only_a_config_calls_special_stays_text(tmp_path):
     write_texts(tmp_path, {"1.txt": "<turn> <end> <fine>"})
     tokens = all_tokens(prepare(tmp_path, tmp_path / "out", {"text": "1.txt"}, str(tmp_path))).tolist()
     assert (tokens.count(turn), tokens.count(end), tokens.count(fine)) == (0, 1, 1)
-
-
-def test_zeros_in_a_text_are_counted_for_the_byte_tokenizer(tmp_path):
-    write_texts(tmp_path / "texts", {"1.txt": "a\0b\0c", "2.txt": "none"})
-    notes = []
-    out = prepare(
-        tmp_path / "texts", tmp_path / "out", {"text": "*"}, report_progress=lambda now: notes.append(now.note)
-    )
-    (warning,) = filter(None, notes)
-    assert re.match(r"warning: .*1.txt: byte 0, which ends a document .* in 2 places; remove it", warning)
-    assert inspect_dataset(out)["begins"].endswith("none\u27e6byte 0\u27e7")
 
 
 def gemma_like(folder, template=True, **config):

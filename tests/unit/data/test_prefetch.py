@@ -54,16 +54,26 @@ def test_neighbours_take_turns_in_rounds_that_do_not_depend_on_the_world(world, 
             assert got == [[first + 2 * number, first + 2 * number + 1] for number in mine]
 
 
-def test_a_round_that_is_not_full_is_refused():
-    with pytest.raises(ValueError, match="no micro-batches of 2 for 4 ranks"):
-        feed(Counting(), num_groups=4, stride=4)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_groups": 4, "stride": 4}, "no micro-batches of 2 for 4 ranks"),
+        ({"micro_size": 5}, "global batch of 12"),
+    ],
+)
+def test_a_batch_that_cannot_be_divided_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        feed(Counting(), **options)
 
 
-def test_it_reads_ahead_but_not_further_than_told():
+@pytest.mark.parametrize(("buffer_bytes", "steps"), [(None, 4), (100, 2)], ids=["small", "large: two steps"])
+def test_it_reads_ahead_but_not_further_than_told(monkeypatch, buffer_bytes, steps):
+    if buffer_bytes is not None:
+        monkeypatch.setattr("phalanx.data.prefetch.READ_AHEAD_BYTES", buffer_bytes)
     data = Counting()
     with feed(data, max_steps_ahead=4), data.changed:
-        assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
-        assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
+        assert data.changed.wait_for(lambda: len(data.asked) == steps, timeout=10)
+        assert not data.changed.wait_for(lambda: len(data.asked) > steps, timeout=0.1)
 
 
 def test_it_fills_its_store_again_once_half_of_it_is_used_up():
@@ -76,14 +86,6 @@ def test_it_fills_its_store_again_once_half_of_it_is_used_up():
         assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
         next(steps)
         assert data.changed.wait_for(lambda: len(data.asked) == 6, timeout=10)
-
-
-def test_it_holds_no_more_than_two_steps_when_they_are_large(monkeypatch):
-    monkeypatch.setattr("phalanx.data.prefetch.READ_AHEAD_BYTES", 100)
-    data = Counting()
-    with feed(data), data.changed:
-        assert data.changed.wait_for(lambda: len(data.asked) == 2, timeout=10)
-        assert not data.changed.wait_for(lambda: len(data.asked) > 2, timeout=0.1)
 
 
 def test_an_error_is_raised_when_its_step_is_asked_for():
@@ -103,11 +105,6 @@ def test_close_ends_the_thread_and_the_steps():
     assert not [thread for thread in threading.enumerate() if thread.name == "feed"]
     with pytest.raises(StopIteration):
         next(steps)
-
-
-def test_a_batch_that_cannot_be_divided_is_refused():
-    with pytest.raises(ValueError, match="global batch of 12"):
-        feed(Counting(), micro_size=5)
 
 
 def test_a_sample_that_raises_stop_iteration_does_not_end_the_steps_silently():

@@ -153,10 +153,6 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position(vocabulary, d
         prepare(tmp_path, tmp_path / "out", {"tokens": "a.bin"}, {"bpe": 300})
 
 
-def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
-    path.write_bytes(change(path.read_bytes()))
-
-
 @pytest.mark.parametrize(
     ("writer", "file", "change", "words"),
     [
@@ -186,7 +182,7 @@ def test_token_files_that_are_damaged_or_others_end_with_65(
     monkeypatch.chdir(tmp_path)
     token_format, write, _ = WRITERS[writer]
     write(tmp_path / "a.bin", documents)
-    edit(tmp_path / file, change)
+    (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
     with pytest.raises(DataError, match=words):
         prepare(tmp_path, tmp_path / "out", {"tokens": "a.bin", "format": token_format}, "tokenizer.json")
     options = ["--tokens", token_format, "--tokenizer", "tokenizer.json", "--out", "out"]

@@ -106,26 +106,16 @@ def test_progress_ends_with_all_bytes_of_an_archive(tmp_path):
         ([("a.png", picture(1)), ("a.json", b'{"label"')], "sample 'a': not JSON"),
         ([("a.cls", b"0")], "sample 'a': has 0 images, expected one"),
         ([("a.png", b"no picture"), ("a.cls", b"0")], r"a\.tar, a\.png: not an image that Pillow can read"),
-    ],
-)
-def test_a_sample_that_is_not_whole_is_named(tmp_path, members, words):
-    write_tar(tmp_path / "a.tar", members)
-    with pytest.raises(DataError, match=words):
-        prepare(tmp_path, tmp_path / "out", SOURCE)
-
-
-@pytest.mark.parametrize(
-    ("members", "words"),
-    [
         ([("a.jpg", picture(1))], r"sample 'a': has neither \.txt nor \.json, but \.jpg"),
         ([("a.txt", b"caf\xe9")], "sample 'a': text that is not UTF-8"),
         ([("a.json", b"[1]")], "sample 'a': expected a JSON object, found list"),
     ],
 )
-def test_a_sample_without_text_is_named(tmp_path, members, words):
+def test_a_sample_that_is_not_whole_is_named(tmp_path, members, words):
     write_tar(tmp_path / "a.tar", members)
+    has_images = any(name.endswith((".png", ".cls")) for name, _ in members)
     with pytest.raises(DataError, match=words):
-        prepare(tmp_path, tmp_path / "out", {"webdataset": "a.tar"})
+        prepare(tmp_path, tmp_path / "out", SOURCE if has_images else {"webdataset": "a.tar"})
 
 
 def test_skipped_samples_are_counted_by_kind(tmp_path, monkeypatch):

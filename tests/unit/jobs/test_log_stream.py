@@ -12,18 +12,12 @@ from phalanx.jobs.log_stream import LogLine, LogStream, decode_terminal_line
 from phalanx.run import Event, EventLog, Run
 from phalanx.run.event_types import AttemptStarted, RunEnded, WorkerFailure, WorkerStarted
 from phalanx.run.events import LineTail
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from settable_clock import SettableClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SettableClock:
+    return SettableClock(1000.0)
 
 
 @pytest.fixture
@@ -49,7 +43,9 @@ def worker(events: EventLog, rank: int, node: str, attempt: int = 0) -> None:
     events.write(made(WorkerStarted, time=1000.0, rank=rank, host=node, attempt=attempt))
 
 
-def test_of_a_finished_log_only_the_time_of_its_last_line_is_known(run: Run, events: EventLog, clock: Clock) -> None:
+def test_of_a_finished_log_only_the_time_of_its_last_line_is_known(
+    run: Run, events: EventLog, clock: SettableClock
+) -> None:
     worker(events, 0, "n1")
     events.write(made(AttemptStarted, time=1001.0))
     events.write(made(RunEnded, time=1009.0))
@@ -63,7 +59,7 @@ def test_of_a_finished_log_only_the_time_of_its_last_line_is_known(run: Run, eve
 
 
 def test_while_it_is_followed_a_line_gets_the_time_at_which_it_appeared(
-    run: Run, events: EventLog, clock: Clock
+    run: Run, events: EventLog, clock: SettableClock
 ) -> None:
     stream = LogStream(run, 0.0, say, clock)
     assert stream.read_new() == []
@@ -79,7 +75,7 @@ def test_while_it_is_followed_a_line_gets_the_time_at_which_it_appeared(
 
 @pytest.mark.parametrize(("changed", "shown"), [(900.0, 1000.0), (1700.0, 1002.0)])
 def test_a_clock_that_differs_moves_no_line_out_of_the_time_between_two_looks(
-    run: Run, clock: Clock, changed: float, shown: float
+    run: Run, clock: SettableClock, changed: float, shown: float
 ) -> None:
     stream = LogStream(run, 0.0, say, clock)
     stream.read_new()
@@ -88,7 +84,7 @@ def test_a_clock_that_differs_moves_no_line_out_of_the_time_between_two_looks(
     assert stream.read_new() == [LogLine(shown, "? rank 0", "x")]
 
 
-def test_workers_and_events_come_in_the_order_of_time(run: Run, events: EventLog, clock: Clock) -> None:
+def test_workers_and_events_come_in_the_order_of_time(run: Run, events: EventLog, clock: SettableClock) -> None:
     stream = LogStream(run, 0.0, say, clock)
     stream.read_new()
     worker(events, 0, "n1")
@@ -99,7 +95,7 @@ def test_workers_and_events_come_in_the_order_of_time(run: Run, events: EventLog
     assert [line.text for line in stream.read_new()] == ["Traceback", "failure", "later"]
 
 
-def test_an_unfinished_line_waits_for_its_end_or_for_that_of_the_run(run: Run, clock: Clock) -> None:
+def test_an_unfinished_line_waits_for_its_end_or_for_that_of_the_run(run: Run, clock: SettableClock) -> None:
     stream = LogStream(run, 0.0, say, clock)
     prints(run, 0, "whole\nhal", 990.0)
     assert stream.read_new() == [LogLine(None, "? rank 0", "whole")]
@@ -109,7 +105,7 @@ def test_an_unfinished_line_waits_for_its_end_or_for_that_of_the_run(run: Run, c
     assert stream.read_new(is_last=True) == []
 
 
-def test_what_earlier_jobs_left_in_the_run_is_not_shown(run: Run, events: EventLog, clock: Clock) -> None:
+def test_what_earlier_jobs_left_in_the_run_is_not_shown(run: Run, events: EventLog, clock: SettableClock) -> None:
     prints(run, 0, "old\n", 900.0)
     events.write(made(RunEnded, time=900.0))
     stream = LogStream(run, 950.0, say, clock)
@@ -120,7 +116,7 @@ def test_what_earlier_jobs_left_in_the_run_is_not_shown(run: Run, events: EventL
 
 
 def test_attempts_go_on_in_the_same_stream_on_the_nodes_that_they_have(
-    run: Run, events: EventLog, clock: Clock
+    run: Run, events: EventLog, clock: SettableClock
 ) -> None:
     stream = LogStream(run, 0.0, say, clock)
     worker(events, 0, "n1")
@@ -131,7 +127,7 @@ def test_attempts_go_on_in_the_same_stream_on_the_nodes_that_they_have(
     assert [line.source for line in stream.read_new()] == ["n3 rank 0 attempt 1"]
 
 
-def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: Clock) -> None:
+def test_a_run_that_is_not_there_yet_has_no_lines(tmp_path: Path, clock: SettableClock) -> None:
     run = Run(tmp_path / "later")
     stream = LogStream(run, 0.0, say, clock)
     assert stream.read_new() == []
@@ -155,7 +151,7 @@ def test_time_node_and_rank_stand_before_each_line(monkeypatch: pytest.MonkeyPat
     time.tzset()
 
 
-def test_a_clock_that_is_set_back_hides_nothing_of_a_job(run: Run, events: EventLog, clock: Clock) -> None:
+def test_a_clock_that_is_set_back_hides_nothing_of_a_job(run: Run, events: EventLog, clock: SettableClock) -> None:
     prints(run, 0, "old\n", 900.0)
     events.write(made(WorkerStarted, time=901.0, host="n0", attempt=0))
     events.write(made(WorkerStarted, time=960.0, host="n1", attempt=1))

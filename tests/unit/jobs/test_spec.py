@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.backends.base import BACKEND_CLASSES, open_backend
 from phalanx.jobs.spec import Job, JobState, state_from_exit_code
 
 
@@ -56,8 +55,3 @@ def test_exit_codes_as_states(code: int, state: JobState) -> None:
     assert state_from_exit_code(code) is state
     assert state.is_final
     assert ExitCode.UNFINISHED == 75
-
-
-def test_an_engine_that_does_not_exist_is_told_with_those_that_do() -> None:
-    with pytest.raises(UsageError, match=f"expected one of {', '.join(BACKEND_CLASSES)}"):
-        open_backend("slrum")

@@ -59,18 +59,14 @@ def test_equal_recipes_and_digests_are_said_to_be_equal(tmp_path: Path) -> None:
 
 
 def test_a_missing_digest_is_not_called_different(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "started")
-    maker.start()
+    maker = Maker(tmp_path / "started").start()
     comparison = compared(healthy(tmp_path / "one", total=30), maker.path)
     assert comparison.digests_equal is None
     assert "not known" in render_comparison_text(comparison)
 
 
 def test_different_digests_are_said_to_differ(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "two", total=5)
-    maker.start()
-    maker.steps(1, 5)
-    maker.end(digest="b" * 32)
+    maker = Maker(tmp_path / "two", total=5).start().steps(1, 5).end(digest="b" * 32)
     assert compared(healthy(tmp_path / "one", total=5), maker.path).digests_equal is False
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from made_events import made
-from make_run import Maker, troubled
-from phalanx.observe.history import read_history
+from make_run import Maker, render_pages, troubled
 from phalanx.observe.html_report.chart import (
     MAX_POINTS_PER_SERIES,
     Chart,
@@ -23,21 +22,9 @@ from phalanx.observe.html_report.chart import (
     linear_range,
     render_chart,
 )
-from phalanx.observe.html_report.report import render_report_html
-from phalanx.observe.recommendations import find_recommendations
-from phalanx.observe.summary import build_summary
-from phalanx.observe.text_report import PAGE_WIDTH, render_report_text
-from phalanx.run import Run
+from phalanx.observe.text_report import PAGE_WIDTH
 from phalanx.run.event_types import RunWarning, StepDone
 from phalanx.run.fields import to_fields
-
-
-def pages(path: Path) -> tuple[str, str]:
-    run = Run(path)
-    history = read_history(run.events)
-    summary = build_summary(run, history)
-    advices = find_recommendations(summary, history)
-    return render_report_text(summary, advices), render_report_html(summary, history, advices)
 
 
 class Reader(HTMLParser):
@@ -65,7 +52,7 @@ class Reader(HTMLParser):
 
 
 def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
-    text, _ = pages(troubled(tmp_path / "run"))
+    text, _ = render_pages(troubled(tmp_path / "run"))
     assert all(len(line) <= PAGE_WIDTH for line in text.splitlines())
     assert "\x1b" not in text
     for title in ("What ran", "Loss", "Speed", "Step time", "Duration", "Safety", "Recommendations"):
@@ -76,7 +63,7 @@ def test_the_text_page_fits_and_has_every_section(tmp_path: Path) -> None:
 
 
 def test_the_html_page_refers_to_nothing_outside(tmp_path: Path) -> None:
-    _, html = pages(troubled(tmp_path / "run"))
+    _, html = render_pages(troubled(tmp_path / "run"))
     reader = Reader()
     reader.feed(html)
     assert reader.open == []
@@ -94,11 +81,9 @@ def test_the_html_page_refers_to_nothing_outside(tmp_path: Path) -> None:
 
 
 def test_names_and_messages_cannot_break_out_of_the_page(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=5, task="<script>alert(1)</script>")
-    maker.start()
-    maker.steps(1, 5)
-    maker.event(RunWarning, text='"><img src=x onerror=alert(1)>')
-    _, html = pages(maker.path)
+    maker = Maker(tmp_path / "run", total=5, task="<script>alert(1)</script>").start()
+    maker.steps(1, 5).event(RunWarning, text='"><img src=x onerror=alert(1)>')
+    _, html = render_pages(maker.path)
     assert "<script>alert" not in html
     assert "<img" not in html
 
@@ -109,7 +94,7 @@ def charts_in(html: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_page_shows_each_kind_of_event_on_the_loss(tmp_path: Path) -> None:
-    charts = charts_in(pages(troubled(tmp_path / "run"))[1])
+    charts = charts_in(render_pages(troubled(tmp_path / "run"))[1])
     assert list(charts) == ["Loss", "Learning rate", "Gradient norm", "Speed", "Time of a step by part"]
     kinds = {mark["kind"] for mark in charts["Loss"]["marks"]}
     assert kinds == {"restart", "repeated", "nonfinite", "checkpoint", "best"} == charts["Loss"]["markLabels"].keys()
@@ -151,8 +136,7 @@ def test_no_text_of_a_chart_ends_its_script_element() -> None:
 
 
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=30_000, seconds=0.002)
-    maker.start()
+    maker = Maker(tmp_path / "run", total=30_000, seconds=0.002).start()
     lines = []
     for step in range(1, 30_001):
         maker.t += 0.002
@@ -161,7 +145,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
         lines.append(json.dumps(to_fields(event)))
     with open(maker.path / "events.jsonl", "a") as file:
         file.write("\n".join(lines) + "\n")
-    assert len(pages(maker.path)[1]) < 200_000
+    assert len(render_pages(maker.path)[1]) < 200_000
 
 
 def test_thinning_keeps_every_peak_and_gap() -> None:

@@ -30,16 +30,9 @@ from phalanx.run.event_types import (
     StepDone,
     StragglerDetected,
 )
+from settable_clock import SettableClock
 
 FACTS = RunFacts("gpt", "tokens", 256, flops_per_sample=1e9, matmul_flops_per_worker=1e12)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def start(**fields: object) -> AttemptStarted:
@@ -51,7 +44,7 @@ def step(number: int, t: float, seconds: float = 0.5, **fields: object) -> StepD
 
 
 def logged(events: Iterator[Event] | list[Event], every: float = 5.0) -> list[str]:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = SettableClock(), io.StringIO()
     display = LogProgressDisplay(stream, 100, FACTS, clock, every)
     for event in events:
         clock.now = event.time
@@ -143,7 +136,7 @@ def test_nothing_is_shown_of_what_was_not_measured() -> None:
     tally = RunProgress(10, RunFacts())
     tally.add_event(step(1, 1.0, loss=None))
     assert tally.mfu is None
-    display = LogProgressDisplay(io.StringIO(), 10, RunFacts(), Clock())
+    display = LogProgressDisplay(io.StringIO(), 10, RunFacts(), SettableClock())
     display.show_event(step(1, 1.0, loss=None, grad_norm=None, seconds=0.0))
 
 
@@ -152,8 +145,8 @@ def test_a_long_evaluation_shows_how_far_it_is() -> None:
     assert "evaluating after step 50: 250 of 1,000 samples" in logged([start(), slow])[-1]
 
 
-def terminal(every: float = 0.25) -> tuple[TerminalProgressDisplay, Clock, io.StringIO]:
-    clock, stream = Clock(), io.StringIO()
+def terminal(every: float = 0.25) -> tuple[TerminalProgressDisplay, SettableClock, io.StringIO]:
+    clock, stream = SettableClock(), io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100)
     return TerminalProgressDisplay(stream, 100, FACTS, clock, every, console), clock, stream
 
@@ -198,10 +191,10 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_lines_in_place_and_a_pipe_gets_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(make_display(Terminal(), 10, FACTS, Clock()), TerminalProgressDisplay)
-    assert isinstance(make_display(io.StringIO(), 10, FACTS, Clock()), LogProgressDisplay)
+    assert isinstance(make_display(Terminal(), 10, FACTS, SettableClock()), TerminalProgressDisplay)
+    assert isinstance(make_display(io.StringIO(), 10, FACTS, SettableClock()), LogProgressDisplay)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_display(Terminal(), 10, FACTS, Clock()), LogProgressDisplay)
+    assert isinstance(make_display(Terminal(), 10, FACTS, SettableClock()), LogProgressDisplay)
 
 
 class Gone(io.StringIO):
@@ -214,8 +207,8 @@ class Gone(io.StringIO):
 def test_a_reader_that_went_away_does_not_stop_the_run() -> None:
     console = make_console(Gone(), force_terminal=True)
     log, lines = (
-        LogProgressDisplay(Gone(), 10, FACTS, Clock(), 0.0),
-        TerminalProgressDisplay(Gone(), 10, FACTS, Clock(), 0.0, console),
+        LogProgressDisplay(Gone(), 10, FACTS, SettableClock(), 0.0),
+        TerminalProgressDisplay(Gone(), 10, FACTS, SettableClock(), 0.0, console),
     )
     for display in (log, lines):
         display.show_event(start())

@@ -54,8 +54,7 @@ def test_a_rule_fires_with_its_number_and_key(
 
 
 def test_checkpoint_stalls_name_how_often_to_save_instead(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=60, checkpoint={"every": 10})
-    maker.start()
+    maker = Maker(tmp_path / "run", total=60, checkpoint={"every": 10}).start()
     for step in range(1, 61):
         maker.step(step)
         if step % 10 == 0:
@@ -78,12 +77,9 @@ def test_guards_come_first_and_gains_are_sorted(tmp_path: Path) -> None:
 
 
 def test_fp16_guards_point_to_bf16(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=60, precision="fp16", matmul={"fp16": 0.3})
-    maker.start()
-    maker.steps(1, 30)
-    maker.event(NonFiniteStep, step=31, reason="non-finite gradient")
-    maker.step(31, loss=None, skip_reason="non-finite gradient")
-    maker.steps(32, 60)
+    maker = Maker(tmp_path / "run", total=60, precision="fp16", matmul={"fp16": 0.3}).start()
+    maker.steps(1, 30).event(NonFiniteStep, step=31, reason="non-finite gradient")
+    maker.step(31, loss=None, skip_reason="non-finite gradient").steps(32, 60)
     assert "precision=bf16" in advices(maker.path)["nonfinite-steps"].advice
 
 
@@ -95,18 +91,14 @@ def test_a_precision_that_auto_has_chosen_is_not_doubted(tmp_path: Path) -> None
 
 
 def test_one_save_at_the_end_cannot_be_made_more_rarely(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=20)
-    maker.start()
+    maker = Maker(tmp_path / "run", total=20).start()
     for step in range(1, 21):
         maker.step(step)
-    maker.checkpoint(20, stall=5.0)
-    maker.end()
+    maker.checkpoint(20, stall=5.0).end()
     assert "checkpoint-stalls" not in advices(maker.path)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_run_too_short_to_judge_gets_no_advice(tmp_path: Path, steps: int) -> None:
-    maker = Maker(tmp_path / "run", split={"data_wait": 0.9})
-    maker.start()
-    maker.steps(1, steps)
+    maker = Maker(tmp_path / "run", split={"data_wait": 0.9}).start().steps(1, steps)
     assert advices(maker.path) == {}

@@ -17,17 +17,25 @@ def ledger(run: Path) -> DeviceTime:
     return compute_device_time(read_history(run / "events.jsonl"))
 
 
+def begin(folder: Path) -> Maker:
+    """A run of 20 steps after its first 10."""
+    return Maker(folder / "run", total=20, seconds=1.0).start().steps(1, 10)
+
+
+def finish(maker: Maker, from_step: int) -> DeviceTime:
+    """Another attempt to the end; the device time of the run."""
+    maker.start(from_step=from_step).steps(from_step + 1, 20).end()
+    return ledger(maker.path)
+
+
 def killed(path: Path, world: int = 1) -> Path:
     """Killed behind step 47, noticed half a second later, back after three more seconds, at step 40."""
-    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data_wait": 0.25, "forward": 0.75})
-    maker.start()
+    maker = Maker(path, total=60, seconds=1.0, world=world, split={"data_wait": 0.25, "forward": 0.75}).start()
     maker.steps(1, 47)
     maker.t += 0.5
     maker.event(WorkerFailure, rank=world - 1)
     maker.t += 3.0
-    maker.start(from_step=40)
-    maker.steps(41, 60)
-    maker.end()
+    maker.start(from_step=40).steps(41, 60).end()
     return path
 
 
@@ -66,8 +74,7 @@ def test_every_worker_counts(tmp_path: Path) -> None:
 
 def test_wall_time_and_device_time_have_one_definition_of_productive_and_of_a_stall(tmp_path: Path) -> None:
     """Two saves of a second each, of which the second is after the last step; evaluations; half a second of data."""
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0, split={"data_wait": 0.25, "forward": 0.75})
-    maker.start()
+    maker = Maker(tmp_path / "run", total=20, seconds=1.0, split={"data_wait": 0.25, "forward": 0.75}).start()
     for step in range(1, 21):
         maker.step(step)
         if step % 10 == 0:
@@ -89,9 +96,7 @@ def test_resolving_before_the_first_attempt_is_startup_in_wall_time_and_goodput(
     maker.t += 55.0
     maker.event(RecipeResolved, duration_s=55.0, trace_s=10.0, trials_s=40.0)
     maker.t += 5.0
-    maker.start()
-    maker.steps(1, 20)
-    maker.end()
+    maker.start().steps(1, 20).end()
     history = read_history(tmp_path / "run" / "events.jsonl")
     found, summary = compute_device_time(history), build_summary(Run(tmp_path / "run"), history)
     assert summary.durations.wall_s == pytest.approx(maker.t - before) == found.allocated_s / 2
@@ -101,45 +106,30 @@ def test_resolving_before_the_first_attempt_is_startup_in_wall_time_and_goodput(
 
 
 def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
+    maker = begin(tmp_path)
     maker.end("interrupted", 10)
     maker.t += 3600
-    maker.start(from_step=10)
-    maker.steps(11, 20)
-    maker.end()
-    found = ledger(tmp_path / "run")
+    found = finish(maker, 10)
     assert found.allocated_s < 60
     assert found.failure_costs == ()
 
 
 def test_an_attempt_that_left_no_word_is_charged_with_the_time_until_the_next(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
+    maker = begin(tmp_path)
     maker.t += 100
-    maker.start(from_step=5)
-    maker.steps(6, 20)
-    maker.end()
-    (loss,) = ledger(tmp_path / "run").failure_costs
+    (loss,) = finish(maker, 5).failure_costs
     assert loss.description == "no end was written"
     assert loss.unavailable_s == pytest.approx(100)
 
 
 def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=20, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
+    maker = begin(tmp_path)
     maker.t += 2.0
     maker.event(WorkerFailure, cause="fork_server_died")
     maker.t += 0.5
     maker.end("interrupted", 10)
     maker.t += 3600
-    maker.start(from_step=5)
-    maker.steps(6, 20)
-    maker.end()
-    found = ledger(tmp_path / "run")
+    found = finish(maker, 5)
     (loss,) = found.failure_costs
     assert (loss.description, loss.detection_s) == ("rank 0: fork server died", pytest.approx(2.0))
     assert loss.wasted_s == found.wasted_s > 4.0
@@ -148,17 +138,9 @@ def test_an_attempt_that_a_fault_stopped_is_charged_although_its_end_was_written
 
 
 def test_a_stop_in_order_after_a_fault_that_was_got_over_costs_nothing(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=60, seconds=1.0)
-    maker.start()
-    maker.steps(1, 10)
-    maker.event(WorkerFailure)
-    maker.start(from_step=10)
-    maker.steps(11, 20)
-    maker.end("interrupted", 20)
-    maker.start(from_step=20)
-    maker.steps(21, 60)
-    maker.end()
-    assert [loss.description for loss in ledger(tmp_path / "run").failure_costs] == ["rank 0: SIGKILL"]
+    maker = begin(tmp_path)
+    maker.event(WorkerFailure).start(from_step=10).steps(11, 15).end("interrupted", 15)
+    assert [loss.description for loss in finish(maker, 15).failure_costs] == ["rank 0: SIGKILL"]
 
 
 def test_a_run_without_events_has_no_goodput(tmp_path: Path) -> None:

@@ -3,17 +3,19 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from make_run import Maker, healthy, troubled
+from make_run import Maker, healthy, render_pages, troubled
 from phalanx.errors import UsageError
 from phalanx.observe.history import read_history
-from phalanx.observe.html_report.report import render_report_html
-from phalanx.observe.recommendations import find_recommendations
+from phalanx.observe.run_info import _describe_data
 from phalanx.observe.summary import RunSummary, build_summary
-from phalanx.observe.text_report import PAGE_WIDTH, render_report_text
+from phalanx.observe.text_report import PAGE_WIDTH
+from phalanx.recipe import Recipe
 from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
@@ -31,14 +33,6 @@ from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, Rollups
 
 def summary(path: Path) -> RunSummary:
     return build_summary(Run(path), read_history(Run.open_existing(path).events))
-
-
-def pages(path: Path) -> tuple[str, str]:
-    run = Run(path)
-    history = read_history(run.events)
-    summed = build_summary(run, history)
-    advices = find_recommendations(summed, history)
-    return render_report_text(summed, advices), render_report_html(summed, history, advices)
 
 
 def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
@@ -64,7 +58,7 @@ def test_epochs_are_counted_source_by_source_in_the_stages_that_were_trained(tmp
         run.plan, {**run.read_json_or_empty(run.plan), "mixture": {"num_samples": [1000, 200], "stages": stages}}
     )
     assert summary(whole).epochs == pytest.approx([(1200 + 1600) / 1000, (400 + 1600) / 200])
-    assert "2.80 of source 0, 10.0 of source 1" in pages(whole)[0]
+    assert "2.80 of source 0, 10.0 of source 1" in render_pages(whole)[0]
 
 
 @pytest.mark.parametrize(
@@ -91,22 +85,19 @@ def test_durations_sum_to_the_wall_time(tmp_path: Path) -> None:
 
 
 def test_compiling_is_told_as_a_part_of_starting(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.start()
+    maker = Maker(tmp_path / "run", total=10).start()
     maker.t += 40
-    maker.event(Compiled, duration_s=34.0, num_blocks=12)
-    maker.steps(1, 10)
-    maker.end()
+    maker.event(Compiled, duration_s=34.0, num_blocks=12).steps(1, 10).end()
     assert summary(tmp_path / "run").durations.compilation_s == 34.0
-    assert re.search(r"startup 4\d(\.\d)? s \(compiling 34 s\)", pages(tmp_path / "run")[0])
+    assert re.search(r"startup 4\d(\.\d)? s \(compiling 34 s\)", render_pages(tmp_path / "run")[0])
 
 
 def make_waiting(path: Path, wait_s: float) -> Path:
     """A run of which each step of 0.4 s waits so long for its data."""
-    maker = Maker(path, total=10, split={"data_wait": wait_s / 0.4}, data={"source": {"prepared": "s3://b/set"}})
-    maker.start()
-    maker.steps(1, 10)
-    maker.end()
+    maker = Maker(
+        path, total=10, split={"data_wait": wait_s / 0.4}, data={"source": {"prepared": "s3://b/set"}}
+    ).start()
+    maker.steps(1, 10).end()
     return path
 
 
@@ -117,18 +108,17 @@ def test_data_that_do_not_suffice_are_named_with_what_would(tmp_path: Path) -> N
     assert (data.location, data.wait_share) == ("s3://b/set", pytest.approx(0.25, abs=0.05))
     assert data.bytes_per_s == pytest.approx(512 * 16 / sum((summary(path).breakdown_s or {}).values()))
     assert data.needed_bytes_per_s == pytest.approx(data.bytes_per_s / (1 - data.wait_share))
-    text = " ".join(pages(path)[0].split())
+    text = " ".join(render_pages(path)[0].split())
     assert re.search(r"data [\d.]+ kB/s, data wait \d+%: [\d.]+ kB/s from s3://b/set would suffice, \d+% more", text)
 
 
 def test_data_that_suffice_have_their_rate_only(tmp_path: Path) -> None:
-    text = pages(make_waiting(tmp_path / "run", 0.0))[0]
+    text = render_pages(make_waiting(tmp_path / "run", 0.0))[0]
     assert re.search(r"\n  data +[\d.]+ kB/s, data wait 0%\n", text)
 
 
 def test_uploads_are_summed_up_with_bytes_seconds_requests_and_retries(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.start()
+    maker = Maker(tmp_path / "run", total=10).start()
     for step, retries in ((5, {"503": 2}), (10, {})):
         maker.steps(step - 4, step)
         values = {"url": "s3://b/run", "sent_bytes": 10**6, "skipped_bytes": 0, "duration_s": 2.0, "requests": 7}
@@ -163,7 +153,7 @@ def test_energy_of_all_nodes_is_charged_to_run_step_and_token(tmp_path: Path) ->
     assert found.energy_j_per_step == pytest.approx(240.0)
     assert found.energy_j_per_unit == pytest.approx(2400 / (10 * 4096))
     assert found.energy_j_at_end == pytest.approx(4800.0)
-    assert "by 4 GPUs, 1.11e-4 kWh by CPUs (estimate); " in " ".join(pages(run)[0].split())
+    assert "by 4 GPUs, 1.11e-4 kWh by CPUs (estimate); " in " ".join(render_pages(run)[0].split())
 
 
 def test_the_prices_kept_with_a_run_give_its_cost_and_carbon(tmp_path: Path) -> None:
@@ -175,7 +165,7 @@ def test_the_prices_kept_with_a_run_give_its_cost_and_carbon(tmp_path: Path) -> 
     assert found is not None
     assert (found.site_kwh, found.carbon_kg, found.cost) == (1.5, pytest.approx(0.6), pytest.approx(0.45))
     assert found.cost_per_million == pytest.approx(0.45 / (10 * 4096 / 1e6))
-    assert "1.50 kWh at the building (PUE 1.5), 0.600 kg CO2e, 0.450 EUR; " in " ".join(pages(run)[0].split())
+    assert "1.50 kWh at the building (PUE 1.5), 0.600 kg CO2e, 0.450 EUR; " in " ".join(render_pages(run)[0].split())
     (run / "cluster.json").write_text(json.dumps({"prices": {**prices, "device_hour": 2.0}}))
     rented = summary(run)
     assert rented.cost is not None
@@ -226,15 +216,10 @@ def test_restarts_and_the_steps_that_they_lost_are_counted(tmp_path: Path) -> No
 
 
 def test_going_on_after_done_with_more_steps_is_a_pause_and_not_a_restart(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.start()
-    maker.steps(1, 10)
-    maker.end()
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 10).end()
     maker.t += 86_400
     maker.total = 20
-    maker.start(from_step=10)
-    maker.steps(11, 20)
-    maker.end()
+    maker.start(from_step=10).steps(11, 20).end()
     found = summary(tmp_path / "run")
     assert (found.num_restarts, found.wasted_steps, found.planned_steps) == (0, 0, 20)
     assert found.durations.paused_s == pytest.approx(86_400)
@@ -242,13 +227,9 @@ def test_going_on_after_done_with_more_steps_is_a_pause_and_not_a_restart(tmp_pa
 
 
 def test_the_digest_of_an_earlier_end_is_not_that_of_a_run_which_went_on(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.start()
-    maker.steps(1, 10)
-    maker.end()
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 10).end()
     assert summary(tmp_path / "run").digest
-    maker.start(from_step=10)
-    maker.steps(11, 12)
+    maker.start(from_step=10).steps(11, 12)
     assert summary(tmp_path / "run").digest is None
 
 
@@ -259,79 +240,46 @@ def test_without_plan_and_cluster_the_page_says_not_measured(tmp_path: Path) -> 
     found = summary(path)
     assert found.speed.mfu_measured is None
     assert found.speed.median_per_s is not None
-    text, html = pages(path)
+    text, html = render_pages(path)
     assert "MFU (measured peak)    not measured" in text
     assert "not measured" in html
 
 
-def only_created(maker: Maker) -> None:
-    (maker.path / "events.jsonl").unlink()
-
-
-def only_started(maker: Maker) -> None:
-    maker.start()
-
-
-def one_step(maker: Maker) -> None:
-    maker.start()
-    maker.step(1)
-
-
-def two_steps_torn(maker: Maker) -> None:
-    maker.start()
-    maker.steps(1, 2)
+def tear(maker: Maker) -> None:
     with open(maker.path / "events.jsonl", "a") as file:
         file.write('{"kind": "step", "time": 1790000012.5, "ste')
 
 
-def none_finite(maker: Maker) -> None:
-    maker.start()
-    for step in range(1, 40):
-        maker.step(step, loss=None, grad_norm=None)
-    maker.event(EvaluationDone, step=39, loss=None, metrics={"accuracy": None})
+def add_steps(maker: Maker, count: int, changes: Callable[[int], dict[str, Any]]) -> Maker:
+    for step in range(1, count + 1):
+        maker.step(step, **changes(step))
+    return maker
 
 
-def null_loss(maker: Maker) -> None:
-    maker.start()
-    maker.step(1, loss=None, grad_norm=None, skip_reason="non-finite loss")
+ODD: dict[str, Callable[[Maker], object]] = {
+    "only created": lambda maker: (maker.path / "events.jsonl").unlink(),
+    "only started": lambda maker: maker.start(),
+    "one step": lambda maker: maker.start().step(1),
+    "two steps torn": lambda maker: tear(maker.start().steps(1, 2)),
+    "none finite": lambda maker: add_steps(maker.start(), 39, lambda _: {"loss": None, "grad_norm": None}).event(
+        EvaluationDone, step=39, loss=None, metrics={"accuracy": None}
+    ),
+    "null loss": lambda maker: maker.start().step(1, loss=None, grad_norm=None, skip_reason="non-finite loss"),
+    "zero seconds": lambda maker: add_steps(
+        maker.start(), 29, lambda _: {"duration_s": 0.0, "breakdown_s": StepPhases()}
+    ).end("failed", step=29),
+    "events without a start": lambda maker: maker.steps(1, 60).event(RunEnded),
+    "huge loss": lambda maker: add_steps(
+        maker.start(), 59, lambda step: {"loss": 10.0 ** (step - 20), "grad_norm": 1e300}
+    ),
+}
 
 
-def zero_seconds(maker: Maker) -> None:
-    maker.start()
-    for step in range(1, 30):
-        maker.step(step, duration_s=0.0, breakdown_s=StepPhases())
-    maker.end("failed", step=29)
-
-
-def events_without_a_start(maker: Maker) -> None:
-    maker.steps(1, 60)
-    maker.event(RunEnded)
-
-
-def huge_loss(maker: Maker) -> None:
-    maker.start()
-    for step in range(1, 60):
-        maker.step(step, loss=10.0 ** (step - 20), grad_norm=1e300)
-
-
-ODD = [
-    only_created,
-    only_started,
-    one_step,
-    two_steps_torn,
-    none_finite,
-    null_loss,
-    zero_seconds,
-    events_without_a_start,
-    huge_loss,
-]
-
-
-@pytest.mark.parametrize("happen", ODD, ids=lambda happen: happen.__name__)
-def test_odd_runs_have_sensible_pages_and_strict_json(tmp_path: Path, happen) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_runs_have_sensible_pages_and_strict_json(tmp_path: Path, odd: str) -> None:
     maker = Maker(tmp_path / "run", total=300)
-    happen(maker)
-    text, html = pages(maker.path)
+    ODD[odd](maker)
+    text, html = render_pages(maker.path)
     assert text.startswith("gpt-python")
     assert all(len(line) <= PAGE_WIDTH for line in text.splitlines())
     for page in (text, html):
@@ -350,29 +298,23 @@ def test_a_run_that_failed_before_its_first_step_says_so_with_the_failure(tmp_pa
     maker.end("failed", step=0)
     found = summary(maker.path)
     assert (found.status, found.last_step, found.num_restarts, found.lost) == ("failed", 0, 2, ())
-    for page in pages(maker.path):
+    for page in render_pages(maker.path):
         assert "0 of 300 steps; rank 1: exit 1 (no network 2)" in " ".join(page.split())
         assert "not started" not in page
 
 
 def test_an_attempt_that_failed_before_its_first_step_counts_as_restarted(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=0)
+    maker = Maker(tmp_path / "run", total=10).event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=0)
     maker.attempt = 0
-    maker.start()
-    maker.steps(1, 4)
+    maker.start().steps(1, 4)
     assert summary(maker.path).num_restarts == 1
     maker.event(WorkerStarted, pid=1, rank=0, host="node-1", attempt=2)
     assert summary(maker.path).num_restarts == 2
 
 
 def test_losses_that_are_not_numbers_are_counted_and_said(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.start()
-    maker.steps(1, 8)
-    maker.step(9, loss=None)
-    maker.step(10, loss=None)
-    text, _ = pages(maker.path)
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 8).step(9, loss=None).step(10, loss=None)
+    text, _ = render_pages(maker.path)
     assert "2 of 10 steps" in text
     assert "-> not a number" in text
 
@@ -395,7 +337,7 @@ def test_a_lost_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str, c
     also = ["recipe.yaml"] if name == "resolved.yaml" else []  # which such a run does not have
     assert [each in text for each, text in zip([name, *also], found.lost, strict=True)] == [True] * len(found.lost)
     assert (found.status, found.last_step) == ("done", 5)
-    for page in pages(path):
+    for page in render_pages(path):
         assert name in "".join(page.split())  # lines are broken
         assert "5 of 5 steps" in page
 
@@ -421,7 +363,7 @@ def test_where_events_are_lost_the_result_says_how_it_ended(tmp_path: Path, cont
     assert (found.status, found.last_step) == ("done", 5)
     assert found.digest is not None
     assert found.lost[-1:] == (f"{events}: ends at step 0; result.json says done at step 5",)
-    text, _ = pages(path)
+    text, _ = render_pages(path)
     assert "done: 5 of 5 steps" in text
     assert "unknown: the events of its steps are lost" in text
 
@@ -452,14 +394,11 @@ def test_where_events_and_result_are_lost_checkpoints_say_how_far_it_came(tmp_pa
     (path / "checkpoints" / "step-000000004").mkdir(parents=True)
     found = summary(path)
     assert (found.status, found.last_step) == ("not known", 4)
-    assert "unknown: 4 of 5 steps at least" in pages(path)[0]
+    assert "unknown: 4 of 5 steps at least" in render_pages(path)[0]
 
 
 def test_a_run_that_goes_on_is_not_taken_for_its_earlier_end(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run", total=10)
-    maker.start()
-    maker.steps(1, 5)
-    maker.end("interrupted")
+    maker = Maker(tmp_path / "run", total=10).start().steps(1, 5).end("interrupted")
     (maker.path / "result.json").write_text(json.dumps({"status": "interrupted", "steps": 5}))
     maker.start(from_step=4)
     found = summary(maker.path)
@@ -484,13 +423,12 @@ def test_a_layout_is_told_by_what_it_divides(tmp_path: Path, layout: dict[str, o
 
 def test_a_recipe_of_another_version_still_has_a_page(tmp_path: Path) -> None:
     path = healthy(tmp_path / "run", total=5, key_from_the_future=1)
-    assert pages(path)[0].startswith("gpt-python")
+    assert render_pages(path)[0].startswith("gpt-python")
 
 
 def noisy(path: Path, *estimates: float) -> Path:
     """A run of which every eighth step made an estimate of the gradient noise, the last of them these."""
-    maker = Maker(path, total=8 * len(estimates))
-    maker.start()
+    maker = Maker(path, total=8 * len(estimates)).start()
     for step in range(1, maker.total + 1):
         maker.step(step, **({} if step % 8 else {"noise_scale_samples": estimates[step // 8 - 1]}))
     maker.end()
@@ -500,11 +438,16 @@ def noisy(path: Path, *estimates: float) -> Path:
 def test_the_gradient_noise_scale_is_shown_next_to_the_batch(tmp_path: Path) -> None:
     path = noisy(tmp_path / "run", 9.0, 9.0, 9.0, 9.0, 412.3)
     assert summary(path).to_json()["loss"]["noise_scale"] == 412.3
-    for page in pages(path):
+    for page in render_pages(path):
         assert "gradient noise scale about 410 samples; batch.global_size is 16" in " ".join(page.split())
 
 
 def test_too_few_estimates_of_the_noise_say_nothing(tmp_path: Path) -> None:
     path = noisy(tmp_path / "run", 9.0, 9.0, 9.0, 9.0)
     assert summary(path).loss.noise_scale is None
-    assert not any("noise scale" in page for page in pages(path))
+    assert not any("noise scale" in page for page in render_pages(path))
+
+
+def test_data_are_described_by_the_keys_of_the_recipe() -> None:
+    recipe = Recipe.model_validate({"data": {"source": {"text": "a.txt"}, "seq_len": 128}})
+    assert _describe_data(recipe.model_dump(mode="json")["data"], "x") == "a.txt; tokenizer bytes, sequence 128"

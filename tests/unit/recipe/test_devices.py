@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe
-from phalanx.recipe.devices import DEVICE_KINDS, DeviceKind, check_device, device_kind_of
+from phalanx.recipe.devices import DEVICE_KINDS, check_device, device_kind_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "devices.md"
 
@@ -43,11 +43,7 @@ def test_amds_gpus_and_tensors_that_are_nowhere_have_rows_too() -> None:
     assert device_kind_of("meta") is DEVICE_KINDS["cpu"]
 
 
-def row(name: str, kind: DeviceKind) -> str:
-    """What the page says of a kind."""
-    return f"| `{name}` | {', '.join(kind.precisions)} | {kind.dist_backend} |"
-
-
 @pytest.mark.parametrize("name", DEVICE_KINDS)
 def test_the_page_about_devices_has_the_table(name: str) -> None:
-    assert row(name, DEVICE_KINDS[name]) in PAGE.read_text()
+    kind = DEVICE_KINDS[name]
+    assert f"| `{name}` | {', '.join(kind.precisions)} | {kind.dist_backend} |" in PAGE.read_text()

@@ -162,12 +162,20 @@ def test_values_are_read_by_the_rules_of_yaml_1_2(folder: Path, text: str, value
     assert load_recipe(None, [f"model.args.x={text}"]).recipe.model.args["x"] == value
 
 
-def test_a_directive_does_not_change_the_rules(folder: Path) -> None:
-    assert recipe("%YAML 1.1\n---\nmodel: {args: {x: [no, 010, 1:30]}}\n").model.args["x"] == ["no", 10, "1:30"]
-
-
-def test_an_anchor_that_comes_again_means_the_newer_value(folder: Path) -> None:
-    assert recipe("model: {args: {a: &x 1, b: *x, c: &x 2, d: *x}}\n").model.args["d"] == 2
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (
+            "%YAML 1.1\n---\nmodel: {args: {x: [no, 010, 1:30]}}\n",
+            "x",
+            ["no", 10, "1:30"],
+        ),  # a directive changes nothing
+        ("model: {args: {a: &x {k: 1}, b: *x}}\n", "b", {"k": 1}),
+        ("model: {args: {a: &x 1, b: *x, c: &x 2, d: *x}}\n", "d", 2),  # an anchor that comes again: the newer value
+    ],
+)
+def test_anchors_and_directives_are_read(folder: Path, text: str, key: str, value: object) -> None:
+    assert recipe(text).model.args[key] == value
 
 
 @pytest.mark.parametrize("flow", [None, True, False])
@@ -206,29 +214,16 @@ def test_steps_may_be_written_with_their_unit(folder: Path) -> None:
     assert recipe("evaluation: {every: 7 steps}\nsteps: 1 step\n").evaluation.every == 7
 
 
-def test_an_anchor_is_used_again(folder: Path) -> None:
-    found = recipe("model: {args: {a: &x {k: 1}, b: *x}}\n")
-    assert found.model.args["b"] == {"k": 1}
-
-
 # -- bad input ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_unknown_key_gets_the_nearest_name(folder: Path) -> None:
-    assert refusal("name: x\noptimizer:\n  lrr: 3\n") == "r.yaml:3: optimizer.lrr: unknown key; did you mean lr?"
-
-
-def test_an_unknown_key_that_stands_elsewhere_is_found_there(folder: Path) -> None:
-    assert refusal("lr: 3\n") == "r.yaml:1: lr: unknown key; did you mean optimizer.lr?"
-
-
-def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
-    assert "known are every, keep, in_memory_every" in refusal("checkpoint: {zzz: 3}\n")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("name: x\noptimizer:\n  lrr: 3", "3: optimizer.lrr: unknown key; did you mean lr?"),
+        ("lr: 3", "1: lr: unknown key; did you mean optimizer.lr?"),
+        ("checkpoint: {zzz: 3}", "1: checkpoint.zzz: unknown key; known are every, keep, in_memory_every"),
+        (b"name: a\nx: \xff", "2: not UTF-8 text (byte 0xff)"),
         ("steps: soon", '1: steps: found "soon", expected a whole number above 0 or `N steps`'),
         ("optimizer: [1]", "1: optimizer: found [1], expected a mapping (name, lr, "),
         ("batch:\n  micro_size: 0", "2: batch.micro_size: found 0, expected a whole number above 0 or auto"),
@@ -262,8 +257,8 @@ def test_an_unknown_key_like_no_other_gets_the_known_ones(folder: Path) -> None:
         ("x: !mine {a: 1}", "1: the tag !mine cannot be used"),
     ],
 )
-def test_bad_input_is_told_with_file_line_and_what_was_expected(folder: Path, text: str, expected: str) -> None:
-    message = refusal(text + "\n")
+def test_bad_input_is_told_with_file_line_and_what_was_expected(folder: Path, text: str | bytes, expected: str) -> None:
+    message = refusal(text + b"\n" if isinstance(text, bytes) else f"{text}\n")
     assert message.startswith(f"r.yaml:{expected}")
     assert len(message.splitlines()) == 1
 
@@ -288,10 +283,6 @@ def test_a_file_that_does_not_exist_is_named_with_the_nearest(folder: Path) -> N
 def test_a_folder_is_not_a_recipe(folder: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(folder)
-
-
-def test_a_file_that_is_not_utf8_is_told_with_its_line(folder: Path) -> None:
-    assert refusal(b"name: a\nx: \xff\n") == "r.yaml:2: not UTF-8 text (byte 0xff)"
 
 
 def test_a_byte_order_mark_is_no_matter(folder: Path) -> None:

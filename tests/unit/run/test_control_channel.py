@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -230,27 +230,27 @@ def test_a_door_that_is_taken_is_told(door: ControlServer) -> None:
         ControlServer(("127.0.0.1", door.port), TOKEN)
 
 
-def slow_caller(address: tuple[str, int], over: threading.Event) -> None:
-    """Somebody who says a byte now and then, and so never falls silent."""
-    with socket.create_connection(address) as sock, contextlib.suppress(OSError):
-        while not over.wait(0.05):
-            sock.sendall(b"x")
-
-
 @contextlib.contextmanager
-def slow_callers(address: tuple[str, int], count: int) -> Iterator[list[threading.Thread]]:
+def dripping(connect: Callable[[], socket.socket], count: int = 1) -> Iterator[None]:
+    """Callers that say a byte now and then, and so never fall silent."""
     over = threading.Event()
-    threads = [threading.Thread(target=slow_caller, args=(address, over)) for _ in range(count)]
+
+    def drip() -> None:
+        with connect() as sock, contextlib.suppress(OSError):
+            while not over.wait(0.02):
+                sock.sendall(b"x")
+
+    threads = [threading.Thread(target=drip) for _ in range(count)]
     for thread in threads:
         thread.start()
-    yield threads
+    yield
     over.set()
     for thread in threads:
         thread.join()
 
 
 def test_more_slow_callers_than_there_are_places_keep_nobody_out(door: ControlServer) -> None:
-    with slow_callers((door.address, door.port), MAX_PENDING_HANDSHAKES + 10):
+    with dripping(lambda: socket.create_connection((door.address, door.port)), MAX_PENDING_HANDSHAKES + 10):
         for _ in range(3):
             begun = time.monotonic()
             enter(door).close()
@@ -260,39 +260,20 @@ def test_more_slow_callers_than_there_are_places_keep_nobody_out(door: ControlSe
 
 def test_a_slow_caller_has_one_deadline_for_all_that_it_has_to_say() -> None:
     near, far = socket.socketpair()
-    over = threading.Event()
-
-    def drip() -> None:
-        while not over.wait(0.02):
-            far.sendall(b"x")
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    begun = time.monotonic()
-    with near, pytest.raises(AuthenticationError, match="did not authenticate in time"):
-        accept_agent(near, TOKEN, timeout_s=0.3)
-    over.set()
-    thread.join()
-    far.close()
-    assert 0.3 <= time.monotonic() - begun < 1.0
+    with near, dripping(lambda: far):
+        begun = time.monotonic()
+        with pytest.raises(AuthenticationError, match="did not authenticate in time"):
+            accept_agent(near, TOKEN, timeout_s=0.3)
+        assert 0.3 <= time.monotonic() - begun < 1.0
 
 
 def test_a_listener_that_answers_slowly_does_not_hold_a_caller_for_long() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        over = threading.Event()
-
-        def drip() -> None:
-            sock, _ = listener.accept()
-            with sock, contextlib.suppress(OSError):
-                while not over.wait(0.02):
-                    sock.sendall(b"x")
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        with pytest.raises(AuthenticationError):
-            connect_to_leader(listener.getsockname(), TOKEN, timeout_s=0.3)
-        over.set()
-        thread.join()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        dripping(lambda: listener.accept()[0]),
+        pytest.raises(AuthenticationError),
+    ):
+        connect_to_leader(listener.getsockname(), TOKEN, timeout_s=0.3)
 
 
 def test_where_all_places_are_taken_the_oldest_of_the_address_with_most_gives_way() -> None:

@@ -1,6 +1,7 @@
 """events.jsonl: written line by line, read whatever a crash has left, and which of the steps count."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -179,31 +180,23 @@ def test_a_line_without_an_end_does_not_fill_the_memory(path: Path, monkeypatch:
     assert kinds(path) == ["warning"]
 
 
-def script(*happened: tuple[str, int]) -> list[Event]:
-    """`start` with an attempt's number, or `step` with a step's; the time of each is where it stands."""
-    return [
-        made(AttemptStarted, attempt=number, time=at) if kind == "start" else made(StepDone, step=number, time=at)
-        for at, (kind, number) in enumerate(happened)
+@pytest.mark.parametrize(
+    ("happened", "counted"),
+    [
+        (["start", 1, 2, 3, "start", 2, 3, 4], [(1, 1), (2, 5), (3, 6), (4, 7)]),  # the highest attempt counts
+        (["start", 1, 2, 3, "start", 2], [(1, 1), (2, 5), (3, 3)]),  # what it has not reached yet still counts
+        (["start", 1, 2, 3, 2, 3], [(1, 1), (2, 4), (3, 5)]),  # a rollback within an attempt
+    ],
+)
+def test_of_a_step_done_again_the_last_counts(happened: list[str | int], counted: list[tuple[int, int]]) -> None:
+    attempts = itertools.count()
+    script = [
+        made(StepDone, step=what, time=at)
+        if isinstance(what, int)
+        else made(AttemptStarted, attempt=next(attempts), time=at)
+        for at, what in enumerate(happened)
     ]
-
-
-def counted(*happened: tuple[str, int]) -> list[tuple[int, float]]:
-    return [(event.step, event.time) for event in select_final_steps(script(*happened))]
-
-
-def test_of_a_step_done_again_the_highest_attempt_counts() -> None:
-    happened = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("start", 1), ("step", 2), ("step", 3)]
-    assert counted(*happened, ("step", 4)) == [(1, 1), (2, 5), (3, 6), (4, 7)]
-
-
-def test_steps_that_the_last_attempt_has_not_reached_yet_still_count() -> None:
-    happened = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("start", 1), ("step", 2)]
-    assert counted(*happened) == [(1, 1), (2, 5), (3, 3)]
-
-
-def test_after_a_rollback_within_an_attempt_the_step_done_last_counts() -> None:
-    happened = [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("step", 2), ("step", 3)]
-    assert counted(*happened) == [(1, 1), (2, 4), (3, 5)]
+    assert [(event.step, event.time) for event in select_final_steps(script)] == counted
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])

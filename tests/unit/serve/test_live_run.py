@@ -41,8 +41,7 @@ def test_the_page_has_the_sections_of_the_report(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_added_is_on_the_next_page(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
+    maker = Maker(tmp_path / "run").start()
     clock = Clock()
     live = LiveRun(Run(maker.path), clock)
     before = live.read_page()
@@ -85,9 +84,7 @@ def test_a_run_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
     live = LiveRun(Run(healthy(tmp_path / "run")), clock)
     live.read_page()
     shutil.rmtree(tmp_path / "run")
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    maker.step(1)
+    Maker(tmp_path / "run").start().step(1)
     clock.now += 60
     assert "1 of 300 steps" in live.read_page().sections["outcome"]
 
@@ -119,9 +116,7 @@ def test_runs_that_were_not_looked_at_for_long_are_let_go(tmp_path: Path, monkey
 
 
 def test_a_run_is_running_while_it_is_written_and_incomplete_afterwards(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    maker.steps(1, 3)
+    maker = Maker(tmp_path / "run").start().steps(1, 3)
     clock, wall = SettableClock(0.0), SettableClock((maker.path / "events.jsonl").stat().st_mtime)
     live = LiveRun(Run(maker.path), clock, wall)
     assert '<span class="status running">running</span>' in live.read_page().sections["outcome"]
@@ -130,9 +125,7 @@ def test_a_run_is_running_while_it_is_written_and_incomplete_afterwards(tmp_path
 
 
 def test_a_minute_of_telemetry_is_on_the_page_while_a_step_takes_long(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    maker.step(1)
+    maker = Maker(tmp_path / "run").start().step(1)
     (maker.path / "telemetry").mkdir()
     clock = Clock()
     live = LiveRun(Run(maker.path), clock)

@@ -8,14 +8,7 @@ import pytest
 from make_run import Maker, healthy
 from phalanx.serve import run_index
 from phalanx.serve.run_index import SEARCH_INTERVAL_S, RunIndex, find_run_dirs, run_id
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from settable_clock import SettableClock
 
 
 def test_runs_are_found_at_any_depth_and_nothing_within_them(tmp_path: Path) -> None:
@@ -31,7 +24,7 @@ def test_runs_are_found_at_any_depth_and_nothing_within_them(tmp_path: Path) -> 
 
 
 def test_a_new_run_appears_and_a_removed_one_vanishes_with_the_next_search(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SettableClock(100.0)
     healthy(tmp_path / "a")
     index = RunIndex([tmp_path], clock)
     index.update()
@@ -45,9 +38,8 @@ def test_a_new_run_appears_and_a_removed_one_vanishes_with_the_next_search(tmp_p
 
 
 def test_a_run_that_is_written_changes_with_the_next_look(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    index = RunIndex([tmp_path], Clock())
+    maker = Maker(tmp_path / "run").start()
+    index = RunIndex([tmp_path], SettableClock(100.0))
     index.update()
     maker.step(1)
     index.update()
@@ -58,7 +50,7 @@ def test_a_run_that_is_written_changes_with_the_next_look(tmp_path: Path) -> Non
 def test_rows_appear_before_the_last_run_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         healthy(tmp_path / str(number))
-    index = RunIndex([tmp_path], Clock())
+    index = RunIndex([tmp_path], SettableClock(100.0))
     seen = []
     read = run_index.read_run_row
 

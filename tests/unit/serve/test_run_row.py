@@ -44,9 +44,7 @@ def test_what_was_added_gives_the_row_of_the_whole_file(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_torn_at_the_last_look_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    maker.step(1)
+    maker = Maker(tmp_path / "run").start().step(1)
     text = (maker.path / "events.jsonl").read_bytes()
     (maker.path / "events.jsonl").write_bytes(text[:-30])
     before = read_run_row(Run(maker.path))
@@ -57,17 +55,14 @@ def test_a_line_that_was_torn_at_the_last_look_is_read_when_it_is_whole(tmp_path
 
 
 def test_a_run_without_an_end_is_running_while_it_is_written(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    maker.step(1)
+    maker = Maker(tmp_path / "run").start().step(1)
     row = read_run_row(Run(maker.path))
     assert row.status(row.last_written_at + RUNNING_WITHIN_S - 1) == "running"
     assert row.status(row.last_written_at + RUNNING_WITHIN_S + 1) == "incomplete"
 
 
 def test_telemetry_shows_that_a_run_lives_within_a_long_step(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
+    maker = Maker(tmp_path / "run").start()
     os.utime(maker.path / "events.jsonl", (1000, 1000))
     (maker.path / "telemetry").mkdir()
     (maker.path / "telemetry" / "node-1.jsonl").write_text("{}\n")
@@ -75,10 +70,7 @@ def test_telemetry_shows_that_a_run_lives_within_a_long_step(tmp_path: Path) -> 
 
 
 def test_a_run_that_was_resumed_after_its_end_is_not_over(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    maker.step(1)
-    maker.event(RunEnded, status="interrupted", step=1)
+    maker = Maker(tmp_path / "run").start().step(1).event(RunEnded, status="interrupted", step=1)
     assert read_run_row(Run(maker.path)).ended_as == "interrupted"
     maker.t += 10
     maker.start(from_step=1)
@@ -106,9 +98,6 @@ def test_events_that_are_a_link_or_a_pipe_are_not_opened(tmp_path: Path) -> None
 
 
 def test_a_loss_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
-    maker = Maker(tmp_path / "run")
-    maker.start()
-    maker.event(StepDone, step=1, loss=None)
-    maker.event(EvaluationDone, step=1, loss=None)
+    maker = Maker(tmp_path / "run").start().event(StepDone, step=1, loss=None).event(EvaluationDone, step=1, loss=None)
     row = read_run_row(Run(maker.path))
     assert (row.step, row.loss, row.validation_loss) == (1, None, None)

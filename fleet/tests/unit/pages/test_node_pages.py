@@ -66,13 +66,6 @@ def test_late_samples_and_silent_nodes_have_no_colour() -> None:
     ]
 
 
-def test_a_late_reading_is_not_shown_as_a_value() -> None:
-    reading = LatestReading(NOW - 100, 1.0, draw_w=512.0)
-    page = render_nodes(NodeList(is_read=True), [node(reading=reading)], "", NOW)
-    assert "512 W" not in page
-    assert "(late)" in page
-
-
 def test_nodes_that_are_not_healthy_come_first_and_long_tables_are_cut() -> None:
     nodes = [node(f"n{number}") for number in range(MAX_TABLE_NODES + 5)] + [node("bad", "drained")]
     page = render_nodes(NodeList(nodes, is_read=True), nodes, "", NOW)
@@ -82,7 +75,7 @@ def test_nodes_that_are_not_healthy_come_first_and_long_tables_are_cut() -> None
     assert render_nodes(NodeList(nodes, is_read=True), nodes, "drained", NOW).count("<tr>") == 2
 
 
-def test_the_newer_of_two_readings_is_shown() -> None:
+def test_the_newer_of_two_readings_is_shown_and_none_that_is_late() -> None:
     old = node(reading=LatestReading(NOW - 10, 60.0, draw_w=1.0))
     sample = NodeSample(NOW, HostSample(node_power_w=2.0))
     (found,) = add_samples([old], {"n1": sample})
@@ -90,6 +83,10 @@ def test_the_newer_of_two_readings_is_shown() -> None:
     assert found.reading.draw_w == 2.0
     newer = node(reading=LatestReading(NOW + 1, 60.0, draw_w=3.0))
     assert add_samples([newer], {"n1": sample}) == [newer]
+    late = node(reading=LatestReading(NOW - 100, 1.0, draw_w=512.0))
+    page = render_nodes(NodeList(is_read=True), [late], "", NOW)
+    assert "512 W" not in page
+    assert "(late)" in page
 
 
 def test_nodes_that_cannot_be_read_stay_with_a_problem() -> None:

@@ -1,6 +1,7 @@
 """Each fault of cooling is found and named, and a healthy device has none."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,12 @@ def find_causes(*series: DeviceSeries) -> dict[str, HeatCause]:
     return {f"{each.node} {each.device}": each.cause for each in check_heat(series, MODEL).findings}
 
 
+def make_throttling() -> DeviceSeries:
+    """Fouled, below an inlet that is warm every other day: pinned at its limit."""
+    inlet = np.repeat(np.tile([0.0, 10.0], DAYS // 2), 24)
+    return make_hours(DAYS, extra_r_k_per_w=0.08, inlet_rise_k=inlet, limit_c=84.0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_healthy_devices_have_no_finding(seed: int) -> None:
     drift = np.linspace(-3, 4, DAYS * 24)
@@ -23,8 +30,7 @@ def test_healthy_devices_have_no_finding(seed: int) -> None:
 
 
 def test_a_device_that_throttles_is_found_without_a_data_sheet() -> None:
-    inlet = np.repeat(np.tile([0.0, 10.0], DAYS // 2), 24)
-    series = make_hours(DAYS, extra_r_k_per_w=0.08, inlet_rise_k=inlet, limit_c=84.0)
+    series = make_throttling()
     (finding,) = check_heat([series], MODEL).findings
     assert finding.cause is HeatCause.THROTTLING
     assert finding.loses_speed
@@ -36,15 +42,13 @@ def test_a_margin_of_zero_is_throttling_and_a_margin_rules_it_out() -> None:
     busy = series.power_w > 300
     hot = replace(series, margin_k=np.where(busy, 0.0, 30.0))
     assert find_causes(hot) == {"n1 0": HeatCause.THROTTLING}
-    inlet = np.repeat(np.tile([0.0, 10.0], DAYS // 2), 24)
-    pinned = make_hours(DAYS, extra_r_k_per_w=0.08, inlet_rise_k=inlet, limit_c=84.0)
+    pinned = make_throttling()
     free = replace(pinned, margin_k=np.full(len(pinned.time_s), 8.0))
     assert HeatCause.THROTTLING not in find_causes(free).values()
 
 
 def test_a_throttling_device_that_has_been_at_rest_since_is_found() -> None:
-    inlet = np.repeat(np.tile([0.0, 10.0], DAYS // 2), 24)
-    series = make_hours(DAYS, extra_r_k_per_w=0.08, inlet_rise_k=inlet, limit_c=84.0)
+    series = make_throttling()
     rest = series.time_s > 25 * DAY_S
     series = replace(
         series,
@@ -59,8 +63,7 @@ def test_a_throttling_device_that_has_been_at_rest_since_is_found() -> None:
 
 @pytest.mark.parametrize("is_repaired", [False, True])
 def test_throttling_of_the_weeks_before_is_found_until_a_load_shows_that_it_is_repaired(is_repaired: bool) -> None:
-    inlet = np.repeat(np.tile([0.0, 10.0], DAYS // 2), 24)
-    fouled = make_hours(DAYS, extra_r_k_per_w=0.08, inlet_rise_k=inlet, limit_c=84.0)
+    fouled = make_throttling()
     newest = fouled.time_s > (DAYS - 8) * DAY_S
     clean = make_hours(DAYS)
     light = np.minimum(clean.power_w, 220.0)
@@ -90,32 +93,24 @@ def test_a_few_hours_of_load_in_the_newest_week_do_not_hide_a_fault_of_the_week_
     assert find_causes(series) == {"n1 0": HeatCause.LOST_COOLING}
 
 
-def test_a_rise_within_a_day_is_a_dead_fan() -> None:
-    dead = find_hours_from(DAYS, 38) * 0.05
-    assert find_causes(make_hours(DAYS, extra_r_k_per_w=dead)) == {"n1 0": HeatCause.LOST_COOLING}
-
-
-def test_a_slow_rise_is_fouling() -> None:
-    slow = np.linspace(0, 0.05, DAYS * 24)
-    assert find_causes(make_hours(DAYS, extra_r_k_per_w=slow)) == {"n1 0": HeatCause.FOULING}
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"extra_r_k_per_w": find_hours_from(DAYS, 38) * 0.05}, HeatCause.LOST_COOLING),  # a rise within a day
+        ({"extra_r_k_per_w": np.linspace(0, 0.05, DAYS * 24)}, HeatCause.FOULING),
+        ({"inlet_rise_k": find_hours_from(DAYS, 30) * 11}, HeatCause.WARM_INLET),
+        # also at rest, and within its newest 7 days the slope is still near that of the kind
+        *(({"extra_r_k_per_w": find_hours_from(DAYS, day) * 0.09}, HeatCause.LOST_COOLING) for day in (39.5, 40, 40.5)),
+    ],
+)
+def test_a_change_of_resistance_or_inlet_has_its_cause(change: dict[str, Any], cause: HeatCause) -> None:
+    assert find_causes(make_hours(DAYS, **change)) == {"n1 0": cause}
 
 
 def test_one_hot_device_of_a_node_has_a_dry_plate() -> None:
     dry = find_hours_from(DAYS, 38) * 0.05
     others = [make_hours(DAYS, seed, device=str(seed)) for seed in (1, 2, 3)]
     assert find_causes(make_hours(DAYS, extra_r_k_per_w=dry), *others) == {"n1 0": HeatCause.DRY_PLATE}
-
-
-def test_a_warm_inlet_is_no_resistance() -> None:
-    warm = find_hours_from(DAYS, 30) * 11
-    assert find_causes(make_hours(DAYS, inlet_rise_k=warm)) == {"n1 0": HeatCause.WARM_INLET}
-
-
-@pytest.mark.parametrize("day", [39.5, 40.0, 40.5])
-def test_a_lost_fan_that_also_shows_at_rest_is_no_warm_inlet(day: float) -> None:
-    """Within its newest 7 days the slope is still near that of the kind."""
-    lost = find_hours_from(DAYS, day) * 0.09
-    assert find_causes(make_hours(DAYS, extra_r_k_per_w=lost)) == {"n1 0": HeatCause.LOST_COOLING}
 
 
 def test_a_measured_inlet_decides() -> None:

@@ -13,12 +13,6 @@ from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.run.messages import send
 
 
-def told(fifo: Path) -> int:
-    """The process id that comes through a FIFO."""
-    with open(fifo) as opened:
-        return int(opened.read())
-
-
 def test_workers_and_their_children_die_with_the_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", WITHOUT_TORCH)
     for name in ("worker", "child"):
@@ -27,7 +21,7 @@ def test_workers_and_their_children_die_with_the_fork_server(tmp_path: Path, mon
     with ForkServerClient() as fork_server:
         fork_server.wait_until_ready()
         send(fork_server.control, message)
-        pids = [told(tmp_path / name) for name in ("worker", "child")]
+        pids = [int((tmp_path / name).read_text()) for name in ("worker", "child")]
         handles = [os.pidfd_open(pid) for pid in pids]
         assert all(psutil.pid_exists(pid) for pid in pids)
         inside = fork_server.process.pid

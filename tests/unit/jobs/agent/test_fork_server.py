@@ -34,10 +34,6 @@ def test_no_thread_runs_where_workers_are_forked(fork_server: ForkServerClient) 
     assert psutil.Process(fork_server.process.pid).num_threads() == 1
 
 
-def test_a_call_returns_its_value(fork_server: ForkServerClient) -> None:
-    assert fork_server.call("fork_server_calls:double", 21) == 42
-
-
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -85,21 +81,23 @@ def test_any_other_error_comes_back_with_its_traceback(fork_server: ForkServerCl
     assert "fork_server_calls.py" in caught.value.traceback
 
 
-def test_a_function_that_does_not_exist_comes_back_as_an_error(fork_server: ForkServerClient) -> None:
-    with pytest.raises(SubprocessError, match="no_such_function"):
-        fork_server.call("fork_server_calls:no_such_function", None)
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_code_that_leaves_the_process_comes_back_as_an_error(fork_server: ForkServerClient, code: int) -> None:
-    with pytest.raises(SubprocessError, match=f"SystemExit: {code}"):
-        fork_server.call("fork_server_calls:leave", code)
-
-
-def test_a_trial_that_vanishes_without_an_answer_comes_back_as_an_error(fork_server: ForkServerClient) -> None:
-    with pytest.raises(SubprocessError, match="the trial process ended with exit code 0") as caught:
-        fork_server.call("fork_server_calls:vanish", 0)
-    assert caught.value.code is ExitCode.GAVE_UP
+@pytest.mark.parametrize(
+    ("function", "payload", "message", "killed"),
+    [
+        ("no_such_function", None, "no_such_function", False),
+        ("leave", 0, "SystemExit: 0", False),
+        ("leave", 3, "SystemExit: 3", False),
+        ("vanish", 0, "the trial process ended with exit code 0", False),
+        ("kill_oneself", int(signal.SIGKILL), "the trial process ended with SIGKILL", True),
+        ("kill_oneself", int(signal.SIGALRM), "ended with SIGALRM", False),  # not SIGHUP, which nohup holds back
+    ],
+)
+def test_a_trial_that_cannot_answer_comes_back_as_an_error(
+    fork_server: ForkServerClient, function: str, payload: object, message: str, killed: bool
+) -> None:
+    with pytest.raises(SubprocessError, match=message) as caught:
+        fork_server.call(f"fork_server_calls:{function}", payload)
+    assert (caught.value.killed, caught.value.code) == (killed, ExitCode.UNFINISHED if killed else ExitCode.GAVE_UP)
 
 
 def test_a_call_gets_no_answer_that_was_meant_for_another(fork_server: ForkServerClient) -> None:
@@ -147,19 +145,6 @@ def test_a_fork_server_that_cannot_load_torch_is_told_as_an_unfit_node(tmp_path:
     with process, pytest.raises(ForkServerLostError, match="died with exit code 1; its message stands above") as caught:
         process.wait_until_ready()
     assert caught.value.code is ExitCode.UNFIT_NODE
-
-
-def test_a_trial_that_is_killed_comes_back_as_an_error(fork_server: ForkServerClient) -> None:
-    with pytest.raises(SubprocessError, match="the trial process ended with SIGKILL") as caught:
-        fork_server.call("fork_server_calls:kill_oneself", int(signal.SIGKILL))
-    assert caught.value.killed
-
-
-def test_only_sigkill_counts_as_killed(fork_server: ForkServerClient) -> None:
-    # not SIGHUP, which nothing below nohup ends with
-    with pytest.raises(SubprocessError, match="ended with SIGALRM") as caught:
-        fork_server.call("fork_server_calls:kill_oneself", int(signal.SIGALRM))
-    assert not caught.value.killed
 
 
 def start(fork_server: ForkServerClient, function: str, folder: Path, world: int, **environment: str) -> None:

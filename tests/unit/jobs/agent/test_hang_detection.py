@@ -20,8 +20,23 @@ def beat(count: int = 50, *, ago: float = 30.0, place: str = "forward", step: in
     return Heartbeat(pid=1, count=count, step=step, phase=place, t=NOW - ago)
 
 
-def test_workers_that_gave_a_sign_a_moment_ago_are_well() -> None:
-    assert find_hang({0: beat(ago=60), 1: beat(ago=MIN_SILENCE_S - 0.1)}, NOW, 0.1, ()) is None
+@pytest.mark.parametrize(
+    ("beats", "step_s"),
+    [
+        ({0: beat(ago=60), 1: beat(ago=MIN_SILENCE_S - 0.1)}, 0.1),
+        ({0: beat(ago=30)}, 10.0),  # long steps are allowed more
+        ({0: beat(ago=300, step=1)}, None),  # the first step may take as long as it likes
+        *(({0: beat(ago=500, place=place)}, None) for place in sorted(UNTIMED_PHASES)),
+        ({0: beat(), 1: None}, 0.1),  # before all have begun
+        ({}, 0.1),
+    ],
+)
+def test_workers_that_may_be_well_are_left_alone(beats: dict[int, Heartbeat | None], step_s: float | None) -> None:
+    assert find_hang(beats, NOW, step_s, ()) is None
+
+
+def test_long_steps_are_not_waited_for_without_end() -> None:
+    assert find_hang({0: beat(ago=51)}, NOW, 10.0, ()) is not None
 
 
 def test_the_one_that_gave_the_fewest_signs_is_waited_for() -> None:
@@ -31,49 +46,22 @@ def test_the_one_that_gave_the_fewest_signs_is_waited_for() -> None:
     assert found.silence_s == pytest.approx(30.0)
 
 
-def test_of_equals_the_one_that_is_held_still_is_waited_for() -> None:
-    found = find_hang({0: beat(ago=40), 1: beat(ago=30), 2: beat(ago=35)}, NOW, 0.1, {1})
+@pytest.mark.parametrize(
+    ("beats", "stopped", "others_ended", "rank", "is_certain"),
+    [
+        ({0: beat(ago=40), 1: beat(ago=30), 2: beat(ago=35)}, {1}, False, 1, True),
+        ({0: beat(48), 1: beat(50)}, {1}, False, 1, True),  # whatever the others have counted
+        ({1: beat(place="ending")}, {1}, True, 1, True),  # the last one
+        ({0: beat(3, place="starting"), 1: beat(3, place="starting")}, {0}, False, 0, True),
+        ({0: beat(3, place="starting")}, {0}, False, 0, False),  # all of them: may be meant to be
+    ],
+)
+def test_a_worker_that_is_stopped_is_to_blame(
+    beats: dict[int, Heartbeat], stopped: set[int], others_ended: bool, rank: int, is_certain: bool
+) -> None:
+    found = find_hang(beats, NOW, 0.1, stopped, others_ended=others_ended)
     assert found is not None
-    assert (found.rank, found.is_stopped, found.is_certain) == (1, True, True)
-
-
-def test_one_that_is_held_still_is_to_blame_whatever_the_others_have_counted() -> None:
-    found = find_hang({0: beat(48), 1: beat(50)}, NOW, 0.1, {1})
-    assert found is not None
-    assert (found.rank, found.is_certain) == (1, True)
-
-
-def test_the_last_worker_is_stuck_when_it_is_held_still_after_the_others_have_ended() -> None:
-    found = find_hang({1: beat(place="ending")}, NOW, 0.1, {1}, others_ended=True)
-    assert found is not None
-    assert (found.rank, found.is_certain) == (1, True)
-
-
-def test_long_steps_are_allowed_more() -> None:
-    assert find_hang({0: beat(ago=30)}, NOW, 10.0, ()) is None
-    assert find_hang({0: beat(ago=51)}, NOW, 10.0, ()) is not None
-
-
-@pytest.mark.parametrize("place", sorted(UNTIMED_PHASES))
-def test_compiling_and_loading_may_take_minutes_in_silence(place: str) -> None:
-    assert find_hang({0: beat(ago=500, place=place)}, NOW, None, ()) is None
-
-
-def test_a_worker_that_is_held_still_while_it_prepares_is_stuck_all_the_same() -> None:
-    found = find_hang({0: beat(3, place="starting"), 1: beat(3, place="starting")}, NOW, None, {0})
-    assert found is not None
-    assert (found.rank, found.is_certain) == (0, True)
-
-
-def test_all_that_are_held_still_while_they_prepare_are_reported_and_may_be_meant_to_be() -> None:
-    found = find_hang({0: beat(3, place="starting")}, NOW, None, {0})
-    assert found is not None
-    assert (found.is_stopped, found.is_certain) == (True, False)
-
-
-def test_before_all_have_begun_nothing_is_said() -> None:
-    assert find_hang({0: beat(), 1: None}, NOW, 0.1, ()) is None
-    assert find_hang({}, NOW, 0.1, ()) is None
+    assert (found.rank, found.is_stopped, found.is_certain) == (rank, True, is_certain)
 
 
 def test_slow_storage_is_named_where_it_may_be_the_cause() -> None:
@@ -88,10 +76,6 @@ def test_slow_storage_is_named_where_it_may_be_the_cause() -> None:
 
 def test_every_place_of_a_step_is_followed_by_something() -> None:
     assert set(NEXT_PHASES) | UNTIMED_PHASES == set(PHASE_NAMES)
-
-
-def test_the_first_step_may_take_as_long_as_it_likes() -> None:
-    assert find_hang({0: beat(ago=300, step=1)}, NOW, None, ()) is None
 
 
 def test_who_was_suspected_stays_so_while_nobody_is_further_back() -> None:

@@ -120,38 +120,34 @@ def test_a_kill_that_nobody_did_is_told_as_lack_of_memory(tmp_path: Path) -> Non
     assert message.startswith("worker 1 was killed by SIGKILL (possibly out of memory")
 
 
-def test_a_crash_is_told_with_the_workers_last_words_and_its_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crash", [None, "MemoryError: no more (mine.py:3)"], ids=["log", "reported"])
+def test_a_crash_is_told_as_reported_or_else_with_the_last_line_of_its_log(tmp_path: Path, crash: str | None) -> None:
     log = tmp_path / "attempt-4-rank-1.log"
     log.write_text("Traceback (most recent call last):\n  ...\nMemoryError: no more\n")
-    _, message = decide_outcome(attempt({1: 1, 0: -9}, number=4), tmp_path)
-    assert message == f"worker 1 ended with exit code 1: MemoryError: no more (log: {log})"
-
-
-def test_a_crash_that_was_reported_is_told_instead_of_the_logs_last_line(tmp_path: Path) -> None:
-    log = tmp_path / "attempt-4-rank-1.log"
-    log.write_text("RuntimeError: a\nlast line\n")
-    ended = attempt({1: 1, 0: -9}, number=4)
-    ended.crashes[1] = "RuntimeError: a last line (mine.py:3)"
+    ended = attempt({1: 1, 0: -9}, number=4, crashes={1: crash} if crash else {})
     _, message = decide_outcome(ended, tmp_path)
-    assert message == f"worker 1 ended with exit code 1: RuntimeError: a last line (mine.py:3) (log: {log})"
+    assert message == f"worker 1 ended with exit code 1: {crash or 'MemoryError: no more'} (log: {log})"
 
 
-def test_the_first_to_fall_is_the_first_that_failed_and_not_one_that_was_killed_for_it() -> None:
-    assert find_first_failure({2: 0, 1: 75, 3: -6, 0: -9}) == (3, -6)
-
-
-def test_who_only_lost_a_peer_is_not_the_first_to_fall_although_it_was_gone_first() -> None:
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9, 2: -9}) == (0, -9)
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: 1}) == (0, 1)
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) == (1, LOST_PEER_STATUS)
-    assert find_first_failure({1: LOST_PEER_STATUS, 2: -9, 0: -9}, killed_ranks={2}) == (0, -9)
-    assert find_first_failure({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}) == (1, LOST_PEER_STATUS)
-
-
-def test_the_first_exception_is_the_cause_whichever_process_is_gone_first() -> None:
-    assert find_first_failure({1: 1, 0: 1}, crashed_ranks=[0, 1]) == (0, 1)
-    both_lost = {1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS, 2: -9}
-    assert find_first_failure(both_lost, killed_ranks={2}, crashed_ranks=[0, 1]) == (0, LOST_PEER_STATUS)
+@pytest.mark.parametrize(
+    ("codes", "context", "first"),
+    [
+        ({2: 0, 1: 75, 3: -6, 0: -9}, {}, 3),
+        # who only lost a peer is not the first, although it was gone first
+        ({1: LOST_PEER_STATUS, 0: -9, 2: -9}, {}, 0),
+        ({1: LOST_PEER_STATUS, 0: 1}, {}, 0),
+        ({1: LOST_PEER_STATUS, 0: -9}, {"killed_ranks": {0}}, 1),
+        ({1: LOST_PEER_STATUS, 2: -9, 0: -9}, {"killed_ranks": {2}}, 0),
+        ({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS}, {}, 1),
+        # the first exception is the cause whichever process is gone first
+        ({1: 1, 0: 1}, {"crashed_ranks": [0, 1]}, 0),
+        ({1: LOST_PEER_STATUS, 0: LOST_PEER_STATUS, 2: -9}, {"killed_ranks": {2}, "crashed_ranks": [0, 1]}, 0),
+    ],
+)
+def test_the_first_to_fall_is_the_first_that_failed_by_itself(
+    codes: dict[int, int], context: dict[str, Any], first: int
+) -> None:
+    assert find_first_failure(codes, **context) == (first, codes[first])
 
 
 def test_a_fault_names_rank_and_signal_or_code() -> None:
@@ -201,92 +197,110 @@ def shown() -> list[Any]:
     return []
 
 
+class Led(LeaderAgent):
+    """An agent of this stage, and the events that it shows."""
+
+    def __init__(self, run: Run, stage: Stage, shown: list[Any]):
+        super().__init__(run, stage, shown.append)
+        self.stage, self.shown = stage, shown
+
+    def play(self, ends: list[AttemptState]) -> tuple[Any, list[int]]:
+        """Supervise a run whose attempts end like this; returns the outcome and the numbers of the attempts."""
+        numbers, script = list[int](), iter(ends)
+
+        def next_end(number: int, *_: Any) -> AttemptState:
+            numbers.append(number)
+            return next(script)
+
+        self.run_attempt = next_end  # type: ignore[method-assign]
+        return self.supervise(2, COMMAND, 0), numbers
+
+
 @pytest.fixture
-def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[LeaderAgent]:
+def agent(tmp_path: Path, stage: Stage, shown: list[Any]) -> Iterator[Led]:
     run = Run(tmp_path)
     run.create()
-    with LeaderAgent(run, stage, shown.append) as agent:
+    with Led(run, stage, shown) as agent:
         yield agent
-
-
-def supervise(agent: LeaderAgent, ends: list[AttemptState], monkeypatch: pytest.MonkeyPatch, first: int = 0) -> Any:
-    """Supervise a run whose attempts end like this; returns the outcome and the numbers of the attempts."""
-    numbers: list[int] = []
-    script = iter(ends)
-
-    def play(self: LeaderAgent, number: int, *_: Any) -> AttemptState:
-        numbers.append(number)
-        return next(script)
-
-    monkeypatch.setattr(LeaderAgent, "run_attempt", play)
-    return agent.supervise(2, COMMAND, first), numbers
 
 
 def kinds(shown: list[Any]) -> list[str]:
     return [event.kind for event in shown]
 
 
+@pytest.mark.parametrize(
+    ("fallen", "rank", "what"),
+    [
+        (attempt(CRASHED, num_steps=3), 0, "SIGSEGV"),
+        (attempt({1: GPU_FAILED_STATUS, 0: -9}), 1, "gpu failed"),
+    ],
+    ids=["crash", "GPU that fails before the first step"],
+)
 def test_an_attempt_that_falls_is_told_and_followed_by_another(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: Led, shown: list[Any], fallen: AttemptState, rank: int, what: str
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3), attempt({0: 0})], monkeypatch)
+    outcome, numbers = agent.play([fallen, attempt({0: 0})])
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
     assert kinds(shown) == ["failure", "warning"]
-    assert (shown[0].rank, shown[0].what) == (0, "SIGSEGV")
+    assert (shown[0].rank, shown[0].what) == (rank, what)
     assert "restarting from the last good checkpoint" in shown[1].text
 
 
+NO_PROGRESS = "no progress in 3 attempts"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        (attempt(CRASHED, num_steps=3), ExitCode.GAVE_UP, f"worker 0 was killed by SIGSEGV; gave up: {NO_PROGRESS}"),
+        (
+            attempt({0: STORAGE_FAILED_STATUS}, num_steps=3),
+            ExitCode.GAVE_UP,
+            f"worker 0 ended because storage failed; gave up: {NO_PROGRESS}",
+        ),
+        (
+            attempt({0: GPU_FAILED_STATUS}, num_steps=3),
+            ExitCode.UNFIT_NODE,
+            f"worker 0 ended because its GPU failed; {NO_PROGRESS}: train on another machine, or reset the GPU",
+        ),
+    ],
+    ids=["crash", "storage", "GPU"],
+)
 def test_attempts_that_save_nothing_new_are_given_up(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: Led, end: AttemptState, code: ExitCode, message: str
 ) -> None:
-    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=3)] * 9, monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
-    assert outcome.message == "worker 0 was killed by SIGSEGV; gave up: no progress in 3 attempts"
-    assert kinds(shown) == ["failure", "warning", "failure", "warning", "failure"]
+    outcome, numbers = agent.play([end] * 9)
+    assert (outcome.code, outcome.message, numbers) == (code, message, [0, 1, 2])
 
 
-def test_progress_forgives_the_attempts_before_it(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = [10, 10, 0, 20, 20, 20, 20]
-    ends = [attempt(CRASHED, num_steps=3, saved_step=step) for step in saved]
-    outcome, numbers = supervise(agent, ends, monkeypatch)
-    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 7)
+@pytest.mark.parametrize(
+    ("field", "steps"),
+    [
+        ("saved_step", [10, 10, 0, 20, 20, 20, 20]),
+        ("start_step", [0, 4, 4, 8, 8, 8]),  # killed between saving and telling: the next one goes on from there
+    ],
+)
+def test_progress_forgives_the_attempts_before_it(agent: Led, field: str, steps: list[int]) -> None:
+    outcome, numbers = agent.play([attempt(CRASHED, num_steps=3, **{field: step}) for step in steps])
+    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, len(steps))
 
 
-def test_a_checkpoint_that_nobody_could_tell_of_is_progress(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (attempt({1: 1, 0: -9}), "worker 1 ended with exit code 1"),
+        (attempt({0: 0}, early=True), f"worker 0 left with exit code 0, {EARLY}"),
+    ],
+    ids=["exception", "left"],
+)
+def test_a_worker_that_fails_before_the_first_step_is_not_tried_again(
+    agent: Led, end: AttemptState, message: str
 ) -> None:
-    """A worker may be killed between saving and telling; the next attempt goes on from there all the same."""
-    begun = [0, 4, 4, 8, 8, 8]
-    ends = [attempt(CRASHED, num_steps=3, start_step=step) for step in begun]
-    outcome, numbers = supervise(agent, ends, monkeypatch)
-    assert (outcome.code, len(numbers)) == (ExitCode.GAVE_UP, 6)
+    outcome, numbers = agent.play([end])
+    assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, message, [0])
 
 
-def test_an_exception_before_the_first_step_is_not_tried_again(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({1: 1, 0: -9})], monkeypatch)
-    assert (outcome.code, outcome.message, numbers) == (ExitCode.GAVE_UP, "worker 1 ended with exit code 1", [0])
-
-
-def test_a_gpu_that_fails_before_the_first_step_is_tried_again(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({1: GPU_FAILED_STATUS, 0: -9}), attempt({0: 0})], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
-    assert (shown[0].rank, shown[0].what) == (1, "gpu failed")
-
-
-def test_a_gpu_that_fails_again_and_again_makes_its_node_unfit(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: GPU_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.UNFIT_NODE, [0, 1, 2])
-    assert outcome.message is not None
-    assert outcome.message.endswith("no progress in 3 attempts: train on another machine, or reset the GPU")
-
-
-def second_node(agent: LeaderAgent, stage: Stage) -> RemoteNode:
+def second_node(agent: Led, stage: Stage) -> RemoteNode:
     """Have a run on two nodes with a worker each; the other one."""
     agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
     agent.node_group.remote_nodes[1] = RemoteNode(None, Hello(host="n2", node_rank=1, num_nodes=2))  # type: ignore[arg-type]
@@ -299,90 +313,79 @@ def second_node(agent: LeaderAgent, stage: Stage) -> RemoteNode:
     ids=["failed", "lost peer"],
 )
 def test_a_gpu_that_fails_again_and_again_on_another_node_has_that_node_left_out(
-    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch, first: dict[int, int]
+    agent: Led, first: dict[int, int]
 ) -> None:
-    there = second_node(agent, stage)
+    there = second_node(agent, agent.stage)
     places = {agent.node_group.local_node: range(1), there: range(1, 2)}
-    outcome, numbers = supervise(agent, [attempt(first, num_steps=3, ranks_by_node=places)] * 9, monkeypatch)
+    outcome, numbers = agent.play([attempt(first, num_steps=3, ranks_by_node=places)] * 9)
     why = "worker 1 ended because its GPU failed; no progress in 3 attempts: train on another machine, or reset the GPU"
     assert (outcome.code, numbers) == (ExitCode.UNFINISHED, [0, 1, 2])
     assert outcome.message == f"node 1 (n2) is unfit: {why}"
     assert agent.node_group.unfit == {1: why}
 
 
-def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_other(
-    agent: LeaderAgent, stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
+def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_other(agent: Led) -> None:
+    places = {agent.node_group.local_node: range(1), second_node(agent, agent.stage): range(1, 2)}
     ends = [attempt({1: LOST_PEER_STATUS, 0: GPU_FAILED_STATUS}, num_steps=3, ranks_by_node=places)] * 9
-    outcome, _ = supervise(agent, ends, monkeypatch)
+    outcome, _ = agent.play(ends)
     assert (outcome.code, agent.node_group.unfit) == (ExitCode.UNFIT_NODE, {})
 
 
-def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(
-    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = {agent.node_group.local_node: range(1), second_node(agent, stage): range(1, 2)}
+def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(agent: Led) -> None:
+    places = {agent.node_group.local_node: range(1), second_node(agent, agent.stage): range(1, 2)}
     end = attempt({1: 77, 0: -9}, error=error(ExitCode.UNFIT_NODE, "7 of 8 GPUs"), ranks_by_node=places)
-    outcome, _ = supervise(agent, [end], monkeypatch)
+    outcome, _ = agent.play([end])
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "node 1 (n2) is unfit: 7 of 8 GPUs")
     assert agent.node_group.unfit == {1: "7 of 8 GPUs"}
-    assert [(each.host, each.exit_code, each.message) for each in shown] == [("n2", 77, "7 of 8 GPUs")]
+    assert [(each.host, each.exit_code, each.message) for each in agent.shown] == [("n2", 77, "7 of 8 GPUs")]
 
 
 def test_attempts_whose_storage_fails_before_a_step_are_not_counted(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
+    agent: Led, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.jobs.agent.leader_agent.MIN_DELAY_S", 0.0)
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})] * 5 + [attempt({0: 0})], monkeypatch)
+    outcome, numbers = agent.play([attempt({0: STORAGE_FAILED_STATUS})] * 5 + [attempt({0: 0})])
     assert (outcome.code, len(numbers)) == (ExitCode.DONE, 6)
-    assert (shown[0].rank, shown[0].what) == (0, "storage failed")
+    assert (agent.shown[0].rank, agent.shown[0].what) == (0, "storage failed")
 
 
-def test_storage_that_fails_in_the_same_place_again_and_again_is_given_up(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS}, num_steps=3)] * 9, monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0, 1, 2])
-
-
-def test_a_run_that_waits_for_storage_can_be_stopped(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_waits_for_storage_can_be_stopped(agent: Led) -> None:
     agent.signals.received.append(signal.SIGTERM)
     agent.run.checkpoints.rmdir()
-    outcome, numbers = supervise(agent, [attempt({0: STORAGE_FAILED_STATUS})], monkeypatch)
+    outcome, numbers = agent.play([attempt({0: STORAGE_FAILED_STATUS})])
     assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
     assert outcome.message == "worker 0 ended because storage failed; asked to stop while storage failed"
 
 
-def test_workers_that_were_stopped_at_once_crashed_for_no_reason_of_their_own(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_crash_while_stopping_is_not_started_again_and_no_reason_where_workers_were_killed(
+    agent: Led, at_once: bool
 ) -> None:
-    agent.stopping = agent.force_stop = True
-    outcome, numbers = supervise(agent, [attempt({0: -9}, num_steps=4)], monkeypatch)
-    assert (outcome.code, outcome.message, len(numbers)) == (ExitCode.UNFINISHED, None, 1)
+    agent.stopping, agent.force_stop = True, at_once
+    outcome, numbers = agent.play([attempt(CRASHED, num_steps=4)])
+    message = None if at_once else "worker 0 was killed by SIGSEGV"
+    assert (outcome.code, outcome.message, len(numbers)) == (ExitCode.UNFINISHED, message, 1)
 
 
-def test_without_the_process_that_forks_workers_there_is_no_other_attempt(
-    agent: LeaderAgent, stage: Stage, shown: list[Any]
-) -> None:
-    send(stage.workers, made(StepDone))
-    stage.says.close()
+def test_without_the_process_that_forks_workers_there_is_no_other_attempt(agent: Led) -> None:
+    send(agent.stage.workers, made(StepDone))
+    agent.stage.says.close()
     outcome = agent.supervise(1, COMMAND, 0)
     assert outcome.code == ExitCode.UNFINISHED
     assert outcome.message == "the process that forks workers died, and they with it"
-    assert kinds(shown) == ["step", "failure"]
-    assert (shown[1].rank, shown[1].what) == (0, "fork server died")
+    assert kinds(agent.shown) == ["step", "failure"]
+    assert (agent.shown[1].rank, agent.shown[1].what) == (0, "fork server died")
 
 
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_it_ends_the_run_where_its_sockets_are_held_by_what_a_worker_forked_or_workers_have_a_signal(
-    agent: LeaderAgent, stage: Stage, is_signalled: bool
+    agent: Led, is_signalled: bool
 ) -> None:
     if is_signalled:
-        stage.says.close()
+        agent.stage.says.close()
         agent.signals.received.append(signal.SIGTERM)
     else:
-        stage.ended = True
+        agent.stage.ended = True
     outcome = agent.supervise(1, COMMAND, 0)
     assert (outcome.code, outcome.message) == (
         ExitCode.UNFINISHED,
@@ -390,12 +393,12 @@ def test_it_ends_the_run_where_its_sockets_are_held_by_what_a_worker_forked_or_w
     )
 
 
-def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: LeaderAgent, stage: Stage) -> None:
+def test_an_error_of_our_own_is_not_taken_for_the_death_of_that_process(agent: Led) -> None:
     def broken(event: Any) -> None:
         raise ConnectionResetError("of a callback's own connection")
 
     agent.show = broken
-    send(stage.workers, made(StepDone))
+    send(agent.stage.workers, made(StepDone))
     with pytest.raises(ConnectionResetError, match="own connection"):
         agent.supervise(1, COMMAND, 0)
 
@@ -490,20 +493,18 @@ def test_workers_that_get_ready_for_long_are_reported_now_and_then(
     assert said == ["still waiting for the first step"] * 2
 
 
-def test_one_that_never_gets_ready_ends_the_run_with_an_event(
-    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_never_gets_ready_ends_the_run_with_an_event(agent: Led, monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs() -> None:
-        stage.report("still waiting")
+        agent.stage.report("still waiting")
         raise ForkServerLostError("it hangs")
 
-    monkeypatch.setattr(stage, "wait_until_ready", hangs)
+    monkeypatch.setattr(agent.stage, "wait_until_ready", hangs)
     outcome = agent.supervise(2, COMMAND, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "it hangs")
-    assert kinds(shown) == ["warning", "failure"]
+    assert kinds(agent.shown) == ["warning", "failure"]
 
 
-def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: LeaderAgent) -> None:
+def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_nodes(agent: Led) -> None:
     """It is cut off, and the engine has started the run again elsewhere."""
     agent.node_group = NodeGroup(agent.node_group.local_node, 2)  # type: ignore[arg-type]
     (agent.run.path / "wanted").touch()
@@ -514,17 +515,17 @@ def test_a_leading_node_whose_run_another_start_waits_for_does_not_wait_for_node
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_to_stop_ends_a_wait_for_the_process_that_forks(
-    agent: LeaderAgent, stage: Stage, shown: list[Any], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    agent: Led, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def waits() -> None:
         os.kill(os.getpid(), number)
-        wait_until(stage.is_stop_requested)
+        wait_until(agent.stage.is_stop_requested)
         raise StopRequestedError("asked to stop while it waited")
 
-    monkeypatch.setattr(stage, "wait_until_ready", waits)
+    monkeypatch.setattr(agent.stage, "wait_until_ready", waits)
     outcome = agent.supervise(2, COMMAND, 0)
     assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "asked to stop while it waited")
-    assert shown == []
+    assert agent.shown == []
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -587,12 +588,6 @@ def test_a_node_that_lost_its_leader_does_not_wait_without_end_for_its_workers(
         assert member._kill_workers(here, lambda: False)
 
 
-def test_a_crash_while_stopping_is_not_started_again(agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent.stopping = True
-    outcome, numbers = supervise(agent, [attempt(CRASHED, num_steps=4)], monkeypatch)
-    assert (outcome.code, len(numbers)) == (ExitCode.UNFINISHED, 1)
-
-
 def leaving(rank: int, code: int) -> WorkerFinishing:
     return WorkerFinishing(rank=rank, exit_code=code)
 
@@ -601,60 +596,56 @@ def exited(rank: int, status: int) -> WorkerExited:
     return WorkerExited(rank=rank, exit_status=status)
 
 
-def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: LeaderAgent, stage: Stage) -> None:
-    send(stage.workers, leaving(1, 0), leaving(0, 0))
-    send(stage.says, exited(1, 0), exited(0, 0))
+def test_an_attempt_lasts_until_the_last_worker_is_gone(agent: Led) -> None:
+    send(agent.stage.workers, leaving(1, 0), leaving(0, 0))
+    send(agent.stage.says, exited(1, 0), exited(0, 0))
     ended = agent.run_attempt(4, 1, 2, COMMAND)
     assert ended.exit_statuses == {0: 0, 1: 0}
-    (start,) = drain(stage.says)
+    (start,) = drain(agent.stage.says)
     assert start == start_workers("f", {}, agent.run.logs, 2, attempt=4)
 
 
-def test_events_of_workers_are_written_and_shown_and_count_as_progress(
-    agent: LeaderAgent, stage: Stage, shown: list[Any]
-) -> None:
+def test_events_of_workers_are_written_and_shown_and_count_as_progress(agent: Led) -> None:
     first = (made(StepDone, time=1.0, step=7), made(CheckpointSaved, time=2.0, step=7))
-    send(stage.workers, *first)
-    send(stage.workers, made(StepDone, time=3.0, step=8), RunResult(value={"steps": 8}))
-    send(stage.says, exited(0, 0))
+    send(agent.stage.workers, *first)
+    send(agent.stage.workers, made(StepDone, time=3.0, step=8), RunResult(value={"steps": 8}))
+    send(agent.stage.says, exited(0, 0))
     ended = agent.run_attempt(0, 1, 1, COMMAND)
     assert (ended.num_steps, ended.saved_step, ended.result) == (2, 7, {"steps": 8})
-    assert [(event.time, event.kind, event.step) for event in shown] == [
+    assert [(event.time, event.kind, event.step) for event in agent.shown] == [
         (1.0, "step", 7),
         (2.0, "checkpoint_saved", 7),
         (3.0, "step", 8),
     ]
-    assert list(read_events(agent.run.events)) == shown
+    assert list(read_events(agent.run.events)) == agent.shown
 
 
-def test_a_message_that_is_no_event_is_warned_of_and_not_written(
-    agent: LeaderAgent, stage: Stage, shown: list[Any]
-) -> None:
-    stage.workers.send(json.dumps([{"kind": "step", "time": 1.0, "step": "seven"}, {"kind": "gossip"}]).encode())
-    send(stage.workers, Ping())
-    send(stage.workers, RunResult(value={"steps": 8}))
-    send(stage.says, exited(0, 0))
+def test_a_message_that_is_no_event_is_warned_of_and_not_written(agent: Led) -> None:
+    agent.stage.workers.send(json.dumps([{"kind": "step", "time": 1.0, "step": "seven"}, {"kind": "gossip"}]).encode())
+    send(agent.stage.workers, Ping())
+    send(agent.stage.workers, RunResult(value={"steps": 8}))
+    send(agent.stage.says, exited(0, 0))
     ended = agent.run_attempt(0, 1, 1, COMMAND)
     assert ended.num_steps == 0
     assert ended.result == {"steps": 8}
-    assert kinds(shown) == ["warning"] * 3
-    assert "not an event of this version: {'kind': 'step'" in shown[0].text
+    assert kinds(agent.shown) == ["warning"] * 3
+    assert "not an event of this version: {'kind': 'step'" in agent.shown[0].text
 
 
 @pytest.mark.parametrize(
     ("begun", "number", "ended"), [(False, 3, True), (True, 3, False), (False, 2, False)], ids=["now", "met", "before"]
 )
 def test_workers_that_have_not_met_when_their_store_dies_are_started_again(
-    agent: LeaderAgent, stage: Stage, shown: list[Any], begun: bool, number: int, ended: bool
+    agent: Led, begun: bool, number: int, ended: bool
 ) -> None:
     if begun:
-        send(stage.workers, made(AttemptStarted, attempt=3, world_size=2))
-    send(stage.workers, leaving(0, 75), leaving(1, 75))
-    send(stage.says, StoreDied(attempt=number), exited(0, 75), exited(1, 75))
+        send(agent.stage.workers, made(AttemptStarted, attempt=3, world_size=2))
+    send(agent.stage.workers, leaving(0, 75), leaving(1, 75))
+    send(agent.stage.says, StoreDied(attempt=number), exited(0, 75), exited(1, 75))
     found = agent.run_attempt(3, 1, 2, COMMAND)
     assert found.store_lost == ended
-    assert sent_signals(stage) == ([signal.SIGKILL] if ended else [])
-    assert [event.text for event in shown if isinstance(event, RunWarning)] == (
+    assert sent_signals(agent.stage) == ([signal.SIGKILL] if ended else [])
+    assert [event.text for event in agent.shown if isinstance(event, RunWarning)] == (
         ["the rendezvous store died; the rendezvous is complete, and the workers continue"] if begun else []
     )
     if ended:
@@ -666,33 +657,23 @@ def sent_signals(stage: Stage) -> list[int]:
     return [message.signal for message in drain(stage.says) if isinstance(message, SendSignal)]
 
 
-def test_when_a_worker_fails_the_others_are_killed(agent: LeaderAgent, stage: Stage) -> None:
-    send(stage.says, exited(1, 1), exited(0, -9))
-    agent.run_attempt(0, 1, 2, COMMAND)
-    assert sent_signals(stage) == [signal.SIGKILL]
+@pytest.mark.parametrize("status", [1, 0, 75])
+def test_when_a_worker_fails_or_leaves_before_its_end_the_others_are_killed(agent: Led, status: int) -> None:
+    send(agent.stage.workers, leaving(0, status))
+    send(agent.stage.says, exited(1, status), exited(0, -9))
+    assert agent.run_attempt(0, 1, 2, COMMAND).early_exits == (set() if status == 1 else {1})
+    assert sent_signals(agent.stage) == [signal.SIGKILL]
 
 
 @pytest.mark.parametrize("status", [0, 75])
-def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: LeaderAgent, stage: Stage, status: int) -> None:
-    send(stage.workers, leaving(1, status), leaving(0, status))
-    send(stage.says, exited(1, status), exited(0, status))
+def test_when_a_worker_ends_in_order_the_others_may_end_too(agent: Led, status: int) -> None:
+    send(agent.stage.workers, leaving(1, status), leaving(0, status))
+    send(agent.stage.says, exited(1, status), exited(0, status))
     agent.run_attempt(0, 1, 2, COMMAND)
-    assert sent_signals(stage) == []
+    assert sent_signals(agent.stage) == []
 
 
-@pytest.mark.parametrize("status", [0, 75])
-def test_when_a_worker_leaves_before_its_end_the_others_are_killed(
-    agent: LeaderAgent, stage: Stage, status: int
-) -> None:
-    send(stage.workers, leaving(0, status))
-    send(stage.says, exited(1, status), exited(0, -9))
-    assert agent.run_attempt(0, 1, 2, COMMAND).early_exits == {1}
-    assert sent_signals(stage) == [signal.SIGKILL]
-
-
-def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_made_again(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_made_again(agent: Led) -> None:
     pulse = HeartbeatWriter(agent.fork_server.heartbeat_table.fd, 1)
     pulse.step = 5
     pulse.record("forward")
@@ -701,29 +682,22 @@ def test_a_worker_that_leaves_early_is_told_with_its_step_and_the_attempt_is_mad
         attempt({0: 0}),
     ]
     ends[0].exit_statuses = {1: 0, 0: -9}
-    outcome, numbers = supervise(agent, ends, monkeypatch)
+    outcome, numbers = agent.play(ends)
     assert (outcome.code, numbers) == (ExitCode.DONE, [0, 1])
-    assert (shown[0].rank, shown[0].what) == (1, "exit 0")
-    assert shown[0].message == f"worker 1 left in step 5 with exit code 0, {EARLY}"
-
-
-def test_a_worker_that_leaves_before_the_first_step_is_not_started_again(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, numbers = supervise(agent, [attempt({0: 0}, early=True)], monkeypatch)
-    assert (outcome.code, numbers) == (ExitCode.GAVE_UP, [0])
+    assert (agent.shown[0].rank, agent.shown[0].what) == (1, "exit 0")
+    assert agent.shown[0].message == f"worker 1 left in step 5 with exit code 0, {EARLY}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_first_signal_asks_the_workers_to_save_and_leave(
-    agent: LeaderAgent, stage: Stage, shown: list[Any], number: signal.Signals
-) -> None:
+def test_a_first_signal_asks_the_workers_to_save_and_leave(agent: Led, number: signal.Signals) -> None:
     signal.raise_signal(number)
-    send(stage.says, exited(0, 75))
+    send(agent.stage.says, exited(0, 75))
     agent.run_attempt(0, 1, 1, COMMAND)
     assert agent.stopping
-    assert sent_signals(stage) == [signal.SIGTERM]
-    assert [event.text for event in shown] == ["saving a checkpoint, then stopping; a second signal stops immediately"]
+    assert sent_signals(agent.stage) == [signal.SIGTERM]
+    assert [event.text for event in agent.shown] == [
+        "saving a checkpoint, then stopping; a second signal stops immediately"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -735,15 +709,15 @@ def test_a_first_signal_asks_the_workers_to_save_and_leave(
     ],
 )
 def test_a_second_one_stops_them_at_once_unless_it_only_asks_for_a_save(
-    agent: LeaderAgent, stage: Stage, second: signal.Signals, expected: list[int]
+    agent: Led, second: signal.Signals, expected: list[int]
 ) -> None:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(second)
     agent.handle_signals()
-    assert sent_signals(stage) == expected
+    assert sent_signals(agent.stage) == expected
 
 
-def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: LeaderAgent, stage: Stage) -> None:
+def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Led) -> None:
     now = 100.0
     agent.clock = lambda: now
     for later in (0.0, 1.0, 60.0):
@@ -751,7 +725,7 @@ def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Lea
         signal.raise_signal(signal.SIGTERM)
         agent.handle_signals()
         assert agent.force_stop == (later == 60.0)
-    assert sent_signals(stage) == [signal.SIGTERM, signal.SIGKILL]
+    assert sent_signals(agent.stage) == [signal.SIGTERM, signal.SIGKILL]
 
 
 @pytest.mark.parametrize(
@@ -765,25 +739,20 @@ def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Lea
     ],
 )
 def test_only_a_sigterm_to_the_leader_itself_makes_another_node_lead(
-    agent: LeaderAgent,
-    stage: Stage,
-    signals: list[int],
-    min_nodes: int,
-    hands_over: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    agent: Led, signals: list[int], min_nodes: int, hands_over: bool
 ) -> None:
-    second_node(agent, stage).send = lambda *_: None  # type: ignore[method-assign]
+    second_node(agent, agent.stage).send = lambda *_: None  # type: ignore[method-assign]
     agent.node_group.min_nodes = min_nodes
     agent.signals.received += signals
     agent.handle_signals()
-    outcome, _ = supervise(agent, [attempt({0: 75, 1: 75})], monkeypatch)
+    outcome, _ = agent.play([attempt({0: 75, 1: 75})])
     assert (outcome.code, agent.node_group.hands_over) == (ExitCode.UNFINISHED, hands_over)
 
 
 # --- hangs ------------------------------------------------------------------------------------------------------------
 
 
-def looking(agent: LeaderAgent, now: float, silence: float = 600.0) -> AttemptState:
+def looking(agent: Led, now: float, silence: float = 600.0) -> AttemptState:
     """Two workers that fell silent at 100 s, worker 1 a sign earlier; it is `now`."""
     agent.clock, agent.recovery = (lambda: now), RecoveryPolicy(hang_timeout_s=silence)
     for rank, signs in enumerate((["data_wait", "forward"], ["data_wait"])):
@@ -794,35 +763,33 @@ def looking(agent: LeaderAgent, now: float, silence: float = 600.0) -> AttemptSt
     return AttemptState(2, {agent.node_group.local_node: range(2)}, step_seconds=0.5)
 
 
-def look(agent: LeaderAgent, attempt: AttemptState) -> None:
+def look(agent: Led, attempt: AttemptState) -> None:
     check_hangs(agent, attempt, AttemptSupervisor(agent, attempt).abort)
 
 
-def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(
-    agent: LeaderAgent, stage: Stage, shown: list[Any]
-) -> None:
+def test_a_silent_worker_is_asked_where_it_is_and_told_with_what_it_answers(agent: Led) -> None:
     agent.run.logs.mkdir(exist_ok=True)
     log = agent.run.logs / "attempt-0-rank-1.log"
     log.write_text("printed before\n")
     attempt = looking(agent, now=108.0)
     look(agent, attempt)
-    assert sent_signals(stage) == [signal.SIGUSR2]
+    assert sent_signals(agent.stage) == [signal.SIGUSR2]
     log.write_text("printed before\nthe stack\n")
     look(agent, attempt)
-    (hang,) = shown
+    (hang,) = agent.shown
     assert isinstance(hang, HangDetected)
     assert (hang.rank, hang.step, hang.phase, hang.silence_s) == (1, 7, "forward", 8.0)
     assert (hang.is_stopped, hang.stack) == (False, "the stack")
     look(agent, attempt)
-    assert len(shown) == 1
+    assert len(agent.shown) == 1
     assert attempt.abort_reason is None
 
 
-def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: LeaderAgent, stage: Stage, tmp_path: Path) -> None:
+def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: Led, tmp_path: Path) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
     for _ in range(3):
         look(agent, attempt)
-    assert sent_signals(stage) == [signal.SIGUSR2, signal.SIGKILL]
+    assert sent_signals(agent.stage) == [signal.SIGUSR2, signal.SIGKILL]
     attempt.exit_statuses = {0: -9, 1: -9}
     code, message = decide_outcome(attempt, tmp_path)
     assert code is None
@@ -830,10 +797,10 @@ def test_a_hang_that_lasts_too_long_ends_the_attempt(agent: LeaderAgent, stage: 
     assert (fault_fields(attempt, "why").rank, fault_fields(attempt, "why").cause) == (1, "hang")
 
 
-def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> None:
+def test_a_worker_that_goes_on_is_forgiven(agent: Led) -> None:
     attempt = looking(agent, now=108.0, silence=7.0)
     look(agent, attempt)
-    HeartbeatWriter(stage.heartbeat_table.fd, 1, clock=lambda: 107.9).record("forward")
+    HeartbeatWriter(agent.stage.heartbeat_table.fd, 1, clock=lambda: 107.9).record("forward")
     look(agent, attempt)
     assert attempt.hang is None
 
@@ -841,32 +808,26 @@ def test_a_worker_that_goes_on_is_forgiven(agent: LeaderAgent, stage: Stage) -> 
 # --- preflight --------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_whose_device_is_gone_trains_nothing(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_whose_device_is_gone_trains_nothing(agent: Led) -> None:
     agent.preflight = lambda: [HealthFinding("gpus/count", HealthVerdict.FAIL, "7 of 8 GPUs are left")]
-    outcome, numbers = supervise(agent, [], monkeypatch)
+    outcome, numbers = agent.play([])
     assert (outcome.code, outcome.message, numbers) == (ExitCode.UNFIT_NODE, "7 of 8 GPUs are left", [])
     here = agent.node_group.local_node.name
-    assert [(each.host, each.exit_code) for each in shown] == [(here, 77)]
+    assert [(each.host, each.exit_code) for each in agent.shown] == [(here, 77)]
 
 
-def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(
-    agent: LeaderAgent, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_else_looks_bad_is_told_before_each_attempt_and_stops_nothing(agent: Led) -> None:
     found = [
         HealthFinding("disk", HealthVerdict.FAIL, "1 MB left"),
         HealthFinding("memory", HealthVerdict.WARN, "little left"),
     ]
     agent.preflight = lambda: found
-    outcome, _ = supervise(agent, [attempt({0: 0}, result={})], monkeypatch)
+    outcome, _ = agent.play([attempt({0: 0}, result={})])
     assert outcome.code is ExitCode.DONE
-    assert [event.text for event in shown if isinstance(event, RunWarning)] == ["disk: 1 MB left"]
+    assert [event.text for event in agent.shown if isinstance(event, RunWarning)] == ["disk: 1 MB left"]
 
 
-def test_workers_in_collectives_that_cannot_end_end_the_attempt_with_both_stacks(
-    agent: LeaderAgent, stage: Stage, shown: list[Any]
-) -> None:
+def test_workers_in_collectives_that_cannot_end_end_the_attempt_with_both_stacks(agent: Led) -> None:
     attempt = looking(agent, now=103.0)
     waits = [
         WaitingInCollective(
@@ -880,40 +841,40 @@ def test_workers_in_collectives_that_cannot_end_end_the_attempt_with_both_stacks
     supervisor = AttemptSupervisor(agent, attempt)
     supervisor.handle_message(waits[0])
     check_deadlock(agent, attempt, supervisor.abort)
-    assert shown == []
+    assert agent.shown == []
     supervisor.handle_message(waits[1])
     check_deadlock(agent, attempt, supervisor.abort)
-    (hang,) = shown
+    (hang,) = agent.shown
     assert (hang.rank, hang.step, hang.phase) == (0, 7, "deadlock with worker 1")
     assert "stack of all_reduce" in hang.stack
     assert "stack of broadcast" in hang.stack
-    assert sent_signals(stage) == [signal.SIGKILL]
+    assert sent_signals(agent.stage) == [signal.SIGKILL]
     attempt.exit_statuses = {0: -9, 1: -9}
     assert fault_fields(attempt, "why").cause == "hang"
 
 
-def test_a_report_of_a_wait_that_was_not_repeated_proves_nothing(agent: LeaderAgent, shown: list[Any]) -> None:
+def test_a_report_of_a_wait_that_was_not_repeated_proves_nothing(agent: Led) -> None:
     attempt = looking(agent, now=103.0)
     for rank, operation in enumerate(("all_reduce", "broadcast")):
         pending = (PendingCollective(group="0", ranks=(0, 1), number=4, operation=operation),)
         wait = WaitingInCollective(rank=rank, pending=pending, issued={"0": 4}, stack="")
         attempt.waits[rank] = (90.0 if rank else 102.0), wait
     check_deadlock(agent, attempt, AttemptSupervisor(agent, attempt).abort)
-    assert shown == []
+    assert agent.shown == []
 
 
 @pytest.mark.parametrize(("after_s", "num_steps", "is_over"), [(14.0, 0, False), (16.0, 0, True), (16.0, 3, False)])
 def test_a_run_that_is_to_stop_before_its_first_step_ends_within_the_grace_time(
-    agent: LeaderAgent, stage: Stage, after_s: float, num_steps: int, is_over: bool
+    agent: Led, after_s: float, num_steps: int, is_over: bool
 ) -> None:
     attempt = looking(agent, now=200.0 + after_s)
     agent.stopping, agent.stopping_since, attempt.num_steps = True, 200.0, num_steps
     check_stop(agent, attempt, AttemptSupervisor(agent, attempt).abort)
-    assert sent_signals(stage) == ([signal.SIGKILL] if is_over else [])
+    assert sent_signals(agent.stage) == ([signal.SIGKILL] if is_over else [])
 
 
 def test_attempts_of_workers_that_never_met_have_pauses_and_can_be_started_again(
-    agent: LeaderAgent, monkeypatch: pytest.MonkeyPatch
+    agent: Led, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
 
@@ -923,7 +884,7 @@ def test_attempts_of_workers_that_never_met_have_pauses_and_can_be_started_again
 
     monkeypatch.setattr(agent, "wait", wait)
     ends = [attempt({1: LOST_PEER_STATUS, 0: -9}, killed_ranks={0}) for _ in range(9)]
-    outcome, numbers = supervise(agent, ends, monkeypatch)
+    outcome, numbers = agent.play(ends)
     assert (outcome.code, numbers, pauses) == (ExitCode.UNFINISHED, [0, 1, 2], [5.0, 10.0])
     assert outcome.message == (
         "worker 1 lost the connection to another worker; no progress in 3 attempts: the workers did not find each other"

@@ -8,6 +8,7 @@ import random
 import selectors
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,29 +25,18 @@ from phalanx.run.event_types import AttemptStarted, StepDone
 from phalanx.run.heartbeat import Heartbeat, HeartbeatTable
 from phalanx.run.messages import Message, make_socket_pair
 from phalanx.run.process_messages import WorkerExited, WorkersStarted
+from settable_clock import SettableClock
 
 HANGS = 40.0
 """When a worker does not come out of its step any more."""
 STEP = 0.1
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.begun = self.now
-
-    def __call__(self) -> float:
-        return self.now
-
-    @property
-    def passed(self) -> float:
-        return self.now - self.begun
+BEGUN = 1000.0
 
 
 class FakeNode:
     """One node with one worker; `speed`: how many times as long it is busy in a step as the others."""
 
-    def __init__(self, clock: Clock, rank: int, speed: float = 1.0):
+    def __init__(self, clock: SettableClock, rank: int, speed: float = 1.0):
         self.name, self.rank, self._clock = f"n{rank}", rank, clock
         self._rng = random.Random(rank)
         self.due = clock.now + self._rng.random()
@@ -56,10 +46,10 @@ class FakeNode:
 
     def _last(self) -> Heartbeat:
         """Its worker's last sign; rank 1 falls silent, and the others wait for it."""
-        until = min(self._clock.passed, HANGS)
+        until = min((self._clock.now - BEGUN), HANGS)
         steps = int(until / STEP)
         count = 10 * steps + (self.rank != 1)
-        return Heartbeat(1, count, steps, "forward", self._clock.begun + until, self.speed * 0.3 * until)
+        return Heartbeat(1, count, steps, "forward", BEGUN + until, self.speed * 0.3 * until)
 
     def sockets(self) -> Sequence[Any]:
         return (self,)
@@ -90,23 +80,19 @@ class FakeNode:
         pass
 
 
-class FakeCrew:
-    num_nodes, listener_sockets, hands_over = 1, (), False
-
-    def __init__(self, nodes: list[FakeNode]):
-        self.nodes, self.local_node = nodes, nodes[0]
-
-    def assign_ranks(self, num_nodes: int, workers_per_node: int) -> dict[FakeNode, range]:
-        return {node: range(rank, rank + 1) for rank, node in enumerate(self.nodes)}
-
-    def accept_joins(self) -> list[Any]:
-        return []
-
-    def take_departures(self) -> list[Any]:
-        return []
-
-    def find_timed_out(self, now: float) -> list[Any]:
-        return []
+def make_crew(nodes: list[FakeNode]) -> Any:
+    """A group of these nodes, which nobody joins or leaves."""
+    return SimpleNamespace(
+        num_nodes=1,
+        listener_sockets=(),
+        hands_over=False,
+        nodes=nodes,
+        local_node=nodes[0],
+        assign_ranks=lambda num_nodes, workers_per_node: {node: range(node.rank, node.rank + 1) for node in nodes},
+        accept_joins=list,
+        take_departures=list,
+        find_timed_out=lambda now: [],
+    )
 
 
 class Stage:
@@ -123,7 +109,7 @@ class Stage:
         return False
 
 
-def selector_of(clock: Clock) -> type:
+def selector_of(clock: SettableClock) -> type:
     class FakeSelector:
         """The next of the nodes to say something, unless patience ends before; each call takes a moment."""
 
@@ -140,7 +126,7 @@ def selector_of(clock: Clock) -> type:
             nodes = [key for key in self._keys if isinstance(key.fileobj, FakeNode)]
             first = min(nodes, key=lambda key: key.fileobj.due)
             clock.now = min(max(clock.now, first.fileobj.due), clock.now + timeout) + 1e-5
-            assert clock.passed < HANGS + 120.0, "nothing was told in two minutes"
+            assert (clock.now - BEGUN) < HANGS + 120.0, "nothing was told in two minutes"
             return [(key, 1) for key in nodes if key.fileobj.due <= clock.now]
 
     return FakeSelector
@@ -148,19 +134,19 @@ def selector_of(clock: Clock) -> type:
 
 def follow(folder: Path, count: int, until: str, monkeypatch: pytest.MonkeyPatch, slow: int | None = None) -> float:
     """Seconds after which the agent has told an event of this kind."""
-    clock, stage, told = Clock(), Stage(), list[float]()
+    clock, stage, told = SettableClock(BEGUN), Stage(), list[float]()
     nodes = [FakeNode(clock, rank, 2.0 if rank == slow else 1.0) for rank in range(count)]
     run = Run(folder)
     run.create()
 
     def show(event: Event) -> None:
         if event.kind == until:
-            told.append(clock.passed)
+            told.append(clock.now - BEGUN)
             for node in nodes:
                 node.over = True
 
     with LeaderAgent(run, stage, show, RecoveryPolicy(1, hang_timeout_s=60.0), clock=clock) as agent:  # type: ignore[arg-type]
-        agent.node_group = FakeCrew(nodes)  # type: ignore[assignment]
+        agent.node_group = make_crew(nodes)
         monkeypatch.setattr("phalanx.run.event_loop.selectors.DefaultSelector", selector_of(clock))
         monkeypatch.setattr(AttemptSupervisor, "abort", lambda *_: None)
         agent.run_attempt(0, count, 1, COMMAND)

@@ -4,7 +4,7 @@ import io
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -46,15 +46,9 @@ from phalanx.run.process_messages import (
     StopRequested,
     WorkerExited,
 )
+from train_harness import wait_until
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 5
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -86,7 +80,7 @@ def come(crew: NodeGroup, node: int, other: dict[str, Any] | None = None) -> Aut
     before = arrived.qsize()
     wire = connect_to_leader((crew.server.address, crew.server.port), TOKEN)
     wire.send(replace(make_hello(node, 3), **(other or {})))
-    until(lambda: arrived.qsize() > before)
+    wait_until(lambda: arrived.qsize() > before)
     return wire
 
 
@@ -171,7 +165,7 @@ def leave(crew: NodeGroup, node: int, why: str = "its GPU does not answer") -> N
     error = UnfitNodeError(why)
     before = crew.server.joins.qsize()
     report_departure(NodeEnv(node, 3, (crew.server.address, crew.server.port)), TOKEN, error)
-    until(lambda: crew.server.joins.qsize() > before or crew._departures)  # type: ignore[union-attr]
+    wait_until(lambda: crew.server.joins.qsize() > before or crew._departures)  # type: ignore[union-attr]
 
 
 def test_a_node_that_leaves_as_unfit_says_why_and_is_none_of_those_that_came(crew: NodeGroup) -> None:
@@ -187,9 +181,9 @@ def test_who_leaves_while_the_leader_makes_its_run_ready_is_reported_at_once_and
 ) -> None:
     wire = come(crew, 1)
     crew.is_supervised = False
-    until(lambda: crew.missing_nodes == [2])
+    wait_until(lambda: crew.missing_nodes == [2])
     leave(crew, 1)
-    until(lambda: "node 1" in capsys.readouterr().err)
+    wait_until(lambda: "node 1" in capsys.readouterr().err)
     assert crew.missing_nodes == [1, 2]
     assert [left.node_rank for left in crew.take_departures()] == [1]
     wire.close()
@@ -221,7 +215,9 @@ def test_the_others_are_told_how_the_run_ended(here: LocalNode) -> None:
         with NodeGroup(here, 3, door) as crew:
             wire = come(crew, 1)
             crew.exit_code = ExitCode.RECIPE
-        until(lambda: [message for message in wire.receive() or () if message == Leave(exit_code=int(ExitCode.RECIPE))])
+        wait_until(
+            lambda: [message for message in wire.receive() or () if message == Leave(exit_code=int(ExitCode.RECIPE))]
+        )
         wire.close()
 
 
@@ -247,7 +243,7 @@ def test_only_the_node_that_is_unfit_leaves_as_unfit(
                 left.extend(message for message in wire.receive() or () if isinstance(message, Leave))
                 return bool(left)
 
-            until(gone)
+            wait_until(gone)
             assert [(each.exit_code, each.message) for each in left] == [expected[index]]
             wire.close()
 
@@ -314,7 +310,7 @@ def test_a_node_that_starts_a_program_of_another_framework_is_sent_away(crew: No
     wire = connect_to_leader((crew.server.address, crew.server.port), TOKEN)
     identity = asdict(make_hello(1, 3))
     wire.send(LauncherHello(**identity, address="127.0.0.1", ports=(1, 2), nproc_per_node=1))
-    until(lambda: arrived.qsize())
+    wait_until(lambda: arrived.qsize())
     assert crew.accept_joins() == []
     why = "it starts a program of another framework, and the leading node trains"
     assert wire.receive() == [Leave(exit_code=int(ExitCode.UNFIT_NODE), message=why)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -221,10 +222,6 @@ def test_the_first_nodes_code_counts_unless_another_brought_it_down(tmp_path: Pa
     assert list((tmp_path / "state").glob("token.*")) == []
 
 
-def test_a_job_is_not_taken_for_done_when_its_first_node_did_not_say_so(tmp_path: Path) -> None:
-    assert batch(tmp_path, "- 0 0", srun=0)[:2] == (75, ["3 n1:22345 600 64", "requeue 12345"])
-
-
 @pytest.mark.parametrize(("codes", "code"), [("- 0 0", 0), ("77 0 0", 0), ("0 77 0", 0), ("75 75 -", 75)])
 def test_a_job_that_may_run_on_fewer_nodes_is_done_when_one_of_them_says_so(
     tmp_path: Path, codes: str, code: int
@@ -241,8 +238,9 @@ def test_a_job_that_may_run_on_fewer_nodes_keeps_those_that_are_left(tmp_path: P
     assert old.srun_options == ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 
-def test_an_unfinished_job_is_queued_again(tmp_path: Path) -> None:
-    assert batch(tmp_path, "75 75 75")[:2] == (75, ["3 n1:22345 600 64", "requeue 12345"])
+@pytest.mark.parametrize(("codes", "srun"), [("75 75 75", 9), ("- 0 0", 0)], ids=["unfinished", "first node silent"])
+def test_a_job_that_is_not_done_is_queued_again(tmp_path: Path, codes: str, srun: int) -> None:
+    assert batch(tmp_path, codes, srun=srun)[:2] == (75, ["3 n1:22345 600 64", "requeue 12345"])
     assert (tmp_path / "state" / "secrets.sh").exists()
 
 
@@ -254,14 +252,6 @@ def test_a_job_on_unfit_nodes_is_held_and_they_are_named(tmp_path: Path, codes: 
     assert unfit == [f"n{number}" for number, each in enumerate(codes.split(), 1) if each == "77"]
 
 
-def test_a_cancelled_job_is_not_queued_again(tmp_path: Path) -> None:
-    assert len(batch(tmp_path, "75 75 75", state="CANCELLED")[1]) == 1
-
-
-def test_a_job_is_not_queued_again_more_often_than_it_may(tmp_path: Path) -> None:
-    assert len(batch(tmp_path, "75 75 75", restarts=2)[1]) == 1
-
-
 @pytest.mark.parametrize(("codes", "srun"), [("137 143 143", 137), ("- - -", 137), ("139 - -", 1), ("- - -", 233)])
 def test_a_job_that_was_killed_is_queued_again(tmp_path: Path, codes: str, srun: int) -> None:
     code, calls, _ = batch(tmp_path, codes, srun=srun, deaths=1)
@@ -269,14 +259,19 @@ def test_a_job_that_was_killed_is_queued_again(tmp_path: Path, codes: str, srun:
     assert (tmp_path / "state" / "deaths").read_text() == "2\n"
 
 
-def test_a_program_that_ends_with_more_than_192_is_not_queued_again(tmp_path: Path) -> None:
-    code, calls, _ = batch(tmp_path, "255 - -", srun=255)
-    assert (code, len(calls)) == (255, 1)
-
-
-def test_a_job_that_is_killed_the_third_time_in_a_row_is_not_queued_again(tmp_path: Path) -> None:
-    code, calls, result = batch(tmp_path, "137 143 143", srun=137, deaths=2)
-    assert (code, len(calls), result["code"]) == (137, 1, "137")
+@pytest.mark.parametrize(
+    ("codes", "options", "code"),
+    [
+        ("75 75 75", {"state": "CANCELLED"}, 75),
+        ("75 75 75", {"restarts": 2}, 75),
+        ("255 - -", {"srun": 255}, 255),  # no signal
+        ("137 143 143", {"srun": 137, "deaths": 2}, 137),
+    ],
+    ids=["cancelled", "more often than it may", "more than 192", "killed the third time in a row"],
+)
+def test_what_is_not_queued_again(tmp_path: Path, codes: str, options: dict[str, Any], code: int) -> None:
+    found, calls, result = batch(tmp_path, codes, **options)
+    assert (found, len(calls), result["code"]) == (code, 1, str(code))
     assert not (tmp_path / "state" / "secrets.sh").exists()
 
 

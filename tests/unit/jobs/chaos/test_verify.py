@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.errors import ExitCode
 from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.chaos.faults import FaultContext
 from phalanx.jobs.chaos.launcher import (
@@ -177,16 +176,14 @@ def test_a_command_that_was_killed_or_is_not_finished_is_started_again(commands:
     assert again == [2, 3]
 
 
-@pytest.mark.parametrize("code", [1, 64, 65, 77, 78, 93])
-def test_any_other_code_ends_it(commands: LocalLauncher, code: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "starts"), [*((code, 1) for code in (1, 64, 65, 77, 78, 93)), (75, MAX_STARTS_WITHOUT_ATTEMPT)]
+)
+def test_any_other_code_or_too_many_starts_without_an_attempt_end_it(
+    commands: LocalLauncher, code: int, starts: int
+) -> None:
     commands.command = ("sh", "-c", f"exit {code}")
-    assert run_with_faults(commands, scene_of(commands), ()) == ChaosOutcome(code, 1)
-
-
-def test_a_command_that_never_comes_to_an_attempt_is_given_up(commands: LocalLauncher) -> None:
-    commands.command = ("sh", "-c", f"exit {int(ExitCode.UNFINISHED)}")
-    ended = run_with_faults(commands, scene_of(commands), ())
-    assert ended == ChaosOutcome(75, MAX_STARTS_WITHOUT_ATTEMPT)
+    assert run_with_faults(commands, scene_of(commands), ()) == ChaosOutcome(code, starts)
 
 
 def test_a_run_of_which_nothing_is_heard_is_ended(commands: LocalLauncher) -> None:

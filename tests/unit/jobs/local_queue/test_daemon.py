@@ -67,11 +67,14 @@ def supervisor(store: JobDatabase) -> QueueDaemon:
     return QueueDaemon(store, Resources(4, 8), spawn, clock=store.clock)
 
 
-def add(store: JobDatabase, name: str, devices: int = 0, **more: Any) -> JobRecord:
-    ident = store.add(Job(name, ("program",), Path("/"), **more), Resources(devices, 1))
+def get_job(store: JobDatabase, ident: int) -> JobRecord:
     row = store.get_job(ident)
     assert row is not None
     return row
+
+
+def add(store: JobDatabase, name: str, devices: int = 0, **more: Any) -> JobRecord:
+    return get_job(store, store.add(Job(name, ("program",), Path("/"), **more), Resources(devices, 1)))
 
 
 def running(store: JobDatabase, **values: Any) -> JobRecord:
@@ -84,9 +87,7 @@ def running(store: JobDatabase, **values: Any) -> JobRecord:
         **values,
     }
     assert store.update_if(row.id, JobState.QUEUED, **given)
-    found = store.get_job(row.id)
-    assert found is not None
-    return found
+    return get_job(store, row.id)
 
 
 def ended(code: int, lived: float = 9.0) -> AttemptEnd:
@@ -214,21 +215,14 @@ def test_a_process_above_a_job_is_known_whatever_the_wall_clock_says(
     assert [each.id for each in store.list_jobs(JobState.RUNNING)] == [row.id]
 
 
-def test_a_process_that_got_the_number_of_one_that_is_gone_is_none_of_the_queues(
-    store: JobDatabase, supervisor: QueueDaemon
+@pytest.mark.parametrize(("runner", "born"), [(os.getpid(), process_identity(1)), (NOBODY, "second 1")])
+def test_an_attempt_whose_runner_is_gone_or_whose_number_another_process_has_was_killed(
+    store: JobDatabase, supervisor: QueueDaemon, runner: int, born: str
 ) -> None:
-    row = running(store, runner=os.getpid(), runner_born=process_identity(1))
+    row = running(store, runner=runner, runner_born=born, attempts=MAX_ATTEMPTS - 1, deaths=MAX_KILLS_IN_A_ROW - 1)
     supervisor.tick()
-    found = store.get_job(row.id)
-    assert found is not None
-    assert (found.attempts, found.deaths) == (2, 1)
-
-
-def running_again(store: JobDatabase, row: JobRecord, **values: Any) -> JobRecord:
-    assert store.update_if(row.id, JobState.RUNNING, **values)
-    found = store.get_job(row.id)
-    assert found is not None
-    return found
+    found = get_job(store, row.id)
+    assert (found.state, found.reason) == (JobState.FAILED, "the process above it was killed")
 
 
 def test_a_job_that_stops_again_and_again_early_waits_longer_each_time(store: JobDatabase, clocks: Clocks) -> None:
@@ -237,7 +231,8 @@ def test_a_job_that_stops_again_and_again_early_waits_longer_each_time(store: Jo
     for _ in range(9):
         _, values = after_it(store, row, ExitCode.UNFINISHED)
         waits.append(-clocks.passed(values["due"]))
-        row = running_again(store, row, early=values["early"])
+        assert store.update_if(row.id, JobState.RUNNING, early=values["early"])
+        row = get_job(store, row.id)
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_RETRY_DELAY_S, MAX_RETRY_DELAY_S, MAX_RETRY_DELAY_S]
 
 
@@ -278,36 +273,19 @@ def test_jobs_get_devices_of_their_own(store: JobDatabase, supervisor: QueueDaem
     supervisor.tick()
     orders = [json.loads((store.job_dir(row.id) / "attempt-1.json").read_text()) for row in rows[:2]]
     assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in orders] == ["0,1", "2,3"]
-    third = store.get_job(rows[2].id)
-    assert third is not None
-    assert third.state is JobState.QUEUED
-
-
-def test_an_attempt_whose_runner_is_gone_without_a_word_was_killed(store: JobDatabase, supervisor: QueueDaemon) -> None:
-    row = running(
-        store, runner=NOBODY, runner_born="second 1", attempts=MAX_ATTEMPTS - 1, deaths=MAX_KILLS_IN_A_ROW - 1
-    )
-    supervisor.tick()
-    found = store.get_job(row.id)
-    assert found is not None
-    assert (found.state, found.reason) == (JobState.FAILED, "the process above it was killed")
-
-
-def test_an_empty_queue_keeps_nobody_busy(supervisor: QueueDaemon) -> None:
-    assert supervisor.tick() is False
+    assert get_job(store, rows[2].id).state is JobState.QUEUED
 
 
 def test_a_change_that_presumes_another_state_changes_nothing(store: JobDatabase) -> None:
     row = add(store, "job")
     assert not store.update_if(row.id, JobState.RUNNING, code=3)
-    found = store.get_job(row.id)
-    assert found is not None
-    assert found.code is None
+    assert get_job(store, row.id).code is None
 
 
 def test_a_look_reads_no_job_that_is_over_and_an_unchanged_queue_not_at_all(
     store: JobDatabase, supervisor: QueueDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert supervisor.tick() is False  # an empty queue keeps it from nothing
     over = add(store, "over")
     store.update_if(over.id, JobState.QUEUED, state=JobState.DONE)
     waits = add(store, "waits")
