@@ -288,7 +288,7 @@ def test_bytes_that_are_no_utf8_are_tokens_of_the_byte_tokenizer_of_which_zeros_
     texts = {"0.txt": b"caf\xe9", "1.txt": "a\0b\0c", "2.txt": "none"}
     (warning,) = warnings_of(tmp_path, texts, {"text": "*"})
     assert re.match(r"warning: .*1.txt: byte 0, which ends a document .* in 2 places; remove it", warning)
-    assert inspect_dataset(tmp_path / "out").begins.endswith("none\u27e6byte 0\u27e7")
+    assert inspect_dataset(tmp_path / "out")["begins"].endswith("none\u27e6byte 0\u27e7")
 
 
 def test_a_damaged_stored_tokenizer_is_found_out(texts, tmp_path):
