@@ -2,6 +2,7 @@
 
     python benchmarks/storage.py                  # a Ceph gateway on loop-back, 512 MB, three rounds: a few minutes
     python benchmarks/storage.py --link 1gbit     # loop-back limited by tc, in a network namespace; needs root
+    ... --out docs/benchmarks/storage.md          # with --link, the table is added to the file
 
 Rows, which take turns in each round; medians are shown:
 
@@ -242,7 +243,7 @@ def main() -> None:
         ceph.make_bucket(BUCKET)
         rows = measure(Path(name), nbytes, options.rounds)
     lines = [
-        "# Checkpoints in an object store",
+        "# Checkpoints in an object store" if options.link is None else f"## Over a link of {options.link}",
         "",
         f"`python benchmarks/storage.py --megabytes {options.megabytes} --rounds {options.rounds}` on {date.today()}: "
         f"{os.cpu_count()} cores ({platform.processor() or platform.machine()}), torch {torch.__version__}. "
@@ -259,7 +260,8 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out is not None:
-        options.out.write_text(text)
+        before = "" if options.link is None else options.out.read_text() + "\n"
+        options.out.write_text(before + text)
 
 
 if __name__ == "__main__":
