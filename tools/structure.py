@@ -25,7 +25,7 @@ BUDGETS = {
     "src/phalanx/autoconfig": 2_960,
     "src/phalanx/cli": 2_830,
     "src/phalanx/cluster": 5_120,
-    "src/phalanx/data": 4_970,
+    "src/phalanx/data": 4_990,
     "src/phalanx/jobs": 10_800,
     "src/phalanx/models": 1_080,
     "src/phalanx/observe": 4_170,

@@ -192,6 +192,31 @@ class SampleReader:
     def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[SampleRanges]]:
         """The samples number first .. first + count - 1, one a row, and the ranges that they were read from. What these
         leave is padding."""
+        rows = np.empty((count, self._datasets[0].sample_length), self._datasets[0].manifest.dtype)
+        located = self._open_samples(first_sample, count)
+        for row, ranges in zip(rows, located, strict=True):
+            filled = 0
+            for shard, start, stop in ranges:
+                if not shard.all_verified:
+                    shard.verify_range(start, stop)
+                row[filled : filled + stop - start] = shard.values[start:stop]
+                filled += stop - start
+            row[filled:] = PADDING_TOKEN
+        return rows, located
+
+    def read_images(self, first_sample: int, count: int) -> tuple[ValueArray, ValueArray]:
+        """The bytes of the labels [n, LABEL_BYTES] and the pixels [n, values] of those samples, each in one copy."""
+        labels = np.empty((count, LABEL_BYTES), np.uint8)
+        pixels = np.empty((count, self._datasets[0].sample_length - LABEL_BYTES), np.uint8)
+        for number, ((shard, start, stop),) in enumerate(self._open_samples(first_sample, count)):
+            if not shard.all_verified:
+                shard.verify_range(start, stop)
+            labels[number] = shard.values[start : start + LABEL_BYTES]
+            pixels[number] = shard.values[start + LABEL_BYTES : stop]
+        return labels, pixels
+
+    def _open_samples(self, first_sample: int, count: int) -> list[SampleRanges]:
+        """Where those samples are. At the begin of an epoch or an evaluation their blocks become unverified."""
         epoch_samples = max(self.num_samples, 1)
         if (
             first_sample <= self._last_first
@@ -201,16 +226,7 @@ class SampleReader:
             for dataset in self._datasets:  # what was right then may be damaged by now
                 dataset.reset_verification()
         self._last_first = first_sample
-        rows = np.full((count, self._datasets[0].sample_length), PADDING_TOKEN, self._datasets[0].manifest.dtype)
-        located = self._locate_samples(first_sample, count)
-        for row, ranges in zip(rows, located, strict=True):
-            filled = 0
-            for shard, start, stop in ranges:
-                if not shard.all_verified:
-                    shard.verify_range(start, stop)
-                row[filled : filled + stop - start] = shard.values[start:stop]
-                filled += stop - start
-        return rows, located
+        return self._locate_samples(first_sample, count)
 
     def count_tokens(self, first_sample: int, count: int) -> int:
         """Tokens of those samples that are no padding. Reads nothing."""
@@ -333,11 +349,11 @@ class RunData:
         return [replace(part, count=count) for part, count in zip(parts, counts, strict=True)]
 
     def _read_batch(self, pool: SampleReader, first: int, count: int) -> Batch:
-        rows, located = pool.read_samples(first, count)
         if self.info.image_shape is not None:
-            labels = rows[:, :LABEL_BYTES].copy().view("<u4")[:, 0].astype(np.int64)
-            pixels = np.ascontiguousarray(rows[:, LABEL_BYTES:])
-            return {"images": pixels.reshape(count, *self.info.image_shape), "labels": labels}
+            labels, pixels = pool.read_images(first, count)
+            numbers = labels.view("<u4")[:, 0].astype(np.int64)
+            return {"images": pixels.reshape(count, *self.info.image_shape), "labels": numbers}
+        rows, located = pool.read_samples(first, count)
         batch: Batch = {"tokens": rows[:, :-1].astype(np.int64), "targets": rows[:, 1:].astype(np.int64)}
         if self.padding_fraction is not None:
             num_tokens = np.array([sum(stop - start for _, start, stop in ranges) for ranges in located])
