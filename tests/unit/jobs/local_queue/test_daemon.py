@@ -215,7 +215,9 @@ def test_a_process_above_a_job_is_known_whatever_the_wall_clock_says(
     assert [each.id for each in store.list_jobs(JobState.RUNNING)] == [row.id]
 
 
-@pytest.mark.parametrize(("runner", "born"), [(os.getpid(), process_identity(1)), (NOBODY, "second 1")])
+@pytest.mark.parametrize(
+    ("runner", "born"), [(os.getpid(), process_identity(1)), (NOBODY, "second 1")], ids=["another", "gone"]
+)
 def test_an_attempt_whose_runner_is_gone_or_whose_number_another_process_has_was_killed(
     store: JobDatabase, supervisor: QueueDaemon, runner: int, born: str
 ) -> None:
