@@ -211,7 +211,12 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
     [
         ("a.x", LFS_POINTER, {"parquet": "a.x"}, r"a\.x: is a pointer of Git LFS"),
         ("a.x", LFS_POINTER, {"idx": {"images": "a.x", "labels": "a.x"}}, r"a\.x: is a pointer of Git LFS"),
-        ("a.parquet.gz", gzip.compress(b"PAR1"), {"parquet": "*"}, r"a\.parquet\.gz: is packed by gzip; unpack it"),
+        (
+            "a.parquet.gz",
+            gzip.compress(b"PAR1", mtime=0),
+            {"parquet": "*"},
+            r"a\.parquet\.gz: is packed by gzip; unpack it",
+        ),
         ("a.parquet", b"no", {"parquet": "*"}, r"a\.parquet: not a Parquet file"),
         ("a.txt.zst", zstd(bytes(range(256)) * 100)[:-20], {"text": "*"}, r"a\.txt\.zst: cannot be read to its end"),
         *(
