@@ -128,13 +128,15 @@ def rate(batches: Batches, sequence: int, seconds: float) -> float:
     return rate_of_batches(batches, BATCH * sequence, seconds)
 
 
-def rate_of_batches(batches: Iterator[object], size: int, seconds: float) -> float:
+def rate_of_batches(
+    batches: Iterator[object], size: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Values/s of batches of `size` values over about `seconds`; the first 20 do not count."""
     for _ in range(20):
         next(batches)
     count = 0
-    begun = time.perf_counter()
-    while (passed := time.perf_counter() - begun) < seconds:
+    begun = clock()
+    while (passed := clock() - begun) < seconds:
         for _ in range(20):
             next(batches)
         count += 20 * size

@@ -4,18 +4,19 @@
 
 Each gives uint8 batches [256, 64, 64, 3] and int64 labels, shuffled, of the same random images. Nobody decodes: the
 formats hold raw pixels, as Phalanx's shards do after their preparation; JPEG in the same formats is slower by the time
-that decoding takes. All run on one core, in turns within each round; the table has the medians. webdataset, litdata and
-mosaicml-streaming are measured where they are installed.
+that decoding takes. All run in this process, in turns within each round, and are measured in seconds of CPU time of
+all its threads, which other programs do not change: images/s of one core. The table has the medians. webdataset,
+litdata and mosaicml-streaming are measured where they are installed.
 """
 
 import argparse
 import gc
 import io
 import itertools
-import os
 import statistics
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -55,9 +56,9 @@ class RawImages(Dataset[tuple[torch.Tensor, int]]):
         return torch.from_numpy(np.array(self._pixels[number])), int(self._labels[number])
 
 
-def torch_loader(pixels: np.ndarray, labels: np.ndarray, workers: int) -> Batches:
+def torch_loader(pixels: np.ndarray, labels: np.ndarray) -> Batches:
     while True:
-        yield from DataLoader(RawImages(pixels, labels), BATCH, shuffle=True, num_workers=workers, drop_last=True)
+        yield from DataLoader(RawImages(pixels, labels), BATCH, shuffle=True, drop_last=True)
 
 
 def to_tensors(samples: list[tuple[bytes, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,8 +144,7 @@ def measure(folder: Path, count: int, rounds: int, seconds: float) -> dict[str, 
     pixels, labels = np.load(folder / "pixels.npy", mmap_mode="r"), np.load(folder / "labels.npy")
     readers: dict[str, Callable[[], Batches]] = {
         "phalanx": lambda: phalanx_reader(data),
-        "torch DataLoader, 0 workers": lambda: torch_loader(pixels, labels, 0),
-        "torch DataLoader, 1 worker": lambda: torch_loader(pixels, labels, 1),
+        "torch DataLoader": lambda: torch_loader(pixels, labels),
     }
     loaders = {"webdataset": webdataset_loader, "litdata": litdata_loader, "mosaicml-streaming": mosaic_loader}
     for name, loader in loaders.items():
@@ -156,7 +156,7 @@ def measure(folder: Path, count: int, rounds: int, seconds: float) -> dict[str, 
             batches = start()
             images, _labels = next(batches)
             assert (images.shape, images.dtype) == ((BATCH, *SHAPE), torch.uint8), name
-            found[name].append(rate_of_batches(batches, BATCH, seconds))
+            found[name].append(rate_of_batches(batches, BATCH, seconds, time.process_time))
             del batches
             gc.collect()
     return found
@@ -169,7 +169,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         found = measure(Path(name), options.images, options.rounds, options.seconds)
@@ -180,7 +179,7 @@ def main() -> None:
         "# Data: images/s of the reader alone",
         "",
         f"`python benchmarks/images.py --images {options.images} --rounds {options.rounds}` on {date.today()}: "
-        f"{cpu_name()}, one core; {versions}. Raw RGB images of 64 x 64 pixels, shuffled, in batches of "
+        f"{cpu_name()}, CPU time; {versions}. Raw RGB images of 64 x 64 pixels, shuffled, in batches of "
         f"{BATCH}; medians.",
         *([f"Not installed, so not measured: {', '.join(missing)}."] if missing else []),
         "",
