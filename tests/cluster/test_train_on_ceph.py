@@ -90,11 +90,11 @@ def test_a_gateway_that_restarts_delays_a_run_and_ends_it_in_the_same_digest(
 ) -> None:
     url = f"s3://{BUCKET}/runs/restarted"
     with lab.environment():
-        write_faults(Run(find_local_directory(url, "runs")), [plan_fault(5, "slow", delay=3.0)])
+        run = Run(find_local_directory(url, "runs"))
+        write_faults(run, [plan_fault(5, "slow", delay=3.0)])
     recipe = lab.recipe_file(changes(), "ceph-restarted")
     with lab.start("train", recipe, "--run", url) as train:
-        events = Path(f"{lab.cache}/runs")
-        wait_until(lambda: any('"step": 4' in path.read_text() for path in events.rglob("events.jsonl")), 100, "step 4")
+        wait_until(lambda: run.events.is_file() and '"step": 4' in run.events.read_text(), 100, "step 4")
         ceph.kill_gateway()
         ceph.start_gateway()
         _, errors = train.communicate(timeout=200)
@@ -105,17 +105,19 @@ def test_a_gateway_that_restarts_delays_a_run_and_ends_it_in_the_same_digest(
 def test_a_run_whose_key_is_refused_for_a_while_ends_in_the_same_digest(lab: TrainHarness, ceph: CephCluster) -> None:
     url = f"s3://{BUCKET}/runs/expired"
     with lab.environment():
-        write_faults(Run(find_local_directory(url, "runs")), [plan_fault(5, "slow", delay=3.0)])
+        run = Run(find_local_directory(url, "runs"))
+        write_faults(run, [plan_fault(5, "slow", delay=3.0)])
     recipe = lab.recipe_file(changes(), "ceph-expired")
     with lab.start("train", recipe, "--run", url) as train:
-        events = Path(f"{lab.cache}/runs")
-        wait_until(lambda: any('"step": 4' in path.read_text() for path in events.rglob("events.jsonl")), 100, "step 4")
+        wait_until(lambda: run.events.is_file() and '"step": 4' in run.events.read_text(), 100, "step 4")
         ceph.remove_key()
-        assert train.stderr is not None
-        said = next(line for line in train.stderr if "InvalidAccessKeyId; trying again" in line)
-        ceph.restore_key()
+        try:
+            assert train.stderr is not None
+            assert any("InvalidAccessKeyId; trying again" in line for line in train.stderr)
+        finally:
+            ceph.restore_key()
         _, errors = train.communicate(timeout=200)
-    assert train.returncode == ExitCode.DONE, (said, errors)
+    assert train.returncode == ExitCode.DONE, errors
     assert read_digest(errors) == lab.train_reference({}).digest
 
 
