@@ -10,6 +10,7 @@ from phalanx.data import DatasetPart, PrepareProgress, prepare_cached, prepare_p
 from phalanx.data import inspect_dataset as inspect_dataset
 from phalanx.data import verify_dataset as verify_dataset
 from phalanx.data.dataset_files import check_upload, upload_dataset
+from phalanx.data.prepare_plan import make_prepare_plan
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import Job, make_array
 from phalanx.recipe.data_schema import DataConfig, DataSource
@@ -39,14 +40,14 @@ def prepare_to(
             prepare_cached(source, data, Path.cwd(), report_progress=report_progress, num_workers=num_workers), url
         )
         return True
-    path = Path(out)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
-    prepare_source(source, data, Path.cwd(), path, num_workers=num_workers, report_progress=report_progress)
+    _check_is_new(out)
+    prepare_source(source, data, Path.cwd(), Path(out), num_workers=num_workers, report_progress=report_progress)
     return True
 
 
 def make_prepare_jobs(
+    source: DataSource,
+    data: DataConfig,
     command_words: Sequence[str],
     out: str,
     num_tasks: int,
@@ -55,8 +56,11 @@ def make_prepare_jobs(
     backend_options: Sequence[str],
 ) -> tuple[Job, ...]:
     """Make the array of which each job prepares a part of the dataset `out`, a directory that all nodes see.
-    `command_words`: source and tokenizer, as for `phalanx data prepare`."""
+    `command_words`: source and tokenizer, as for `phalanx data prepare`. The source is checked before anything is sent.
+    """
     _check_parts_directory(out)
+    _check_is_new(out)
+    make_prepare_plan(source, data, Path.cwd())
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"prepare-{Path(out).name}")[:50]
     command = (sys.executable, "-P", "-m", "phalanx", "data", "prepare")
     fields = parse_job_fields("1", None, workers, None, time_limit, backend_options)
@@ -74,6 +78,12 @@ def parse_part(text: str) -> DatasetPart:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"--part {text}: expected I/N with I from 1 to N, for instance 1/8")
     return DatasetPart(int(match[1]) - 1, int(match[2]))
+
+
+def _check_is_new(out: str) -> None:
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{out}: already exists; choose another --out, or remove it first")
 
 
 def _check_parts_directory(out: str) -> None:

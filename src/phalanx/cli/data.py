@@ -114,7 +114,8 @@ def prepare(
             raise UsageError(f"--on {on}: give the number of jobs as --tasks N, and not --part")
         words = ["--out", out, *([] if workers is None else ["--workers", str(workers)])]
         words = _format_source(source, tokenizer, on_bad_row, words)
-        _submit_jobs(on, make_prepare_jobs(words, out, tasks, workers, time_limit, backend_option or []), dry_run)
+        jobs = make_prepare_jobs(source, data, words, out, tasks, workers, time_limit, backend_option or [])
+        _submit_jobs(on, jobs, dry_run)
         return
     try:
         with show_progress() as progress:

@@ -83,23 +83,29 @@ def prepare_source(
     plan = make_prepare_plan(source, data, recipe_dir)
     started = clock()
     reporter = ProgressReporter(plan.total_bytes, report_progress, lambda: clock() - started)
+    with _naming_directory(dataset_dir), _lock_working_dir(dataset_dir, reporter) as claim:
+        logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
+        if claim is not None:
+            try:
+                _write_dataset(plan, claim, num_workers or count_free_cores(), reporter, data.prepare == "stream")
+            except PhalanxError as error:
+                if error.code != ExitCode.UNFINISHED:  # the fix makes another plan, with no use for this work
+                    shutil.rmtree(claim.working_dir)
+                raise
+            _commit_dataset(claim.working_dir, dataset_dir)
+    return dataset_dir
+
+
+@contextmanager
+def _naming_directory(dataset_dir: Path) -> Iterator[None]:
+    """Raise UsageError for a directory that cannot be written."""
     try:
-        with _lock_working_dir(dataset_dir, reporter) as claim:
-            logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
-            if claim is not None:
-                try:
-                    _write_dataset(plan, claim, num_workers or count_free_cores(), reporter, data.prepare == "stream")
-                except PhalanxError as error:
-                    if error.code != ExitCode.UNFINISHED:  # the fix makes another plan, with no use for this work
-                        shutil.rmtree(claim.working_dir)
-                    raise
-                _commit_dataset(claim.working_dir, dataset_dir)
+        yield
     except OSError as error:
         if error.errno in RETRYABLE_STORAGE_ERRNOS:
             raise
         advice = f"; {CACHE_ADVICE}" if dataset_dir.is_relative_to(cache_root()) else ""
         raise UsageError(f"{dataset_dir}: cannot be written: {error.strerror or error}{advice}") from error
-    return dataset_dir
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,8 @@ def prepare_part(
     )
     if is_dataset(dataset_dir):
         return True
-    partial = _make_partial(dataset_dir)
+    with _naming_directory(dataset_dir):
+        partial = _make_partial(dataset_dir)
     with open(partial / LOCK_FILE, "w+") as lock:  # a shared lock on NFS needs a readable file
         with open(partial / _PARTS_LOCK_FILE, "w") as parts_lock:
             acquire_lock(parts_lock.fileno(), inf, f"another part of {dataset_dir}, which begins", reporter.report_note)

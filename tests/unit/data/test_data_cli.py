@@ -51,6 +51,11 @@ def test_jobs_prepare_the_parts_of_a_dataset(texts, capsys, monkeypatch):
     assert contents(out) == contents(texts / "whole")
 
 
+def test_jobs_for_files_that_are_not_there_are_not_submitted(texts, capsys):
+    assert data("prepare", "none*.txt", "--out", texts / "out", "--on", "local", "--tasks", "2") == 78
+    assert "'none*.txt' matches no file" in capsys.readouterr().err
+
+
 def test_json_lines_and_a_trained_tokenizer(texts, capsys):
     write_texts(texts / "texts", {"a.jsonl": '{"body": "some words and some more words"}\n' * 50})
     words = ["a.jsonl", "--jsonl", "--text-field", "body", "--tokenizer", "bpe:260", "--out", texts / "out", "--json"]
@@ -65,6 +70,7 @@ def test_json_lines_and_a_trained_tokenizer(texts, capsys):
         (["*.txt", "--part", "3/2"], "expected I/N"),
         (["*.txt", "--on", "slurm"], "--tasks N"),
         (["*.txt", "--tasks", "2"], "--on BACKEND"),
+        (["*.txt", "--part", "1/2", "--out", "/proc/x"], "/proc/x: cannot be written"),
         (["*.txt", "--images", "x"], "give one source"),
         (["--images", "x"], "--image-size 224 224"),
         (["*.txt", "--jsonl", "--parquet"], "give one of them"),
