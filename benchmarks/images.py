@@ -2,7 +2,7 @@
 
     python benchmarks/images.py [--out docs/benchmarks/images.md] [--images 8192] [--rounds 7]
 
-Each gives uint8 batches [256, 64, 64, 3] and int64 labels, shuffled, of the same random images. Nobody decodes: the
+Each gives uint8 batches [256, 64, 64, 3] and int64 labels, shuffled, of the same random images. No reader decodes: the
 formats hold raw pixels, as Phalanx's shards do after their preparation; JPEG in the same formats is slower by the time
 that decoding takes. All run in this process, in turns within each round, and are measured in seconds of CPU time of
 all its threads, which other programs do not change: images/s of one core. The table has the medians. webdataset,

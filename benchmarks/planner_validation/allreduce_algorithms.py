@@ -131,7 +131,7 @@ COST_BY_ALGORITHM: dict[str, AllReduceCost] = {
     "parameter_server": parameter_server,
     "butterfly": recursive_doubling,
 }
-"""By the names that recipes give them (`phalanx.train.grad_sync.bucketed_reducer`), and two that are only foretold."""
+"""By the names that recipes give them (`phalanx.train.grad_sync.bucketed_reducer`), and two that are only predicted."""
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def test_a_run_of_other_workers_is_nothing_to_compare_with(chaos: Chaos, calm: H
 
 @pytest.mark.slow
 def test_a_run_that_fails_by_itself_ends_it_with_its_own_code_and_words(chaos: Chaos) -> None:
-    done = chaos.refused("callbacks=[mischief:Nobody]", "--nproc-per-node", "2")
+    done = chaos.refused("callbacks=[mischief:Missing]", "--nproc-per-node", "2")
     assert done.returncode == ExitCode.RECIPE
     assert done.stderr.startswith("error: the run fails without faults: ")
-    assert "Nobody" in done.stderr
+    assert "Missing" in done.stderr

@@ -39,7 +39,7 @@ class Training:
         )
 
     def start_slow(self, *faults: Values, steps: int = 5) -> None:
-        """Start it and wait for so many steps."""
+        """Start the run and wait for a number of steps."""
         write_faults(self.run, faults or [plan_fault(1, "slow", delay=0.2)])
         self.start({})
         wait_until(lambda: count_steps(self.run) >= steps, 120, "the run to be on its way")
@@ -48,7 +48,7 @@ class Training:
         return HarnessRun(self.run, 0, None)
 
     def end(self, seconds: float = 150, workers: int = 2) -> HarnessRun:
-        """What became of it: it has the digest of so many workers on one machine."""
+        """Wait for the end of the run, which must have the digest of as many workers on one machine."""
         assert self.process is not None
         _, said = self.process.communicate(timeout=seconds)
         found = HarnessRun(self.run, self.process.returncode, said)

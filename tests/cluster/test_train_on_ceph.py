@@ -85,16 +85,26 @@ def test_a_run_with_data_and_checkpoints_in_the_store_survives_a_worker_and_a_di
             assert SECRET_KEY.encode() not in bytes(obstore.get(store, each["path"]).bytes()), each["path"]
 
 
+def slow_run(lab: TrainHarness, url: str) -> Run:
+    """The local directory of a run at a URL, which is slow in step 5."""
+    with lab.environment():
+        run = Run(find_local_directory(url, "runs"))
+    write_faults(run, [plan_fault(5, "slow", delay=3.0)])
+    return run
+
+
+def wait_for_step_4(run: Run) -> None:
+    wait_until(lambda: run.events.is_file() and '"step": 4' in run.events.read_text(), 100, "step 4")
+
+
 def test_a_gateway_that_restarts_delays_a_run_and_ends_it_in_the_same_digest(
     lab: TrainHarness, ceph: CephCluster
 ) -> None:
     url = f"s3://{BUCKET}/runs/restarted"
-    with lab.environment():
-        run = Run(find_local_directory(url, "runs"))
-        write_faults(run, [plan_fault(5, "slow", delay=3.0)])
+    run = slow_run(lab, url)
     recipe = lab.recipe_file(changes(), "ceph-restarted")
     with lab.start("train", recipe, "--run", url) as train:
-        wait_until(lambda: run.events.is_file() and '"step": 4' in run.events.read_text(), 100, "step 4")
+        wait_for_step_4(run)
         ceph.kill_gateway()
         ceph.start_gateway()
         _, errors = train.communicate(timeout=200)
@@ -104,12 +114,10 @@ def test_a_gateway_that_restarts_delays_a_run_and_ends_it_in_the_same_digest(
 
 def test_a_run_whose_key_is_refused_for_a_while_ends_in_the_same_digest(lab: TrainHarness, ceph: CephCluster) -> None:
     url = f"s3://{BUCKET}/runs/expired"
-    with lab.environment():
-        run = Run(find_local_directory(url, "runs"))
-        write_faults(run, [plan_fault(5, "slow", delay=3.0)])
+    run = slow_run(lab, url)
     recipe = lab.recipe_file(changes(), "ceph-expired")
     with lab.start("train", recipe, "--run", url) as train:
-        wait_until(lambda: run.events.is_file() and '"step": 4' in run.events.read_text(), 100, "step 4")
+        wait_for_step_4(run)
         ceph.remove_key()
         try:
             assert train.stderr is not None

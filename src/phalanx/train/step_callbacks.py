@@ -20,12 +20,13 @@ from phalanx.train.checkpoint.restore import find_store_url, restore_newest
 from phalanx.train.distributed.buffer_sync import BufferSync, format_names
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.evaluation import EvaluationPolicy
+from phalanx.train.grad_sync.noise_scale import GradientNoiseScale
 from phalanx.train.ops.collectives import all_reduce_copy
 from phalanx.train.precision import GradScaler
 from phalanx.train.step_metrics import StepFlags, StepResult, finite_or_none
 from phalanx.train.step_timer import StepTimer
 from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
-from phalanx.train.train_state import GradientNoiseScale, TrainState
+from phalanx.train.train_state import TrainState
 
 NOISE_SCALE_EVERY_STEPS = 8
 """Steps between two estimates of the gradient noise scale. Each costs a pass over the gradients."""

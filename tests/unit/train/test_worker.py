@@ -26,6 +26,7 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.evaluation import EvaluationPolicy
 from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.noise_scale import GradientNoiseScale
 from phalanx.train.grad_sync.reducer import LocalReducer
 from phalanx.train.ops.random_draws import MicroBatchSeeds
 from phalanx.train.optim.container import OptimizerContainer
@@ -35,7 +36,7 @@ from phalanx.train.step_callbacks import NOISE_SCALE_EVERY_STEPS, NoiseScaleMete
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.tasks import LanguageModeling, TensorBatch
 from phalanx.train.train_context import TrainContext
-from phalanx.train.train_state import GradientNoiseScale, TrainState
+from phalanx.train.train_state import TrainState
 from phalanx.train.train_step import GradientAccumulator
 from phalanx.train.trainer import Trainer
 from resolved_recipes import resolved_recipe

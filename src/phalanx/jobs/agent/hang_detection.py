@@ -55,11 +55,6 @@ class HangSuspect:
         return f"worker {self.rank} {problem} for {self.silence_s:.0f} s, in step {self.step}, doing: {self.phase}"
 
 
-def silence_limit(step_seconds: float | None) -> float:
-    """Return the seconds without heartbeats that count as a hang, for this usual step time."""
-    return max(MIN_SILENCE_S, MAX_SILENT_STEPS * (step_seconds or 0.0))
-
-
 def find_hang(
     heartbeats: Mapping[int, Heartbeat | None],
     now: float,
@@ -68,7 +63,7 @@ def find_hang(
     suspect: int | None = None,
     others_ended: bool = False,
 ) -> HangSuspect | None:
-    """Find the worker that the others wait for, when all have sent no heartbeat for `silence_limit`.
+    """Find the worker that the others wait for, when all have sent no heartbeat for too long.
 
     `stopped_ranks`: ranks that are stopped by a signal. `suspect`: the suspect of the last check, which is kept on a
     tie, because times of other nodes' heartbeats are only known to some milliseconds. `others_ended`: whether workers
@@ -82,7 +77,8 @@ def find_hang(
         return None
     silence_s = now - max(last_heartbeat.t for last_heartbeat in reported.values())
     is_meeting = all(last_heartbeat.phase == "starting" for last_heartbeat in reported.values())
-    if silence_s <= (RENDEZVOUS_SILENCE_S if is_meeting and not stopped_ranks else silence_limit(step_seconds)):
+    limit_s = max(MIN_SILENCE_S, MAX_SILENT_STEPS * (step_seconds or 0.0))
+    if silence_s <= (RENDEZVOUS_SILENCE_S if is_meeting and not stopped_ranks else limit_s):
         return None
     rank = min(
         reported,

@@ -327,8 +327,15 @@ def _merge_equal_ops(ops: Sequence[ProfiledOp]) -> ProfiledOp:
     first_op, count = ops[0], len(ops)
     if isinstance(first_op, Gemm):
         gemms = [each for each in ops if isinstance(each, Gemm)]
-        m, n, k = (_mean_size([getattr(each, name) for each in gemms]) for name in ("m", "n", "k"))
-        return replace(first_op, count=Affine(count), m=m, n=n, k=k, is_expert=True, is_grouped=True)
+        return replace(
+            first_op,
+            count=Affine(count),
+            m=_mean_size([each.m for each in gemms]),
+            n=_mean_size([each.n for each in gemms]),
+            k=_mean_size([each.k for each in gemms]),
+            is_expert=True,
+            is_grouped=True,
+        )
     assert isinstance(first_op, MemoryOp)
     memory_ops = [each for each in ops if isinstance(each, MemoryOp)]
     moved = sum((each.unfused_bytes for each in memory_ops), Affine())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.jobs.agent.heartbeat_checks import (
+from phalanx.jobs.agent.hang_detection import (
     MIN_SILENCE_S,
     NEXT_PHASES,
     RENDEZVOUS_SILENCE_S,

@@ -277,7 +277,7 @@ def test_attempts_that_save_nothing_new_are_given_up(
     ("field", "steps"),
     [
         ("saved_step", [10, 10, 0, 20, 20, 20, 20]),
-        ("start_step", [0, 4, 4, 8, 8, 8]),  # killed between saving and telling: the next one goes on from there
+        ("start_step", [0, 4, 4, 8, 8, 8]),  # killed between a save and its report: the next attempt resumes from it
     ],
 )
 def test_progress_forgives_the_attempts_before_it(agent: Led, field: str, steps: list[int]) -> None:

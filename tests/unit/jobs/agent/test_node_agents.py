@@ -81,7 +81,7 @@ class FakeNode:
 
 
 def make_crew(nodes: list[FakeNode]) -> Any:
-    """A group of these nodes, which nobody joins or leaves."""
+    """A group of these nodes, which no node joins or leaves."""
     return SimpleNamespace(
         num_nodes=1,
         listener_sockets=(),

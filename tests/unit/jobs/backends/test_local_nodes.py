@@ -14,7 +14,7 @@ from phalanx.jobs.pause_file import DRAIN_FILE
 from phalanx.jobs.spec import Job
 
 NODE = os.uname().nodename
-NOBODY = 2**22 + 1
+UNUSED_PID = 2**22 + 1
 """No process has this number."""
 
 
@@ -37,7 +37,7 @@ class TestContract(NodeContract):
 def test_a_drained_machine_starts_no_job_until_it_is_undrained(
     engine: LocalBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    daemon = QueueDaemon(engine.database, Resources(0, 8), lambda home, attempt: NOBODY)
+    daemon = QueueDaemon(engine.database, Resources(0, 8), lambda home, attempt: UNUSED_PID)
     engine.drain_node(NODE, "loud fan", "ada")
     ident = engine.submit(engine.render(Job("job", ("true",), tmp_path)))
     engine.submit(engine.render(Job("later", ("true",), tmp_path)))

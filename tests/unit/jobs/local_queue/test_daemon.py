@@ -29,7 +29,7 @@ from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, JobState
 from phalanx.run.boot_clock import BootClock, process_identity
 from phalanx.run.directory import write_json
 
-NOBODY = 2**22 + 1
+UNUSED_PID = 2**22 + 1
 """No process has this number."""
 
 
@@ -62,7 +62,7 @@ def store(tmp_path: Path, clocks: Clocks) -> Iterator[JobDatabase]:
 @pytest.fixture
 def supervisor(store: JobDatabase) -> QueueDaemon:
     def spawn(home: Path, attempt: int) -> int:
-        return NOBODY
+        return UNUSED_PID
 
     return QueueDaemon(store, Resources(4, 8), spawn, clock=store.clock)
 
@@ -216,7 +216,7 @@ def test_a_process_above_a_job_is_known_whatever_the_wall_clock_says(
 
 
 @pytest.mark.parametrize(
-    ("runner", "born"), [(os.getpid(), process_identity(1)), (NOBODY, "second 1")], ids=["another", "gone"]
+    ("runner", "born"), [(os.getpid(), process_identity(1)), (UNUSED_PID, "second 1")], ids=["another", "gone"]
 )
 def test_an_attempt_whose_runner_is_gone_or_whose_number_another_process_has_was_killed(
     store: JobDatabase, supervisor: QueueDaemon, runner: int, born: str

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from phalanx.train.train_state import GradientNoiseScale, estimate_noise
+from phalanx.train.grad_sync.noise_scale import GradientNoiseScale, estimate_noise
 
 WIDTH, SPREAD, SIGNAL = 50, 2.0, 0.5
 TRUTH = WIDTH * SPREAD**2 / (WIDTH * SIGNAL**2)  # tr(S) / |G|^2 of gradients ~ N(SIGNAL, SPREAD^2) in each direction
