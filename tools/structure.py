@@ -26,7 +26,7 @@ BUDGETS = {
     "src/phalanx/cli": 2_830,
     "src/phalanx/cluster": 5_120,
     "src/phalanx/data": 4_990,
-    "src/phalanx/jobs": 10_800,
+    "src/phalanx/jobs": 10_810,
     "src/phalanx/models": 1_080,
     "src/phalanx/observe": 4_170,
     "src/phalanx/planner": 4_430,
