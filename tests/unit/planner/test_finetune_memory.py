@@ -1,0 +1,151 @@
+"""Memory of fine-tuning from sizes alone: counts and bytes that are known, what each choice saves, and what a block of
+plain torch keeps for backward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx.formatting import BYTES_PER_GIB
+from phalanx.planner.finetune_memory import (
+    ALL_LINEAR,
+    BaseDtype,
+    DecoderSizes,
+    FineTuning,
+    FineTuningStack,
+    estimate_finetune_memory,
+    find_longest_sequence,
+    with_preference_pairs,
+    with_teacher,
+)
+from phalanx.planner.finetune_memory import _block_bytes as block_bytes
+
+LLAMA_2_7B = DecoderSizes(32, 4096, 32, 32, 128, 11008, 32000)
+LLAMA_2_70B = DecoderSizes(80, 8192, 64, 8, 128, 28672, 32000)
+QLORA = FineTuning(LLAMA_2_7B, seq_len=2048, base_dtype="nf4-double", adapter_rank=16)
+
+
+def allocated_gib(run: FineTuning) -> float:
+    return estimate_finetune_memory(run).allocated / BYTES_PER_GIB
+
+
+def test_parameters_are_those_of_the_models() -> None:
+    norms = 65 * 4096, 161 * 8192
+    assert LLAMA_2_7B.num_parameters + norms[0] == 6_738_415_616
+    assert LLAMA_2_70B.num_parameters + norms[1] == 68_976_648_192
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "trained"), [(8, frozenset("qv"), 4_194_304), (16, ALL_LINEAR, 39_976_960)]
+)
+def test_adapters_have_as_many_weights_as_peft_prints(rank: int, targets: frozenset[str], trained: int) -> None:
+    assert replace(QLORA, adapter_rank=rank, adapter_targets=targets).num_trained == trained
+
+
+@pytest.mark.parametrize(("dtype", "gib"), [("bf16", 128.48), ("int8", 64.73), ("nf4", 36.84), ("nf4-double", 33.86)])
+def test_a_frozen_70b_model_takes_the_bytes_of_its_format(dtype: BaseDtype, gib: float) -> None:
+    run = FineTuning(LLAMA_2_70B, 1, base_dtype=dtype, adapter_rank=1, trained_bytes=0, stack=FineTuningStack())
+    assert estimate_finetune_memory(run).parameters / BYTES_PER_GIB == pytest.approx(gib, abs=0.01)
+
+
+def test_all_weights_in_16_bits_with_foreach_adamw_peak_at_ten_bytes_each() -> None:
+    # weights, gradients, two moments, and a copy of one
+    stack = FineTuningStack(copies_moments=True)
+    run = FineTuning(LLAMA_2_7B, 128, trained_bytes=2.0, bytes_per_moment=2.0, stack=stack)
+    assert estimate_finetune_memory(run).allocated == pytest.approx(10 * LLAMA_2_7B.num_parameters)
+
+
+def test_adapters_on_fewer_layers_keep_fewer_inputs() -> None:
+    everywhere = replace(QLORA, checkpointing="none")
+    assert allocated_gib(replace(everywhere, adapter_targets=frozenset("qv"))) < 0.85 * allocated_gib(everywhere)
+
+
+def test_an_online_reference_costs_a_model_unless_adapters_can_be_disabled() -> None:
+    full = FineTuning(LLAMA_2_7B, 2048)
+    difference = allocated_gib(with_preference_pairs(full, "online")) - allocated_gib(
+        with_preference_pairs(full, "cached")
+    )
+    assert difference * BYTES_PER_GIB == pytest.approx(2 * 32 * LLAMA_2_7B.block_weights + 4 * LLAMA_2_7B.outer_weights)
+    assert with_preference_pairs(QLORA, "online") == with_preference_pairs(QLORA, "cached")
+
+
+def test_a_pair_takes_the_activations_of_two_samples() -> None:
+    assert allocated_gib(with_preference_pairs(QLORA, "cached")) == allocated_gib(replace(QLORA, micro_size=2))
+
+
+def test_a_teacher_costs_its_weights_and_where_logits_are_whole_its_probabilities() -> None:
+    teacher_bytes = 32 * LLAMA_2_7B.block_weights + 4 * LLAMA_2_7B.outer_weights
+    chunked = estimate_finetune_memory(with_teacher(QLORA, LLAMA_2_7B, "int8")).allocated
+    assert chunked - estimate_finetune_memory(QLORA).allocated == pytest.approx(teacher_bytes)
+    whole = replace(QLORA, stack=FineTuningStack())
+    difference = estimate_finetune_memory(with_teacher(whole, LLAMA_2_7B, "int8")).temporaries
+    assert difference - estimate_finetune_memory(whole).temporaries == 4 * 2048 * 32000
+
+
+def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
+    longest = find_longest_sequence(QLORA, 24e9)
+    totals = [estimate_finetune_memory(replace(QLORA, seq_len=length)).total for length in (longest, longest + 256)]
+    assert longest > 0
+    assert totals[0] <= 24e9 < totals[1]
+
+
+def test_nothing_fits_where_the_base_does_not() -> None:
+    assert find_longest_sequence(replace(QLORA, sizes=LLAMA_2_70B), 24e9) == 0
+
+
+class AdaptedBlock(nn.Module):
+    """A decoder block as transformers computes it eagerly, in bf16, with LoRA on q and v."""
+
+    def __init__(self, sizes: DecoderSizes, rank: int) -> None:
+        super().__init__()
+        self.heads = sizes.num_heads
+        self.norms = nn.ParameterList(torch.ones(sizes.hidden_size) for _ in range(2))
+        self.linear = nn.ModuleDict({name: nn.Linear(*it, bias=False) for name, it in sizes.linear_sizes.items()})
+        self.requires_grad_(False)
+        self.lora = nn.ModuleDict(
+            {
+                name: nn.Sequential(
+                    nn.Linear(sizes.hidden_size, rank, bias=False),
+                    nn.Linear(rank, sizes.linear_sizes[name][1], bias=False),
+                )
+                for name in "qv"
+            }
+        )
+
+    def normalize(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        wide = hidden.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = self.normalize(hidden, self.norms[0])
+        query, key, value = (
+            self.linear[name](x) + (self.lora[name](x) if name in self.lora else 0) for name in ("q", "k", "v")
+        )
+        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.linear["o"](attended.transpose(1, 2).flatten(2))
+        x = self.normalize(hidden, self.norms[1])
+        mlp: Tensor = self.linear["down"](F.silu(self.linear["gate"](x)) * self.linear["up"](x))
+        return hidden + mlp
+
+
+def test_a_block_keeps_what_autograd_keeps_of_it() -> None:
+    sizes = DecoderSizes(1, 256, 4, 4, 64, 704, 100)
+    block = AdaptedBlock(sizes, rank=4).bfloat16()
+    hidden = torch.zeros(1, 512, 256, dtype=torch.bfloat16, requires_grad=True)
+    weights = {each.untyped_storage().data_ptr() for each in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = block(hidden)
+    run = FineTuning(sizes, 512, adapter_rank=4, adapter_targets=frozenset("qv"), stack=FineTuningStack())
+    assert result.requires_grad
+    assert block_bytes(run)[0] == pytest.approx(sum(kept.values()), rel=0.03)
