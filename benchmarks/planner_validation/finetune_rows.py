@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from phalanx.planner.finetune_memory import (
     ALL_LINEAR,
     BYTES_PER_LOGIT,
-    RETURNED_LOGITS_BYTES,
     BaseDtype,
     DecoderSizes,
     FineTuning,
@@ -30,6 +29,8 @@ TRAINERS = ("full", "sft", "dpo", "kto")
 LOGP_BYTES_PER_LOGIT = 10.0
 """Five tensors in 16 bits: TRL's `selective_log_softmax` keeps logits and log-probabilities of each row, and backward
 has the gradients of a row in all rows, of their sum, and of logits with the last token."""
+RETURNED_LOGITS_BYTES = 2.0
+"""Bytes of a logit in a model's output."""
 RETURNS_LOGITS = ("4.46", "2024-11", "2026")
 """The transformers that keeps logits in its output through backward; the date from which rows without a
 version have it, and that from which TRL lets go of it."""
@@ -138,7 +139,6 @@ def infer_stack(row: Row, sizes: DecoderSizes) -> FineTuningStack:
         keeps_frozen_inputs=is_4bit and not is_torchtune and (is_litgpt or date < FREES_4BIT_INPUTS),
         copies_moments=has_foreach and row["optimizer"] in ("adamw", "adamw_torch"),
         frees_late=has_adapters and is_fsdp1,
-        gathers_head_alone=row["parallelism"] == "fsdp2",
     )
 
 

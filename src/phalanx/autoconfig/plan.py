@@ -23,7 +23,7 @@ from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts, device_costs_for_stack, phalanx_stack
 from phalanx.planner.energy import RunCost, RunEnergy, estimate_run_cost, predict_run_energy
-from phalanx.planner.memory import MemoryEstimate, TrainingOptions, estimate_memory
+from phalanx.planner.memory import USABLE_MEMORY_FRACTION, MemoryEstimate, TrainingOptions, estimate_memory
 from phalanx.planner.memory_advice import suggest_memory_changes
 from phalanx.planner.model_profile import Gemm, ModelProfile
 from phalanx.planner.pipeline import balance_stages
@@ -47,8 +47,6 @@ from phalanx.recipe.overrides import rewrite_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.storage.url import is_url
 
-USABLE_MEMORY_FRACTION = 0.95
-"""Usable fraction of a device's memory: the rest covers errors of the prediction."""
 MIN_PRECISION_GAIN = 0.99
 """Another precision than the usual one must save at least so much."""
 Z_SCORE_90 = 1.645

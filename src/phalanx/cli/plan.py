@@ -62,6 +62,9 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Recipe to write.", show_default="NAME.planned.yaml")
     ] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Write the choice into RECIPE.")] = False,
+    fits: Annotated[
+        bool, typer.Option("--fits", help="Only list the longest sequences that fit on common GPUs with an adapter.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Break down step time and memory.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,6 +73,9 @@ def plan(
     Without a cluster it plans for this machine, as measured by `phalanx calibrate`. Nothing is trained, and
     no data are read.
     """
+    if fits:
+        _print_fits(recipe, overrides or [], as_json)
+        return
     if in_place and out is not None:
         raise UsageError(f"--in-place, --out {out}: give one of the two")
     if in_place and is_url(recipe):
@@ -90,6 +96,35 @@ def plan(
     if explain:
         typer.echo("\n".join(format_explanation(result)))
     typer.echo(f"\nwrote {out}")
+
+
+def _print_fits(recipe: str, overrides: list[str], as_json: bool) -> None:
+    from phalanx.app.finetune_fits import find_fits
+
+    run, bases = find_fits(recipe, overrides)
+    if as_json:
+        typer.echo(json.dumps([asdict(base) for base in bases], indent=2))
+        return
+    notes = {"nf4-double": " (bitsandbytes)", run.base_dtype: " (this recipe)"}
+    rows = [
+        (
+            base.base_dtype.partition("-")[0] + notes.get(base.base_dtype, ""),
+            f"{base.weight_bytes / BYTES_PER_GIB:.1f} GiB",
+            *(f"{length:,}" if length else "-" for length in base.max_seq_len.values()),
+        )
+        for base in bases
+    ]
+    numbers = (Column(name, is_number=True) for name in ("weights", *bases[0].max_seq_len))
+    lines = [
+        f"{format_count(run.sizes.num_parameters)} parameters; adapters of rank {run.adapter_rank}: "
+        f"{format_count(run.num_trained)}",
+        "longest sequence on one GPU, in tokens: micro-batch 1, activation checkpointing "
+        f"{run.checkpointing}, {'whole logits' if run.stack.bytes_per_logit else 'chunked loss'}",
+        "",
+        *format_table((Column("base model"), *numbers), rows),
+        "-: not even 256 tokens. nf4 is what QLoRA with bitsandbytes takes; Phalanx does not train it.",
+    ]
+    typer.echo("\n".join(lines))
 
 
 def format_plan(run_plan: "RunPlan", top: int) -> list[str]:

@@ -90,11 +90,19 @@ def _weight_copy_bytes(scenario: Scenario, stage: StageSegments, rank_parameters
     """Bytes of copies of weights and gradients that are there in all of backward."""
     blocks = [count_parameters(scenario, [(segment, 1)]) for segment, _ in stage.segments if segment.is_block]
     largest_block = max(blocks, key=lambda each: each.count, default=ParameterCounts())
-    if scenario.zero_level < 3:
-        return gathered_weight_bytes(scenario, rank_parameters) + new_gradient_bytes(scenario, largest_block)
     outside_blocks = count_parameters(
         scenario, [(segment, count) for segment, count in stage.segments if not segment.is_block]
     )
+    if scenario.zero_level < 3:
+        copies = gathered_weight_bytes(scenario, rank_parameters)
+        if scenario.checkpointing == "full":
+            # Autocast casts frozen weights in each call: a checkpointed block's are there only while it is at work.
+            parts = (
+                (rank_parameters, 1.0 - rank_parameters.frozen_share),
+                *((part, part.frozen_share) for part in (largest_block, outside_blocks)),
+            )
+            copies = min(copies, sum(gathered_weight_bytes(scenario, part) * share for part, share in parts))
+        return copies + new_gradient_bytes(scenario, largest_block)
     if scenario.parallelism.pipeline > 1:
         # Torch's pipeline keeps weights gathered and whole fp32 gradients from the first micro-batch to the last.
         return (

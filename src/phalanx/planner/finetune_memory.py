@@ -9,6 +9,7 @@ block; backward of the first, where all gradients exist; the optimizer, which ma
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,24 +21,19 @@ BaseDtype = Literal["fp32", "bf16", "int8", "int4", "nf4", "nf4-double"]
 BYTES_PER_BASE_WEIGHT = {
     "fp32": 4.0,
     "bf16": 2.0,
-    "int8": 1.0,
+    "int8": 1.0 + 4 / 64,
     "int4": 0.5 + 2 / 128,
     "nf4": 0.5 + 4 / 64,
     "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256),
 }
-"""Bytes of a frozen weight of a block: int8 has one scale a row, which is nothing; GPTQ's int4 a 16-bit scale for 128
-weights; NF4 an fp32 scale for 64 (Dettmers et al. 2023, section 3), or, quantized in turn, 8 bits and an fp32 scale for
-256 of these."""
-BYTES_PER_LOGIT = {"whole": 12.0, "in-place": 8.0, "sliced": 2.25, "fused": 0.0}
+"""Bytes of a frozen weight of a block: int8 and NF4 have an fp32 scale for 64 weights, GPTQ's int4 a 16-bit one for
+128; NF4's may be quantized in turn, to 8 bits with an fp32 scale for 256 (Dettmers et al. 2023, section 3)."""
+BYTES_PER_LOGIT = {"whole": 12.0, "in-place": 8.0, "kernel": 4.0, "sliced": 2.25, "fused": 0.0}
 """Bytes of a logit at the fullest moment of the loss. `whole`: log-probabilities, their gradient and that of logits, in
-fp32. `in-place`: fp32 logits and a copy without the last token, over which a kernel writes the gradient. `sliced`: 16
+fp32. `in-place`: fp32 logits and a copy without the last token, over which a kernel writes the gradient. `kernel`:
+logits and gradient in 16 bits (Phalanx without chunks). `sliced`: 16
 bits of all, and the gradient of one slice in eight. `fused`: never more than a slice exists."""
-RETURNED_LOGITS_BYTES = 2.0
-"""Bytes of a logit in the model's output, where that lives through backward (transformers since 4.46)."""
-TEACHER_LOGITS_BYTES = 4.0
-"""Bytes of a teacher's probability, in fp32, where logits are whole."""
-EXPERT_COPIES = 2
-"""Times that a token's input and output of an expert are copied: gathered, and weighted."""
+MAX_SEQ_LEN = 2**24
 MLP_LAYERS = ("gate", "up", "down")
 ALL_LINEAR = frozenset(("q", "k", "v", "o", *MLP_LAYERS))
 """The linear layers of a block that may have adapters."""
@@ -65,15 +61,9 @@ class DecoderSizes:
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of a block, those of one expert."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = {
-            "q": (self.hidden_size, query),
-            "k": (self.hidden_size, key),
-            "v": (self.hidden_size, key),
-            "o": (query, self.hidden_size),
-            "up": (self.hidden_size, self.ffn_hidden_size),
-            "down": (self.ffn_hidden_size, self.hidden_size),
-        }
-        return sizes | ({"gate": sizes["up"]} if self.gated else {})
+        width, ffn = self.hidden_size, self.ffn_hidden_size
+        sizes = {"q": (width, query), "k": (width, key), "v": (width, key), "o": (query, width), "down": (ffn, width)}
+        return sizes | dict.fromkeys(("up", "gate") if self.gated else ("up",), (width, ffn))
 
     @property
     def block_weights(self) -> int:
@@ -118,13 +108,13 @@ class FineTuningStack:
     keeps_frozen_inputs: bool = False
     """Whether linear layers keep their inputs though their weights are frozen: 4-bit ones of bitsandbytes before 0.43.2
     (its pull request 1270)."""
+    int8_decoding_bytes: float = 2.0
+    """Bytes of an int8 weight while its layer turns it into 16 bits."""
     copies_moments: bool = False
     """Whether an optimizer step makes a copy of one of the two moments (torch's `foreach` AdamW)."""
     frees_late: bool = False
-    """Whether what passes from block to block is freed only at the end of backward, together with its gradients: FSDP1
-    with frozen weights. Its hooks wait for gradients that never come."""
-    gathers_head_alone: bool = False
-    """Whether sharded embedding and head are gathered one at a time (FSDP2), not together."""
+    """Whether what passes from block to block, and as much again, is there until the end of backward: measured where
+    FSDP1 shards frozen weights."""
 
 
 PHALANX_STACK = FineTuningStack(
@@ -135,8 +125,10 @@ PHALANX_STACK = FineTuningStack(
     outer_bytes=4.0,
     stream_bytes=4.0,
     copies_adapter_inputs=True,
+    int8_decoding_bytes=8.0,
 )
-"""Phalanx on a GPU: compiled blocks, autocast with fp32 weights, chunked loss."""
+"""Phalanx on a GPU: compiled blocks, autocast with fp32 weights, chunked loss. Codes and scales of an int8 weight
+are multiplied in fp32."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ class FineTuning:
     """Whether all gradients exist at once; False where the optimizer runs in backward."""
     accumulates_gradients: bool = False
     """Whether gradients of an earlier micro-batch exist all the time."""
-    checkpointing: Literal["none", "full"] = "full"
+    checkpointing: Literal["none", "selective", "full"] = "full"
     offloads_checkpoints: bool = False
     """Whether what checkpointing keeps is in the host's memory."""
     num_shards: int = 1
@@ -182,28 +174,23 @@ class FineTuning:
         """Weights that are trained."""
         if not self.adapter_rank:
             return self.sizes.num_parameters
-        sizes = self.sizes
-        widths = (
-            sum(widths) * (sizes.num_experts if name in MLP_LAYERS else 1)
-            for name, widths in sizes.linear_sizes.items()
-            if name in self.adapter_targets
-        )
-        return sizes.num_layers * self.adapter_rank * sum(widths)
+        adapted = ((name, sum(it)) for name, it in self.sizes.linear_sizes.items() if name in self.adapter_targets)
+        width = sum(both * (self.sizes.num_experts if name in MLP_LAYERS else 1) for name, both in adapted)
+        return self.sizes.num_layers * self.adapter_rank * width
 
 
 def with_preference_pairs(run: FineTuning, reference: Literal["online", "cached"]) -> FineTuning:
-    """Return a run on pairs of answers, as DPO has them. An online reference is a frozen copy of the
-    model, unless there are adapters to disable; a cached one is a number a sample."""
+    """Return a run on pairs of answers, as DPO has them. An online reference is a frozen copy of the model, unless
+    there are adapters to disable; a cached one is a number a sample."""
     needs_copy = reference == "online" and not run.adapter_rank
     copies = ((run.sizes, run.base_dtype),) if needs_copy else ()
     return replace(run, sequences_per_sample=2, frozen_models=run.frozen_models + copies)
 
 
 def with_teacher(run: FineTuning, teacher: DecoderSizes, dtype: BaseDtype = "bf16") -> FineTuning:
-    """Return a run with a teacher. Its probabilities are held with the logits, unless these are never whole."""
-    stack = run.stack
-    if stack.bytes_per_logit:
-        stack = replace(stack, bytes_per_logit=stack.bytes_per_logit + TEACHER_LOGITS_BYTES)
+    """Return a run with a teacher. Its fp32 probabilities are held with the logits, unless these are never whole."""
+    bytes_per_logit = run.stack.bytes_per_logit + 4.0 if run.stack.bytes_per_logit else 0.0
+    stack = replace(run.stack, bytes_per_logit=bytes_per_logit)
     return replace(run, frozen_models=(*run.frozen_models, (teacher, dtype)), stack=stack)
 
 
@@ -245,17 +232,11 @@ def estimate_finetune_memory(run: FineTuning) -> MemoryEstimate:
 
 def find_longest_sequence(run: FineTuning, capacity_bytes: float, step: int = 256) -> int:
     """Return the most tokens of a sequence, a multiple of `step`, with which a run fits; 0 if none does."""
-
-    def fits(count: int) -> bool:
-        return estimate_finetune_memory(replace(run, seq_len=step * count)).total <= capacity_bytes
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return step * low
+    return step * bisect_right(
+        range(step, MAX_SEQ_LEN, step),
+        capacity_bytes,
+        key=lambda seq_len: estimate_finetune_memory(replace(run, seq_len=seq_len)).total,
+    )
 
 
 def _frozen_bytes(sizes: DecoderSizes, dtype: BaseDtype, outer_bytes: float) -> float:
@@ -264,12 +245,10 @@ def _frozen_bytes(sizes: DecoderSizes, dtype: BaseDtype, outer_bytes: float) -> 
 
 
 def _gathered_bytes(run: FineTuning) -> float:
-    """Bytes of gathered weights: the block at work, the one that is gathered ahead, and what is outside of blocks; and
-    of the gradient of a block."""
-    sizes = run.sizes
-    outer_weights = sizes.vocab_size * sizes.hidden_size if run.stack.gathers_head_alone else sizes.outer_weights
+    """Bytes of gathered weights: the block at work, the one that is gathered ahead, and embedding or head; and of the
+    gradient of a block."""
     block_bytes = 2 * BYTES_PER_BASE_WEIGHT[run.base_dtype] + (0.0 if run.adapter_rank else 2.0)
-    return 2.0 * outer_weights + block_bytes * sizes.block_weights
+    return 2.0 * run.sizes.vocab_size * run.sizes.hidden_size + block_bytes * run.sizes.block_weights
 
 
 def _loss_bytes(run: FineTuning, head_gradient: float) -> float:
@@ -288,8 +267,22 @@ def _activation_bytes(run: FineTuning) -> tuple[float, float, float]:
     kept, passing = _block_bytes(run)
     if run.checkpointing == "none":
         return run.sizes.num_layers * kept, kept, passing
-    checkpoint = 0.0 if run.offloads_checkpoints else run.stack.stream_bytes * run.sizes.hidden_size * run.num_tokens
-    return run.sizes.num_layers * checkpoint, checkpoint, passing + kept
+    checkpoint = run.stack.stream_bytes * run.sizes.hidden_size * run.num_tokens
+    if run.checkpointing == "selective":
+        checkpoint += min(kept - checkpoint, _product_bytes(run.sizes) * run.num_tokens)
+    recomputed = kept if run.checkpointing == "full" else kept - checkpoint
+    if run.offloads_checkpoints:
+        checkpoint = 0.0
+    return run.sizes.num_layers * checkpoint, checkpoint, passing + recomputed
+
+
+def _product_bytes(sizes: DecoderSizes) -> float:
+    """Bytes a token of the results of a block's linear layers and attention, which selective checkpointing keeps."""
+    outputs = sum(
+        output * (sizes.experts_per_token if name in MLP_LAYERS else 1)
+        for name, (_, output) in sizes.linear_sizes.items()
+    )
+    return 2.0 * (outputs + sizes.num_heads * sizes.head_dim)
 
 
 def _block_bytes(run: FineTuning) -> tuple[float, float]:
@@ -298,26 +291,25 @@ def _block_bytes(run: FineTuning) -> tuple[float, float]:
     sizes, stack = run.sizes, run.stack
     hidden, ffn, experts = sizes.hidden_size, sizes.ffn_hidden_size, sizes.experts_per_token
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    norms = (2 * 2.0 if stack.fuses_norms else 2 * 4.0) * hidden
-    if not run.adapter_rank and not stack.fuses_norms:
-        norms += 2 * 2.0 * hidden  # their weights' gradients need the normalized input
+    # The gradient of a norm's weight needs the normalized input, too.
+    norms = 2 * hidden * (2.0 if stack.fuses_norms else 4.0 if run.adapter_rank else 6.0)
     attention = 2.0 * (2 * query + 2 * key)
     if stack.fuses_qkv:
-        attention += 2.0 * (query + key)
-        if run.adapter_rank:
-            attention += 2.0 * sum(sizes.linear_sizes[name][1] for name in run.adapter_targets & set("qkv"))
+        adapted = run.adapter_targets & set("qkv") if run.adapter_rank else ()
+        attention += 2.0 * (query + key + sum(sizes.linear_sizes[name][1] for name in adapted))
     gate_results = (2 if stack.fuses_gate else 3) if sizes.gated else 1
     mlp = 2.0 * gate_results * ffn * experts
     if sizes.num_experts > 1:
-        mlp += 2.0 * EXPERT_COPIES * hidden * experts
+        mlp += 2 * 2.0 * hidden * experts  # copies of tokens for each expert, and of its weighted results
     kept = (norms + attention + mlp + _linear_input_bytes(run)) * run.num_tokens
-    # Gradients of the MLP's product and of its factors, or of the product alone while a weight is dequantized or cast;
-    # and of what passes from block to block.
-    # Experts run one after another.
-    mlp_gradients = 2.0 * max(2, gate_results) * ffn * experts / sizes.num_experts * run.num_tokens
-    dequantized = 0.0 if run.base_dtype == "bf16" else 2.0 * hidden * ffn
-    stream_gradients = 2 * stack.stream_bytes * hidden * run.num_tokens
-    return kept, max(mlp_gradients, mlp_gradients / max(2, gate_results) + dequantized) + stream_gradients
+    if run.base_dtype == "fp32":
+        kept += 2.0 * sizes.block_weights  # autocast's copies
+    # Gradients of the MLP's product and of its factors, or of the product alone while a weight is decoded; and of what
+    # passes from block to block. Experts run one after another.
+    product_gradient = 2.0 * ffn * experts / sizes.num_experts * run.num_tokens
+    decoded = {"fp32": 0.0, "bf16": 0.0, "int8": stack.int8_decoding_bytes}.get(run.base_dtype, 2.0) * hidden * ffn
+    passing = product_gradient + max((max(2, gate_results) - 1) * product_gradient, decoded)
+    return kept, passing + 2 * stack.stream_bytes * hidden * run.num_tokens
 
 
 def _linear_input_bytes(run: FineTuning) -> float:

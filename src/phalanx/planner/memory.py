@@ -34,6 +34,8 @@ CPU_PROCESS_BYTES = 0.3 * BYTES_PER_GIB
 """Bytes of a Python process with torch, on a CPU: measured with torch 2.11, resident after the first backward."""
 FRAGMENTATION_SHARE = 0.03
 """Memory that torch's allocator reserves beyond the allocated peak, as a fraction of it, with expandable segments."""
+USABLE_MEMORY_FRACTION = 0.95
+"""Usable fraction of a device's memory: the rest covers errors of the prediction."""
 RELATIVE_UNCERTAINTY = (0.02, 0.25, 0.5)
 """Relative uncertainty of the training state; of activations and temporaries; and of the rest. 95% of the 264 measured
 runs in tests/helpers/memory_rows.py are within."""

@@ -111,12 +111,14 @@ ProfiledOp = Gemm | AttentionOp | MemoryOp | TensorAllReduce | ExpertAllToAll
 @dataclass(frozen=True)
 class SegmentWeights:
     """Parameters of a segment, in elements: those that tensor parallelism divides, those that it copies, those of
-    experts; `frozen_count` are among them and have neither gradient nor optimizer state."""
+    experts; `frozen_count` are among them and have neither gradient nor optimizer state, and `int8_count` among these
+    are held in 8 bits."""
 
     tp_sharded: int = 0
     replicated: int = 0
     expert: int = 0
     frozen_count: int = 0
+    int8_count: int = 0
     largest_weight: int = 0
     """Elements of the largest one."""
 

@@ -36,6 +36,8 @@ class ParameterCounts:
     expert_count: float = 0.0
     frozen_share: float = 0.0
     """Fraction of both that is not trained."""
+    int8_share: float = 0.0
+    """Fraction of both that is held in 8 bits, and turned into 16 only while its layer computes."""
     largest_weight: float = 0.0
     """Elements of the largest weight."""
 
@@ -77,7 +79,7 @@ def optimizer_state_of(optimizer: str, state_dtype: str, offload: bool, momentum
 def count_parameters(scenario: Scenario, segments: Iterable[tuple[ModelSegment, int]]) -> ParameterCounts:
     """Parameters of segments, each so often, on one rank."""
     parallelism = scenario.parallelism
-    dense_count = expert_count = frozen_count = largest_weight = 0.0
+    dense_count = expert_count = frozen_count = int8_count = largest_weight = 0.0
     for segment, count in segments:
         weights = segment.weights
         dense_per_rank = weights.tp_sharded / parallelism.tensor + weights.replicated
@@ -88,12 +90,12 @@ def count_parameters(scenario: Scenario, segments: Iterable[tuple[ModelSegment, 
             largest_weight, weights.largest_weight / (parallelism.expert if weights.expert else parallelism.tensor)
         )
         if weights.count:
-            frozen_count += count * (dense_per_rank + expert_per_rank) * weights.frozen_count / weights.count
+            count_per_rank = count * (dense_per_rank + expert_per_rank)
+            frozen_count += count_per_rank * weights.frozen_count / weights.count
+            int8_count += count_per_rank * weights.int8_count / weights.count
+    total_count = dense_count + expert_count or 1.0
     return ParameterCounts(
-        dense_count,
-        expert_count,
-        frozen_count / (dense_count + expert_count) if dense_count + expert_count else 0.0,
-        largest_weight,
+        dense_count, expert_count, frozen_count / total_count, int8_count / total_count, largest_weight
     )
 
 
@@ -114,7 +116,7 @@ def state_bytes_of(scenario: Scenario, parameters: ParameterCounts, optimizer_st
     optimizer_count, gradient_count, weight_count = (sharded_count(scenario, parameters, level) for level in (1, 2, 3))
     trained_share = 1.0 - parameters.frozen_share
     return StateBytes(
-        parameters=weight_bytes * weight_count,
+        parameters=(weight_bytes * (1.0 - parameters.int8_share) + 1.0 * parameters.int8_share) * weight_count,
         gradients=(
             gradient_bytes
             + scenario.transport.extra_bytes_per_element
@@ -158,7 +160,8 @@ def gathered_weight_bytes(scenario: Scenario, parameters: ParameterCounts, *, of
         return 4.0 * parameters.count + 2.0 * parameters.largest_weight
     if scenario.zero_level == 3:
         return (2.0 if half_precision else 4.0) * parameters.count
-    return 2.0 * parameters.count if half_precision and scenario.stack.name in FP32_WEIGHT_STACKS else 0.0
+    has_copies = half_precision and scenario.stack.name in FP32_WEIGHT_STACKS
+    return 2.0 * parameters.count * (1.0 - parameters.int8_share) if has_copies else 0.0
 
 
 def new_gradient_bytes(scenario: Scenario, parameters: ParameterCounts) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from phalanx.autoconfig.plan import (
-    USABLE_MEMORY_FRACTION,
     RunPlan,
     describe_slowdown,
     list_chosen_keys,
@@ -17,6 +16,7 @@ from phalanx.autoconfig.plan import (
 )
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB
+from phalanx.planner.memory import USABLE_MEMORY_FRACTION
 from phalanx.planner.step_time import StepBreakdown
 from phalanx.recipe import load_recipe
 from phalanx.recipe.load import LoadedRecipe

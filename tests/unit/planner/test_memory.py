@@ -2,12 +2,13 @@
 
 import statistics
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt_profile import gpt, profile_text_model
@@ -196,6 +197,48 @@ def test_frozen_weights_have_neither_gradient_nor_state() -> None:
     found = estimate_memory(setup(of=profile_text_model(headed, 32000, 1024)))
     assert found.parameters == pytest.approx(4 * llama().num_parameters)
     assert found.gradients == pytest.approx(4 * 512 * 32000, rel=1e-3)
+
+
+class EightBitLinear(torch.autograd.Function):
+    """A product with a frozen int8 weight, which is in 16 bits only while it is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor) -> Tensor:
+        ctx.save_for_backward(codes)
+        return F.linear(x, codes.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (codes,) = ctx.saved_tensors
+        return gradient @ codes.to(gradient.dtype), None
+
+
+def frozen_decoder(*sizes: int, int8: bool) -> nn.Module:
+    """The small decoder with a trained head; the linear layers of its blocks may have int8 weights."""
+    model = transformer(*sizes, **SIZES, tie_embeddings=False).requires_grad_(False)
+    model.head.requires_grad_(True)
+    for layer in (each for each in model.blocks.modules() if isinstance(each, nn.Linear) and int8):
+        layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+        layer.forward = partial(lambda layer, x: EightBitLinear.apply(x, layer.weight), layer)
+    return model
+
+
+def test_frozen_int8_weights_take_a_byte_and_have_no_copy_in_16_bits() -> None:
+    plain, quantized = (
+        setup(of=profile_text_model(partial(frozen_decoder, int8=int8), 32000, 1024)) for int8 in (False, True)
+    )
+    num_int8 = sum(segment.repeats * segment.weights.int8_count for segment in quantized.profile.segments)
+    assert num_int8 == pytest.approx(llama().num_parameters - 2 * 512 * 32000, rel=1e-3)  # but norms
+    saved_bytes = estimate_memory(plain).parameters - estimate_memory(quantized).parameters
+    assert saved_bytes == pytest.approx(3 * num_int8)
+    assert estimate_memory(plain).temporaries - estimate_memory(quantized).temporaries > num_int8
+
+
+def test_a_checkpointed_block_keeps_no_16_bit_copies_of_frozen_weights() -> None:
+    profile = profile_text_model(partial(frozen_decoder, int8=False), 32000, 1024)
+    (block,) = (segment for segment in profile.segments if segment.is_block)
+    kept, dropped = (estimate_memory(setup(of=profile, micro_size=1, checkpointing=it)) for it in ("selective", "full"))
+    assert kept.temporaries - dropped.temporaries > 2 * 6 * block.weights.count
 
 
 def test_a_tied_weight_stands_at_both_ends_of_a_pipeline() -> None:

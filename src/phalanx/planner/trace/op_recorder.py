@@ -84,6 +84,7 @@ class RecordedSegment:
     expert_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of its parameters that are stacks of experts' matrices."""
     frozen_names: set[str] = field(default_factory=set)
+    int8_names: set[str] = field(default_factory=set)
     saved: dict[int, tuple[float, bool]] = field(default_factory=dict)
     selective_results: dict[int, tuple[float, bool]] = field(default_factory=dict)
     input_bytes: float = 0.0
@@ -381,3 +382,5 @@ class OpRecorder:
                 self.segment.parameter_elements[name] = self.parameters[name].numel()
                 if not self.parameters[name].requires_grad:
                     self.segment.frozen_names.add(name)
+                if self.parameters[name].dtype == torch.int8:
+                    self.segment.int8_names.add(name)

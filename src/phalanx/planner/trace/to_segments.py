@@ -107,7 +107,8 @@ def _count_weights(segment: RecordedSegment) -> SegmentWeights:
     tp_sharded = {name for name in everything - experts if segment.tp_dims.get(name)}
     replicated = everything - tp_sharded - experts
     largest = max(segment.parameter_elements.values(), default=0)
-    return SegmentWeights(count(tp_sharded), count(replicated), count(experts), count(segment.frozen_names), largest)
+    frozen_counts = count(segment.frozen_names), count(segment.int8_names)
+    return SegmentWeights(count(tp_sharded), count(replicated), count(experts), *frozen_counts, largest)
 
 
 def drop_tied_weights(segments: tuple[ModelSegment, ...], traced: list[RecordedSegment]) -> tuple[ModelSegment, ...]:

@@ -227,6 +227,7 @@ def _rename_block(segment: RecordedSegment, name: str, recorder: OpRecorder) -> 
         tp_dims={renamed(key): how for key, how in segment.tp_dims.items()},
         expert_shapes={renamed(key): shape for key, shape in segment.expert_shapes.items()},
         frozen_names={renamed(key) for key in segment.frozen_names},
+        int8_names={renamed(key) for key in segment.int8_names},
     )
 
 
