@@ -95,7 +95,7 @@ def _weight_copy_bytes(scenario: Scenario, stage: StageSegments, rank_parameters
     )
     if scenario.zero_level < 3:
         copies = gathered_weight_bytes(scenario, rank_parameters)
-        if scenario.checkpointing == "full":
+        if scenario.checkpointing in ("selective", "full"):
             # Autocast casts frozen weights in each call: a checkpointed block's are there only while it is at work.
             parts = (
                 (rank_parameters, 1.0 - rank_parameters.frozen_share),

@@ -269,20 +269,21 @@ def _activation_bytes(run: FineTuning) -> tuple[float, float, float]:
         return run.sizes.num_layers * kept, kept, passing
     checkpoint = run.stack.stream_bytes * run.sizes.hidden_size * run.num_tokens
     if run.checkpointing == "selective":
-        checkpoint += min(kept - checkpoint, _product_bytes(run.sizes) * run.num_tokens)
+        checkpoint += min(kept - checkpoint, _product_bytes(run) * run.num_tokens)
     recomputed = kept if run.checkpointing == "full" else kept - checkpoint
     if run.offloads_checkpoints:
         checkpoint = 0.0
     return run.sizes.num_layers * checkpoint, checkpoint, passing + recomputed
 
 
-def _product_bytes(sizes: DecoderSizes) -> float:
-    """Bytes a token of the results of a block's linear layers and attention, which selective checkpointing keeps."""
-    outputs = sum(
-        output * (sizes.experts_per_token if name in MLP_LAYERS else 1)
-        for name, (_, output) in sizes.linear_sizes.items()
-    )
-    return 2.0 * (outputs + sizes.num_heads * sizes.head_dim)
+def _product_bytes(run: FineTuning) -> float:
+    """Bytes a token of the results of a block's linear layers, adapters and attention, which selective checkpointing
+    keeps."""
+    sizes, num_elements = run.sizes, run.sizes.num_heads * run.sizes.head_dim
+    for name, (_, outputs) in sizes.linear_sizes.items():
+        adapter = outputs + run.adapter_rank if run.adapter_rank and name in run.adapter_targets else 0
+        num_elements += (outputs + adapter) * (sizes.experts_per_token if name in MLP_LAYERS else 1)
+    return 2.0 * num_elements
 
 
 def _block_bytes(run: FineTuning) -> tuple[float, float]:
