@@ -135,7 +135,7 @@ def _try_state_dtypes(scenario: Scenario, options: TrainingOptions) -> ChangeCan
 
 def _try_sharding(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
     current_shard = scenario.parallelism.shard if scenario.zero_level == 3 else 1
-    for ranks in list_divisors(scenario.data_parallel):
+    for ranks in [] if scenario.profile.must_be_whole else list_divisors(scenario.data_parallel):
         if ranks > current_shard:
             yield (
                 _format_sharding(scenario, ranks, scenario.data_parallel // ranks),
@@ -151,7 +151,7 @@ def _try_offload(scenario: Scenario, options: TrainingOptions) -> ChangeCandidat
 
 def _try_more_devices(scenario: Scenario, options: TrainingOptions) -> ChangeCandidates:
     """Shards on more devices, of which each has its part of the same batch."""
-    factor = 2
+    factor = MAX_DEVICE_FACTOR + 1 if scenario.profile.must_be_whole else 2
     while (
         factor <= MAX_DEVICE_FACTOR
         and scenario.global_batch % (scenario.data_parallel * factor * scenario.micro_size) == 0

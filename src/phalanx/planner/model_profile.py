@@ -213,6 +213,11 @@ class ModelProfile:
         """All of them, tied ones once."""
         return sum(each.repeats * each.weights.count for each in self.segments)
 
+    @cached_property
+    def must_be_whole(self) -> bool:
+        """Whether each worker must hold all of it: frozen weights in 8 bits are not divided."""
+        return any(each.weights.int8_count for each in self.segments)
+
     @property
     def num_blocks(self) -> int:
         """Number of repeated blocks: what pipeline stages are made of."""

@@ -89,7 +89,7 @@ def _enumerate_parallelisms(
     if space.parallelism is not None:
         fixed = space.parallelism
         return [(fixed.replicate, fixed.shard, fixed.tensor, fixed.pipeline, fixed.context, fixed.expert)]
-    if space.replicas_only:
+    if space.replicas_only or profile.must_be_whole:
         return [(space.devices, 1, 1, 1, 1, 1)] if space.global_batch % space.devices == 0 else []
     parallelisms: list[tuple[int, ...]] = []
     has_splittable_sequences = bool(head_counts) and space.has_sequences

@@ -232,6 +232,9 @@ def test_frozen_int8_weights_take_a_byte_and_have_no_copy_in_16_bits() -> None:
     saved_bytes = estimate_memory(plain).parameters - estimate_memory(quantized).parameters
     assert saved_bytes == pytest.approx(3 * num_int8)
     assert estimate_memory(plain).temporaries - estimate_memory(quantized).temporaries > num_int8
+    needed = [replace(it, parallelism=Parallelism(replicate=8)) for it in (plain, quantized)]
+    advice = [suggest_memory_changes(it, capacity=0.97 * estimate_memory(it).total).description for it in needed]
+    assert ["shard" in text for text in advice] == [True, False]  # whole on each worker
 
 
 def test_a_checkpointed_block_keeps_no_16_bit_copies_of_frozen_weights() -> None:

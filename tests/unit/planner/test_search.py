@@ -1,5 +1,6 @@
 """The search for a layout: what is valid, what the estimate is worth, and which of the best comes first."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -160,6 +161,12 @@ def test_a_micro_batch_and_ways_that_are_given_are_the_only_ones() -> None:
 def test_exactness_over_replicas_leaves_whole_replicas() -> None:
     rows = enumerate_candidates(decoder(), SearchSpace(64, 256, replicas_only=True))
     assert set(rows.replicate) == {64}
+
+
+def test_frozen_int8_weights_are_whole_on_every_device() -> None:
+    segments = tuple(replace(each, weights=replace(each.weights, int8_count=1)) for each in decoder().segments)
+    found = enumerate_candidates(replace(decoder(), segments=segments), SearchSpace(64, 256))
+    assert set(found.replicate) == {64}
 
 
 @pytest.mark.parametrize("space", [SearchSpace(64, 63, replicas_only=True), SearchSpace(7, 64, micro_size=5)])
