@@ -3,6 +3,7 @@ why a row cannot be. What a row leaves open follows from its software at its dat
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from phalanx.planner.finetune_memory import (
     ALL_LINEAR,
@@ -25,6 +26,20 @@ NEEDED_COLUMNS = (
     *("params_B", "layers", "hidden", "heads", "ffn_hidden", "vocab"),
     *("seq_len", "micro_batch", "activation_checkpointing"),
 )
+BASE_DTYPES: dict[str, BaseDtype] = {
+    "": "bf16",
+    "bf16": "bf16",
+    "fp16": "bf16",
+    "fp32": "fp32",
+    "int8": "int8",
+    "int4-gptq": "int4",
+}
+CHECKPOINTING: dict[str, Literal["none", "selective", "full"]] = {
+    "none": "none",
+    "selective": "selective",
+    "full": "full",
+    "unsloth": "full",
+}
 TRAINERS = ("full", "sft", "dpo", "kto")
 LOGP_BYTES_PER_LOGIT = 10.0
 """Five tensors in 16 bits: TRL's `selective_log_softmax` keeps logits and log-probabilities of each row, and backward
@@ -74,21 +89,29 @@ def parse_finetune_row(row: Row) -> FineTuningRow:
 def parse_finetune_run(row: Row) -> FineTuning:
     """The run of a row, whatever it measured. CannotPredict: what it leaves open."""
     if row["method"] not in ("lora", "qlora", *TRAINERS):
-        raise CannotPredict(f"{row['method']} is no training with this loss")
+        raise CannotPredict(f"method {row['method']} is not modelled")
     for column in NEEDED_COLUMNS:
         if not row[column]:
             raise CannotPredict(f"{column} is not stated")
-    if not row["attention"] and row["date"] < FUSED_ATTENTION_DEFAULT:
+    if row["activation_checkpointing"] not in CHECKPOINTING:
+        raise CannotPredict(f"activation_checkpointing {row['activation_checkpointing']} is not modelled")
+    if not row["attention"] and "" < row["date"] < FUSED_ATTENTION_DEFAULT:
         raise CannotPredict("attention is not stated")
-    notes = parse_notes(row)
-    has_adapters = row["method"] in ("lora", "qlora")
+    notes, has_adapters = parse_notes(row), _has_adapters(row)
     if has_adapters and not row["lora_rank"]:
         raise CannotPredict("lora_rank is not stated")
     if "context_parallel" in notes:
         raise CannotPredict("context parallelism is not modelled")
+    if row["attention"] == "eager":
+        raise CannotPredict("attention that stores scores is not modelled")
+    if row["optimizer"] and "adam" not in row["optimizer"]:
+        raise CannotPredict(f"optimizer {row['optimizer']} is not modelled")
+    is_sharded = row["parallelism"].startswith("fsdp") or row["parallelism"] == "zero3"
+    if is_sharded and not row["gpus"]:
+        raise CannotPredict("gpus is not stated")
     sizes = infer_sizes(row)
     trained_bytes = 2.0 if row["optimizer_bits"] == "16" or not has_adapters else 4.0
-    if notes.get("master", "").startswith("fp32"):
+    if notes.get("master", "").startswith("fp32") or row["base_dtype"] == "fp32":
         trained_bytes = 4.0
     run = FineTuning(
         sizes=sizes,
@@ -104,21 +127,27 @@ def parse_finetune_run(row: Row) -> FineTuning:
         else BYTES_PER_MOMENT.get(row["optimizer_bits"], 4.0 if has_adapters else trained_bytes),
         keeps_gradients=notes.get("optimizer_in_bwd") != "yes",
         accumulates_gradients=row["grad_accum"] not in ("", "1"),
-        checkpointing="none" if row["activation_checkpointing"] == "none" else "full",
+        checkpointing=CHECKPOINTING[row["activation_checkpointing"]],
         offloads_checkpoints=notes.get("activation_offload") == "yes" or row["activation_checkpointing"] == "unsloth",
-        num_shards=int(row["gpus"]) if row["parallelism"].startswith("fsdp") else 1,
+        num_shards=int(row["gpus"]) if is_sharded else 1,
         offloads_state=notes.get("cpu_offload") == "yes",
         stack=infer_stack(row, sizes),
     )
     if row["method"] == "dpo":
         return with_preference_pairs(run, "online")
-    return replace(run, frozen_models=((sizes, "bf16"),)) if row["method"] == "kto" else run
+    if row["method"] == "kto" and not has_adapters:
+        return replace(run, frozen_models=((sizes, "bf16"),))
+    return run
+
+
+def _has_adapters(row: Row) -> bool:
+    return row["method"] in ("lora", "qlora") or parse_notes(row).get("tuning", "") in ("lora", "qlora")
 
 
 def infer_stack(row: Row, sizes: DecoderSizes) -> FineTuningStack:
     """What the software of a row does, by its name, version and date."""
     source, notes, date = row["source"], parse_notes(row), row["date"] or "9999"
-    has_adapters, is_4bit = row["method"] in ("lora", "qlora"), row["base_dtype"] == "nf4"
+    has_adapters, is_4bit = _has_adapters(row), row["base_dtype"] == "nf4"
     is_litgpt, is_torchtune = "LitGPT" in source, "torchtune" in source
     is_transformers = not is_litgpt and not is_torchtune
     framework, system = notes.get("framework", ""), notes.get("system", "")
@@ -164,9 +193,10 @@ def _base_dtype(row: Row) -> BaseDtype:
     if row["base_dtype"] == "nf4":
         is_single = "LitGPT" in row["source"] and parse_notes(row).get("double_quant") != "yes"
         return "nf4" if is_single else "nf4-double"
-    if row["base_dtype"] == "int4-gptq":
-        return "int4"
-    return "int8" if row["base_dtype"] == "int8" else "bf16"
+    try:
+        return BASE_DTYPES[row["base_dtype"]]
+    except KeyError:
+        raise CannotPredict(f"base_dtype {row['base_dtype']} is not modelled") from None
 
 
 def _adapter_targets(cell: str) -> frozenset[str]:

@@ -161,9 +161,16 @@ def test_published_peaks_are_predicted(name: str) -> None:
         ({"lora_rank": ""}, "lora_rank is not stated"),
         ({"params_B": 9}, "the sizes do not give the number of parameters"),
         ({"tokens_per_sec": 1000, "step_time_s": 8}, "tokens per second and step time contradict the length"),
+        ({"base_dtype": "mxfp4"}, "base_dtype mxfp4 is not modelled"),
         ({"note": "suspect=too_low"}, "the row contradicts its source"),
     ],
 )
 def test_rows_that_say_too_little_or_contradict_themselves_are_refused(cells: Cells, reason: str) -> None:
     with pytest.raises(CannotPredict, match=reason):
         parse_finetune_row(row({**IBM, **LORA, "peak_memory_gib": 24.87, **cells}))
+
+
+def test_adapters_need_no_reference_model() -> None:
+    cells = {**IBM, **LORA, "method": "dpo", "note": "tuning=lora", "peak_memory_gib": 24.87}
+    run = parse_finetune_row(row(cells)).run
+    assert (run.adapter_rank, run.sequences_per_sample, run.frozen_models) == (16, 2, ())
