@@ -7,8 +7,11 @@ URL/blocks/<xxh3_128>                               bytes of the ranks' files, n
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
+from phalanx.safe_files import parse_json
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import open_store
 from phalanx.storage.url import StoreUrl
@@ -52,6 +55,14 @@ class StoredSteps:
     def whole_steps(self) -> Iterator[int]:
         """The steps of which the checkpoint is whole, newest first; each is looked at when it is asked for."""
         return filter(self.is_whole, self.steps())
+
+    def read_newest_meta(self) -> tuple[int, Mapping[str, Any]] | None:
+        """The step and `meta` of the newest whole checkpoint with a manifest that can be read; None for none."""
+        for step in self.whole_steps():
+            with suppress(ValueError, KeyError, TypeError):  # damaged: a restore reports it
+                content = self.store.read((self.step_url(step) / MANIFEST_NAME).key)
+                return step, dict(parse_json(content.decode())["meta"])
+        return None
 
 
 def split_checkpoint_url(url: StoreUrl) -> tuple[StoreUrl, int | None]:
