@@ -141,16 +141,13 @@ def pin_sources(
             commits[url] = describe_version(Path(_download_matches(url)))
         return json.dumps(str(pin_revision(parse_url(url), commits[url])))
 
-    def pin(source: DataSource) -> DataSource:
-        if source.prepared is not None:  # it is pinned when it is opened
+    def pin(source: DataSource | None) -> DataSource | None:
+        if source is None or source.prepared is not None:  # what is prepared is pinned when it is opened
             return source
         return DataSource.model_validate_json(_HUB_URL_TEXT.sub(pin_url, source.model_dump_json()))
 
-    pinned = None if evaluation.source is None else pin(evaluation.source)
-    return (
-        data.model_copy(update={"source": [pin(source) for source in data.sources]}),
-        evaluation.model_copy(update={"source": pinned}),
-    )
+    data = data.model_copy(update={"source": [pin(source) for source in data.sources]})
+    return data, evaluation.model_copy(update={"source": pin(evaluation.source)})
 
 
 def localize_source(base_dir: Path, name: str) -> str:
