@@ -66,8 +66,10 @@ class StoredSteps:
 
 
 def split_checkpoint_url(url: StoreUrl) -> tuple[StoreUrl, int | None]:
-    """The URL of the run, or prefix, that a URL names, and the step if it is that of a checkpoint."""
+    """The URL of the run, or prefix, that a URL or its `checkpoints` names, and the step if it is a checkpoint's."""
     match = CHECKPOINT_NAME_PATTERN.fullmatch(url.name)
     if match and url.parent.name == CHECKPOINTS_NAME:
         return url.parent.parent, int(match[1])
+    if url.name == CHECKPOINTS_NAME and not StoredSteps(url).steps() and StoredSteps(url.parent).steps():
+        return url.parent, None
     return url, None
