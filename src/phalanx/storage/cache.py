@@ -49,6 +49,10 @@ CACHE_LIMIT_VARIABLE = "PHALANX_STORE_CACHE_GIB"
 _LOCK_TIMEOUT_S = 86400.0
 _ANNOUNCED_S = 2**31 - 2**20
 """Time of change, in 2038, of a shard that is needed at once: some file systems know no later one."""
+_UNSEEN_SHARE = 1 / 32
+"""Share of the free bytes that a process uses before it looks again, since others use them, too: to look takes 15 us
+a file."""
+_spare_bytes: dict[tuple[Path, str | None], float] = {}  # by the cache's directory and its limit
 _entry_locks: dict[tuple[int, Path], int] = {}
 _peers: ObjectPeers | None = None
 
@@ -218,10 +222,10 @@ def _list_items() -> list[_Item]:
         with contextlib.suppress(FileNotFoundError):  # another process evicts
             listed, used_at, size = read_json(path)["files"], path.stat().st_mtime, 0
             is_used = is_locked(path.with_name("lock"))
-            for file in filter(Path.is_file, path.parent.glob("files/**/*")):
-                stat = file.stat()
-                if file.suffix == ".bin" and str(file.relative_to(path.parent)) not in listed:
-                    items.append(_Item(stat.st_mtime if is_used else stat.st_atime, stat.st_size, file))
+            for file in (f"{folder}/{name}" for folder, _, names in os.walk(path.parent / "files") for name in names):
+                stat = os.stat(file)
+                if file.endswith(".bin") and os.path.relpath(file, path.parent) not in listed:
+                    items.append(_Item(stat.st_mtime if is_used else stat.st_atime, stat.st_size, Path(file)))
                     used_at = max(used_at, items[-1].used_at)  # after its shards
                 else:
                     size += stat.st_size
@@ -239,6 +243,10 @@ def _find_limit(used: int) -> float:
 def free_space(needed: int, keeps_announced: bool = False) -> float:
     """Evict until `needed` more bytes fit; return how many are lacking, above 0 where the rest is in use. With
     `keeps_announced` shards that a process has announced stay."""
+    key = cache_root(), os.environ.get(CACHE_LIMIT_VARIABLE)
+    _spare_bytes[key] = spare = _spare_bytes.get(key, 0.0) - needed
+    if spare >= 0:
+        return -spare
     items = _list_items()
     used = sum(item.size for item in items)
     lacking = used + needed - _find_limit(used)
@@ -247,6 +255,7 @@ def free_space(needed: int, keeps_announced: bool = False) -> float:
             break
         if _remove_unused(item.path):
             lacking -= item.size
+    _spare_bytes[key] = -lacking * _UNSEEN_SHARE
     return lacking
 
 
