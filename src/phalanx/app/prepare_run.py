@@ -37,7 +37,7 @@ from phalanx.data.bad_rows import count_skipped
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
-from phalanx.data.source_files import SOURCE_ORIGINS_KEY, pin_sources, read_source_commits
+from phalanx.data.source_files import SOURCE_ORIGINS_KEY, pin_sources
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.formatting import format_bytes, format_percent, format_plural
@@ -259,8 +259,7 @@ def resolve_run(
     loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
-    commits = read_source_commits(run)
-    data, evaluate = pin_sources(given.data, given.evaluation, commits)
+    data, evaluate, commits = pin_sources(given.data, given.evaluation, run)
     data, evaluate = prepare_all_sources(data, evaluate, folder, report_progress=progress, seed=given.seed)
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written

@@ -124,16 +124,12 @@ def _download_matches(pattern: str) -> str:
     return f"{escape(str(root))}/{rest}"
 
 
-def read_source_commits(run: Run) -> dict[str, str]:
-    """The commits at which a run has read the `hf://` URLs of its sources; empty for a new run."""
-    return dict(run.read_json_or_empty(run.environment).get("origins", {}).get(SOURCE_ORIGINS_KEY, {}))
-
-
 def pin_sources(
-    data: DataConfig, evaluation: EvaluationConfig, commits: dict[str, str]
-) -> tuple[DataConfig, EvaluationConfig]:
-    """Both with each `hf://` URL of a source at its commit in `commits`, else at that which its revision means now,
-    which is added there: the nodes of a run, and the run when it resumes, read the same. Downloads what they match."""
+    data: DataConfig, evaluation: EvaluationConfig, run: Run
+) -> tuple[DataConfig, EvaluationConfig, dict[str, str]]:
+    """Both with each `hf://` URL of a source at the commit that the run has recorded, else at that which its revision
+    means now: all nodes, and a resume, read the same. Downloads what they match. Also the commits by URL."""
+    commits = dict(run.read_json_or_empty(run.environment).get("origins", {}).get(SOURCE_ORIGINS_KEY, {}))
 
     def pin_url(match: re.Match[str]) -> str:
         url = json.loads(match[0])
@@ -147,7 +143,7 @@ def pin_sources(
         return DataSource.model_validate_json(_HUB_URL_TEXT.sub(pin_url, source.model_dump_json()))
 
     data = data.model_copy(update={"source": [pin(source) for source in data.sources]})
-    return data, evaluation.model_copy(update={"source": pin(evaluation.source)})
+    return data, evaluation.model_copy(update={"source": pin(evaluation.source)}), commits
 
 
 def localize_source(base_dir: Path, name: str) -> str:

@@ -45,7 +45,6 @@ def test_a_glob_of_a_hub_prepares_what_it_matches(rows: Path, tmp_path: Path) ->
     ("refusal", "place", "sentence"),
     [
         ((401, "GatedRepo"), URL, "access is gated; accept its terms on the hub, and set HF_TOKEN"),
-        ((401, ""), URL, "access is denied (HTTP 401); set HF_TOKEN to a token that may read it"),
         ((403, ""), URL, "access is denied (HTTP 403); set HF_TOKEN to a token that may read it"),
         ((401, "RepoNotFound"), URL, "not on the hub (RepositoryNotFoundError); check the name and revision"),
         (None, f"{URL}@none", "not on the hub (RevisionNotFoundError)"),
