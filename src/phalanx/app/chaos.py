@@ -74,7 +74,7 @@ def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: 
     )
 
 
-def find_baseline_run(path: Path, loaded: LoadedRecipe, run_shape: RunShape) -> Run:
+def find_baseline_run(path: str, loaded: LoadedRecipe, run_shape: RunShape) -> Run:
     """Open the baseline run. Raises UsageError when it is not finished, or had another recipe or world size."""
     run = Run.open_existing(path)
     if (

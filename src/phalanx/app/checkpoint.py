@@ -12,6 +12,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.safe_files import check_links
 from phalanx.storage.errors import NotFound
+from phalanx.storage.store import check_writable
 from phalanx.storage.stored_checkpoints import split_checkpoint_url
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
@@ -98,6 +99,8 @@ def verify_at(location: str, step: int | None) -> tuple[str, CheckpointManifest]
 def copy_checkpoint(source: str, to: str, step: int | None) -> str:
     """Copy a checkpoint below a run directory or URL, and return where it is. What is there already is not sent again.
     Raises UsageError where another checkpoint of its step is at a directory."""
+    if is_url(to):
+        check_writable(parse_url(to))
     path = select_checkpoint(source, step)
     verify_checkpoint(path)
     if is_url(to):

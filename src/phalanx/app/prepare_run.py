@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ from phalanx.data.bad_rows import count_skipped
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
+from phalanx.data.source_files import SOURCE_ORIGINS_KEY, pin_sources
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.formatting import format_bytes, format_percent, format_plural
@@ -113,6 +114,8 @@ class PreparedRun:
     first_attempt: int
     resolved: RecipeResolved | None = None
     """What preparing took; None in a session, which resolves nothing by trials."""
+    source_commits: Mapping[str, str] = field(default_factory=dict)
+    """The commit of each `hf://` URL of a source."""
 
     def opening_events(self) -> list[Event]:
         """What is reported before the first attempt."""
@@ -256,9 +259,8 @@ def resolve_run(
     loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
     previous, notes = load_resumed_recipe(run, given, request.force)
-    data, evaluate = prepare_all_sources(
-        given.data, given.evaluation, folder, report_progress=progress, seed=given.seed
-    )
+    data, evaluate, commits = pin_sources(given.data, given.evaluation, run)
+    data, evaluate = prepare_all_sources(data, evaluate, folder, report_progress=progress, seed=given.seed)
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
@@ -277,7 +279,7 @@ def resolve_run(
         plan = {**plan, **describe_data_read(opened, recipe)}
         if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
             check_same_image_processor(run, recipe, folder)
-        return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+        return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt, source_commits=commits)
     prepared = scale_batch_with_workers(pin_origins(prepared), world_size)
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
@@ -288,7 +290,7 @@ def resolve_run(
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)
-    return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+    return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt, source_commits=commits)
 
 
 def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: bool) -> dict[str, Any]:
@@ -383,6 +385,7 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     write_json(run.cluster, {**prepared.cluster, **({} if prices is None else {"prices": prices.model_dump()})})
     kept = run.read_json_or_empty(run.environment).get("origins", {})  # weights are only read when a run begins
     origins = {**kept, **find_origins(prepared.recipe, prepared.recipe_dir, not run.has_checkpoint())}
+    origins |= {SOURCE_ORIGINS_KEY: dict(prepared.source_commits)} if prepared.source_commits else {}
     write_json(
         run.environment,
         {

@@ -4,14 +4,21 @@ Each worker then restores its state from the newest good checkpoint: `train/resu
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from phalanx.errors import DataError, RecipeError
+from pydantic import ValidationError
+
+from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.recipe import Recipe, ResolvedRecipe, load_recipe, load_resolved_recipe
-from phalanx.recipe.batch_scaling import describe_kept_batch
+from phalanx.recipe.batch_scaling import describe_kept_batch, scale_batch_with_workers
 from phalanx.recipe.diff import RecipeDifference, incompatible_changes
+from phalanx.recipe.locations import name_recipe_key
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, StepDone, WorkerStarted
+from phalanx.std_streams import word_of
+from phalanx.storage.stored_checkpoints import StoredSteps
+from phalanx.storage.url import is_url, parse_url
 from phalanx.train.lr_schedule import compute_learning_rate
 
 
@@ -33,11 +40,42 @@ def load_resumed_recipe(run: Run, given: Recipe, force: bool) -> tuple[ResolvedR
     RecipeError when the recipe changed otherwise.
     """
     recipes = load_previous_recipes(run, given)
-    differences = [] if recipes is None else incompatible_changes(*recipes, given)
+    if recipes is None:
+        return None, check_uploaded_run(run, given)
+    differences = incompatible_changes(*recipes, given)
     if differences and not force:
         raise RecipeError(describe_changes(run, differences))
-    resumed = None if recipes is None or differences else recipes[1]
-    return resumed, [f"forced: {difference}" for difference in differences]
+    return None if differences else recipes[1], [f"forced: {difference}" for difference in differences]
+
+
+def check_uploaded_run(run: Run, given: Recipe) -> list[str]:
+    """Check that `checkpoint.upload.to` of a new run holds no checkpoints of another one; RecipeError where it does.
+    Return a note where it holds those of this run, since its directory was lost: they have its name and mathematics,
+    and their run is not where it was."""
+    if given.checkpoint.upload is None:
+        return []
+    url = parse_url(given.checkpoint.upload.to)
+    with name_recipe_key("checkpoint.upload.to"):
+        if (newest := StoredSteps(url).read_newest_meta()) is None:
+            return []
+        step, meta = newest
+        try:
+            trained = ResolvedRecipe.model_validate(meta.get("recipe"))
+        except ValidationError:
+            raise UsageError(f"{url}: holds checkpoints of no recipe of this Phalanx; choose another URL") from None
+        changes = [RecipeDifference("name", trained.name, given.name)] if trained.name != given.name else []
+        scaled = scale_batch_with_workers(given, trained.parallelism.world)
+        changes += incompatible_changes(_as_given(trained, given), trained, scaled)
+        changes = [each for each in changes if not is_url(each.new_value)]  # a checkpoint has what a URL meant then
+        place = str(meta.get("run", "an unknown place"))
+        is_elsewhere = place != run.absolute_location and (is_url(place) or Run(Path(place)).has_started())
+        if changes or is_elsewhere:
+            raise UsageError(
+                f"{url}: holds checkpoints of another run, {trained.name} in {place}, up to step {step}"
+                f"{f' ({changes[0]})' if changes else ''}; choose another URL, or set init_from={url} to begin with "
+                f"its weights{f', or continue it by --run {word_of(place)}' if is_elsewhere else ''}"
+            )
+    return [f"{url} holds checkpoints of this run up to step {step}, when it was in {place}: resuming from there"]
 
 
 def describe_all_changes(run: Run, given: Recipe, old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
@@ -77,9 +115,14 @@ def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedReci
         resolved = newest
     if run.recipe.is_file():
         return load_recipe(run.recipe).recipe, resolved
+    return _as_given(resolved, given), resolved
+
+
+def _as_given(resolved: ResolvedRecipe, given: Recipe) -> Recipe:
+    """Return a resolved recipe with the data of `given`, of which the fingerprint is compared."""
     evaluate = resolved.evaluation.model_copy(update={"source": given.evaluation.source})
     data = resolved.data.model_copy(update={"source": given.data.source, "tokenizer": given.data.tokenizer})
-    return resolved.model_copy(update={"data": data, "evaluation": evaluate}), resolved
+    return resolved.model_copy(update={"data": data, "evaluation": evaluate})
 
 
 def check_kept(run: Run) -> None:

@@ -21,6 +21,7 @@ from phalanx.recipe import load_recipe
 from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.directory import check_run_path
+from phalanx.storage.url import is_url
 from phalanx.text_table import Column, format_table
 
 FAILED_EXIT_CODE = 1
@@ -36,7 +37,7 @@ def chaos(
         str | None, typer.Option(metavar="KIND,...", help="Kinds of faults.", show_default="all applicable")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New directory for both runs.", show_default="runs/<name>-chaos")
+        str | None, typer.Option(metavar="DIR", help="New directory for both runs.", show_default="runs/<name>-chaos")
     ] = None,
     nproc_per_node: NprocOption = None,
     nodes: Annotated[
@@ -44,7 +45,8 @@ def chaos(
     ] = 1,
     queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a separate local queue.")] = False,
     baseline: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Finished run without faults, instead of training one.")
+        str | None,
+        typer.Option(metavar="RUN", help="Finished run or its URL, instead of training one."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the fault plan, without training.")] = False,
     as_json: JsonOption = False,
@@ -71,7 +73,9 @@ def chaos(
         loaded = load_recipe(recipe, given)
     run_shape = make_run_shape(loaded, nproc_per_node, nodes, queue)
     fault_plan = draw_faults(seed, faults, parse_kinds(kinds, run_shape), run_shape)
-    folder = run if run is not None else Path("runs") / f"{loaded.recipe.name}-chaos"
+    if is_url(run):
+        raise UsageError(f"--run {run}: the faults are injected on this machine; expected a directory")
+    folder = Path("runs") / f"{loaded.recipe.name}-chaos" if run is None else Path(run)
     if folder.exists():
         raise UsageError(f"{folder}: already exists; choose another --run, or remove it")
     check_run_path(folder)
@@ -149,7 +153,7 @@ class ChaosConsole:
         """Print the baseline run."""
         result = run.read_json(run.result) or {}
         self._print(
-            f"baseline     {run.path}: digest {result.get('digest')}, {format_duration(result.get('duration_s'))}"
+            f"baseline     {run.location}: digest {result.get('digest')}, {format_duration(result.get('duration_s'))}"
         )
 
     def on_fault(self, one: InjectedFault) -> None:

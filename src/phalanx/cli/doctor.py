@@ -17,6 +17,7 @@ from phalanx.cluster.health.compare_nodes import compare_nodes
 from phalanx.cluster.health.runner import NodeHealthReport, choose_checks, parse_report
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_duration
+from phalanx.recipe.locations import StorageLocation
 from phalanx.run.cache import cache_root
 from phalanx.storage.url import is_url
 from phalanx.text_table import Column, format_table
@@ -52,11 +53,11 @@ def doctor(
         return print_comparison([Path(word) for word in words or []], as_json, quiet)
     if words and words[0].endswith((".json", ".jsonl")):
         raise UsageError(f"{words[0]}: reports need --compare; without it `phalanx doctor` checks this machine")
-    context = CheckContext(Path(run or "").absolute(), expected_devices=expect_gpus)
-    if words:
-        run, locations = find_locations(words, run)
-        run_dir = cache_root() if is_url(run) else Path(run).absolute()  # of a run at a URL the scratch is there
-        context = replace(context, run_dir=run_dir, locations=tuple(locations))
+    run, locations = find_locations(words, run) if words else (run or "", [])
+    run_dir = cache_root() if is_url(run) else Path(run).absolute()  # of a run at a URL the scratch is there
+    if is_url(run) and not words:
+        locations = [StorageLocation("run", run, is_written=True)]
+    context = CheckContext(run_dir, expected_devices=expect_gpus, locations=tuple(locations))
     found = check_this_machine(context, quick, only or [], skip or [])
     if as_json:
         typer.echo(json.dumps(found.as_json()))

@@ -1,20 +1,23 @@
 """Where a prepared dataset lies: in a directory, or at a URL, of which a node keeps a copy.
 
-The copy begins with the manifest and the tokenizer. Shards are downloaded into it one by one, when they are first read
-or a little before; the processes of a node share it. All is verified against the manifest as in any directory.
+The copy begins with the manifest and the tokenizer. Shards are downloaded into it one by one, when they are read or a
+little before, and may be evicted again; the processes of a node share it. All is verified against the manifest as in
+any directory.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import BinaryIO
 
 from phalanx.data.manifest import MANIFEST_FILE, TOKENIZER_FILE, DatasetManifest, ShardEntry, read_manifest
 from phalanx.errors import DataError, UsageError
 from phalanx.recipe.locations import describe_version
-from phalanx.storage.cache import find_objects, localize_files, localize_into
+from phalanx.storage.cache import find_objects, free_space, localize_files, localize_into, open_held
 from phalanx.storage.errors import NotFound
 from phalanx.storage.hub import pin_revision
 from phalanx.storage.store import PARALLEL_REQUESTS, check_writable, open_store
@@ -43,14 +46,32 @@ class DatasetFiles:
             except NotFound:
                 raise DataError(f"{self.url / name}: the shard is missing, from block 0 on") from None
 
+    @property
+    def is_evictable(self) -> bool:
+        """Whether its shards are in the cache of Phalanx, which may evict them."""
+        return self.url is not None and self.url.scheme != "hf"
+
+    def open_shard(self, entry: ShardEntry) -> contextlib.AbstractContextManager[BinaryIO | None]:
+        """Fetch a shard. Open the file of one that may be evicted: not while it, or a mapping of it, is open."""
+        while True:
+            self.fetch(entry.sidecar, entry.file)
+            if not self.is_evictable:
+                return contextlib.nullcontext()
+            with contextlib.suppress(FileNotFoundError):  # evicted since
+                return open_held(self.directory / entry.file)
+
     def fetch_ahead(self, entries: Iterable[ShardEntry]) -> None:
-        """Download shards in this order in the background. What fails there is reported to the reader of the shard."""
+        """Download shards in this order in the background, as far as the cache has space. What fails there is
+        reported to the reader of the shard."""
         if self.url is not None:
             Thread(target=self._fetch_quietly, args=(list(entries),), name="shards", daemon=True).start()
 
     def _fetch_quietly(self, entries: list[ShardEntry]) -> None:
         for entry in entries:
             try:
+                is_here = (self.directory / entry.file).exists()
+                if not is_here and self.is_evictable and free_space(entry.bytes, keeps_announced=True) > 0:
+                    return
                 self.fetch(entry.sidecar, entry.file)
             except Exception as error:  # noqa: BLE001 - the reader meets it again, and raises it
                 logger.debug("%s: %s", entry.file, error)
@@ -83,7 +104,7 @@ def open_dataset_files(location: str | Path) -> DatasetFiles:
         url = pin_revision(url, describe_version(localize_files(url, (MANIFEST_FILE,))))
     has_tokenizer = "file" in (manifest.tokenizer or {})
     names = (MANIFEST_FILE, TOKENIZER_FILE) if has_tokenizer else (MANIFEST_FILE,)
-    return DatasetFiles(localize_files(url, names, reserve_bytes=manifest.bytes), url)
+    return DatasetFiles(localize_files(url, names, [entry.bytes for entry in manifest.shards]), url)
 
 
 def check_upload(url: StoreUrl) -> None:

@@ -18,7 +18,7 @@ from phalanx.data.bad_rows import BadRowError, BadRows
 from phalanx.data.file_format import check_file_format, open_unpacked
 from phalanx.data.manifest import LABEL_BYTES
 from phalanx.data.shard import ValueArray
-from phalanx.data.source_files import SourceFile, join_location, list_source_objects, stat_source_file, walk_files
+from phalanx.data.source_files import SourceFile, list_source_objects, localize_source, stat_source_file, walk_files
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
 from phalanx.data.webdataset import is_packed, iterate_samples, read_label
 from phalanx.errors import DataError, RecipeError, UsageError
@@ -45,7 +45,7 @@ class ImageSourceInfo(NamedTuple):
 
 def find_idx_pair(images: str, labels: str, folder: Path) -> ImageSourceInfo:
     """The pair of IDX files of one image set; DataError unless they belong together."""
-    files = [stat_source_file(join_location(folder, name)) for name in (images, labels)]
+    files = [stat_source_file(localize_source(folder, name)) for name in (images, labels)]
     for file in files:
         check_file_format(file.path, "idx")
     with _open_idx(files[0].path) as stream:

@@ -21,7 +21,7 @@ from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
 from phalanx.data.images import find_idx_pair, find_image_dir, find_webdataset, read_idx_records, read_image_record
 from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, ShardEntry, narrowest_token_dtype
 from phalanx.data.shard import ShardWriter, ValueArray
-from phalanx.data.source_files import SourceFile, find_files, join_location, to_glob_list
+from phalanx.data.source_files import SourceFile, find_files, localize_source, to_glob_list
 from phalanx.data.sources import (
     CHUNK_BYTES,
     FilePart,
@@ -108,7 +108,7 @@ def make_prepare_plan(source: DataSource, data: DataConfig, recipe_dir: Path) ->
         images = find_idx_pair(source.idx.images, source.idx.labels, recipe_dir)
         pieces: list[PreparePiece] = [tuple(images.parts)]
     elif source.images is not None:
-        images = find_image_dir(join_location(recipe_dir, source.images), source.image_size)
+        images = find_image_dir(localize_source(recipe_dir, source.images), source.image_size)
         pieces = _group_into_pieces(images.parts)
     elif source.webdataset is not None and source.image_size is not None:
         files = find_files(source.webdataset, source.exclude, recipe_dir)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
 from phalanx.recipe.locations import name_recipe_key
 from phalanx.run.mixture import MixtureStage, SourceMixture
+from phalanx.storage.cache import announce_use
 from phalanx.storage.url import is_url
 
 Batch = dict[str, npt.NDArray[Any]]
@@ -95,6 +97,8 @@ class PreparedDataset:
         self._sample_ends = np.cumsum(counts, dtype=np.int64)
         self.num_samples = int(self._sample_ends[-1]) if counts else 0
         self._shards: dict[int, MappedShard] = {}
+        self._upcoming: list[tuple[int, int]] = []  # samples of the run, and the shards that they are read from
+        _opened.add(self)
 
     def locate(self, sample: Int64Array) -> list[tuple[TokenRange, ...]]:
         """The ranges of values of each sample."""
@@ -107,25 +111,44 @@ class PreparedDataset:
         """Tokens of each sample that are no padding."""
         return np.full(len(sample), self._stride)
 
-    def open_shard(self, number: int) -> MappedShard:
-        """A shard, mapped into memory."""
+    def open_shard(self, number: int, sample: int) -> MappedShard:
+        """A shard, mapped into memory, to read the run's sample of this number."""
         if (shard := self._shards.get(number)) is None:
             entry = self.manifest.shards[number]
-            self.files.fetch(entry.sidecar, entry.file)
-            shard = MappedShard(self.files.directory, entry, np.dtype(self.manifest.dtype))
+            if not (self.files.directory / entry.file).exists():
+                self._announce_uses(sample)
+                for dataset in _opened:  # what is not read at this moment may be evicted
+                    dataset._shards.clear()
+            with self.files.open_shard(entry) as file:
+                shard = MappedShard(self.files.directory, entry, np.dtype(self.manifest.dtype), file)
             self._shards[number] = shard
         return shard
 
-    def fetch_ahead(self, located: list[tuple[TokenRange, ...]]) -> None:
-        """Download the shards of these ranges in the background, if they are in a store."""
+    def fetch_ahead(self, samples: Int64Array, located: list[tuple[TokenRange, ...]]) -> None:
+        """Download the shards of these ranges, of the run's samples of these numbers, in the background, if they are in
+        a store."""
         if self.files.url is not None:
-            numbers = dict.fromkeys(shard for ranges in located for shard, _, _ in ranges)
-            self.files.fetch_ahead(self.manifest.shards[number] for number in numbers)
+            pairs = zip(samples.tolist(), located, strict=True)
+            self._upcoming = [(sample, shard) for sample, ranges in pairs for shard, _, _ in ranges]
+            self._announce_uses(self._upcoming[0][0] if self._upcoming else 0)
+            self.files.fetch_ahead(
+                self.manifest.shards[number] for number in dict.fromkeys(shard for _, shard in self._upcoming)
+            )
+
+    def _announce_uses(self, sample: int) -> None:
+        """Say after how many samples each shard is needed, from the run's sample of this number on."""
+        soonest = {shard: number - sample for number, shard in reversed(self._upcoming) if number >= sample}
+        for number, entry in enumerate(self.manifest.shards) if self.files.is_evictable else ():
+            announce_use(self.files.directory / entry.file, soonest.get(number))
 
     def reset_verification(self) -> None:
         """Have everything that is read from now on verified again."""
-        for shard in self._shards.values():
+        for shard in list(self._shards.values()):  # another thread may clear them
             shard.reset_verification()
+
+
+_opened: "WeakSet[PreparedDataset]" = WeakSet()
+"""The datasets of this process."""
 
 
 class PackedDataset(PreparedDataset):
@@ -170,6 +193,8 @@ class _LocatedSamples:
 
 SampleRanges = list[tuple[MappedShard, int, int]]
 """The shards of a sample's values, and the ranges start .. stop - 1 in them."""
+DocumentRanges = list[tuple[memoryview, int, int]]
+"""Where documents start in these shards, and the ranges."""
 
 
 class SampleReader:
@@ -189,12 +214,12 @@ class SampleReader:
         )
         self._last_first = -1
 
-    def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[SampleRanges]]:
+    def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[DocumentRanges]]:
         """The samples number first .. first + count - 1, one a row, and the ranges that they were read from. What these
         leave is padding."""
         rows = np.empty((count, self._datasets[0].sample_length), self._datasets[0].manifest.dtype)
-        located = self._open_samples(first_sample, count)
-        for row, ranges in zip(rows, located, strict=True):
+        located: list[DocumentRanges] = []
+        for row, ranges in zip(rows, self._open_samples(first_sample, count), strict=True):
             filled = 0
             for shard, start, stop in ranges:
                 if not shard.all_verified:
@@ -202,6 +227,7 @@ class SampleReader:
                 row[filled : filled + stop - start] = shard.values[start:stop]
                 filled += stop - start
             row[filled:] = PADDING_TOKEN
+            located.append([(shard.document_starts, start, stop) for shard, start, stop in ranges])
         return rows, located
 
     def read_images(self, first_sample: int, count: int) -> tuple[ValueArray, ValueArray]:
@@ -215,7 +241,7 @@ class SampleReader:
             pixels[number] = shard.values[start + LABEL_BYTES : stop]
         return labels, pixels
 
-    def _open_samples(self, first_sample: int, count: int) -> list[SampleRanges]:
+    def _open_samples(self, first_sample: int, count: int) -> Iterator[SampleRanges]:
         """Where those samples are. At the begin of an epoch or an evaluation their blocks become unverified."""
         epoch_samples = max(self.num_samples, 1)
         if (
@@ -246,21 +272,13 @@ class SampleReader:
             total += int(before[stop] - before[start])
         return total
 
-    def _locate_samples(self, first_sample: int, count: int) -> list[SampleRanges]:
-        """The shards of each of those samples, and its ranges of values there."""
-        locations: list[SampleRanges] = []
-        while len(locations) < count:
-            sample_number = first_sample + len(locations)
-            block = self._locate_block(sample_number // self._block_size * self._block_size)
-            part = slice(
-                sample_number - block.first_sample,
-                min(sample_number - block.first_sample + count - len(locations), self._block_size),
-            )
-            locations += [
-                [(self._datasets[source].open_shard(shard), start, stop) for shard, start, stop in ranges]
-                for source, ranges in zip(block.source[part], block.ranges[part], strict=True)
-            ]
-        return locations
+    def _locate_samples(self, first_sample: int, count: int) -> Iterator[SampleRanges]:
+        """Yield the shards of each of those samples, and its ranges of values there."""
+        for sample in range(first_sample, first_sample + count):
+            place = sample % self._block_size
+            block = self._locate_block(sample - place)
+            dataset = self._datasets[block.source[place]]
+            yield [(dataset.open_shard(shard, sample), start, stop) for shard, start, stop in block.ranges[place]]
 
     def _locate_block(self, first: int) -> _LocatedSamples:
         located = self._located  # replaced as a whole, so that two threads may read at once
@@ -268,7 +286,7 @@ class SampleReader:
             located = _LocatedSamples(first, [0] * self._block_size, [()] * self._block_size)
             for number, (dataset, own, sample) in enumerate(self._find_samples(first)):
                 ranges_of_samples = dataset.locate(sample)
-                dataset.fetch_ahead(ranges_of_samples)
+                dataset.fetch_ahead(first + own, ranges_of_samples)
                 for place, ranges in zip(own.tolist(), ranges_of_samples, strict=True):
                     located.source[place], located.ranges[place] = number, ranges
             self._located = located
@@ -366,14 +384,13 @@ class RunData:
         return batch
 
 
-def _document_start_mask(located: list[SampleRanges], length: int) -> npt.NDArray[np.bool_]:
+def _document_start_mask(located: list[DocumentRanges], length: int) -> npt.NDArray[np.bool_]:
     """Where in every sample [b, length] a document, or padding, begins behind another; never at its first token."""
     begins = np.zeros((len(located), length), np.bool_)
     for row, ranges in zip(begins, located, strict=True):
         filled = 0
-        for shard, start, stop in ranges:
+        for starts, start, stop in ranges:
             row[filled] = filled > 0
-            starts = shard.document_starts
             for at in range(bisect_right(starts, start), bisect_left(starts, stop)):
                 row[filled + starts[at] - start] = True
             filled += stop - start

@@ -10,7 +10,7 @@ import struct
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -151,11 +151,11 @@ class MappedShard:
     `all_verified` is True once that was done for all of them, so that a reader can save itself the call.
     """
 
-    def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[Any]):
+    def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[Any], file: BinaryIO | None = None):
         check_shard_size(folder, entry)
         self.path = folder / entry.file
         self.sidecar = read_sidecar(folder, entry)
-        mapped = np.memmap(self.path, np.uint8, mode="r")
+        mapped = np.memmap(file or self.path, np.uint8, mode="r")  # it holds the lock of `file`
         self._bytes = memoryview(mapped)  # type: ignore[arg-type]
         # A plain array over the same memory: slicing a numpy.memmap costs ten times as much.
         self.values: ValueArray = np.frombuffer(mapped, dtype)

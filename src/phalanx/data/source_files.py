@@ -1,5 +1,6 @@
 """Finding the files of a source by name or pattern, each once."""
 
+import json
 import os
 import re
 import stat
@@ -11,11 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.errors import RecipeError, UsageError
-from phalanx.recipe.locations import name_recipe_key
+from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.locations import describe_version, name_recipe_key
+from phalanx.run.directory import Run
 from phalanx.storage.cache import find_objects
-from phalanx.storage.hub import download_snapshot
+from phalanx.storage.hub import download_snapshot, pin_revision
 from phalanx.storage.store import ObjectInfo, open_store
 from phalanx.storage.url import WILDCARD, StoreUrl, fixed_prefix, is_url, parse_url
+
+SOURCE_ORIGINS_KEY = "data.source"
+"""Key of environment.json's `origins` with the commits of `hf://` sources by URL."""
+_HUB_URL_TEXT = re.compile(r'"hf://(?:[^"\\]|\\.)*"')
 
 
 class SourceFile(NamedTuple):
@@ -39,6 +46,8 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
     Relative globs are relative to `base_dir`; an excluding one that begins with `**/` means any place. A name that
     exists as it stands is no pattern. A glob may be a URL: it matches the objects of a store as it would files.
     """
+    if hub := next((each for each in to_glob_list(exclude) if each.startswith("hf://")), None):
+        raise RecipeError(f"data.source: exclude: found {hub!r}, expected the names in it, such as **/old/*.jsonl")
     exclusions = [
         (regex, pattern if is_anywhere else _absolute_path(pattern, base_dir))
         for pattern in to_glob_list(exclude)
@@ -113,6 +122,33 @@ def _download_matches(pattern: str) -> str:
         rest = url.key.removeprefix(prefix).lstrip("/")
         root = download_snapshot(replace(url, key=prefix), [rest, rest.replace("**/", "")])
     return f"{escape(str(root))}/{rest}"
+
+
+def pin_sources(
+    data: DataConfig, evaluation: EvaluationConfig, run: Run
+) -> tuple[DataConfig, EvaluationConfig, dict[str, str]]:
+    """Both with each `hf://` URL of a source at the commit that the run has recorded, else at that which its revision
+    means now: all nodes, and a resume, read the same. Downloads what they match. Also the commits by URL."""
+    commits = dict(run.read_json_or_empty(run.environment).get("origins", {}).get(SOURCE_ORIGINS_KEY, {}))
+
+    def pin_url(match: re.Match[str]) -> str:
+        url = json.loads(match[0])
+        if url not in commits:
+            commits[url] = describe_version(Path(_download_matches(url)))
+        return json.dumps(str(pin_revision(parse_url(url), commits[url])))
+
+    def pin(source: DataSource | None) -> DataSource | None:
+        if source is None or source.prepared is not None:  # what is prepared is pinned when it is opened
+            return source
+        return DataSource.model_validate_json(_HUB_URL_TEXT.sub(pin_url, source.model_dump_json()))
+
+    data = data.model_copy(update={"source": [pin(source) for source in data.sources]})
+    return data, evaluation.model_copy(update={"source": pin(evaluation.source)}), commits
+
+
+def localize_source(base_dir: Path, name: str) -> str:
+    """The path of a file or directory of a source; a URL as it is, one of a hub its local copy."""
+    return _download_matches(name) if name.startswith("hf://") else join_location(base_dir, name)
 
 
 def join_location(base_dir: Path, name: str) -> str:

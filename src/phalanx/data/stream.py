@@ -179,14 +179,14 @@ class StreamedDataset:
         stop = start + self.sample_length
         return [(each,) for each in zip(piece.tolist(), start.tolist(), stop.tolist(), strict=True)]
 
-    def fetch_ahead(self, located: list[tuple[tuple[int, int, int], ...]]) -> None:
+    def fetch_ahead(self, samples: Int64Array, located: list[tuple[tuple[int, int, int], ...]]) -> None:
         """Nothing: the order of preparation is that of reading."""
 
     def count_tokens(self, sample: Int64Array) -> Int64Array:
         """Tokens of each sample that are no padding: all."""
         return np.full(len(sample), self._stride)
 
-    def open_shard(self, piece: int) -> MappedShard:
+    def open_shard(self, piece: int, sample: int) -> MappedShard:
         """The shard of a piece, mapped into memory."""
         if (shard := self._shards.get(piece)) is None:
             entry = self.wait_for(piece)

@@ -115,6 +115,11 @@ class Run:
         """The URL of the run, or the path of its directory."""
         return self.store_url or str(self.path)
 
+    @property
+    def absolute_location(self) -> str:
+        """`location` for processes in other directories."""
+        return self.store_url or str(self.path.absolute())
+
     def create(self) -> None:
         """Make the directory, its folders and its event log; what is there already stays. DataError where a link leads
         out of it."""

@@ -1,22 +1,31 @@
-"""The node-local copies of objects: made once a node, shared by the processes and jobs of a user, evicted by age.
+"""The node-local copies of objects: made once a node, shared by the processes and jobs of a user.
 
     CACHE/store/<hash of URL, names, sizes and ETags>/
         files/NAME...     the objects
         entry.json        written last: URL and the xxh3 of each file
 
 An entry without entry.json was not finished and is made again. A process holds a shared lock on the entries that it
-uses; an entry that is locked is not evicted.
+uses, and on the shards of datasets (*.bin) that it has open: these are not evicted. Shards are evicted one by one.
+
+What was not used for longest is evicted first, and at last the shards that a process has announced, of these the one
+that it needs after the most samples. The time of change of a file says so: one of an announced shard is in the future.
+It counts as long as a process uses the entry, so not after a kill. Of two jobs that read one dataset the last to
+announce is heard: the other may download a shard again.
 """
 
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from functools import cache
 from hashlib import file_digest
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import xxhash
 
@@ -24,7 +33,7 @@ from phalanx.errors import UsageError
 from phalanx.formatting import format_bytes
 from phalanx.run.cache import CACHE_ADVICE, cache_root
 from phalanx.run.directory import write_json
-from phalanx.run.lock import acquire_lock
+from phalanx.run.lock import acquire_lock, is_locked
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import NotFound
 from phalanx.storage.hub import download_snapshot
@@ -32,10 +41,18 @@ from phalanx.storage.peers import ObjectPeers
 from phalanx.storage.store import ObjectInfo, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
+logger = logging.getLogger(__name__)
+
 ENTRY_FILE = "entry.json"
 CACHE_LIMIT_VARIABLE = "PHALANX_STORE_CACHE_GIB"
 """Environment variable with the size of the cache in GiB; by default half of what is free on its disk."""
 _LOCK_TIMEOUT_S = 86400.0
+_ANNOUNCED_S = 2**31 - 2**20
+"""Time of change, in 2038, of a shard that is needed at once: some file systems know no later one."""
+_UNSEEN_SHARE = 1 / 32
+"""Share of the free bytes that a process uses before it looks again, since others use them, too: to look takes 15 us
+a file."""
+_spare_bytes: dict[tuple[Path, str | None], float] = {}  # by the cache's directory and its limit
 _entry_locks: dict[tuple[int, Path], int] = {}
 _peers: ObjectPeers | None = None
 
@@ -54,16 +71,26 @@ def localize(location: str | Path, patterns: Sequence[str] = ()) -> Path:
     return _localize_objects(url, find_objects(url, patterns))
 
 
-def localize_files(url: StoreUrl, names: Sequence[str], reserve_bytes: int = 0) -> Path:
-    """The node-local directory with the objects of these names directly below a URL, which is not listed. The cache
-    keeps `reserve_bytes` more free for what `localize_into` adds to it."""
+def localize_files(url: StoreUrl, names: Sequence[str], shard_bytes: Sequence[int] = ()) -> Path:
+    """The node-local directory with the objects of these names directly below a URL, which is not listed.
+    `shard_bytes`: of the shards that `localize_into` adds to it; UsageError where the cache is too small for one."""
     if url.scheme == "hf":
         return download_snapshot(url, names)
     store = open_store(url)
-    directory = _localize_objects(url, [store.head((url / name).key) for name in names], reserve_bytes)
+    directory = _localize_objects(url, [store.head((url / name).key) for name in names])
+    limit, largest = _find_limit(sum(item.size for item in _list_items())), max(shard_bytes, default=0)
+    _check_space(url, largest, largest - limit)
+    if sum(shard_bytes) > limit:
+        _warn_of_size(url, sum(shard_bytes))
     if _peers is not None:
         _peers.add_directory(str(url), directory)
     return directory
+
+
+@cache
+def _warn_of_size(url: StoreUrl, size: int) -> None:
+    text = "%s: its %s exceed the cache, so shards are downloaded several times in an epoch; set %s to more, or %s"
+    logger.warning(text, url, format_bytes(size), CACHE_LIMIT_VARIABLE, "PHALANX_CACHE_DIR to a larger disk")
 
 
 def set_peers(peers: ObjectPeers | None) -> None:
@@ -80,9 +107,27 @@ def localize_into(directory: Path, url: StoreUrl) -> None:
     with lock_download(path.with_name(f".{url.name}.lock"), url):
         if not path.exists():
             store, unfinished = open_store(url), path.with_name(f".{url.name}.tmp")
+            info = store.head(url.key)
+            free_space(info.size)  # what is lacking then is in use, and exceeds the limit
             if _peers is None or not _peers.copy(url, unfinished):
-                store.download(store.head(url.key), unfinished)
+                store.download(info, unfinished)
+            announce_use(unfinished, 0)
             os.replace(unfinished, path)
+
+
+def open_held(path: Path) -> BinaryIO:
+    """Open a shard, which is not evicted as long as this file or a mapping of it is open. FileNotFoundError where it
+    was evicted before."""
+    file = open(path, "rb")  # noqa: SIM115 - the caller closes it
+    fcntl.flock(file, fcntl.LOCK_SH)
+    os.stat(path)
+    return file
+
+
+def announce_use(path: Path, samples: int | None) -> None:
+    """Say after how many samples this process needs a shard, if it is there; None: later than it knows."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path, (time.time(), time.time() if samples is None else _ANNOUNCED_S - samples))
 
 
 @contextlib.contextmanager
@@ -93,7 +138,7 @@ def lock_download(path: Path, what: object) -> Iterator[None]:
         yield
 
 
-def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_bytes: int = 0) -> Path:
+def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo]) -> Path:
     identity = json.dumps([str(url), objects], sort_keys=True).encode()
     entry = cache_root() / "store" / xxhash.xxh3_64_hexdigest(identity)
     path = entry / "files" / (url.name or url.bucket)
@@ -103,7 +148,7 @@ def _localize_objects(url: StoreUrl, objects: Sequence[ObjectInfo], reserve_byte
         return path
     with lock_download(entry / "download.lock", url):
         if not _is_complete(entry):
-            _download(url, objects, entry, path, reserve_bytes)
+            _download(url, objects, entry, path)
     return path
 
 
@@ -122,9 +167,9 @@ def find_objects(url: StoreUrl, patterns: Sequence[str] = (), max_count: int | N
     return objects
 
 
-def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: Path, reserve_bytes: int) -> None:
-    needed = sum(each.size for each in objects) + reserve_bytes
-    _evict(entry.parent, needed, str(url))
+def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: Path) -> None:
+    needed = sum(each.size for each in objects)
+    _check_space(url, needed, free_space(needed))
     shutil.rmtree(entry / "files", ignore_errors=True)
     checksums, store = {}, open_store(url)
     for each in objects:
@@ -132,7 +177,7 @@ def _download(url: StoreUrl, objects: Sequence[ObjectInfo], entry: Path, path: P
         target.parent.mkdir(parents=True, exist_ok=True)
         store.download(each, target)
         checksums[str(target.relative_to(entry))] = _checksum(target)
-    write_json(entry / ENTRY_FILE, {"url": str(url), "bytes": needed, "files": checksums})
+    write_json(entry / ENTRY_FILE, {"url": str(url), "files": checksums})
 
 
 def _is_complete(entry: Path) -> bool:
@@ -162,32 +207,77 @@ def _hold(entry: Path) -> None:
     fcntl.flock(_entry_locks[key], fcntl.LOCK_SH)
 
 
-def _evict(directory: Path, needed: int, what: str) -> None:
-    """Free space: remove the entries that were not used for longest. UsageError if `needed` bytes do not fit."""
-    free = shutil.disk_usage(directory).free
-    entries = sorted(directory.glob(f"*/{ENTRY_FILE}"), key=lambda path: path.stat().st_mtime)
-    sizes = {path.parent: read_json(path)["bytes"] for path in entries}
-    held = sum(sizes.values())
+class _Item(NamedTuple):
+    """What is evicted as a whole: a shard, or an entry, of which `size` leaves out its shards."""
+
+    used_at: float
+    size: int
+    path: Path
+
+
+def _list_items() -> list[_Item]:
+    """What is in the cache, in the order in which it is evicted."""
+    items = []
+    for path in (cache_root() / "store").glob(f"*/{ENTRY_FILE}"):
+        with contextlib.suppress(FileNotFoundError):  # another process evicts
+            listed, used_at, size = read_json(path)["files"], path.stat().st_mtime, 0
+            is_used = is_locked(path.with_name("lock"))
+            for file in (f"{folder}/{name}" for folder, _, names in os.walk(path.parent / "files") for name in names):
+                stat = os.stat(file)
+                if file.endswith(".bin") and os.path.relpath(file, path.parent) not in listed:
+                    items.append(_Item(stat.st_mtime if is_used else stat.st_atime, stat.st_size, Path(file)))
+                    used_at = max(used_at, items[-1].used_at)  # after its shards
+                else:
+                    size += stat.st_size
+            items.append(_Item(used_at, size, path.parent))
+    return sorted(items)
+
+
+def _find_limit(used: int) -> float:
+    """The bytes that the cache may take, of which `used` are taken."""
+    available = shutil.disk_usage(cache_root() / "store").free + used
     given = os.environ.get(CACHE_LIMIT_VARIABLE)
-    limit = float(given) * 2**30 if given else (free + held) / 2
-    for entry, size in sizes.items():
-        if held + needed <= limit:
+    return min(float(given) * 2**30, available) if given else available / 2
+
+
+def free_space(needed: int, keeps_announced: bool = False) -> float:
+    """Evict until `needed` more bytes fit; return how many are lacking, above 0 where the rest is in use. With
+    `keeps_announced` shards that a process has announced stay."""
+    key = cache_root(), os.environ.get(CACHE_LIMIT_VARIABLE)
+    _spare_bytes[key] = spare = _spare_bytes.get(key, 0.0) - needed
+    if spare >= 0:
+        return -spare
+    items = _list_items()
+    used = sum(item.size for item in items)
+    lacking = used + needed - _find_limit(used)
+    for item in items:
+        if lacking <= 0 or (keeps_announced and item.used_at > time.time()):
             break
-        if _remove_unused(entry):
-            held -= size
-    if held + needed > limit or needed > shutil.disk_usage(directory).free:
+        if _remove_unused(item.path):
+            lacking -= item.size
+    _spare_bytes[key] = -lacking * _UNSEEN_SHARE
+    return lacking
+
+
+def _check_space(url: StoreUrl, needed: int, lacking: float) -> None:
+    if lacking > 0:
         raise UsageError(
-            f"{what}: its {format_bytes(needed)} do not fit into the cache {directory}, of {format_bytes(int(limit))}, "
-            f"of which {format_bytes(held)} are in use; set {CACHE_LIMIT_VARIABLE} or PHALANX_CACHE_DIR"
+            f"{url}: its {format_bytes(needed)} do not fit into the cache {cache_root() / 'store'}, which lacks "
+            f"{format_bytes(int(lacking))}; set {CACHE_LIMIT_VARIABLE} or PHALANX_CACHE_DIR"
         )
 
 
-def _remove_unused(entry: Path) -> bool:
-    fd = os.open(entry / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _remove_unused(path: Path) -> bool:
+    """Remove an entry or shard unless it is in use."""
+    is_entry = path.is_dir()
+    try:
+        fd = os.open(path / "lock" if is_entry else path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:  # with its entry, or by another process
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (entry / ENTRY_FILE).unlink()
-        shutil.rmtree(entry / "files")
+        (path / ENTRY_FILE if is_entry else path).unlink(missing_ok=True)
+        shutil.rmtree(path / "files", ignore_errors=True)
     except BlockingIOError:  # in use
         return False
     finally:

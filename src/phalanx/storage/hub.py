@@ -55,6 +55,7 @@ def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
         raise UsageError(f"{url}: needs the `huggingface_hub` package: pip install 'phalanx[huggingface]'") from None
     if not sys.stderr.isatty():
         disable_progress_bars()  # each worker would write its own into the log
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what is wrong is in the error, in one line
     where = parse_hub_url(url)
     allowed = [f"{where.path}/{pattern}" if where.path else pattern for pattern in patterns]
     if where.path and not patterns:
@@ -70,14 +71,25 @@ def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
             f"{url}: access is gated; accept its terms on the hub, and set HF_TOKEN to a token that may read it"
         ) from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise UsageError(f"{url}: not on the hub ({type(error).__name__}); check the name and revision") from None
-    except errors.LocalEntryNotFoundError:
         raise UsageError(
-            f"{url}: the hub cannot be reached, and there is no local copy; download it where there is a network, or "
-            "set HF_ENDPOINT to a mirror"
+            f"{url}: not on the hub ({type(error).__name__}); check the name and revision, and for a private one set "
+            "HF_TOKEN to a token that may read it"
         ) from None
-    except errors.HfHubHTTPError as error:
-        raise StoreUnavailable(str(url), str(error).splitlines()[0]) from None
+    except errors.HFValidationError as error:
+        raise UsageError(f"{url}: no name of a repository ({error})") from None
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError) as error:
+        cause = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
+        answer = getattr(cause, "response", None)
+        if answer is None:
+            raise UsageError(
+                f"{url}: the hub cannot be reached, and there is no local copy; download it where there is a network, "
+                "or set HF_ENDPOINT to a mirror"
+            ) from None
+        if answer.status_code in (401, 403):
+            raise UsageError(
+                f"{url}: access is denied (HTTP {answer.status_code}); set HF_TOKEN to a token that may read it"
+            ) from None
+        raise StoreUnavailable(str(url), f"HTTP {answer.status_code}") from None
     logger.info("%s: commit %s", url, root.name)
     path = root / where.path
     if not path.exists():

@@ -33,7 +33,7 @@ from phalanx.storage.cache import lock_download
 from phalanx.storage.errors import NotFound, ObjectExists
 from phalanx.storage.lease import LeaseLostError
 from phalanx.storage.store import PARALLEL_REQUESTS, PROBE, RANGE_BYTES, ObjectInfo, check_writable, open_store
-from phalanx.storage.stored_checkpoints import StoredSteps
+from phalanx.storage.stored_checkpoints import StoredSteps, split_checkpoint_url
 from phalanx.storage.url import is_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,8 @@ class RunObjects:
         """Raise UsageError where the URL has no run."""
         run_id = self._read_run_id()
         if run_id is None and not self.store.list_objects((self.url / "resolved.yaml").key):
+            if (run_url := split_checkpoint_url(self.url)[0]) != self.url:
+                raise UsageError(f"{self.url}: is inside the run {run_url}; give that")
             raise UsageError(
                 f"{self.url}: no run here (it has no {RUN_OBJECT}); `phalanx train RECIPE --run "
                 f"{word_of(str(self.url))}` makes one"

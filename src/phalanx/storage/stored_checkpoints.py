@@ -7,8 +7,11 @@ URL/blocks/<xxh3_128>                               bytes of the ranks' files, n
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
+from phalanx.safe_files import parse_json
 from phalanx.storage.errors import NotFound
 from phalanx.storage.store import open_store
 from phalanx.storage.url import StoreUrl
@@ -53,10 +56,20 @@ class StoredSteps:
         """The steps of which the checkpoint is whole, newest first; each is looked at when it is asked for."""
         return filter(self.is_whole, self.steps())
 
+    def read_newest_meta(self) -> tuple[int, Mapping[str, Any]] | None:
+        """The step and `meta` of the newest whole checkpoint with a manifest that can be read; None for none."""
+        for step in self.whole_steps():
+            with suppress(ValueError, KeyError, TypeError):  # damaged: a restore reports it
+                content = self.store.read((self.step_url(step) / MANIFEST_NAME).key)
+                return step, dict(parse_json(content.decode())["meta"])
+        return None
+
 
 def split_checkpoint_url(url: StoreUrl) -> tuple[StoreUrl, int | None]:
-    """The URL of the run, or prefix, that a URL names, and the step if it is that of a checkpoint."""
+    """The URL of the run, or prefix, that a URL or its `checkpoints` names, and the step if it is a checkpoint's."""
     match = CHECKPOINT_NAME_PATTERN.fullmatch(url.name)
     if match and url.parent.name == CHECKPOINTS_NAME:
         return url.parent.parent, int(match[1])
+    if url.name == CHECKPOINTS_NAME and not StoredSteps(url).steps() and StoredSteps(url.parent).steps():
+        return url.parent, None
     return url, None

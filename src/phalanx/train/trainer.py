@@ -46,7 +46,8 @@ class Trainer(TrainerCallback):
         self.context, self.train_state = context, train_state
         recipe, dist_env, report = context.recipe, context.dist_env, self._report_event
         mesh, local_sgd = context.parallel_model.mesh, context.parallel_model.local_sgd
-        meta = {**common_meta, "trained_parameters": list(trainable_parameters(context.model))}
+        trained = list(trainable_parameters(context.model))
+        meta = {**common_meta, "run": context.run.absolute_location, "trained_parameters": trained}
         save_context = SaveContext(
             context.run,
             dist_env,

@@ -25,6 +25,7 @@ from torch import Tensor
 from phalanx.compat import count_graph_breaks, is_compiled, set_deterministic
 from phalanx.data import RunData, is_dataset, open_data, prepare_all_sources
 from phalanx.data.cache import holdout_fraction
+from phalanx.data.source_files import pin_sources
 from phalanx.errors import ExitCode, PhalanxError, describe_os_error, is_storage_error
 from phalanx.recipe import ResolvedRecipe, load_recipe, load_resolved_recipe
 from phalanx.recipe.data_schema import list_sources
@@ -218,9 +219,8 @@ def ensure_data_prepared(recipe: ResolvedRecipe, run: Run, folder: Path, sharing
     if is_here and recipe.data.prepare == "first":
         return recipe
     given_recipe = load_recipe(run.recipe).recipe
-    data, evaluate = prepare_all_sources(
-        given_recipe.data, given_recipe.evaluation, folder, seed=given_recipe.seed, part=sharing.part
-    )
+    data, evaluate, _ = pin_sources(given_recipe.data, given_recipe.evaluation, run)
+    data, evaluate = prepare_all_sources(data, evaluate, folder, seed=given_recipe.seed, part=sharing.part)
     for source in data.sources if recipe.data.prepare == "stream" else ():
         sharing.share_stream(folder / (source.prepared or ""), holdout_fraction(evaluate), given_recipe.seed)
     return recipe.model_copy(update={"data": data, "evaluation": evaluate})

@@ -84,3 +84,13 @@ def test_a_url_without_checkpoints_is_one_sentence(stored: str, tmp_path: Path) 
             call(command, f"file://{tmp_path}/bucket/other")
     with pytest.raises(UsageError, match="no checkpoint of step 9; there are 1, 2"):
         call("digest", stored, "--step", "9")
+
+
+def test_the_directory_of_checkpoints_of_a_run_is_as_good_as_the_run(stored: str) -> None:
+    assert call("ls", f"{stored}/checkpoints", "--json") == call("ls", stored, "--json")
+    assert call("digest", f"{stored}/checkpoints") == call("digest", stored)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="https://host/run: nothing can be written there"):
+        call("cp", str(tmp_path / "none"), "https://host/run")

@@ -58,6 +58,8 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--queue", "--nodes", "2"], 64, "--queue runs on this machine only"),
         (["--run", "text.txt"], 64, "text.txt: already exists"),
         (["--run", "text.txt/run"], 64, "text.txt is a file"),
+        (["--run", "s3://bucket/run"], 64, "injected on this machine; expected a directory"),
+        (["--baseline", "file:///nowhere/run"], 64, "file:///nowhere/run: no run here"),
         (["--baseline", "nowhere"], 64, "nowhere: no run here"),
         (["stepz=3"], 78, "stepz"),
         (["batch.global_size=3", "--nproc-per-node", "2"], 78, "batch.global_size"),

@@ -180,3 +180,15 @@ def test_with_a_recipe_its_storage_is_measured(capsys: pytest.CaptureFixture[str
     }
     assert findings["storage/checkpoint.upload.to"]["figures"]["write_gbps"] > 0
     assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_of_a_run_at_a_url_the_store_is_measured_and_the_disk_of_its_scratch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/store/run"
+    _, out, _ = doctor(capsys, "--run", url, "--only", "storage", "--only", "disk", "--json")
+    findings = {each["check"]: each for each in json.loads(out)["findings"]}
+    assert findings["storage/run"]["verdict"] == "PASS"
+    assert findings["storage/run"]["reason"].startswith(f"{url}: write ")
+    assert findings["disk/run"]["reason"].startswith(str(tmp_path / "cache"))

@@ -210,6 +210,16 @@ def test_a_url_without_a_run_is_one_sentence(url: str, machine: Machine) -> None
             read(url)
 
 
+def test_a_url_inside_a_run_is_answered_with_that_of_the_run(url: str, machine: Machine, tmp_path: Path) -> None:
+    machine.begin(url)
+    (tmp_path / "store/runs/a run+1/checkpoints/step-000000008").mkdir(parents=True)
+    (tmp_path / "store/runs/a run+1/checkpoints/step-000000008/MANIFEST.json").write_text("{}")
+    for inside in (f"{url}/checkpoints", f"{url}/checkpoints/step-000000008"):
+        with pytest.raises(UsageError) as error:
+            Run.open_existing(inside)
+        assert str(error.value) == f"{inside}: is inside the run {url}; give that"
+
+
 def test_a_run_is_read_by_its_url(url: str, machine: Machine) -> None:
     objects = machine.begin(url)
     _started(url, objects)
