@@ -141,7 +141,8 @@ def prepare_run(
     if write:
         check_run_path(run.path)
     import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    import_payload |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
+    import_payload["init"] = loaded.recipe.init_from if begins else None
+    import_payload["adapter"] = loaded.recipe.adapter is not None
     with loaded.locate_errors():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
         if directory is not None:

@@ -31,7 +31,7 @@ def open_trial(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, T
     device = select_trial_device(payload) if load else torch.device("cpu")
     if load:
         check_model_fits_memory(recipe.model, data.info, folder, discover_machine().memory_bytes)
-    model = build_model(recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=load)
+    model = build_model(recipe.model, data.info, folder, recipe.seed, device, recipe.adapter, load=load)
     task = open_task(recipe, folder, data.info)
     check_problem_type(task, model)
     return model.train(), task, data

@@ -131,7 +131,7 @@ def export(
     """Export the weights for other tools.
 
     Writes a Hugging Face directory, readable with the safetensors library. A model that was loaded with hf:PATH is also
-    readable with `from_pretrained`: original tensor names, LoRA adapters merged, tokenizer included."""
+    readable with `from_pretrained`: original tensor names, adapters merged, tokenizer included."""
     from phalanx.app.checkpoint import export_to_huggingface, select_checkpoint
 
     checkpoint = select_checkpoint(path, step)

@@ -77,7 +77,7 @@ def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
     cores = f", {formatting.format_plural(run_info.physical_cores, 'core')}" if run_info.physical_cores else ""
     facts = [
         ("model", f"{run_info.model}, {size}" + (f" ({args})" if args else "")),
-        *([("lora", run_info.adapters)] if run_info.adapters else []),
+        *([("adapter", run_info.adapters)] if run_info.adapters else []),
         ("task", run_info.task),
         ("data", run_info.data),
         ("batch", batch),

@@ -39,16 +39,19 @@ class ModelConfig(ConfigModel):
     model."""
 
 
-class LoraConfig(ConfigModel):
-    """LoRA adapters for fine-tuning: the model's own weights are frozen, and for each chosen layer two small matrices
-    are trained, which add alpha / rank x (B A) to its weight. An export has them merged."""
+class AdapterConfig(ConfigModel):
+    """Adapters for fine-tuning: the model's own weights are frozen, and for each chosen layer two small matrices are
+    trained, which add scale x (B A) to its weight (LoRA). An export has them merged."""
 
-    model_config = ConfigDict(title="LoRA")
+    model_config = ConfigDict(title="Adapter")
 
+    kind: Literal["lora", "rslora"] = "lora"
+    """`lora`: the scale is alpha / rank. `rslora`: alpha / sqrt(rank), so that a higher rank does not weaken the
+    adapter."""
     rank: Count = 8
     """Rows of A and columns of B, for each layer."""
     alpha: PositiveNumber = 16.0
-    """Scale of the adapter; it is divided by `rank`."""
+    """Scale of the adapter; it is divided by `rank`, or by its root (`kind`)."""
     target_modules: str | list[str] | None = None
     """Names of linear layers or fused experts, or their last parts (`q_proj`); `*` matches one part. null: all in the
     blocks but routers."""
@@ -306,6 +309,10 @@ class FaultToleranceConfig(ConfigModel):
     """With `--nodes MIN:MAX`: seconds after which a node that has joined takes part, if no checkpoint comes before."""
 
 
+RETIRED_KEYS = ("budget", "lora")
+"""Keys of earlier versions that checkpoints still hold, without a value."""
+
+
 class Recipe(ConfigModel):
     """Everything that defines a run."""
 
@@ -315,7 +322,9 @@ class Recipe(ConfigModel):
     init_from: str | None = None
     """Weights to start from: a run, a checkpoint, or `hf:PATH` of a directory of safetensors, such as an export. Each
     may be a URL."""
-    lora: LoraConfig | None = Field(None, description="Train LoRA adapters instead of the model's own weights.")
+    adapter: AdapterConfig | None = Field(
+        None, description="Train adapters instead of the model's own weights. null: none."
+    )
     task: str = "language-modeling"
     """The task: `language-modeling`, `classification`, or your own `module:Class`."""
     data: DataConfig = DataConfig()
@@ -365,10 +374,10 @@ class Recipe(ConfigModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_retired_key(cls, values: Any) -> Any:
-        """Read recipes in checkpoints of earlier versions, which hold `budget: null`."""
-        if isinstance(values, dict) and "budget" in values and values["budget"] is None:
-            return {name: value for name, value in values.items() if name != "budget"}
+    def _drop_retired_keys(cls, values: Any) -> Any:
+        """Read recipes in checkpoints of earlier versions, which hold `budget: null` and `lora: null`."""
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if name not in RETIRED_KEYS or value is not None}
         return values
 
 

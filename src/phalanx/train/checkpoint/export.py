@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DISK_FULL_ERRNOS, DataError, UsageError
 from phalanx.recipe.imports import HF_CONFIG_FILE
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
 from phalanx.run import Run
 from phalanx.run.companions import (
     COMPANION_FILES,
@@ -37,6 +37,7 @@ from phalanx.run.companions import (
     read_contained,
 )
 from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
+from phalanx.train.adapters.lora import adapted_weight_name, adapter_scale, is_adapter_name, lora_names, merge_adapters
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
@@ -44,7 +45,6 @@ from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
-from phalanx.train.ops.lora import is_lora_name, lora_names, lora_scale, lora_weight_name, merge_lora_tensors
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +66,7 @@ def export_huggingface(
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
     `model`. Weights are rounded once, after merging, to `dtype` (fp32, bf16 or fp16); by default each has the dtype of
-    the original. LoRA adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging
+    the original. Adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging
     Face directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads
     it, and the run's tokenizer. `out` appears atomically. At most one file is in memory at a
     time. `notes` receives messages about files that were copied or skipped.
@@ -211,8 +211,8 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
     """Plan which tensors are written, and under which names."""
-    names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_lora_name(name))
-    adapted = {lora_weight_name(name) for name in manifest.tensors if is_lora_name(name)}
+    names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_adapter_name(name))
+    adapted = {adapted_weight_name(name) for name in manifest.tensors if is_adapter_name(name)}
     converted = {tuple(each["tensors"]): each["held"] for each in origin.get("converted", [])}
     for name in (name for group in converted for name in group):
         if name not in manifest.tensors:
@@ -225,7 +225,7 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
     if tied and not origin:
         raise DataError(
             f"there are adapters at {tied[0]}, which is tied to another weight, so they cannot be folded in; "
-            "train without the adapter there (lora.target_modules), or with a model that ties nothing"
+            "train without the adapter there (adapter.target_modules), or with a model that ties nothing"
         )
     source_names = _untie_weights(shared, tied, names, folder) if tied else {}
     converted_groups = {name: list(group) for group in converted for name in group}
@@ -259,7 +259,7 @@ def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str],
         if name in still_tied or name in still_tied.values() or (name not in owners and name not in names):
             raise DataError(
                 f"there are adapters at {name}, which {type(model).__name__} always ties to another weight, so they "
-                "cannot be folded in; train without the adapter there (lora.target_modules)"
+                "cannot be folded in; train without the adapter there (adapter.target_modules)"
             )
     return {name: owner for name, owner in owners.items() if name not in still_tied}
 
@@ -278,11 +278,22 @@ def _make_group_tensors(
         name: loaded[name] for name in adapters
     }
     if adapters:
-        tensors = merge_lora_tensors(tensors, lora_scale(LoraConfig(**manifest.meta["recipe"]["lora"])))
+        tensors = merge_adapters(tensors, adapter_scale(read_adapter_config(manifest)))
     if group[0] in plan.converted:
         assert plan.model is not None
         return revert_conversion(plan.model, tensors, plan.converted[group[0]])
     return {plan.renamed.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def read_adapter_config(manifest: CheckpointManifest) -> AdapterConfig:
+    """Return `adapter` of the recipe in a checkpoint with adapters. Raises DataError if there is none."""
+    config = manifest.meta.get("recipe", {}).get("adapter")
+    if config is None:
+        raise DataError(
+            "the checkpoint holds adapters, and its recipe has no key `adapter`: it was written by an earlier version, "
+            "with which it can be exported"
+        )
+    return AdapterConfig(**config)
 
 
 def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
+from phalanx.train.adapters.lora import is_adapter_name
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
@@ -23,7 +24,6 @@ from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persi
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
-from phalanx.train.ops.lora import is_lora_name
 from phalanx.train.optim.container import OPTIMIZER_PREFIX
 
 
@@ -37,7 +37,7 @@ class SafetensorsWeights:
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Read this worker's parts of the model's parameters and persistent buffers, except new LoRA adapters. Raises
+        """Read this worker's parts of the model's parameters and persistent buffers, except new adapters. Raises
         DataError if tensors that the model ties differ in this worker's part."""
         for name, local_tensor in _local_tensors(parallel_model).items():
             if name not in self.names:
@@ -84,11 +84,13 @@ class CheckpointWeights:
 InitialWeights = SafetensorsWeights | CheckpointWeights
 
 
-def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:
+def open_initial_weights(
+    where: str, folder: Path, model: nn.Module, adapter_added_later: bool = False
+) -> InitialWeights:
     """Open the weights that `init_from` names (`hf:PATH`, a checkpoint, or a run: its newest checkpoint; each may be a
     URL) for a whole model, the parameters of which may be on the meta device. Only headers are read. Raises DataError
-    for tensors that are missing, differ in shape or have no place in the model, and for LoRA adapters that the model
-    lacks, unless `lora_added_later`."""
+    for tensors that are missing, differ in shape or have no place in the model, and for adapters that the model
+    lacks, unless `adapter_added_later`."""
     if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return open_hf_weights(directory, model)
     location = pin_location(where, "init_from")
@@ -99,20 +101,20 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
         path = find_newest_checkpoint(localize_named(location, folder, "init_from"))
     manifest = read_manifest(path)
     tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
-    lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
-    if lora_names and not lora_added_later:
+    adapter_names = [name for name in manifest.tensors if is_adapter_name(name) and name not in tensors]
+    if adapter_names and not adapter_added_later:
         raise DataError(
-            f"init_from: {path} was trained with LoRA adapters ({lora_names[0]}), which this recipe does not have; "
-            "give the same `lora`, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
+            f"init_from: {path} was trained with adapters ({adapter_names[0]}), which this recipe does not have; "
+            "give the same `adapter`, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
         )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
-        if record is None and not is_lora_name(name):
+        if record is None and not is_adapter_name(name):
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
         if record is not None and record.shape != tuple(tensor.shape):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
     model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
-    if left := [name for name in find_unused_entries(model, model_names) if name not in lora_names]:
+    if left := [name for name in find_unused_entries(model, model_names) if name not in adapter_names]:
         raise DataError(
             f"init_from: {path} holds {len(left)} tensors that the model does not have, such as {left[0]}; build the "
             "model that was trained there (model.args)"

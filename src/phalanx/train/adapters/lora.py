@@ -1,12 +1,12 @@
 """LoRA adapters: layers keep their weights frozen and learn a low-rank addition to them.
 
-A layer y = W x becomes y = W x + alpha / rank x B A x, with A [rank, in] and B [out, rank]. B starts at zero, so the
+A layer y = W x becomes y = W x + scale x B A x, with A [rank, in] and B [out, rank]. B starts at zero, so the
 model is unchanged at first (Hu et al. 2021). A and B are parameters of the layer itself, `lora_a` and `lora_b`, applied
 by a hook, so no other name in the model changes. For transformers' `Conv1D`, which has a weight [in, out], both
 matrices are transposed.
 
 Fused experts [experts, ., .] and the weights of nn.MultiheadAttention are not used by calling a layer. There the
-module that uses the weight computes with W + alpha / rank x B A in each forward, which takes the memory of the weight
+module that uses the weight computes with W + scale x B A in each forward, which takes the memory of the weight
 until its backward. The parameters are `NAME_lora_a` and `NAME_lora_b`, and have a pair of matrices for each expert.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
 from phalanx.train.ops.blocks import (
     find_expert_stacks,
     find_router_names,
@@ -37,7 +37,7 @@ LEAVE_REGION_ATTR = "leave_region"
 
 
 @dataclass(frozen=True)
-class LoraTarget:
+class AdapterTarget:
     """A matrix, or a stack of them, that an adapter can be added to: a parameter of `module`. `user` is the module that
     uses it in its forward; None: `module` is a layer that is called."""
 
@@ -59,29 +59,29 @@ class LoraTarget:
         return lora_names(self.attribute)
 
 
-def find_lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
+def find_adapter_targets(model: nn.Module) -> dict[str, AdapterTarget]:
     """Return all that an adapter can be added to, by the name of the layer or else of the parameter: linear layers,
     projections of nn.MultiheadAttention, and parameters that are stacks of matrices."""
-    targets: dict[str, LoraTarget] = {}
+    targets: dict[str, AdapterTarget] = {}
     attention = {id(module.out_proj): module for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     for name, module in model.named_modules():
         if is_linear(module):
-            targets[name] = LoraTarget(module, user=attention.get(id(module)))
+            targets[name] = AdapterTarget(module, user=attention.get(id(module)))
             continue
         is_attention = isinstance(module, nn.MultiheadAttention)
         for key, parameter in module.named_parameters(recurse=False):
             is_stack = parameter.dim() == 3 and not is_torch_layer(module)
             if is_stack or (is_attention and parameter.dim() == 2):
-                targets[f"{name}.{key}".lstrip(".")] = LoraTarget(module, key, module)
+                targets[f"{name}.{key}".lstrip(".")] = AdapterTarget(module, key, module)
     return targets
 
 
-def select_lora_targets(model: nn.Module, spec: LoraConfig) -> dict[str, LoraTarget]:
+def select_adapter_targets(model: nn.Module, spec: AdapterConfig) -> dict[str, AdapterTarget]:
     """Return what gets an adapter, by name. Without `spec.target_modules` these are all linear layers, projections of
     nn.MultiheadAttention and fused experts in blocks that are larger than the rank, which excludes the head, and except
     routers. Raises RecipeError naming a pattern that matches nothing of this kind, and what there is, and for a rank
     or a dropout that does not fit."""
-    targets = find_lora_targets(model)
+    targets = find_adapter_targets(model)
     selected = _select_by_pattern(model, targets, spec) if spec.target_modules is not None else None
     if selected is None:
         selected = _select_in_blocks(model, targets)
@@ -89,16 +89,18 @@ def select_lora_targets(model: nn.Module, spec: LoraConfig) -> dict[str, LoraTar
         selected = fitting or selected
     for name, target in selected.items():
         if spec.rank >= target.smaller_side:
-            raise RecipeError(f"lora.rank: {spec.rank} must be below {target.smaller_side}, the smaller side of {name}")
+            raise RecipeError(
+                f"adapter.rank: {spec.rank} must be below {target.smaller_side}, the smaller side of {name}"
+            )
         if spec.dropout and target.user is not None:
             raise RecipeError(
-                f"lora.dropout: is for layers that are called, and {name} is used as a weight; give 0, or name other "
-                "layers in lora.target_modules"
+                f"adapter.dropout: is for layers that are called, and {name} is used as a weight; give 0, or name "
+                "other layers in adapter.target_modules"
             )
     return selected
 
 
-def _select_in_blocks(model: nn.Module, targets: Mapping[str, LoraTarget]) -> dict[str, LoraTarget]:
+def _select_in_blocks(model: nn.Module, targets: Mapping[str, AdapterTarget]) -> dict[str, AdapterTarget]:
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     experts, routers = find_expert_stacks(model), find_router_names(model)
     selected = {
@@ -108,12 +110,14 @@ def _select_in_blocks(model: nn.Module, targets: Mapping[str, LoraTarget]) -> di
     }
     if not selected:
         raise RecipeError(
-            f"lora.target_modules: the model has no blocks with linear layers; name some of {_layer_kinds(targets)}"
+            f"adapter.target_modules: the model has no blocks with linear layers; name some of {_layer_kinds(targets)}"
         )
     return selected
 
 
-def _select_by_pattern(model: nn.Module, targets: Mapping[str, LoraTarget], spec: LoraConfig) -> dict[str, LoraTarget]:
+def _select_by_pattern(
+    model: nn.Module, targets: Mapping[str, AdapterTarget], spec: AdapterConfig
+) -> dict[str, AdapterTarget]:
     patterns = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules or []
     selected: set[str] = set()
     for pattern in patterns:
@@ -130,19 +134,19 @@ def _select_by_pattern(model: nn.Module, targets: Mapping[str, LoraTarget], spec
                 (f" ({name} is a {kind})" for name, kind in kinds.items() if _matches_layer(pattern, name)), ""
             )
             raise RecipeError(
-                f"lora.target_modules: {pattern!r} fits no linear layer{other}; there are {_layer_kinds(targets)}"
+                f"adapter.target_modules: {pattern!r} fits no linear layer{other}; there are {_layer_kinds(targets)}"
             )
         selected |= matches
     return {name: target for name, target in targets.items() if name in selected}
 
 
-def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | None = None) -> None:
+def add_adapters(model: nn.Module, spec: AdapterConfig, generator: torch.Generator | None = None) -> None:
     """Freeze the model and add adapters to the selected layers, in place. A is initialized on the CPU, so that it does
     not depend on the device. Raises RecipeError if no layer matches or `spec.rank` is too large for one."""
-    targets = select_lora_targets(model, spec)
+    targets = select_adapter_targets(model, spec)
     _check_tied_weights(model, targets)
     model.requires_grad_(False)
-    by_user: dict[nn.Module, list[LoraTarget]] = {}
+    by_user: dict[nn.Module, list[AdapterTarget]] = {}
     for target in targets.values():
         weight, module = target.weight, target.module
         transposed = not isinstance(module, nn.Linear) and target.user is None
@@ -161,11 +165,11 @@ def add_lora(model: nn.Module, spec: LoraConfig, generator: torch.Generator | No
             by_user.setdefault(target.user, []).append(target)
         else:
             module.register_forward_hook(
-                partial(_add_lora_output, scale=lora_scale(spec), dropout=spec.dropout, transposed=transposed)
+                partial(_add_lora_output, scale=adapter_scale(spec), dropout=spec.dropout, transposed=transposed)
             )
     for user, its_targets in by_user.items():
         # Not by hooks: activation checkpointing repeats `forward` only.
-        vars(user)["forward"] = partial(_forward_with_adapters, user.forward, its_targets, lora_scale(spec))
+        vars(user)["forward"] = partial(_forward_with_adapters, user.forward, its_targets, adapter_scale(spec))
         # torch's encoder layers call no attention without a hook.
         user.register_forward_pre_hook(lambda module, args: None)
 
@@ -175,8 +179,8 @@ def find_uncalled_adapters(model: nn.Module, run: Callable[[], Any]) -> list[str
     used in a function, where the adapter would never learn."""
     layers = {
         name: target.module
-        for name, target in find_lora_targets(model).items()
-        if target.user is None and has_lora(target.module)
+        for name, target in find_adapter_targets(model).items()
+        if target.user is None and has_adapter(target.module)
     }
     called: set[nn.Module] = set()
     hooks = [layer.register_forward_pre_hook(lambda layer, args: called.add(layer)) for layer in layers.values()]
@@ -191,19 +195,19 @@ def find_uncalled_adapters(model: nn.Module, run: Callable[[], Any]) -> list[str
 def describe_adapters(model: nn.Module) -> str:
     """Return how many matrices have adapters, and how many in blocks have none, with their share of the model."""
     parameters = dict(model.named_parameters())
-    adapted = {lora_weight_name(name) for name in parameters if is_lora_name(name)}
-    matrices = [name for name, p in parameters.items() if p.dim() >= 2 and not is_lora_name(name)]
+    adapted = {adapted_weight_name(name) for name in parameters if is_adapter_name(name)}
+    matrices = [name for name, p in parameters.items() if p.dim() >= 2 and not is_adapter_name(name)]
     frozen = [name for name in names_in_blocks(model, matrices) if name not in adapted]
     text = f"adapters on {len(adapted)} matrices"
     if not frozen:
         return text
-    sizes = {name: parameter.numel() for name, parameter in parameters.items() if not is_lora_name(name)}
+    sizes = {name: parameter.numel() for name, parameter in parameters.items() if not is_adapter_name(name)}
     share = sum(sizes[name] for name in frozen) / sum(sizes.values())
     largest = max(frozen, key=sizes.__getitem__)
     return f"{text}; {len(frozen)} in blocks have none ({share:.0%} of the model), such as {largest}"
 
 
-def _check_tied_weights(model: nn.Module, targets: Mapping[str, LoraTarget]) -> None:
+def _check_tied_weights(model: nn.Module, targets: Mapping[str, AdapterTarget]) -> None:
     """Raise RecipeError if a selected layer shares its weight with another module: the adapter must not change the
     other module, so it could never be merged. Models of transformers can be untied (`checkpoint/export.py`)."""
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
@@ -216,31 +220,31 @@ def _check_tied_weights(model: nn.Module, targets: Mapping[str, LoraTarget]) -> 
         others = [other for other in users[id(target.weight)] if model.get_submodule(other) is not target.module]
         if others:
             raise RecipeError(
-                f"lora.target_modules: {name} shares its weight with {others[0]}, so an adapter there could not be "
+                f"adapter.target_modules: {name} shares its weight with {others[0]}, so an adapter there could not be "
                 f"folded into it; leave {name} out, or build a model that does not tie them"
             )
 
 
-def lora_scale(spec: LoraConfig) -> float:
-    """Return alpha / rank."""
-    return spec.alpha / spec.rank
+def adapter_scale(spec: AdapterConfig) -> float:
+    """Return the factor of B A in an adapted weight."""
+    return spec.alpha / (math.sqrt(spec.rank) if spec.kind == "rslora" else spec.rank)
 
 
-def merge_lora_tensors(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+def merge_adapters(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Merge adapters: return tensors by name in which each weight with an adapter is replaced by weight + scale x B A,
     computed in fp32 and rounded to its dtype, without the adapters."""
-    merged = {name: tensor for name, tensor in tensors.items() if not is_lora_name(name)}
+    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter_name(name)}
     for name, a in tensors.items():
-        if is_lora_name(name) and name.endswith(LORA_A_NAME):
-            b, weight_name = tensors[name.removesuffix(LORA_A_NAME) + LORA_B_NAME], lora_weight_name(name)
+        if is_adapter_name(name) and name.endswith(LORA_A_NAME):
+            b, weight_name = tensors[name.removesuffix(LORA_A_NAME) + LORA_B_NAME], adapted_weight_name(name)
             weight = merged[weight_name]
-            # `add_lora` ensures that the rank is the smaller dimension of each.
+            # `add_adapters` ensures that the rank is the smaller dimension of each.
             product = b.float() @ a.float() if a.shape[-2] < a.shape[-1] else a.float() @ b.float()
             merged[weight_name] = (weight.float() + scale * product).to(weight.dtype)
     return merged
 
 
-def is_lora_name(name: str) -> bool:
+def is_adapter_name(name: str) -> bool:
     """Return whether a parameter of this name is part of an adapter."""
     last = name.rpartition(".")[2]
     return last in (LORA_A_NAME, LORA_B_NAME) or last.endswith((f"_{LORA_A_NAME}", f"_{LORA_B_NAME}"))
@@ -253,13 +257,13 @@ def lora_names(weight_name: str) -> tuple[str, str]:
     return prefix + LORA_A_NAME, prefix + LORA_B_NAME
 
 
-def lora_weight_name(name: str) -> str:
+def adapted_weight_name(name: str) -> str:
     """Return the name of the weight that a parameter of an adapter belongs to."""
     path = name.removesuffix(LORA_A_NAME).removesuffix(LORA_B_NAME)
     return path.removesuffix("_") if path.endswith("_") else f"{path}weight"
 
 
-def has_lora(module: nn.Module) -> bool:
+def has_adapter(module: nn.Module) -> bool:
     """Return whether a layer has an adapter."""
     return isinstance(getattr(module, LORA_A_NAME, None), Tensor)
 
@@ -280,7 +284,7 @@ def _add_lora_output(
 
 
 def _forward_with_adapters(
-    forward: Callable[..., Any], targets: Sequence[LoraTarget], scale: float, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], targets: Sequence[AdapterTarget], scale: float, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute a module's forward with adapted weights, which hide its parameters meanwhile."""
     for target in targets:
@@ -300,6 +304,6 @@ def _matches_layer(pattern: str, name: str) -> bool:
     return matches_pattern(pattern, ".".join(parts[-length:]))
 
 
-def _layer_kinds(targets: Mapping[str, LoraTarget]) -> str:
+def _layer_kinds(targets: Mapping[str, AdapterTarget]) -> str:
     """Return the last components of the targets' names, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in targets)) or "none"
