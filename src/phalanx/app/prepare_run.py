@@ -141,8 +141,9 @@ def prepare_run(
     if write:
         check_run_path(run.path)
     import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    import_payload["init"] = loaded.recipe.init_from if begins else None
-    import_payload["adapter"] = loaded.recipe.adapter is not None
+    adapter = loaded.recipe.adapter
+    import_payload |= {"init": loaded.recipe.init_from if begins else None, "begins": begins}
+    import_payload["adapter"] = None if adapter is None else adapter.model_dump(mode="json")
     with loaded.locate_errors():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
         if directory is not None:
@@ -156,7 +157,7 @@ def prepare_run(
     def prepare() -> PreparedRun:
         with loaded.locate_errors():
             ready = resolve_run(request, machine, world_size, run_trial, progress)
-            if begins and ready.recipe.init_from is not None:
+            if begins and (ready.recipe.init_from or (adapter is not None and adapter.init_from)):
                 kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
             check_free_space(run, ready.recipe, ready.plan)

@@ -93,6 +93,7 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
             noun = "checkpoint or run" if path == recipe.init_from else "directory"
             yield "init_from", f"there is no {noun} at {folder / path}"
     yield from find_device_problems(recipe)
+    yield from _adapter(recipe)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
     num_groups = num_workers
@@ -111,6 +112,19 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
     if num_workers is not None and num_groups is not None:
         samples = scale_batch_with_workers(recipe, num_workers).batch.global_size
         yield from find_batch_problems(samples, recipe.batch.micro_size, num_groups)
+
+
+def _adapter(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Adapters that start from the weights of the model, or need whole ones."""
+    adapter, parallelism = recipe.adapter, recipe.parallelism
+    if adapter is None:
+        return
+    if adapter.init == "pissa" and adapter.init_from is not None:
+        yield "adapter.init", "pissa is a start from the model's weights, and adapter.init_from names another: give one"
+    if isinstance(parallelism, Parallelism) and parallelism.tensor > 1:
+        for key, value in (("kind", "dora"), ("init", "pissa")):
+            if getattr(adapter, key) == value:
+                yield f"adapter.{key}", f"{value} needs whole weights, which parallelism.tensor cuts: use shard instead"
 
 
 def _promised(recipe: Recipe) -> str:

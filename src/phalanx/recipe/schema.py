@@ -45,18 +45,27 @@ class AdapterConfig(ConfigModel):
 
     model_config = ConfigDict(title="Adapter")
 
-    kind: Literal["lora", "rslora"] = "lora"
+    kind: Literal["lora", "rslora", "dora"] = "lora"
     """`lora`: the scale is alpha / rank. `rslora`: alpha / sqrt(rank), so that a higher rank does not weaken the
-    adapter."""
+    adapter. `dora`: as `lora`, and a magnitude is trained for each output, to which the adapted weight is scaled."""
     rank: Count = 8
     """Rows of A and columns of B, for each layer."""
     alpha: PositiveNumber = 16.0
     """Scale of the adapter; it is divided by `rank`, or by its root (`kind`)."""
     target_modules: str | list[str] | None = None
-    """Names of linear layers or fused experts, or their last parts (`q_proj`); `*` matches one part. null: all in the
-    blocks but routers."""
+    """Names of linear layers, convolutions, embeddings or fused experts, or their last parts (`q_proj`); `*` matches
+    one part. null: all linear layers and experts in the blocks but routers."""
     dropout: Fraction = 0.0
-    """Dropout on the inputs of A, in training; 0 with experts."""
+    """Dropout on the inputs of A, in training; 0 with experts and embeddings."""
+    init: Literal["default", "pissa"] = "default"
+    """Values at the start. `default`: B is zero. `pissa`: the principal singular vectors of the weight, which are
+    subtracted from it, so that training changes its most important part."""
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="Names of modules that are trained in full, or their last parts, such as `lm_head` or `norm`.",
+    )
+    init_from: str | None = None
+    """Adapter to start from: a directory or URL in PEFT's format, of the same kind, rank, alpha and layers."""
 
 
 class BatchConfig(ConfigModel):

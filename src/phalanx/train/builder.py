@@ -13,9 +13,11 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
 from phalanx.recipe.locations import huggingface_directory
-from phalanx.train.adapters.lora import has_adapter
+from phalanx.train.adapters.initial_values import init_from_weights
+from phalanx.train.adapters.names import has_adapter
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
+from phalanx.train.checkpoint.peft_files import open_peft_adapter
 from phalanx.train.distributed.context_parallel import local_runs
 from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
 from phalanx.train.distributed.environment import DistEnv
@@ -110,6 +112,9 @@ def build_context(
     )
     check_problem_type(task, model)
     initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
+    adapter, peft_adapter = recipe.adapter if init_weights else None, None
+    if adapter is not None and adapter.init_from is not None:
+        peft_adapter = open_peft_adapter(adapter.init_from, folder, model, adapter)
     if init_weights and initial_weights is None:
         check_same_initial_values(dist_env, model)
     if mesh.is_pure_ddp:
@@ -124,6 +129,10 @@ def build_context(
     allocate_meta_parameters(parallel_model.modules, dist_env.device)
     if initial_weights is not None:
         initial_weights.fill_parameters(parallel_model)
+    if peft_adapter is not None:
+        peft_adapter.fill_parameters(parallel_model)
+    elif adapter is not None and not (initial_weights is not None and initial_weights.has_adapters):
+        init_from_weights(parallel_model.modules, adapter)
     optimizer = OptimizerContainer(
         parallel_model.merged_module,
         recipe.optimizer,

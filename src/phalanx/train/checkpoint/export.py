@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -37,10 +37,12 @@ from phalanx.run.companions import (
     read_contained,
 )
 from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
-from phalanx.train.adapters.lora import adapted_weight_name, adapter_scale, is_adapter_name, lora_names, merge_adapters
+from phalanx.train.adapters.lora import adapter_scale, merge_adapters
+from phalanx.train.adapters.names import adapted_weight_name, adapter_names, is_adapter_name
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.peft_files import write_peft_adapter
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
@@ -48,6 +50,7 @@ from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_p
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ExportForm = Literal["safetensors", "peft"]
 _MAX_FILE_BYTES = 5_000_000_000
 
 
@@ -62,6 +65,7 @@ def export_huggingface(
     file_bytes: int | None = None,
     notes: NoteFn | None = None,
     dtype: str | None = None,
+    form: ExportForm = "safetensors",
 ) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
@@ -69,7 +73,8 @@ def export_huggingface(
     the original. Adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging
     Face directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads
     it, and the run's tokenizer. `out` appears atomically. At most one file is in memory at a
-    time. `notes` receives messages about files that were copied or skipped.
+    time. With `form` peft only the adapter is written (`peft_files.py`).
+    `notes` receives messages about files that were copied or skipped.
 
     Raises UsageError if `out` exists or the disk is full, CorruptCheckpointError, which names a bad file of the
     checkpoint, and DataError if adapters or tensors cannot be converted back to their original form, or a weight is too
@@ -84,7 +89,10 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, temporary)
-            _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype)
+            if form == "peft":
+                write_peft_adapter(checkpoint, manifest, temporary)
+            else:
+                _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype)
             sync_directory(temporary)
             os.rename(temporary, out)
             undo.pop_all()
@@ -270,7 +278,7 @@ def _make_group_tensors(
     """Return the tensors of a group under their exported names, with adapters merged."""
     from phalanx.train.hf.weight_conversion import revert_conversion
 
-    adapters = [name for weight in group for name in lora_names(weight) if name in manifest.tensors]
+    adapters = [name for weight in group for name in adapter_names(weight) if name in manifest.tensors]
     loaded = load_tensors(
         checkpoint, [*(plan.source_names.get(name, name) for name in group), *adapters], manifest=manifest
     )

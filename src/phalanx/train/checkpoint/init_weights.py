@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
-from phalanx.train.adapters.lora import is_adapter_name
+from phalanx.train.adapters.names import MAGNITUDE_NAME, is_adapter_name
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
@@ -34,12 +34,13 @@ class SafetensorsWeights:
 
     source: WeightReader
     names: Mapping[str, Sequence[str]]
+    has_adapters = False
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
         """Read this worker's parts of the model's parameters and persistent buffers, except new adapters. Raises
         DataError if tensors that the model ties differ in this worker's part."""
-        for name, local_tensor in _local_tensors(parallel_model).items():
+        for name, local_tensor in list_local_tensors(parallel_model).items():
             if name not in self.names:
                 continue
             first, *others = self.names[name]
@@ -58,12 +59,17 @@ class CheckpointWeights:
     path: Path
     manifest: CheckpointManifest
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it also holds the values of adapters."""
+        return any(map(is_adapter_name, self.manifest.tensors))
+
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
         """Do the same. Raises CorruptCheckpointError, which names the bad file."""
         requested: list[tuple[str, Sequence[int], Tensor]] = []
         converted: list[tuple[Tensor, Tensor]] = []
-        for name, local_tensor in _local_tensors(parallel_model).items():
+        for name, local_tensor in list_local_tensors(parallel_model).items():
             if (record := self.manifest.tensors.get(name)) is None:  # a new adapter
                 continue
             for block in local_tensor.global_blocks.blocks:
@@ -107,6 +113,13 @@ def open_initial_weights(
             f"init_from: {path} was trained with adapters ({adapter_names[0]}), which this recipe does not have; "
             "give the same `adapter`, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
         )
+    if any(map(is_adapter_name, manifest.tensors)):
+        for name in tensors:
+            if name.endswith(MAGNITUDE_NAME) and name not in manifest.tensors:
+                raise DataError(
+                    f"init_from: {path} has adapters without magnitudes, and adapter.kind is dora; give the kind that "
+                    "it was trained with, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
+                )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
         if record is None and not is_adapter_name(name):
@@ -133,7 +146,7 @@ def find_newest_checkpoint(where: Path) -> Path:
     return next(iter(list_checkpoints(where / "checkpoints") or list_checkpoints(where)), where)
 
 
-def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
+def list_local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
     """Return this worker's parts of all parameters and persistent buffers."""
     tensors = {
         name: parallel_model.local_tensor(name, parameter) for name, parameter in parallel_model.parameters().items()

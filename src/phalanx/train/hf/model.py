@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
-from phalanx.train.adapters.lora import is_adapter_name
+from phalanx.train.adapters.names import is_adapter_name
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
