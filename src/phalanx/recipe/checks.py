@@ -115,16 +115,14 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
 
 
 def _adapter(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Adapters that start from the weights of the model, or need whole ones."""
-    adapter, parallelism = recipe.adapter, recipe.parallelism
-    if adapter is None:
+    """Adapters that start from the weights of the model."""
+    adapter = recipe.adapter
+    if adapter is None or adapter.init != "pissa":
         return
-    if adapter.init == "pissa" and adapter.init_from is not None:
+    if adapter.init_from is not None:
         yield "adapter.init", "pissa is a start from the model's weights, and adapter.init_from names another: give one"
-    if isinstance(parallelism, Parallelism) and parallelism.tensor > 1:
-        for key, value in (("kind", "dora"), ("init", "pissa")):
-            if getattr(adapter, key) == value:
-                yield f"adapter.{key}", f"{value} needs whole weights, which parallelism.tensor cuts: use shard instead"
+    if adapter.base_dtype == "int8":
+        yield "adapter.init", "pissa changes the weights that adapter.base_dtype: int8 freezes in 8 bits: give one"
 
 
 def _promised(recipe: Recipe) -> str:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.recipe.schema import AdapterConfig
+from phalanx.train.adapters.int8_base import read_weight
 from phalanx.train.adapters.lora import adapt_weight, adapter_scale, compute_output_norms, order_factors
-from phalanx.train.adapters.targets import find_adapter_targets
+from phalanx.train.adapters.targets import AdapterTarget, find_adapter_targets
 
 NUM_POWER_ITERATIONS = 16
 """Iterations of the randomized singular value decomposition. 4 are usual (Meng et al. 2024); with 16 the vectors of a
@@ -25,7 +26,7 @@ def init_from_weights(modules: Iterable[nn.Module], spec: AdapterConfig) -> None
         a, b, magnitude = (getattr(target.module, name, None) for name in target.names)
         if a is None or b is None:
             continue
-        weight, scale = _read_whole(target.weight), adapter_scale(spec)
+        weight, scale = _read_base(target), adapter_scale(spec)
         if spec.init == "pissa":
             left, right = compute_principal_factors(weight.view(target.matrix_shape), spec.rank, scale)
             weight = weight - scale * (left @ right).view(weight.shape)
@@ -46,6 +47,10 @@ def compute_principal_factors(matrix: Tensor, rank: int, scale: float) -> tuple[
         u, s, v = torch.svd_lowrank(matrix.float(), q=size, niter=NUM_POWER_ITERATIONS)
     root = (s[..., :rank] / scale).sqrt()
     return u[..., :rank] * root.unsqueeze(-2), root.unsqueeze(-1) * v[..., :rank].mT
+
+
+def _read_base(target: AdapterTarget) -> Tensor:
+    return read_weight(target.module) if target.weight.dtype == torch.int8 else _read_whole(target.weight)
 
 
 def _read_whole(parameter: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.recipe.schema import AdapterConfig
+from phalanx.train.adapters.int8_base import quantize_base, read_weight
 from phalanx.train.adapters.names import (
     LORA_A_NAME,
     LORA_B_NAME,
@@ -65,6 +66,8 @@ def add_adapters(model: nn.Module, spec: AdapterConfig, generator: torch.Generat
             target.module.register_forward_hook(
                 partial(_add_adapter_output, scale=adapter_scale(spec), dropout=spec.dropout)
             )
+    if spec.base_dtype == "int8":
+        quantize_base(model)
     for user, its_targets in by_user.items():
         # Not by hooks: activation checkpointing repeats `forward` only.
         vars(user)["forward"] = partial(_forward_with_adapters, user.forward, its_targets, adapter_scale(spec))
@@ -143,7 +146,7 @@ def _add_adapter_output(module: Any, args: tuple[Any, ...], output: Tensor, *, s
     if magnitude is None:
         return output + addition
     # In the format of the output, in which FSDP may have gathered the parameters.
-    weight, dtype = module.weight.detach(), output.dtype
+    weight, dtype = read_weight(module), output.dtype
     left, right = order_factors(a.detach(), b.detach())
     adapted = weight.to(dtype) + scale * (left @ right).to(dtype).view(weight.shape)
     norms = compute_output_norms(adapted, a.shape[-2] > a.shape[-1])

@@ -4,6 +4,9 @@ from torch import Tensor, nn
 
 LORA_A_NAME, LORA_B_NAME, MAGNITUDE_NAME = ADAPTER_NAMES = ("lora_a", "lora_b", "lora_magnitude")
 
+INT8_SCALE_NAME = "weight_int8_scale"
+"""The attribute of a layer that holds the scales of its weight, if that is quantized (`int8_base.py`)."""
+
 
 def adapter_names(weight_name: str) -> tuple[str, str, str]:
     """Return the names of A, B and the magnitudes of a weight."""
@@ -16,6 +19,11 @@ def is_adapter_name(name: str) -> bool:
     """Return whether a parameter of this name is part of an adapter."""
     last = name.rpartition(".")[2]
     return last in ADAPTER_NAMES or last.endswith(tuple(f"_{part}" for part in ADAPTER_NAMES))
+
+
+def is_added_name(name: str) -> bool:
+    """Return whether a parameter of this name is not one of the base model: of an adapter, or scales."""
+    return is_adapter_name(name) or name.endswith(f".{INT8_SCALE_NAME}")
 
 
 def adapted_weight_name(name: str) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.names import adapted_weight_name, adapter_names, has_adapter, is_adapter_name
+from phalanx.train.adapters.names import adapted_weight_name, adapter_names, has_adapter, is_adapter_name, is_added_name
 from phalanx.train.ops.blocks import (
     find_expert_stacks,
     find_router_names,
@@ -215,14 +215,15 @@ def describe_adapters(model: nn.Module) -> str:
     frozen without one, with their share of the model."""
     parameters = dict(model.named_parameters())
     adapted = {adapted_weight_name(name) for name in parameters if is_adapter_name(name)}
-    whole = [name for name, p in parameters.items() if p.requires_grad and not is_adapter_name(name)]
-    frozen = [name for name, p in parameters.items() if p.dim() >= 2 and not p.requires_grad and name not in adapted]
+    base = {name: p for name, p in parameters.items() if not is_added_name(name)}
+    frozen = [name for name, p in base.items() if p.dim() >= 2 and not p.requires_grad and name not in adapted]
     frozen = names_in_blocks(model, frozen)
     text = f"adapters on {len(adapted)} matrices"
+    whole = [name for name, p in base.items() if p.requires_grad]
     text += f", {len(whole)} tensors trained in full" if whole else ""
     if not frozen:
         return text
-    sizes = {name: parameter.numel() for name, parameter in parameters.items() if not is_adapter_name(name)}
+    sizes = {name: parameter.numel() for name, parameter in base.items()}
     share = sum(sizes[name] for name in frozen) / sum(sizes.values())
     largest = max(frozen, key=sizes.__getitem__)
     return f"{text}; {len(frozen)} in blocks have none ({share:.0%} of the model), such as {largest}"

@@ -37,8 +37,9 @@ from phalanx.run.companions import (
     read_contained,
 )
 from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
+from phalanx.train.adapters.int8_base import dequantize
 from phalanx.train.adapters.lora import adapter_scale, merge_adapters
-from phalanx.train.adapters.names import adapted_weight_name, adapter_names, is_adapter_name
+from phalanx.train.adapters.names import adapted_weight_name, adapter_names, is_adapter_name, is_added_name
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
@@ -153,7 +154,9 @@ class _ExportPlan:
     def count_bytes(self, tensor: TensorRecord) -> int:
         """Return the bytes of a checkpoint's tensor in an export."""
         dtype = self.dtypes.main
-        if dtype is None or not tensor.torch_dtype.is_floating_point:
+        if tensor.torch_dtype == torch.int8:  # a quantized weight
+            dtype = dtype or torch.float32
+        elif dtype is None or not tensor.torch_dtype.is_floating_point:
             return tensor.nbytes
         return math.prod(tensor.shape) * dtype.itemsize
 
@@ -219,7 +222,7 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
     """Plan which tensors are written, and under which names."""
-    names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_adapter_name(name))
+    names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_added_name(name))
     adapted = {adapted_weight_name(name) for name in manifest.tensors if is_adapter_name(name)}
     converted = {tuple(each["tensors"]): each["held"] for each in origin.get("converted", [])}
     for name in (name for group in converted for name in group):
@@ -279,9 +282,10 @@ def _make_group_tensors(
     from phalanx.train.hf.weight_conversion import revert_conversion
 
     adapters = [name for weight in group for name in adapter_names(weight) if name in manifest.tensors]
-    loaded = load_tensors(
-        checkpoint, [*(plan.source_names.get(name, name) for name in group), *adapters], manifest=manifest
-    )
+    sources = [plan.source_names.get(name, name) for name in group]
+    scales = {name: scale for name in sources if (scale := f"{name}_int8_scale") in manifest.tensors}
+    loaded = load_tensors(checkpoint, [*sources, *adapters, *scales.values()], manifest=manifest)
+    loaded |= {name: dequantize(loaded[name], loaded[scale]) for name, scale in scales.items()}
     tensors = {name: loaded[plan.source_names.get(name, name)] for name in group} | {
         name: loaded[name] for name in adapters
     }

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
-from phalanx.train.adapters.names import MAGNITUDE_NAME, is_adapter_name
+from phalanx.train.adapters.int8_base import quantize
+from phalanx.train.adapters.names import MAGNITUDE_NAME, is_adapter_name, is_added_name
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
@@ -40,7 +41,8 @@ class SafetensorsWeights:
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
         """Read this worker's parts of the model's parameters and persistent buffers, except new adapters. Raises
         DataError if tensors that the model ties differ in this worker's part."""
-        for name, local_tensor in list_local_tensors(parallel_model).items():
+        local_tensors = list_local_tensors(parallel_model)
+        for name, local_tensor in local_tensors.items():
             if name not in self.names:
                 continue
             first, *others = self.names[name]
@@ -49,7 +51,7 @@ class SafetensorsWeights:
                 for other in others:
                     if not torch.equal(part, self.source.read(other, block.global_offset, block.extent)):
                         raise make_tie_mismatch_error(self.source, first, other)
-                block.slice_local(local_tensor.tensor).copy_(part)
+                _store(part, block.slice_local(local_tensor.tensor), local_tensors.get(f"{name}_int8_scale"))
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,21 @@ class CheckpointWeights:
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
         """Do the same. Raises CorruptCheckpointError, which names the bad file."""
         requested: list[tuple[str, Sequence[int], Tensor]] = []
-        converted: list[tuple[Tensor, Tensor]] = []
-        for name, local_tensor in list_local_tensors(parallel_model).items():
+        converted: list[tuple[Tensor, Tensor, LocalTensor | None]] = []
+        local_tensors = list_local_tensors(parallel_model)
+        for name, local_tensor in local_tensors.items():
             if (record := self.manifest.tensors.get(name)) is None:  # a new adapter
                 continue
             for block in local_tensor.global_blocks.blocks:
                 target = part = block.slice_local(local_tensor.tensor)
                 if part.dtype != record.torch_dtype:
                     part = torch.empty(block.extent, dtype=record.torch_dtype)
-                    converted.append((target, part))
+                    converted.append((part, target, local_tensors.get(f"{name}_int8_scale")))
                 requested.append((name, block.global_offset, part))
         extra = [name for name in self.manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)]
         load_blocks(self.path, requested, self.manifest)
-        for target, part in converted:
-            target.copy_(part)
+        for part, target, scale in converted:
+            _store(part, target, scale)
         extra_state = load_tensors(self.path, extra, manifest=self.manifest)
         for module in parallel_model.modules:
             load_extra_state(module, extra_state, str(self.path))
@@ -107,7 +110,7 @@ def open_initial_weights(
         path = find_newest_checkpoint(localize_named(location, folder, "init_from"))
     manifest = read_manifest(path)
     tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
-    adapter_names = [name for name in manifest.tensors if is_adapter_name(name) and name not in tensors]
+    adapter_names = [name for name in manifest.tensors if is_added_name(name) and name not in tensors]
     if adapter_names and not adapter_added_later:
         raise DataError(
             f"init_from: {path} was trained with adapters ({adapter_names[0]}), which this recipe does not have; "
@@ -122,7 +125,7 @@ def open_initial_weights(
                 )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
-        if record is None and not is_adapter_name(name):
+        if record is None and not is_added_name(name):
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
         if record is not None and record.shape != tuple(tensor.shape):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
@@ -144,6 +147,14 @@ def open_hf_weights(directory: Path, model: nn.Module) -> SafetensorsWeights:
 def find_newest_checkpoint(where: Path) -> Path:
     """Return the newest checkpoint of a run or of a directory of checkpoints; `where` itself if it is a checkpoint."""
     return next(iter(list_checkpoints(where / "checkpoints") or list_checkpoints(where)), where)
+
+
+def _store(value: Tensor, target: Tensor, scale: LocalTensor | None) -> None:
+    """Copy a value that was read into a parameter, quantized if that is."""
+    if scale is not None and value.is_floating_point():
+        value, scales = quantize(value)
+        scale.tensor.copy_(scales)
+    target.copy_(value)
 
 
 def list_local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
