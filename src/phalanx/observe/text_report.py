@@ -50,7 +50,8 @@ def describe_outcome(summary: RunSummary) -> str:
         return "not started: no events yet"
     if summary.status == "incomplete":
         return f"incomplete: {steps_text}{wall_text}; still running, or killed"
-    why_text = f"; {summary.failures[-1]}" if not summary.attempts and summary.failures else ""
+    why = summary.attempts[-1].end_reason if summary.attempts else next(iter(summary.failures[-1:]), None)
+    why_text = f"; {why}" if why else ""
     return f"{summary.status}: {steps_text}{wall_text}{why_text}"
 
 

@@ -20,10 +20,11 @@ BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
 """Key of `optimizer` -> optimizers that use it."""
 DECAYS_WITH = {
+    "decay_fraction": ("wsd",),
     "power": ("poly",),
     "milestones": ("step",),
     "gamma": ("step",),
-    "min_lr_ratio": ("cosine", "linear", "poly"),
+    "min_lr_ratio": ("cosine", "linear", "wsd", "poly"),
 }
 """Key of `optimizer.schedule` -> decays that use it."""
 SOURCES_WITH = {
@@ -100,6 +101,8 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
     if isinstance(recipe.parallelism, Parallelism):
         yield from find_parallelism_problems(recipe, recipe.parallelism, num_workers or recipe.parallelism.world)
         num_groups = recipe.parallelism.replicate * recipe.parallelism.shard
+    if recipe.evaluation.early_stop is not None and recipe.evaluation.every is None:
+        yield "evaluation.early_stop", "needs evaluations, and evaluation.every is null: give a number of steps"
     yield from _sources(recipe)
     yield from _mixture(recipe.data)
     lr_scaling = recipe.optimizer.lr_scaling

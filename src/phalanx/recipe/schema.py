@@ -37,6 +37,9 @@ class ModelConfig(ConfigModel):
     tp_plan: dict[str, str] | None = None
     """How `parallelism.tensor` divides the model: pattern of module names -> style. null: the built-in plan for a known
     model."""
+    embedding_noise: PositiveNumber | None = None
+    """NEFTune: uniform noise of up to this / sqrt(seq_len x width) that is added to the input embeddings in training; 5
+    is usual for fine-tuning. null: none."""
 
 
 class AdapterConfig(ConfigModel):
@@ -96,11 +99,14 @@ class LrScheduleConfig(ConfigModel):
 
     warmup_steps: Begin = 20
     """Steps over which the rate rises linearly."""
-    decay: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
-    """Shape of the decay from `lr`. `poly` and `step` are Caffe's: a power of the remaining fraction of the run, and
-    drops at given times."""
+    decay: Literal["cosine", "linear", "wsd", "poly", "step", "constant"] = "cosine"
+    """Shape of the decay from `lr`. `wsd` (warm-up, stable, decay) stays at `lr` until the last `decay_fraction` of the
+    run, in which it falls with 1 - the root of the part that is done. `poly` and `step` are Caffe's: a power of the
+    remaining fraction of the run, and drops at given times."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.1
     """Rate at the last step, as a fraction of `lr`. Not used by `step`, which ends where its milestones lead."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 0.1
+    """For `wsd`: the part of the run in which the rate decays."""
     power: PositiveNumber = 0.5
     """For `poly`: lr x (remaining fraction of the run)^power."""
     milestones: list[Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL]] = Field(
@@ -124,6 +130,19 @@ class LrScalingConfig(ConfigModel):
     """Steps over which the rate rises from `lr` to that of the batch, in addition to the schedule's own warm-up."""
 
 
+class ParamGroupConfig(ConfigModel):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    model_config = ConfigDict(title="Parameter group")
+
+    match: str
+    """Pattern of parameter names, in which `*` matches any text: `*.embedding.weight`, `blocks.0.*`."""
+    lr_ratio: PositiveNumber = 1.0
+    """Their learning rate, as a multiple of that of the others."""
+    weight_decay: Annotated[float, Field(ge=0), NUMBER_NOT_BOOL] | None = None
+    """Their weight decay, also of norms and biases; null: as without a group."""
+
+
 class OptimizerConfig(ConfigModel):
     """The optimizer. `max_grad_norm` limits the norm of the whole gradient; null: no limit."""
 
@@ -135,7 +154,7 @@ class OptimizerConfig(ConfigModel):
     lr: PositiveNumber = 1e-3
     """Peak learning rate. For `lars` it is usually 1 to 30."""
     weight_decay: Annotated[float, Field(ge=0), NUMBER_NOT_BOOL] = 0.1
-    """Weight decay, independent of the gradient."""
+    """Weight decay, independent of the gradient. Norms, biases and other vectors have none."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of adamw's and lamb's first and second moment."""
     momentum: Fraction = Field(0.9, description="Momentum of sgd, muon and lars.")
@@ -150,6 +169,10 @@ class OptimizerConfig(ConfigModel):
     """Learning rate over the run."""
     lr_scaling: LrScalingConfig | None = Field(
         None, description="Scales the learning rate with the batch. null: no scaling."
+    )
+    groups: list[ParamGroupConfig] = Field(
+        default_factory=list,
+        description="Parameters with another learning rate or weight decay. The first that matches a name counts.",
     )
 
 
