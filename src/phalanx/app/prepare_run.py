@@ -221,8 +221,10 @@ def pin_origins(recipe: Recipe) -> Recipe:
     """The recipe with the commits and the checkpoint that its URLs mean now: what all its workers read."""
     build = pin_location(recipe.model.build, "model.build")
     init_from = None if recipe.init_from is None else pin_location(recipe.init_from, "init_from")
-    model = recipe.model.model_copy(update={"build": build})
-    return recipe.model_copy(update={"model": model, "init_from": init_from})
+    model, adapter = recipe.model.model_copy(update={"build": build}), recipe.adapter
+    if adapter is not None and adapter.init_from is not None:
+        adapter = adapter.model_copy(update={"init_from": pin_location(adapter.init_from, "adapter.init_from")})
+    return recipe.model_copy(update={"model": model, "init_from": init_from, "adapter": adapter})
 
 
 def find_machine(loaded: LoadedRecipe) -> Machine:

@@ -19,6 +19,7 @@ from phalanx.recipe.imports import HF_CONFIG_FILE, huggingface_location
 from phalanx.recipe.locations import localize_named
 from phalanx.recipe.schema import AdapterConfig
 from phalanx.safe_files import read_json
+from phalanx.storage.url import is_url
 from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.adapters.names import adapter_names
 from phalanx.train.adapters.targets import CONVOLUTIONS, AdapterTarget, find_adapter_targets, select_whole_modules
@@ -182,12 +183,13 @@ def _build_meta_model(config: Mapping[str, Any]) -> nn.Module:
 
 def _make_config(spec: AdapterConfig, layout: _PeftLayout, build: str, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return adapter_config.json."""
-    hub = (huggingface_location(build) or "").removeprefix("hf://")
+    location = huggingface_location(build) or ""
+    name = location if is_url(location) else origin["directory"]
     is_causal = any(name.endswith("ForCausalLM") for name in origin["config"].get("architectures") or ())
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if is_causal else None,
-        "base_model_name_or_path": hub.partition("@")[0] if build.startswith("hf:hf://") else origin["directory"],
+        "base_model_name_or_path": name.removeprefix("hf://").partition("@")[0] if name.startswith("hf://") else name,
         "inference_mode": True,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
