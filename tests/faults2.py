@@ -147,11 +147,11 @@ def check_export_dtype(replay: Replay) -> Problems:
         yield "an export is not declared as bfloat16"
 
 
-def check_lora(replay: Replay) -> Problems:
+def check_adapter(replay: Replay) -> Problems:
     for run in ("own", "mixtral", "qwen3moe", "gptoss", "rank8", "named", "encoder"):
         if not (replay.folder / "runs" / run / "result.json").is_file():
             yield f"{run} was not trained"
-    if len(re.findall("^lora +adapters on", replay.out, re.M)) < 6:
+    if len(re.findall("^adapter +adapters on", replay.out, re.M)) < 6:
         yield "a start does not say how many matrices have adapters"
 
 
@@ -243,8 +243,13 @@ class Fault:
     tests: tuple[str, ...] = ()
 
 
+RENAME_ADAPTER_KEY = (
+    r"sed -i -E 's/^lora:/adapter:/; s/lora(\.(rank|target_modules)|=)/adapter\1/' *.yaml run.sh; bash run.sh"
+)
+"""Runs a script that was written when the key `adapter` was `lora`."""
+
 FAULTS = {
-    "01-dropout-masks-repeat": Fault(check_dropout),
+    "01-dropout-masks-repeat": Fault(check_dropout, RENAME_ADAPTER_KEY),
     "02-auxiliary-loss-ignored": Fault(check_auxiliary_loss),
     "03-bf16-differs-by-shards": Fault(check_bf16),
     "05-muon-routing-by-stage": Fault(check_muon),
@@ -258,8 +263,8 @@ FAULTS = {
     ),
     "11-validation-of-three-samples": Fault(check_validation),
     "13-image-normalisation-ignored": Fault(check_images),
-    "15-exports-are-fp32": Fault(check_export_dtype),
-    "16-lora-skips-experts": Fault(check_lora),
+    "15-exports-are-fp32": Fault(check_export_dtype, RENAME_ADAPTER_KEY),
+    "16-lora-skips-experts": Fault(check_adapter, RENAME_ADAPTER_KEY),
     "19-slurm-one-core": Fault(check_slurm_cores),
     "20-job-loses-variables": Fault(check_variables),
     "21-ipv6-only": Fault(check_ipv6),

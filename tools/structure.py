@@ -22,7 +22,7 @@ from words import ROOT, all_words
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
     "src/phalanx/app": 3_860,
-    "src/phalanx/autoconfig": 2_960,
+    "src/phalanx/autoconfig": 2_970,
     "src/phalanx/cli": 2_860,
     "src/phalanx/cluster": 5_120,
     "src/phalanx/data": 5_070,
@@ -30,16 +30,16 @@ BUDGETS = {
     "src/phalanx/models": 1_080,
     "src/phalanx/observe": 4_170,
     "src/phalanx/planner": 4_790,
-    "src/phalanx/recipe": 2_770,
+    "src/phalanx/recipe": 2_900,
     "src/phalanx/run": 3_210,
     "src/phalanx/serve": 1_940,
     "src/phalanx/storage": 1_870,
     "src/phalanx/telemetry": 1_400,
-    "src/phalanx/train": 21_890,
+    "src/phalanx/train": 22_790,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
-GOALS = {"src/phalanx": 73_500, "fleet/src": 17_400, "tests": 74_000}
+GOALS = {"src/phalanx": 74_600, "fleet/src": 17_400, "tests": 74_000}
 MOST_PARAMETERS = 7
 REASON = re.compile(r"\bThe (many )?(parameters|arguments)\s+(are|replace)\b")
 """How the sentence of a docstring begins that says why a function takes more."""

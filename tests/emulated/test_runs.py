@@ -95,7 +95,7 @@ def test_the_command_trains_saves_evaluates_and_a_killed_worker_comes_back_with_
         pytest.param({"precision": "fp16"}, id="fp16"),
         pytest.param({"precision": "bf16"}, id="bf16"),
         pytest.param(merge_recipes(DOCUMENTS, {"memory": {"chunked_loss": True}}), id="documents, chunked loss"),
-        pytest.param({"lora": {"rank": 4}}, id="adapter"),
+        pytest.param({"adapter": {"rank": 4}}, id="adapter"),
     ],
 )
 def test_one_gpu_has_the_losses_of_a_cpu(gpus: TrainHarness, cpu: TrainHarness, changes: Values) -> None:

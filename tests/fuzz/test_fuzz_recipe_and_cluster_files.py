@@ -19,7 +19,7 @@ RECIPES: list[Any] = [
     {
         "model": {"build": "phalanx.models:moe", "args": {"num_experts": 4, "layers": 2}},
         "data": {"source": [{"text": ["a/*.txt", "b.txt"], "weight": 2}, {"prepared": "x"}], "tokenizer": {"bpe": 300}},
-        "lora": {"rank": 4, "target_modules": ["a", "b.*"]},
+        "adapter": {"rank": 4, "target_modules": ["a", "b.*"]},
         "optimizer": {"lr_scaling": {"rule": "sqrt", "base_batch_size": 8}, "betas": [0.9, 0.99]},
         "parallelism": {"pipeline": 2, "layers_per_stage": [1, 1]},
         "determinism": "off",

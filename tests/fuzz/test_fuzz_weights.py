@@ -18,7 +18,7 @@ from mutations import attempt, flipped, hand, mutated, put, spliced, strange
 from phalanx.cli import main
 from phalanx.errors import DataError
 from phalanx.recipe import Recipe
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
 from phalanx.train.checkpoint.digest import digest_checkpoint
 from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import _manifest_hash, read_manifest
@@ -182,7 +182,7 @@ def test_strange_words_of_a_checkpoint_do_not_reach_a_listing_or_an_export(
 ) -> None:
     """Neither its numbers, nor what model and recipe it says that it is of."""
     manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
-    recipe = Recipe(lora=LoraConfig()).model_dump(mode="json")
+    recipe = Recipe(adapter=AdapterConfig()).model_dump(mode="json")
     origin = {"directory": "/nowhere", "config": {"model_type": "x"}, "tied": {}, "names": {}, "converted": []}
     model = {"build": "phalanx.models:transformer", "args": {"layers": 1}, "huggingface": origin}
     meta = {"step": 2, "samples": 2, "model": model, "recipe": recipe}

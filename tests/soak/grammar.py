@@ -109,7 +109,7 @@ def draw_recipe(rng: random.Random) -> RecipeSample:
         ours = build == "phalanx.models:transformer"  # whose output layer has no bias
         recipe["memory"]["chunked_loss"] = weighted(rng, {"auto": 2, False: 1, True: 1 if ours else 0})
         if build == "phalanx.models:transformer" and rng.random() < 0.15:
-            recipe["lora"] = {"rank": rng.choice([1, 4]), "dropout": rng.choice([0.0, 0.1])}
+            recipe["adapter"] = {"rank": rng.choice([1, 4]), "dropout": rng.choice([0.0, 0.1])}
     offloaded = rng.random() < 0.2
     if offloaded and (recipe["optimizer"]["name"] in ("adamw", "sgd") or rng.random() < 0.1):  # others are refused
         recipe["optimizer"]["offload"] = True

@@ -55,13 +55,13 @@ def changes_of(lab: TrainHarness, case: str) -> Values:
     full: Values = {"memory": {"activation_checkpointing": "full"}}
     match case:
         case "adapters":
-            own = {"model": {"args": SIZES}, "lora": {"rank": 4, "dropout": 0.2}}
+            own = {"model": {"args": SIZES}, "adapter": {"rank": 4, "dropout": 0.2}}
         case "noisy":
             own = {**noisy(), **full}
         case "own attention":
             own = noisy(own_attention=True)
         case _:
-            own = {**gpt2(lab), "lora": {"rank": 4, "dropout": 0.2}}
+            own = {**gpt2(lab), "adapter": {"rank": 4, "dropout": 0.2}}
     return {**TRAINING, **own}
 
 

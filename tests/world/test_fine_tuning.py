@@ -43,8 +43,8 @@ def example(lab: TrainHarness, monkeypatch: pytest.MonkeyPatch) -> Values:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"lora": {"rank": 4}}, id="adapters"),
-        pytest.param({"lora": None, "optimizer": {"lr": 2e-5}}, id="whole", marks=pytest.mark.slow),
+        pytest.param({"adapter": {"rank": 4}}, id="adapters"),
+        pytest.param({"adapter": None, "optimizer": {"lr": 2e-5}}, id="whole", marks=pytest.mark.slow),
     ],
 )
 def test_it_learns_and_survives_a_kill_bit_by_bit(lab: TrainHarness, example: Values, changes: Values) -> None:
@@ -57,7 +57,7 @@ def test_it_learns_and_survives_a_kill_bit_by_bit(lab: TrainHarness, example: Va
 
 def test_an_encoder_without_a_head_is_refused_for_next_tokens(lab: TrainHarness, example: Values) -> None:
     with pytest.raises(PhalanxError, match=r"^recipe: task: the model returned BaseModelOut.* no logits") as caught:
-        lab.train({"task": "language-modeling", "lora": None})
+        lab.train({"task": "language-modeling", "adapter": None})
     assert caught.value.code == ExitCode.RECIPE
 
 

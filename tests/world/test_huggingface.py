@@ -54,7 +54,7 @@ def check_export(run: Run, out: Path) -> None:
     ("kind", "changes"),
     [
         ("llama-tied", {}),
-        ("gpt2", {"lora": LORA, "data": {"source": {"text": "*.txt"}, "document_masking": True}}),
+        ("gpt2", {"adapter": LORA, "data": {"source": {"text": "*.txt"}, "document_masking": True}}),
     ],
     ids=["whole", "adapter"],
 )

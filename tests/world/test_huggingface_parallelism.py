@@ -119,5 +119,5 @@ ADAPTED = [
 
 @pytest.mark.parametrize(("kind", "name"), [*ADAPTED, pytest.param("gpt2", "pipeline 2", marks=pytest.mark.slow)])
 def test_adapters_of_a_divided_model_train_as_on_one_process(lab: TrainHarness, kind: str, name: str) -> None:
-    adapter = {"lora": {"rank": 4}}
+    adapter = {"adapter": {"rank": 4}}
     compare(divided(lab, kind, LAYOUTS[name], **adapter), lab.train_reference(recipe(lab, kind, **adapter)))

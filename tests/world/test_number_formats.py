@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from phalanx.models.moe import MoE
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
+from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.distributed.fsdp import CASTING_MODULES, apply_fsdp
 from phalanx.train.distributed.tensor_parallel import apply_tensor_parallel
 from phalanx.train.ops.float8 import Float8Linear
-from phalanx.train.ops.lora import add_lora
 from process_worlds import ProcessWorlds
 
 WIDTH, LENGTH = 32, 8
@@ -97,7 +97,7 @@ class Kinds(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
         if adapted:
-            add_lora(self, LoraConfig(rank=2, target_modules=["up", "down"]))
+            add_adapters(self, AdapterConfig(rank=2, target_modules=["up", "down"]))
             for block in self.blocks:
                 for name, parameter in block.named_parameters():
                     parameter.requires_grad_(parameter.requires_grad or "norm" in name)

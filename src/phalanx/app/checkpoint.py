@@ -18,7 +18,7 @@ from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
 from phalanx.train.checkpoint.digest import digest_checkpoint as digest_checkpoint
 from phalanx.train.checkpoint.durable import discard_directory, make_temporary_path
-from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.export import ExportForm, export_huggingface
 from phalanx.train.checkpoint.format import (
     MANIFEST_NAME,
     CheckpointManifest,
@@ -130,14 +130,17 @@ def remove_checkpoint(location: str, step: int | None) -> str:
     return str(path)
 
 
-def export_to_huggingface(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[list[str], list[str]]:
+def export_to_huggingface(
+    checkpoint: Path, out: Path, dtype: str | None = None, form: ExportForm = "safetensors"
+) -> tuple[list[str], list[str]]:
     """Export the weights as a Hugging Face directory, which is created; return its files, and notes for its user.
-    `dtype` is fp32, bf16 or fp16; by default each weight has the dtype that it came with."""
+    `dtype` is fp32, bf16 or fp16; by default each weight has the dtype that it came with. With `form` peft only the
+    adapter is written."""
     notes: list[str] = []
     num_threads = read_manifest(checkpoint).meta.get("recipe", {}).get("num_threads")
     if isinstance(num_threads, int) and num_threads > 0:
         set_threads(num_threads)
-    exported = export_huggingface(checkpoint, out, notes=notes.append, dtype=dtype)
+    exported = export_huggingface(checkpoint, out, notes=notes.append, dtype=dtype, form=form)
     return sorted(file.name for file in exported.iterdir()), notes
 
 

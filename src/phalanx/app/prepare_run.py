@@ -144,7 +144,9 @@ def prepare_run(
     if write:
         check_run_path(run.path)
     import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
-    import_payload |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
+    adapter = loaded.recipe.adapter
+    import_payload |= {"init": loaded.recipe.init_from if begins else None, "begins": begins}
+    import_payload["adapter"] = None if adapter is None else adapter.model_dump(mode="json")
     with loaded.locate_errors():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
         if directory is not None:
@@ -158,7 +160,7 @@ def prepare_run(
     def prepare() -> PreparedRun:
         with loaded.locate_errors():
             ready = resolve_run(request, machine, world_size, run_trial, progress)
-            if begins and ready.recipe.init_from is not None:
+            if begins and (ready.recipe.init_from or (adapter is not None and adapter.init_from)):
                 kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
             check_free_space(run, ready.recipe, ready.plan)
@@ -222,8 +224,10 @@ def pin_origins(recipe: Recipe) -> Recipe:
     """The recipe with the commits and the checkpoint that its URLs mean now: what all its workers read."""
     build = pin_location(recipe.model.build, "model.build")
     init_from = None if recipe.init_from is None else pin_location(recipe.init_from, "init_from")
-    model = recipe.model.model_copy(update={"build": build})
-    return recipe.model_copy(update={"model": model, "init_from": init_from})
+    model, adapter = recipe.model.model_copy(update={"build": build}), recipe.adapter
+    if adapter is not None and adapter.init_from is not None:
+        adapter = adapter.model_copy(update={"init_from": pin_location(adapter.init_from, "adapter.init_from")})
+    return recipe.model_copy(update={"model": model, "init_from": init_from, "adapter": adapter})
 
 
 def find_machine(loaded: LoadedRecipe) -> Machine:

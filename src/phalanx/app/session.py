@@ -62,7 +62,7 @@ RENDEZVOUS_ID_VARIABLE = "PHALANX_RENDEZVOUS_ID"
 FORCE_VARIABLE = "PHALANX_FORCE"
 """Set by `phalanx train SCRIPT --force`."""
 IGNORED_KEYS = (
-    *("model.build", "model.args", "init_from", "lora", "task", "data", "evaluation", "memory.chunked_loss"),
+    *("model.build", "model.args", "init_from", "adapter", "task", "data", "evaluation", "memory.chunked_loss"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.momentum"),
     *("optimizer.state_dtype", "optimizer.offload"),
 )

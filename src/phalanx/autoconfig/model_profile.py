@@ -38,7 +38,7 @@ def profile_model(
         "follower": _compute_tracer_version(),
         "numbers": number_format,
         "model": recipe.model.model_dump(mode="json"),
-        "adapter": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
+        "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
         "facts": vars(facts),
         "code": _hash_model_code(recipe.model.build, loaded.recipe_dir),
         "versions": [phalanx.__version__, version("torch")],
@@ -70,12 +70,12 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
     directory = huggingface_directory(recipe.model.build, folder)
 
     def make() -> nn.Module:
-        if directory is not None or recipe.lora is not None:
+        if directory is not None or recipe.adapter is not None:
             from phalanx.train.distributed.meta_device import allocate_meta_parameters
             from phalanx.train.model_builder import build_model
 
             cpu = torch.device("cpu")
-            model = build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.lora, load=False)
+            model = build_model(recipe.model, facts, folder, recipe.seed, cpu, recipe.adapter, load=False)
             if directory is not None:
                 _check_dense(model, recipe.model.build)
                 allocate_meta_parameters([model], cpu)  # its parameters are where its buffers are

@@ -28,6 +28,8 @@ from phalanx.recipe.grad_sync_defaults import (
     CHANGED_STATE_KEY,
     GPU_ONLY_MODULES_KEY,
 )
+from phalanx.train.adapters.names import is_adapter_name
+from phalanx.train.adapters.targets import describe_adapters, find_uncalled_adapters
 from phalanx.train.builder import count_units_per_sample, make_lm_head
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing
 from phalanx.train.distributed.buffer_sync import find_forward_changes, format_names, snapshot_weight_versions
@@ -36,7 +38,6 @@ from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_persistent_buffers
 from phalanx.train.loss import LossFn
 from phalanx.train.ops.blocks import find_blocks
-from phalanx.train.ops.lora import describe_adapters, find_uncalled_adapters, is_lora_name
 from phalanx.train.ops.random_draws import seed_everything
 from phalanx.train.optim.container import trainable_parameters
 from phalanx.train.precision import autocast_context
@@ -98,7 +99,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
             compute_loss(LossFn(task, precision, device), model, batch)
         flops.append(counter.get_total_flops())
 
-    has_adapters = any(map(is_lora_name, built))
+    has_adapters = any(map(is_adapter_name, built))
     uncalled_adapters = find_uncalled_adapters(model, lambda: count(1)) if has_adapters else []
     changed = find_forward_changes(model, lambda: count(1)) if with_values else []
     if not with_values:

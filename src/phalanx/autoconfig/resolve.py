@@ -318,8 +318,8 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
         )
     if uncalled := profile.get(UNCALLED_ADAPTERS_KEY):
         raise RecipeError(
-            f"lora.target_modules: the model never calls {uncalled[0]}, but uses its weight in a function, so an "
-            f"adapter there would not learn ({len(uncalled)} such layers); name the others in lora.target_modules"
+            f"adapter.target_modules: the model never calls {uncalled[0]}, but uses its weight in a function, so an "
+            f"adapter there would not learn ({len(uncalled)} such layers); name the others in adapter.target_modules"
         )
     parallelism, changed_parameters = given.parallelism, profile.get(CHANGED_PARAMETERS_KEY)
     if changed_parameters and isinstance(parallelism, Parallelism) and parallelism.shard * parallelism.context > 1:
@@ -387,7 +387,7 @@ def choose_fewest_threads(
 def make_trial_recipe(given: Recipe) -> dict[str, Any]:
     """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
     values = given.model_dump(mode="json")
-    return {key: values[key] for key in ("device", "model", "lora", "task", "data", "batch", "optimizer", "seed")}
+    return {key: values[key] for key in ("device", "model", "adapter", "task", "data", "batch", "optimizer", "seed")}
 
 
 def predict_step(

@@ -20,11 +20,13 @@ from phalanx.data import open_data
 from phalanx.recipe import Recipe, ResolvedRecipe, import_object
 from phalanx.recipe.imports import HF_CONFIG_FILE, check_known_arguments
 from phalanx.recipe.locations import huggingface_directory
-from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.schema import AdapterConfig, Parallelism
 from phalanx.run import Run
+from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.builder import build_context
 from phalanx.train.callbacks import load_callbacks
 from phalanx.train.checkpoint import init_weights
+from phalanx.train.checkpoint.peft_files import open_peft_adapter
 from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.distributed.parallelize import ParallelConfig, plan_model
 from phalanx.train.distributed.pipeline.build import partition_model
@@ -60,11 +62,13 @@ def check_parallelism(payload: dict[str, Any]) -> None:
 
 
 def begins(payload: dict[str, Any]) -> None:
-    """DataError unless the weights that `init_from` names fit the recipe's model."""
+    """DataError unless the weights that `init_from` and `adapter.init_from` name fit the recipe's model."""
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
     model, _, _ = open_trial(payload, load=False)
-    assert recipe.init_from is not None
-    init_weights.open_initial_weights(recipe.init_from, folder, model)
+    if recipe.init_from:
+        init_weights.open_initial_weights(recipe.init_from, folder, model)
+    if recipe.adapter is not None and recipe.adapter.init_from:
+        open_peft_adapter(recipe.adapter.init_from, folder, model, recipe.adapter)
 
 
 def profile_recipe_steps(payload: dict[str, Any]) -> dict[str, Any]:
@@ -84,15 +88,20 @@ def check_imports(payload: dict[str, Any]) -> str:
     recipe's folder, and of config.json: trials with the same hash still hold.
 
     RecipeError unless everything that a recipe names by import path exists, the builder takes `model.args`, and a
-    Hugging Face directory has what its model needs. DataError when `init_from` does not fit that, or has adapters that
-    the recipe has not."""
+    Hugging Face directory has what its model and adapters need. DataError when `init_from` does not fit that, or has
+    adapters that the recipe has not, and when `adapter.init_from` does not fit."""
     folder = Path(payload["folder"])
     directory = huggingface_directory(payload["build"], folder)
     if directory is not None:
         model = hf_model.build_on_meta(directory, payload.get("args") or {})
         init_weights.open_hf_weights(directory, model)
+        adapter = AdapterConfig(**payload["adapter"]) if payload.get("adapter") else None
         if payload.get("init") is not None:
-            init_weights.open_initial_weights(payload["init"], folder, model, payload["adapter"])
+            init_weights.open_initial_weights(payload["init"], folder, model, adapter is not None)
+        if adapter is not None:
+            add_adapters(model, adapter)
+            if payload["begins"] and adapter.init_from:
+                open_peft_adapter(adapter.init_from, folder, model, adapter)
         owner, config = "", (directory / HF_CONFIG_FILE).read_bytes()
     else:
         builder = import_object(payload["build"], folder, key="model.build")

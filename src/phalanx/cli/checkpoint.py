@@ -122,6 +122,10 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     step: StepOption = None,
     to: Annotated[Literal["hf"], typer.Option(help="Format; hf: a Hugging Face directory.")] = "hf",
+    form: Annotated[
+        Literal["safetensors", "peft"],
+        typer.Option(help="safetensors: whole weights; peft: the adapter alone, in PEFT's format."),
+    ] = "safetensors",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Dtype of the weights.", show_default="that of the original"),
@@ -131,11 +135,11 @@ def export(
     """Export the weights for other tools.
 
     Writes a Hugging Face directory, readable with the safetensors library. A model that was loaded with hf:PATH is also
-    readable with `from_pretrained`: original tensor names, LoRA adapters merged, tokenizer included."""
+    readable with `from_pretrained`: original tensor names, adapters merged, tokenizer included."""
     from phalanx.app.checkpoint import export_to_huggingface, select_checkpoint
 
     checkpoint = select_checkpoint(path, step)
-    files, notes = export_to_huggingface(checkpoint, out, dtype)
+    files, notes = export_to_huggingface(checkpoint, out, dtype, form)
     if as_json:
         facts = {"path": str(checkpoint), "out": str(out), "files": files, "notes": notes}
         print(json.dumps(facts))

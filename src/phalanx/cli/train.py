@@ -245,7 +245,7 @@ def format_introduction(prepared: PreparedRun) -> str:
     lines = [
         f"run      {prepared.run.location}",
         f"model    {recipe.model.build}, {format_count(plan.get('trainable_parameters', 0))} parameters",
-        *([f"lora     {plan['adapters']}"] if plan.get("adapters") else []),
+        *([f"adapter  {plan['adapters']}"] if plan.get("adapters") else []),
         f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
         f"measured matmul TFLOP/s: {rates_text}",
         f"workers  {num_workers} x {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",

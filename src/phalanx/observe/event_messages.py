@@ -85,7 +85,8 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
             return f"warning: {event.text}"
         case RunEnded():
             ended = "finished" if event.status == "done" else event.status
-            return f"{ended}: {event.step} of {formatting.format_plural(total_steps, 'step')}"
+            reason = f"; {event.reason}" if event.reason else ""
+            return f"{ended}: {event.step} of {formatting.format_plural(total_steps, 'step')}{reason}"
         case _:
             return ""
 

@@ -80,6 +80,7 @@ class AttemptRecord:
     last_work_at: float = 0.0
     """The last start, step, evaluation or save: from here on a dying attempt did nothing more."""
     end_status: str | None = None
+    end_reason: str | None = None
     failed: bool = False
     """A fault ended it: whatever RunEnded comes behind that, it saved nothing at its end."""
     num_steps: int = 0
@@ -223,7 +224,7 @@ class HistoryBuilder:
             self.add_unstarted(event.attempt)
         elif isinstance(event, RunEnded):
             if self.attempts:
-                self.attempts[-1].end_status = event.status
+                self.attempts[-1].end_status, self.attempts[-1].end_reason = event.status, event.reason
             else:
                 self.early_end_status = event.status
         else:

@@ -50,7 +50,8 @@ def describe_outcome(summary: RunSummary) -> str:
         return "not started: no events yet"
     if summary.status == "incomplete":
         return f"incomplete: {steps_text}{wall_text}; still running, or killed"
-    why_text = f"; {summary.failures[-1]}" if not summary.attempts and summary.failures else ""
+    why = summary.attempts[-1].end_reason if summary.attempts else next(iter(summary.failures[-1:]), None)
+    why_text = f"; {why}" if why else ""
     return f"{summary.status}: {steps_text}{wall_text}{why_text}"
 
 
@@ -77,7 +78,7 @@ def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
     cores = f", {formatting.format_plural(run_info.physical_cores, 'core')}" if run_info.physical_cores else ""
     facts = [
         ("model", f"{run_info.model}, {size}" + (f" ({args})" if args else "")),
-        *([("lora", run_info.adapters)] if run_info.adapters else []),
+        *([("adapter", run_info.adapters)] if run_info.adapters else []),
         ("task", run_info.task),
         ("data", run_info.data),
         ("batch", batch),

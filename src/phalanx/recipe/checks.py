@@ -20,10 +20,11 @@ BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
 """Key of `optimizer` -> optimizers that use it."""
 DECAYS_WITH = {
+    "decay_fraction": ("wsd",),
     "power": ("poly",),
     "milestones": ("step",),
     "gamma": ("step",),
-    "min_lr_ratio": ("cosine", "linear", "poly"),
+    "min_lr_ratio": ("cosine", "linear", "wsd", "poly"),
 }
 """Key of `optimizer.schedule` -> decays that use it."""
 SOURCES_WITH = {
@@ -93,12 +94,15 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
             noun = "checkpoint or run" if path == recipe.init_from else "directory"
             yield "init_from", f"there is no {noun} at {folder / path}"
     yield from find_device_problems(recipe)
+    yield from _adapter(recipe)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
     num_groups = num_workers
     if isinstance(recipe.parallelism, Parallelism):
         yield from find_parallelism_problems(recipe, recipe.parallelism, num_workers or recipe.parallelism.world)
         num_groups = recipe.parallelism.replicate * recipe.parallelism.shard
+    if recipe.evaluation.early_stop is not None and recipe.evaluation.every is None:
+        yield "evaluation.early_stop", "needs evaluations, and evaluation.every is null: give a number of steps"
     yield from _sources(recipe)
     yield from _mixture(recipe.data)
     lr_scaling = recipe.optimizer.lr_scaling
@@ -111,6 +115,17 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
     if num_workers is not None and num_groups is not None:
         samples = scale_batch_with_workers(recipe, num_workers).batch.global_size
         yield from find_batch_problems(samples, recipe.batch.micro_size, num_groups)
+
+
+def _adapter(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Adapters that start from the weights of the model."""
+    adapter = recipe.adapter
+    if adapter is None or adapter.init != "pissa":
+        return
+    if adapter.init_from is not None:
+        yield "adapter.init", "pissa is a start from the model's weights, and adapter.init_from names another: give one"
+    if adapter.base_dtype == "int8":
+        yield "adapter.init", "pissa changes the weights that adapter.base_dtype: int8 freezes in 8 bits: give one"
 
 
 def _promised(recipe: Recipe) -> str:

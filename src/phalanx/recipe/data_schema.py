@@ -160,6 +160,17 @@ class DataConfig(ConfigModel):
         return values
 
 
+class EarlyStopConfig(ConfigModel):
+    """End the run early. The checkpoint with the lowest validation loss is kept as the best."""
+
+    model_config = ConfigDict(title="Early stop")
+
+    metric: str = "loss"
+    """`loss`, which is to fall, or a metric of the task, such as `accuracy`, which is to rise."""
+    patience: Count = 3
+    """Evaluations in a row without a better value after which the run ends."""
+
+
 class EvaluationConfig(ConfigModel):
     """Evaluation on a validation set: a `holdout_fraction` of the samples, which are never trained on, or a separate
     `source`."""
@@ -173,6 +184,9 @@ class EvaluationConfig(ConfigModel):
     max_samples: Count = Field(512, description="At most this many samples of the validation set are scored.")
     source: DataSource | None = None
     """Separate validation data, instead of a fraction of the training data."""
+    early_stop: EarlyStopConfig | None = Field(
+        None, description="End the run when the model no longer improves on the validation set. null: never."
+    )
 
 
 def list_sources(data: DataConfig, evaluation: EvaluationConfig) -> list[DataSource]:

@@ -92,8 +92,8 @@ def huggingface_directory(build: str, recipe_dir: Path | None, key: str = "model
 
 
 def pin_location(location: str, key: str) -> str:
-    """What `model.build` or `init_from` names, as all workers of a run must read it: the commit of an `hf://` URL, and
-    of the URL of a run its newest checkpoint."""
+    """What `model.build`, `init_from` or `adapter.init_from` names, as all workers of a run must read it: the commit of
+    an `hf://` URL, and of the URL of a run its newest checkpoint."""
     named = huggingface_location(location)
     if named is not None and named.startswith("hf://"):
         commit = describe_version(localize_named(named, None, key, _MODEL_PATTERNS))
@@ -137,6 +137,8 @@ def list_locations(recipe: Recipe, recipe_dir: Path, run: str) -> list[StorageLo
             found.append(StorageLocation("data.source", _locate(pattern, recipe_dir)))
     if init_from is not None:
         found.append(StorageLocation("init_from", _locate(huggingface_location(init_from) or init_from, recipe_dir)))
+    if recipe.adapter is not None and recipe.adapter.init_from is not None:
+        found.append(StorageLocation("adapter.init_from", _locate(recipe.adapter.init_from, recipe_dir)))
     once = {place.location: place for place in reversed(found) if not place.location.startswith("hf://")}
     return list(once.values())[::-1]
 

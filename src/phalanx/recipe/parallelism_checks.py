@@ -46,6 +46,7 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
         )
         yield "memory.activation_checkpointing", f"{reason}; use full or none, or parallelism.pipeline_schedule=1f1b"
     yield from _find_pipeline_problems(recipe, parallelism)
+    yield from _find_adapter_problems(recipe, parallelism)
     if parallelism.async_tp and parallelism.tensor == 1:
         problem = "affects communication between tensor ranks only; give parallelism.tensor, or false"
         yield "parallelism.async_tp", problem
@@ -58,6 +59,16 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
             yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
     if (seq_len := recipe.data.seq_len) % parallelism.context:
         yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"
+
+
+def _find_adapter_problems(recipe: Recipe, parallelism: Parallelism) -> Iterator[tuple[str, str]]:
+    """Adapters that need whole weights."""
+    for key, value in (("kind", "dora"), ("init", "pissa")):
+        if parallelism.tensor > 1 and recipe.adapter is not None and getattr(recipe.adapter, key) == value:
+            yield f"adapter.{key}", f"{value} needs whole weights, which parallelism.tensor cuts: use shard instead"
+    if recipe.adapter is not None and recipe.adapter.base_dtype and parallelism.replicate != parallelism.world:
+        problem = "int8 is for workers that hold the whole model: give parallelism.replicate only, or base_dtype: null"
+        yield "adapter.base_dtype", problem
 
 
 def _find_pipeline_problems(recipe: Recipe, layout: Parallelism) -> Iterator[tuple[str, str]]:

@@ -37,23 +37,41 @@ class ModelConfig(ConfigModel):
     tp_plan: dict[str, str] | None = None
     """How `parallelism.tensor` divides the model: pattern of module names -> style. null: the built-in plan for a known
     model."""
+    embedding_noise: PositiveNumber | None = None
+    """NEFTune: uniform noise of up to this / sqrt(seq_len x width) that is added to the input embeddings in training; 5
+    is usual for fine-tuning. null: none."""
 
 
-class LoraConfig(ConfigModel):
-    """LoRA adapters for fine-tuning: the model's own weights are frozen, and for each chosen layer two small matrices
-    are trained, which add alpha / rank x (B A) to its weight. An export has them merged."""
+class AdapterConfig(ConfigModel):
+    """Adapters for fine-tuning: the model's own weights are frozen, and for each chosen layer two small matrices are
+    trained, which add scale x (B A) to its weight (LoRA). An export has them merged."""
 
-    model_config = ConfigDict(title="LoRA")
+    model_config = ConfigDict(title="Adapter")
 
+    kind: Literal["lora", "rslora", "dora"] = "lora"
+    """`lora`: the scale is alpha / rank. `rslora`: alpha / sqrt(rank), so that a higher rank does not weaken the
+    adapter. `dora`: as `lora`, and a magnitude is trained for each output, to which the adapted weight is scaled."""
     rank: Count = 8
     """Rows of A and columns of B, for each layer."""
     alpha: PositiveNumber = 16.0
-    """Scale of the adapter; it is divided by `rank`."""
+    """Scale of the adapter; it is divided by `rank`, or by its root (`kind`)."""
     target_modules: str | list[str] | None = None
-    """Names of linear layers or fused experts, or their last parts (`q_proj`); `*` matches one part. null: all in the
-    blocks but routers."""
+    """Names of linear layers, convolutions, embeddings or fused experts, or their last parts (`q_proj`); `*` matches
+    one part. null: all linear layers and experts in the blocks but routers."""
     dropout: Fraction = 0.0
-    """Dropout on the inputs of A, in training; 0 with experts."""
+    """Dropout on the inputs of A, in training; 0 with experts and embeddings."""
+    init: Literal["default", "pissa"] = "default"
+    """Values at the start. `default`: B is zero. `pissa`: the principal singular vectors of the weight, which are
+    subtracted from it, so that training changes its most important part."""
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="Names of modules that are trained in full, or their last parts, such as `lm_head` or `norm`.",
+    )
+    base_dtype: Literal["int8"] | None = None
+    """Format of the frozen weights of linear layers in the blocks. `int8`: about 1 byte a parameter, with a scale for
+    each 64; on one process and replicas. null: that of the model."""
+    init_from: str | None = None
+    """Adapter to start from: a directory or URL in PEFT's format, of the same kind, rank, alpha and layers."""
 
 
 class BatchConfig(ConfigModel):
@@ -81,11 +99,14 @@ class LrScheduleConfig(ConfigModel):
 
     warmup_steps: Begin = 20
     """Steps over which the rate rises linearly."""
-    decay: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
-    """Shape of the decay from `lr`. `poly` and `step` are Caffe's: a power of the remaining fraction of the run, and
-    drops at given times."""
+    decay: Literal["cosine", "linear", "wsd", "poly", "step", "constant"] = "cosine"
+    """Shape of the decay from `lr`. `wsd` (warm-up, stable, decay) stays at `lr` until the last `decay_fraction` of the
+    run, in which it falls with 1 - the root of the part that is done. `poly` and `step` are Caffe's: a power of the
+    remaining fraction of the run, and drops at given times."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.1
     """Rate at the last step, as a fraction of `lr`. Not used by `step`, which ends where its milestones lead."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1), NUMBER_NOT_BOOL] = 0.1
+    """For `wsd`: the part of the run in which the rate decays."""
     power: PositiveNumber = 0.5
     """For `poly`: lr x (remaining fraction of the run)^power."""
     milestones: list[Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL]] = Field(
@@ -109,6 +130,19 @@ class LrScalingConfig(ConfigModel):
     """Steps over which the rate rises from `lr` to that of the batch, in addition to the schedule's own warm-up."""
 
 
+class ParamGroupConfig(ConfigModel):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    model_config = ConfigDict(title="Parameter group")
+
+    match: str
+    """Pattern of parameter names, in which `*` matches any text: `*.embedding.weight`, `blocks.0.*`."""
+    lr_ratio: PositiveNumber = 1.0
+    """Their learning rate, as a multiple of that of the others."""
+    weight_decay: Annotated[float, Field(ge=0), NUMBER_NOT_BOOL] | None = None
+    """Their weight decay, also of norms and biases; null: as without a group."""
+
+
 class OptimizerConfig(ConfigModel):
     """The optimizer. `max_grad_norm` limits the norm of the whole gradient; null: no limit."""
 
@@ -120,7 +154,7 @@ class OptimizerConfig(ConfigModel):
     lr: PositiveNumber = 1e-3
     """Peak learning rate. For `lars` it is usually 1 to 30."""
     weight_decay: Annotated[float, Field(ge=0), NUMBER_NOT_BOOL] = 0.1
-    """Weight decay, independent of the gradient."""
+    """Weight decay, independent of the gradient. Norms, biases and other vectors have none."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of adamw's and lamb's first and second moment."""
     momentum: Fraction = Field(0.9, description="Momentum of sgd, muon and lars.")
@@ -135,6 +169,10 @@ class OptimizerConfig(ConfigModel):
     """Learning rate over the run."""
     lr_scaling: LrScalingConfig | None = Field(
         None, description="Scales the learning rate with the batch. null: no scaling."
+    )
+    groups: list[ParamGroupConfig] = Field(
+        default_factory=list,
+        description="Parameters with another learning rate or weight decay. The first that matches a name counts.",
     )
 
 
@@ -306,6 +344,10 @@ class FaultToleranceConfig(ConfigModel):
     """With `--nodes MIN:MAX`: seconds after which a node that has joined takes part, if no checkpoint comes before."""
 
 
+RETIRED_KEYS = ("budget", "lora")
+"""Keys of earlier versions that checkpoints still hold, without a value."""
+
+
 class Recipe(ConfigModel):
     """Everything that defines a run."""
 
@@ -315,7 +357,9 @@ class Recipe(ConfigModel):
     init_from: str | None = None
     """Weights to start from: a run, a checkpoint, or `hf:PATH` of a directory of safetensors, such as an export. Each
     may be a URL."""
-    lora: LoraConfig | None = Field(None, description="Train LoRA adapters instead of the model's own weights.")
+    adapter: AdapterConfig | None = Field(
+        None, description="Train adapters instead of the model's own weights. null: none."
+    )
     task: str = "language-modeling"
     """The task: `language-modeling`, `classification`, or your own `module:Class`."""
     data: DataConfig = DataConfig()
@@ -365,10 +409,10 @@ class Recipe(ConfigModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_retired_key(cls, values: Any) -> Any:
-        """Read recipes in checkpoints of earlier versions, which hold `budget: null`."""
-        if isinstance(values, dict) and "budget" in values and values["budget"] is None:
-            return {name: value for name, value in values.items() if name != "budget"}
+    def _drop_retired_keys(cls, values: Any) -> Any:
+        """Read recipes in checkpoints of earlier versions, which hold `budget: null` and `lora: null`."""
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if name not in RETIRED_KEYS or value is not None}
         return values
 
 

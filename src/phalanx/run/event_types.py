@@ -262,10 +262,11 @@ class RunWarning(RunEvent, kind="warning"):
 
 
 class RunEnded(RunEvent):
-    """The run has ended after `step`."""
+    """The run has ended after `step`; before the recipe's last for a `reason`."""
 
     status: RunStatus
     step: int
+    reason: str | None = None
 
 
 Event = (

@@ -13,8 +13,11 @@ from phalanx.recipe import ResolvedRecipe
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
 from phalanx.recipe.locations import huggingface_directory
+from phalanx.train.adapters.initial_values import init_from_weights
+from phalanx.train.adapters.names import has_adapter
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
+from phalanx.train.checkpoint.peft_files import open_peft_adapter
 from phalanx.train.distributed.context_parallel import local_runs
 from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
 from phalanx.train.distributed.environment import DistEnv
@@ -33,7 +36,6 @@ from phalanx.train.loss import ContextSplit, LMHead, LossFn, LossModule, find_lm
 from phalanx.train.model_builder import build_model, check_same_initial_values
 from phalanx.train.ops.cached_cast_linear import CachedCastLinear
 from phalanx.train.ops.collectives import all_reduce_copy, group_rank, group_size
-from phalanx.train.ops.lora import has_lora
 from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
 from phalanx.train.optim.container import OptimizerContainer, select_muon_matrices
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
@@ -106,10 +108,13 @@ def build_context(
     # A model that will be sharded is built on the host or the meta device: it need not fit on one device.
     device = dist_env.device if mesh.is_pure_ddp or mesh.pipeline_group is not None else torch.device("cpu")
     model = build_model(
-        recipe.model, data.info, folder, recipe.seed, device, recipe.lora, load=False, init_weights=init_weights
+        recipe.model, data.info, folder, recipe.seed, device, recipe.adapter, load=False, init_weights=init_weights
     )
     check_problem_type(task, model)
     initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
+    adapter, peft_adapter = recipe.adapter if init_weights else None, None
+    if adapter is not None and adapter.init_from is not None:
+        peft_adapter = open_peft_adapter(adapter.init_from, folder, model, adapter)
     if init_weights and initial_weights is None:
         check_same_initial_values(dist_env, model)
     if mesh.is_pure_ddp:
@@ -124,6 +129,10 @@ def build_context(
     allocate_meta_parameters(parallel_model.modules, dist_env.device)
     if initial_weights is not None:
         initial_weights.fill_parameters(parallel_model)
+    if peft_adapter is not None:
+        peft_adapter.fill_parameters(parallel_model)
+    elif adapter is not None and not (initial_weights is not None and initial_weights.has_adapters):
+        init_from_weights(parallel_model.modules, adapter)
     optimizer = OptimizerContainer(
         parallel_model.merged_module,
         recipe.optimizer,
@@ -182,7 +191,7 @@ def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
         name = find_lm_head(model, *task.inputs(sample))
     layer = None if name is None else model.get_submodule(name)
     # Logits of a layer with a bias, or with an adapter, are not a product with its weight alone.
-    bare = getattr(layer, "bias", None) is None and layer is not None and not has_lora(layer)
+    bare = getattr(layer, "bias", None) is None and layer is not None and not has_adapter(layer)
     if name is None or not isinstance(layer, nn.Linear) or not bare:
         return None
     return LMHead(name, head_loss, layer.out_features)

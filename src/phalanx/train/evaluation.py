@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.data import RunData
+from phalanx.errors import RecipeError
+from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.run.event_types import EvaluationDone, EvaluationProgress
 from phalanx.run.events import ReportEventFn
 from phalanx.train.callbacks import TrainerCallback
@@ -73,6 +75,7 @@ class EvaluationPolicy(TrainerCallback):
         improved = math.isfinite(result.loss) and (train_state.best_loss is None or result.loss < train_state.best_loss)
         if improved:
             train_state.best_loss = result.loss
+        self._count_without_gain(result)
         self._report_event(
             EvaluationDone(
                 step=train_state.step,
@@ -84,6 +87,32 @@ class EvaluationPolicy(TrainerCallback):
             )
         )
         return improved
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends early; None while it does not."""
+        early_stop, count = self._context.recipe.evaluation.early_stop, self._train_state.evaluations_without_gain
+        if early_stop is None or count < early_stop.patience:
+            return None
+        return f"validation {early_stop.metric} did not improve in {count} evaluations"
+
+    def _count_without_gain(self, result: EvaluationResult) -> None:
+        """Count evaluations since the best one for `evaluation.early_stop`. The result is the same on all workers, so
+        all end after the same step. Raises RecipeError for a metric that the task does not have."""
+        early_stop, state = self._context.recipe.evaluation.early_stop, self._train_state
+        if early_stop is None:
+            return
+        values = {"loss": result.loss, **result.metrics}
+        if early_stop.metric not in values:
+            raise RecipeError(
+                f"evaluation.early_stop.metric: found {early_stop.metric!r}, expected one of {', '.join(values)}"
+                f"{suggest_nearest(early_stop.metric, list(values))}"
+            )
+        value, sign = values[early_stop.metric], -1 if early_stop.metric == "loss" else 1
+        if math.isfinite(value) and (state.best_watched is None or sign * value > sign * state.best_watched):
+            state.best_watched, state.evaluations_without_gain = value, 0
+        else:
+            state.evaluations_without_gain += 1
 
     def _evaluate(self, data: RunData) -> EvaluationResult | None:
         context, recipe = self._context, self._context.recipe

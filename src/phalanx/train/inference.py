@@ -75,7 +75,7 @@ def load_trained_model(
     modules = _folder(run) if list_user_code(recipe) or recipe.model.build.startswith(HUGGING_FACE_PREFIX) else None
     if modules is not None and not trusted:
         check_trusted(run.path, recipe, modules)
-    model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.lora, load=False)
+    model = build_model(recipe.model, facts, modules, recipe.seed, device, recipe.adapter, load=False)
     allocate_meta_parameters([model], device)
     names = [*get_model_tensors(model), *(EXTRA_STATE_PREFIX + name for name in find_extra_state_modules(model))]
     check_nothing_left(manifest.tensors, names, str(checkpoint))

@@ -26,18 +26,25 @@ def lr_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
     """Return the factor of the schedule at `step` (the first is 1) of `steps`.
 
     Linear warm-up over `schedule.warmup_steps` steps, reaching 1 at the last of them, then decay that reaches
-    `schedule.min_lr_ratio` at the last step. `poly` and `step` are the policies of these names in Caffe.
+    `schedule.min_lr_ratio` at the last step; `wsd` begins to decay later (Hägele et al. 2024). `poly` and `step` are
+    the policies of these names in Caffe.
     """
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.decay == "constant":
         return 1.0
-    decay_progress = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
+    begin = schedule.warmup_steps
+    if schedule.decay == "wsd":
+        begin = max(begin, steps - round(schedule.decay_fraction * steps))
+    decay_progress = min(1.0, max(0, step - begin) / max(1, steps - begin))
     if schedule.decay == "step":
         return float(schedule.gamma ** sum(decay_progress > drop for drop in schedule.milestones))
     remaining = 1 - decay_progress
     power = schedule.power if schedule.decay == "poly" else 1.0
-    shape = (1 + math.cos(math.pi * decay_progress)) / 2 if schedule.decay == "cosine" else math.pow(remaining, power)
+    if schedule.decay == "cosine":
+        shape = (1 + math.cos(math.pi * decay_progress)) / 2
+    else:
+        shape = 1 - math.sqrt(decay_progress) if schedule.decay == "wsd" else math.pow(remaining, power)
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape
 
 

@@ -1,5 +1,6 @@
 """Build the model of a recipe: by import path, with arguments that the data provide, and seeded initialization."""
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,8 @@ from phalanx.formatting import BYTES_PER_GIB
 from phalanx.recipe import describe_exception, import_object
 from phalanx.recipe.imports import describe_message, fill_arguments
 from phalanx.recipe.locations import huggingface_directory
-from phalanx.recipe.schema import LoraConfig, ModelConfig
+from phalanx.recipe.schema import AdapterConfig, ModelConfig
+from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
 from phalanx.train.distributed.module_state import check_model_can_be_saved, get_persistent_buffers
@@ -25,7 +27,6 @@ from phalanx.train.distributed.object_collectives import assert_same_on_all_rank
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
-from phalanx.train.ops.lora import add_lora
 from phalanx.train.ops.random_draws import derive_seed, seed_everything
 
 BUILT_IN_PREFIX = "phalanx.models:"
@@ -58,13 +59,13 @@ def build_model(
     folder: Path | None,
     seed: int,
     device: torch.device,
-    lora: LoraConfig | None = None,
+    adapter: AdapterConfig | None = None,
     *,
     load: bool = True,
     init_weights: bool = True,
 ) -> nn.Module:
     """Build the model with its initial weights: random ones, which depend on `seed` only, or those of a Hugging Face
-    directory; with LoRA adapters if the recipe has them. Without `load`, the parameters of a Hugging Face directory
+    directory; with adapters if the recipe has them. Without `load`, the parameters of a Hugging Face directory
     stay on the meta device (adapters and buffers are on the CPU). Without `init_weights`, if a whole state is restored
     later, random parameters may stay uninitialized. The many parameters replace a recipe: a model is also built without
     one. Raises RecipeError for errors that the user can fix."""
@@ -78,9 +79,28 @@ def build_model(
         if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/profile_trial.py)
             model = model.to(device)
     check_model_can_be_saved(model)
-    if lora is not None:
-        add_lora(model, lora, torch.Generator().manual_seed(derive_seed(seed, "adapter")))
+    if adapter is not None:
+        add_adapters(model, adapter, torch.Generator().manual_seed(derive_seed(seed, "adapter")))
+    if spec.embedding_noise is not None:
+        _add_embedding_noise(model, spec.embedding_noise, facts.seq_len)
     return model
+
+
+def _add_embedding_noise(model: nn.Module, alpha: float, length: int | None) -> None:
+    """Add uniform noise to the input embeddings in training (NEFTune, Jain et al. 2023), by a hook. Raises RecipeError
+    if the model has none, or the data no sequences."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if is_transformers_model(model):
+        embeddings = [model.get_input_embeddings(), *embeddings]  # type: ignore[operator]
+    if not embeddings or length is None:
+        raise RecipeError("model.embedding_noise: is for models of text with an nn.Embedding; leave it out")
+    # Of the whole sequence, also where ranks hold parts of it.
+    limit = alpha / math.sqrt(length * embeddings[0].embedding_dim)
+
+    def add_noise(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output + limit * (2 * torch.rand_like(output) - 1) if module.training else output
+
+    embeddings[0].register_forward_hook(add_noise)
 
 
 @contextmanager

@@ -37,8 +37,9 @@ class AppState:
 class TrainState:
     """The progress of a run. Skipped steps count as steps; after a rollback samples are ahead of step x global batch.
 
-    `best_loss` is the lowest validation loss that was saved. `last_saved_step` is the step of the newest checkpoint, 0
-    before the first.
+    `best_loss` is the lowest validation loss that was saved. `best_watched` is the best value of the metric of
+    `evaluation.early_stop`, and `evaluations_without_gain` counts the evaluations since. `last_saved_step` is the step
+    of the newest checkpoint, 0 before the first.
     """
 
     step: int = 0
@@ -48,6 +49,8 @@ class TrainState:
     consecutive_skips: int = 0
     last_loss: float | None = None
     best_loss: float | None = None
+    best_watched: float | None = None
+    evaluations_without_gain: int = 0
     last_saved_step: int = 0
     noise_scale: GradientNoiseScale = field(default_factory=GradientNoiseScale)
 

@@ -112,8 +112,12 @@ class Trainer(TrainerCallback):
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step is done, or all workers agreed to stop."""
-        return self.train_state.step >= self.context.recipe.steps or self._stop_agreed
+        """Whether the last step is done, or all workers agreed to stop, or the model no longer improves."""
+        return self._is_complete or self._stop_agreed
+
+    @property
+    def _is_complete(self) -> bool:
+        return self.train_state.step >= self.context.recipe.steps or self._evaluation.stop_reason is not None
 
     @property
     def _learning_rate(self) -> float:
@@ -194,8 +198,8 @@ class Trainer(TrainerCallback):
         """Save the final state. Returns `done` or `interrupted`."""
         self.context.heartbeat.record("ending")
         self.checkpointer.save_final(self._evaluation.improved)
-        status: RunStatus = "done" if self.train_state.step >= self.context.recipe.steps else "interrupted"
-        self._report_event(RunEnded(status=status, step=self.train_state.step))
+        status: RunStatus = "done" if self._is_complete else "interrupted"
+        self._report_event(RunEnded(status=status, step=self.train_state.step, reason=self._evaluation.stop_reason))
         return status
 
     def _report_event(self, event: Event) -> None:

@@ -159,7 +159,7 @@ EIGHT_BILLION = (
 
 
 def test_a_model_of_eight_billion_parameters_is_tuned_with_adapters_on_one_device(folder: Path) -> None:
-    tuned = planned(folder, *EIGHT_BILLION, "lora={rank: 8}", cluster="h100:1")
+    tuned = planned(folder, *EIGHT_BILLION, "adapter={rank: 8}", cluster="h100:1")
     assert tuned.best.peak_bytes == tuned.footprint.total <= 76 * BYTES_PER_GIB
     with pytest.raises(RecipeError, match=r"which is [1-9][\d.]* GiB above .* It needs .* too many"):
         planned(folder, *EIGHT_BILLION, cluster="h100:1")

@@ -12,9 +12,10 @@ from torch import nn
 
 import store_saves
 from checkpoints import state
-from phalanx.recipe.schema import LoraConfig, OptimizerConfig, Parallelism
+from phalanx.recipe.schema import AdapterConfig, OptimizerConfig, Parallelism
 from phalanx.storage.store import Store, open_store
 from phalanx.storage.url import parse_url
+from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoredCheckpoint
 from phalanx.train.checkpoint.format import CorruptCheckpointError
 from phalanx.train.checkpoint.load_plan import get_local_state
@@ -22,7 +23,6 @@ from phalanx.train.checkpoint.save import OwnedTensors
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.ops.lora import add_lora
 from phalanx.train.optim.container import OptimizerContainer, trainable_parameters
 from phalanx.train.precision import GradScaler
 from phalanx.train.train_state import AppState
@@ -205,7 +205,7 @@ def test_a_save_of_an_adapter_run_writes_less_than_3_percent(bucket: Path, dtype
     """A frozen base of 12 layers with adapters of rank 1 and their optimizer state, saved after two updates."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024, dtype=dtype) for _ in range(12)))
-    add_lora(model, LoraConfig(rank=1, target_modules=["*"]))
+    add_adapters(model, AdapterConfig(rank=1, target_modules=["*"]))
     optimizer = OptimizerContainer(model, OptimizerConfig())
     mesh = build_mesh(Parallelism(), DistEnv())
     live = AppState(ParallelModel(mesh, (model,)), optimizer, GradScaler())

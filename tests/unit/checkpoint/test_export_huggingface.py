@@ -14,13 +14,14 @@ from checkpoints import save
 from phalanx.data import DataInfo
 from phalanx.data.tokenizers import train_bpe_tokenizer
 from phalanx.errors import DataError
-from phalanx.recipe.schema import LoraConfig, ModelConfig
+from phalanx.recipe.schema import AdapterConfig, ModelConfig
 from phalanx.run import Run
 from phalanx.run.companions import keep_companions
+from phalanx.train.adapters.lora import adapter_scale, add_adapters, merge_adapters
+from phalanx.train.adapters.names import is_adapter_name
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.model_builder import build_model, describe_model
-from phalanx.train.ops.lora import add_lora, is_lora_name, lora_scale, merge_lora_tensors
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
@@ -98,11 +99,11 @@ def test_the_config_has_the_changed_values_and_the_number_format_of_the_weights(
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
     model, meta = originate(tmp_path, kind)
-    spec = LoraConfig(rank=4, alpha=8)
+    spec = AdapterConfig(rank=4, alpha=8)
     adapt(model, meta, spec)
     # so small that each weight is in a file of its own, and its adapter has to be found beside it
     out = export(tmp_path, get_model_tensors(model), meta, file_bytes=100)
-    again, merged = read_back(out).state_dict(), merge_lora_tensors(dict(model.state_dict()), lora_scale(spec))
+    again, merged = read_back(out).state_dict(), merge_adapters(dict(model.state_dict()), adapter_scale(spec))
     assert again.keys() == merged.keys()
     assert all(torch.equal(again[name], merged[name]) for name in merged)
     with torch.no_grad():
@@ -110,22 +111,22 @@ def test_adapters_are_folded_in(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(read_back(out)(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def adapt(model: nn.Module, meta: dict[str, Any], spec: LoraConfig) -> None:
+def adapt(model: nn.Module, meta: dict[str, Any], spec: AdapterConfig) -> None:
     """Add an adapter that does something, and to what a checkpoint says."""
-    add_lora(model, spec)
+    add_adapters(model, spec)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_lora_name(name):
+            if is_adapter_name(name):
                 parameter.normal_(std=0.2)
-    meta["recipe"] = {"lora": spec.model_dump()}
+    meta["recipe"] = {"adapter": spec.model_dump()}
 
 
 @pytest.mark.parametrize("remembers", [True, False], ids=["", "a checkpoint of before"])
 @pytest.mark.parametrize("kind", ["llama-tied", "gpt2"])
 def test_a_tied_head_that_has_an_adapter_is_untied(tmp_path: Path, kind: str, remembers: bool) -> None:
     model, meta = originate(tmp_path, kind)
-    adapt(model, meta, LoraConfig(rank=4, alpha=8, target_modules="lm_head"))
+    adapt(model, meta, AdapterConfig(rank=4, alpha=8, target_modules="lm_head"))
     if not remembers:
         del meta["model"]["huggingface"]["tied"]
     again = read_back(export(tmp_path, get_model_tensors(model), meta, file_bytes=100))
@@ -145,7 +146,7 @@ def test_a_conversion_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_whose_weight_is_not_there_is_refused(tmp_path: Path) -> None:
     tensors = {"embedding.weight": torch.ones(8, 4), "head.lora_a": torch.ones(2, 4), "head.lora_b": torch.ones(8, 2)}
-    meta = {"recipe": {"lora": LoraConfig(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}
+    meta = {"recipe": {"adapter": AdapterConfig(rank=2).model_dump()}, "model": {"build": "m:f", "args": {}}}
     with pytest.raises(DataError, match=r"there are adapters at head.weight, which is tied"):
         export(tmp_path, tensors, meta)
     assert not (tmp_path / "out").exists()
@@ -248,13 +249,15 @@ def declared_dtype(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "adapters"])
-def test_what_came_in_half_precision_leaves_in_it(tmp_path: Path, dtype: torch.dtype, lora: LoraConfig | None) -> None:
+@pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=2)], ids=["whole", "adapters"])
+def test_what_came_in_half_precision_leaves_in_it(
+    tmp_path: Path, dtype: torch.dtype, adapter: AdapterConfig | None
+) -> None:
     save_half(tmp_path / "origin", dtype=dtype)
     model, meta = load(tmp_path / "origin")
-    if lora is not None:
-        add_lora(model, lora, torch.Generator().manual_seed(0))
-        meta["recipe"] = {"lora": lora.model_dump()}
+    if adapter is not None:
+        add_adapters(model, adapter, torch.Generator().manual_seed(0))
+        meta["recipe"] = {"adapter": adapter.model_dump()}
     out = export(tmp_path, get_model_tensors(model), meta)
     assert dtypes_of(out) == dtypes_of(tmp_path / "origin")
     sizes = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "origin", out)]
@@ -265,10 +268,10 @@ def test_what_came_in_half_precision_leaves_in_it(tmp_path: Path, dtype: torch.d
 def test_an_adapter_is_merged_in_fp32_and_the_sum_rounded_once(tmp_path: Path) -> None:
     save_half(tmp_path / "origin")
     model, meta = load(tmp_path / "origin")
-    config = LoraConfig(rank=2)
+    config = AdapterConfig(rank=2)
     adapt(model, meta, config)
     out = export(tmp_path, get_model_tensors(model), meta)
-    merged = merge_lora_tensors(get_model_tensors(model), lora_scale(config))
+    merged = merge_adapters(get_model_tensors(model), adapter_scale(config))
     assert all(torch.equal(t, merged[name].bfloat16()) for name, t in load_file(out / "model.safetensors").items())
 
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from checkpoints import save
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
+from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.checkpoint.init_weights import open_hf_weights, open_initial_weights
@@ -17,13 +18,12 @@ from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.ops.lora import add_lora
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import TinyLM, make_parts, tiny_lm
 
 CPU = torch.device("cpu")
-SPEC = LoraConfig(rank=2, target_modules=["hidden", "head"])
+SPEC = AdapterConfig(rank=2, target_modules=["hidden", "head"])
 
 
 def trained(folder: Path) -> nn.Module:
@@ -39,7 +39,7 @@ def saved(folder: Path, model: nn.Module) -> None:
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    add_lora(model, SPEC, torch.Generator().manual_seed(0))
+    add_adapters(model, SPEC, torch.Generator().manual_seed(0))
     return model
 
 
@@ -83,10 +83,10 @@ def test_a_new_adapter_keeps_its_values(tmp_path: Path) -> None:
 def test_adapters_are_not_dropped_silently(tmp_path: Path) -> None:
     saved(tmp_path, adapted(tiny_lm()))
     with pytest.raises(
-        DataError, match=r"init_from: .*step-000000006 was trained with LoRA adapters \(head.lora_a\), which this"
+        DataError, match=r"init_from: .*step-000000006 was trained with adapters \(head.lora_a\), which this"
     ):
         open_initial_weights("", tmp_path, tiny_lm())
-    open_initial_weights("", tmp_path, tiny_lm(), lora_added_later=True)
+    open_initial_weights("", tmp_path, tiny_lm(), adapter_added_later=True)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ def test_what_is_written_comes_first_and_globs_are_named_by_their_directory() ->
         evaluation={"source": {"prepared": "gs://set"}},
         checkpoint={"upload": {"to": "az://store/run"}},
         init_from="hf:s3://bucket/model",
+        adapter={"init_from": "my-adapter"},
     )
     assert found == [
         StorageLocation("run", "s3://bucket/run", True),
@@ -28,6 +29,7 @@ def test_what_is_written_comes_first_and_globs_are_named_by_their_directory() ->
         StorageLocation("data.source", "/l"),
         StorageLocation("data.source", "gs://set"),
         StorageLocation("init_from", "s3://bucket/model"),
+        StorageLocation("adapter.init_from", "/recipes/my-adapter"),
     ]
 
 

@@ -323,7 +323,7 @@ def test_an_override_that_is_not_key_and_value_is_wrong_usage() -> None:
         ("", "optimizer.lrr=3", "optimizer.lrr: unknown key; did you mean lr?"),
         ("", "steps=soon", 'steps: found "soon", expected '),
         ("", "steps=", "steps: found nothing, expected "),
-        ("", "lora=", "lora: found nothing, expected a mapping (rank, alpha, target_modules, dropout) or null"),
+        ("", "adapter=", "adapter: found nothing, expected a mapping (kind, rank, alpha, target_modules"),
         ("", "steps={", "not valid YAML: "),
         ("steps: 3", "steps.x=2", "steps is 3, not a mapping"),
         ("data: {source: [{text: a}]}", "data.source.1.weight=2", "data.source is a list of 1: found '1'"),
@@ -334,18 +334,20 @@ def test_errors_of_an_override_name_it(folder: Path, text: str, argument: str, e
     assert refusal(text, argument).startswith(f"override {argument}: {expected}")
 
 
-@pytest.mark.parametrize("text", ["lora: # {rank: 8}", "init_from:", "checkpoint:", "optimizer: {lr}"])
+@pytest.mark.parametrize("text", ["adapter: # {rank: 8}", "init_from:", "checkpoint:", "optimizer: {lr}"])
 def test_a_key_without_a_value_is_no_null(folder: Path, text: str) -> None:
     key = "optimizer.lr" if "lr}" in text else text.partition(":")[0]
     assert refusal(f"seed: 1\n{text}\n").startswith(f"r.yaml:2: {key}: found nothing, expected ")
 
 
 def test_recipes_in_checkpoints_of_earlier_versions_can_be_read() -> None:
-    old = {**Recipe().model_dump(), "budget": None}
+    old = {**Recipe().model_dump(), "budget": None, "lora": None}
     old["data"]["order"] = 2
     assert Recipe.model_validate(old) == Recipe()
     with pytest.raises(ValidationError, match="budget"):
         Recipe.model_validate({**old, "budget": {"kwh": 1.0}})
+    with pytest.raises(ValidationError, match="lora"):
+        Recipe.model_validate({**old, "lora": {"rank": 8}})
     with pytest.raises(ValidationError, match="order"):
         Recipe.model_validate({"data": {"order": 7}})
 

@@ -39,7 +39,7 @@ def refusal(name: str, text: str) -> str:
 def test_there_are_numbers_in_all_parts_of_a_recipe() -> None:
     assert len(NUMBERS) > 45
     assert {name.split(".")[0] for name in NAMES} >= {
-        "lora",
+        "adapter",
         "batch",
         "data",
         "grad_sync",

@@ -8,7 +8,7 @@ import pytest
 from phalanx.recipe.schema import LrScalingConfig, LrScheduleConfig, Recipe
 from phalanx.train.lr_schedule import compute_learning_rate, lr_batch_factor, lr_factor, peak_learning_rate
 
-DECAYS = ["cosine", "linear", "poly", "step", "constant"]
+DECAYS = ["cosine", "linear", "wsd", "poly", "step", "constant"]
 
 
 def schedule(decay: str, warmup: int = 10, final: float = 0.1) -> LrScheduleConfig:
@@ -20,7 +20,7 @@ def test_warm_up_is_linear_and_reaches_one_at_its_last_step(decay: str) -> None:
     assert [lr_factor(schedule(decay), step, 100) for step in (1, 5, 10)] == [0.1, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "poly"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "poly"])
 def test_decay_ends_at_the_final_share_at_the_last_step(decay: str) -> None:
     assert lr_factor(schedule(decay), 100, 100) == pytest.approx(0.1)
 
@@ -35,6 +35,12 @@ def test_a_quarter_down_the_cosine_follows_its_formula() -> None:
     assert lr_factor(schedule("cosine", warmup=0), 25, 100) == pytest.approx(
         0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
     )
+
+
+def test_wsd_is_stable_until_its_last_part_and_falls_with_the_root_of_it() -> None:
+    wsd = LrScheduleConfig(warmup_steps=10, decay="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    assert [lr_factor(wsd, step, 100) for step in (11, 80)] == [1.0, 1.0]
+    assert lr_factor(wsd, 85, 100) == pytest.approx(1 - math.sqrt(0.25))
 
 
 def test_without_warm_up_the_first_step_is_part_of_the_decay() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DISK_FULL_ERRNOS, DataError, UsageError
 from phalanx.recipe.imports import HF_CONFIG_FILE
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
 from phalanx.run import Run
 from phalanx.run.companions import (
     COMPANION_FILES,
@@ -37,17 +37,21 @@ from phalanx.run.companions import (
     read_contained,
 )
 from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
+from phalanx.train.adapters.int8_base import dequantize
+from phalanx.train.adapters.lora import adapter_scale, merge_adapters
+from phalanx.train.adapters.names import adapted_weight_name, adapter_names, is_adapter_name, is_added_name
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.peft_files import write_peft_adapter
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
-from phalanx.train.ops.lora import is_lora_name, lora_names, lora_scale, lora_weight_name, merge_lora_tensors
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ExportForm = Literal["safetensors", "peft"]
 _MAX_FILE_BYTES = 5_000_000_000
 
 
@@ -62,14 +66,16 @@ def export_huggingface(
     file_bytes: int | None = None,
     notes: NoteFn | None = None,
     dtype: str | None = None,
+    form: ExportForm = "safetensors",
 ) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
     `model`. Weights are rounded once, after merging, to `dtype` (fp32, bf16 or fp16); by default each has the dtype of
-    the original. LoRA adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging
+    the original. Adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging
     Face directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads
     it, and the run's tokenizer. `out` appears atomically. At most one file is in memory at a
-    time. `notes` receives messages about files that were copied or skipped.
+    time. With `form` peft only the adapter is written (`peft_files.py`).
+    `notes` receives messages about files that were copied or skipped.
 
     Raises UsageError if `out` exists or the disk is full, CorruptCheckpointError, which names a bad file of the
     checkpoint, and DataError if adapters or tensors cannot be converted back to their original form, or a weight is too
@@ -84,7 +90,10 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, temporary)
-            _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype)
+            if form == "peft":
+                write_peft_adapter(checkpoint, manifest, temporary)
+            else:
+                _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype)
             sync_directory(temporary)
             os.rename(temporary, out)
             undo.pop_all()
@@ -145,7 +154,9 @@ class _ExportPlan:
     def count_bytes(self, tensor: TensorRecord) -> int:
         """Return the bytes of a checkpoint's tensor in an export."""
         dtype = self.dtypes.main
-        if dtype is None or not tensor.torch_dtype.is_floating_point:
+        if tensor.torch_dtype == torch.int8:  # a quantized weight
+            dtype = dtype or torch.float32
+        elif dtype is None or not tensor.torch_dtype.is_floating_point:
             return tensor.nbytes
         return math.prod(tensor.shape) * dtype.itemsize
 
@@ -211,8 +222,8 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
     """Plan which tensors are written, and under which names."""
-    names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_lora_name(name))
-    adapted = {lora_weight_name(name) for name in manifest.tensors if is_lora_name(name)}
+    names = sorted(name for name in manifest.tensors if is_weight_name(name) and not is_added_name(name))
+    adapted = {adapted_weight_name(name) for name in manifest.tensors if is_adapter_name(name)}
     converted = {tuple(each["tensors"]): each["held"] for each in origin.get("converted", [])}
     for name in (name for group in converted for name in group):
         if name not in manifest.tensors:
@@ -225,7 +236,7 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
     if tied and not origin:
         raise DataError(
             f"there are adapters at {tied[0]}, which is tied to another weight, so they cannot be folded in; "
-            "train without the adapter there (lora.target_modules), or with a model that ties nothing"
+            "train without the adapter there (adapter.target_modules), or with a model that ties nothing"
         )
     source_names = _untie_weights(shared, tied, names, folder) if tied else {}
     converted_groups = {name: list(group) for group in converted for name in group}
@@ -259,7 +270,7 @@ def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str],
         if name in still_tied or name in still_tied.values() or (name not in owners and name not in names):
             raise DataError(
                 f"there are adapters at {name}, which {type(model).__name__} always ties to another weight, so they "
-                "cannot be folded in; train without the adapter there (lora.target_modules)"
+                "cannot be folded in; train without the adapter there (adapter.target_modules)"
             )
     return {name: owner for name, owner in owners.items() if name not in still_tied}
 
@@ -270,19 +281,31 @@ def _make_group_tensors(
     """Return the tensors of a group under their exported names, with adapters merged."""
     from phalanx.train.hf.weight_conversion import revert_conversion
 
-    adapters = [name for weight in group for name in lora_names(weight) if name in manifest.tensors]
-    loaded = load_tensors(
-        checkpoint, [*(plan.source_names.get(name, name) for name in group), *adapters], manifest=manifest
-    )
+    adapters = [name for weight in group for name in adapter_names(weight) if name in manifest.tensors]
+    sources = [plan.source_names.get(name, name) for name in group]
+    scales = {name: scale for name in sources if (scale := f"{name}_int8_scale") in manifest.tensors}
+    loaded = load_tensors(checkpoint, [*sources, *adapters, *scales.values()], manifest=manifest)
+    loaded |= {name: dequantize(loaded[name], loaded[scale]) for name, scale in scales.items()}
     tensors = {name: loaded[plan.source_names.get(name, name)] for name in group} | {
         name: loaded[name] for name in adapters
     }
     if adapters:
-        tensors = merge_lora_tensors(tensors, lora_scale(LoraConfig(**manifest.meta["recipe"]["lora"])))
+        tensors = merge_adapters(tensors, adapter_scale(read_adapter_config(manifest)))
     if group[0] in plan.converted:
         assert plan.model is not None
         return revert_conversion(plan.model, tensors, plan.converted[group[0]])
     return {plan.renamed.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def read_adapter_config(manifest: CheckpointManifest) -> AdapterConfig:
+    """Return `adapter` of the recipe in a checkpoint with adapters. Raises DataError if there is none."""
+    config = manifest.meta.get("recipe", {}).get("adapter")
+    if config is None:
+        raise DataError(
+            "the checkpoint holds adapters, and its recipe has no key `adapter`: it was written by an earlier version, "
+            "with which it can be exported"
+        )
+    return AdapterConfig(**config)
 
 
 def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:

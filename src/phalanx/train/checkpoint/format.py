@@ -31,7 +31,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from phalanx.errors import DataError, is_storage_error
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
 from phalanx.safe_files import read_bytes
 from phalanx.storage.stored_checkpoints import CHECKPOINT_NAME_PATTERN
 from phalanx.storage.stored_checkpoints import MANIFEST_NAME as MANIFEST_NAME
@@ -154,7 +154,7 @@ class _ModelMeta(_MetaSection):
 
 
 class _RecipeMeta(_MetaSection):
-    lora: LoraConfig | None = None
+    adapter: AdapterConfig | None = None
 
 
 class _KnownMeta(_MetaSection):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
+from phalanx.train.adapters.int8_base import quantize
+from phalanx.train.adapters.names import MAGNITUDE_NAME, is_adapter_name, is_added_name
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
@@ -23,7 +25,6 @@ from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persi
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
 from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
-from phalanx.train.ops.lora import is_lora_name
 from phalanx.train.optim.container import OPTIMIZER_PREFIX
 
 
@@ -34,12 +35,14 @@ class SafetensorsWeights:
 
     source: WeightReader
     names: Mapping[str, Sequence[str]]
+    has_adapters = False
 
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
-        """Read this worker's parts of the model's parameters and persistent buffers, except new LoRA adapters. Raises
+        """Read this worker's parts of the model's parameters and persistent buffers, except new adapters. Raises
         DataError if tensors that the model ties differ in this worker's part."""
-        for name, local_tensor in _local_tensors(parallel_model).items():
+        local_tensors = list_local_tensors(parallel_model)
+        for name, local_tensor in local_tensors.items():
             if name not in self.names:
                 continue
             first, *others = self.names[name]
@@ -48,7 +51,7 @@ class SafetensorsWeights:
                 for other in others:
                     if not torch.equal(part, self.source.read(other, block.global_offset, block.extent)):
                         raise make_tie_mismatch_error(self.source, first, other)
-                block.slice_local(local_tensor.tensor).copy_(part)
+                _store(part, block.slice_local(local_tensor.tensor), local_tensors.get(f"{name}_int8_scale"))
 
 
 @dataclass(frozen=True)
@@ -58,24 +61,30 @@ class CheckpointWeights:
     path: Path
     manifest: CheckpointManifest
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it also holds the values of adapters."""
+        return any(map(is_adapter_name, self.manifest.tensors))
+
     @torch.no_grad()
     def fill_parameters(self, parallel_model: ParallelModel) -> None:
         """Do the same. Raises CorruptCheckpointError, which names the bad file."""
         requested: list[tuple[str, Sequence[int], Tensor]] = []
-        converted: list[tuple[Tensor, Tensor]] = []
-        for name, local_tensor in _local_tensors(parallel_model).items():
+        converted: list[tuple[Tensor, Tensor, LocalTensor | None]] = []
+        local_tensors = list_local_tensors(parallel_model)
+        for name, local_tensor in local_tensors.items():
             if (record := self.manifest.tensors.get(name)) is None:  # a new adapter
                 continue
             for block in local_tensor.global_blocks.blocks:
                 target = part = block.slice_local(local_tensor.tensor)
                 if part.dtype != record.torch_dtype:
                     part = torch.empty(block.extent, dtype=record.torch_dtype)
-                    converted.append((target, part))
+                    converted.append((part, target, local_tensors.get(f"{name}_int8_scale")))
                 requested.append((name, block.global_offset, part))
         extra = [name for name in self.manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)]
         load_blocks(self.path, requested, self.manifest)
-        for target, part in converted:
-            target.copy_(part)
+        for part, target, scale in converted:
+            _store(part, target, scale)
         extra_state = load_tensors(self.path, extra, manifest=self.manifest)
         for module in parallel_model.modules:
             load_extra_state(module, extra_state, str(self.path))
@@ -84,11 +93,13 @@ class CheckpointWeights:
 InitialWeights = SafetensorsWeights | CheckpointWeights
 
 
-def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_later: bool = False) -> InitialWeights:
+def open_initial_weights(
+    where: str, folder: Path, model: nn.Module, adapter_added_later: bool = False
+) -> InitialWeights:
     """Open the weights that `init_from` names (`hf:PATH`, a checkpoint, or a run: its newest checkpoint; each may be a
     URL) for a whole model, the parameters of which may be on the meta device. Only headers are read. Raises DataError
-    for tensors that are missing, differ in shape or have no place in the model, and for LoRA adapters that the model
-    lacks, unless `lora_added_later`."""
+    for tensors that are missing, differ in shape or have no place in the model, and for adapters that the model
+    lacks, unless `adapter_added_later`."""
     if (directory := huggingface_directory(where, folder, "init_from")) is not None:
         return open_hf_weights(directory, model)
     location = pin_location(where, "init_from")
@@ -99,20 +110,27 @@ def open_initial_weights(where: str, folder: Path, model: nn.Module, lora_added_
         path = find_newest_checkpoint(localize_named(location, folder, "init_from"))
     manifest = read_manifest(path)
     tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
-    lora_names = [name for name in manifest.tensors if is_lora_name(name) and name not in tensors]
-    if lora_names and not lora_added_later:
+    adapter_names = [name for name in manifest.tensors if is_added_name(name) and name not in tensors]
+    if adapter_names and not adapter_added_later:
         raise DataError(
-            f"init_from: {path} was trained with LoRA adapters ({lora_names[0]}), which this recipe does not have; "
-            "give the same `lora`, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
+            f"init_from: {path} was trained with adapters ({adapter_names[0]}), which this recipe does not have; "
+            "give the same `adapter`, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
         )
+    if any(map(is_adapter_name, manifest.tensors)):
+        for name in tensors:
+            if name.endswith(MAGNITUDE_NAME) and name not in manifest.tensors:
+                raise DataError(
+                    f"init_from: {path} has adapters without magnitudes, and adapter.kind is dora; give the kind that "
+                    "it was trained with, or merge them with `phalanx checkpoint export` and give init_from: hf:OUT"
+                )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
-        if record is None and not is_lora_name(name):
+        if record is None and not is_added_name(name):
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
         if record is not None and record.shape != tuple(tensor.shape):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
     model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
-    if left := [name for name in find_unused_entries(model, model_names) if name not in lora_names]:
+    if left := [name for name in find_unused_entries(model, model_names) if name not in adapter_names]:
         raise DataError(
             f"init_from: {path} holds {len(left)} tensors that the model does not have, such as {left[0]}; build the "
             "model that was trained there (model.args)"
@@ -131,7 +149,15 @@ def find_newest_checkpoint(where: Path) -> Path:
     return next(iter(list_checkpoints(where / "checkpoints") or list_checkpoints(where)), where)
 
 
-def _local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
+def _store(value: Tensor, target: Tensor, scale: LocalTensor | None) -> None:
+    """Copy a value that was read into a parameter, quantized if that is."""
+    if scale is not None and value.is_floating_point():
+        value, scales = quantize(value)
+        scale.tensor.copy_(scales)
+    target.copy_(value)
+
+
+def list_local_tensors(parallel_model: ParallelModel) -> dict[str, LocalTensor]:
     """Return this worker's parts of all parameters and persistent buffers."""
     tensors = {
         name: parallel_model.local_tensor(name, parameter) for name, parameter in parallel_model.parameters().items()

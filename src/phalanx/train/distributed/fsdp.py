@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.compat import has_hooks, is_compiled, map_registered_tensors
 from phalanx.errors import RecipeError
+from phalanx.train.adapters.names import is_adapter_name
 from phalanx.train.ops.blocks import is_conv1d
 from phalanx.train.ops.float8 import Float8Linear
-from phalanx.train.ops.lora import is_lora_name
 from phalanx.train.precision import AUTOCAST_DTYPES
 
 CASTING_MODULES = frozenset(
@@ -55,7 +55,7 @@ def is_cast(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         return False
     if getattr(module, "casts_parameters", False):
         return True
-    return (type(module) in CASTING_MODULES or is_conv1d(module)) and (name in CAST_NAMES or is_lora_name(name))
+    return (type(module) in CASTING_MODULES or is_conv1d(module)) and (name in CAST_NAMES or is_adapter_name(name))
 
 
 def iterate_uncast_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:

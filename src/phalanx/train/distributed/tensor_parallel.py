@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
+from phalanx.train.adapters.lora import LEAVE_REGION_ATTR
+from phalanx.train.adapters.names import LORA_A_NAME, LORA_B_NAME, has_adapter
 from phalanx.train.distributed.async_tp import can_chunk, linear_reduce_scatter
 from phalanx.train.distributed.shard_spec import DimShard, fsdp_row_range, shard_evenly
 from phalanx.train.distributed.stubs import ModuleStub
@@ -35,7 +37,6 @@ from phalanx.train.ops.collectives import (
     scatter_to_group,
 )
 from phalanx.train.ops.float8 import Float8Linear
-from phalanx.train.ops.lora import LEAVE_REGION_ATTR, LORA_A_NAME, LORA_B_NAME, has_lora
 from phalanx.train.ops.random_draws import enter_columns, leave_columns, leave_rows
 
 TP_PLAN_KEY = "model.tp_plan"
@@ -229,7 +230,12 @@ def _sharded_dims(module: nn.Module, style: str, name: str) -> list[tuple[nn.Par
     rows = kind in ("rows", "rows-conv1d")
     if isinstance(bias, nn.Parameter) and not rows:
         sharded.append((bias, 0, parts))
-    if has_lora(module):  # of the two LoRA matrices, the one on the sharded side is sharded too
+    if has_adapter(module) and kind == "vocabulary":
+        raise RecipeError(
+            f"parallelism.tensor: cuts the embedding {name}, which has an adapter; leave it out of "
+            "adapter.target_modules, or use parallelism.shard"
+        )
+    if has_adapter(module):  # of the two LoRA matrices, the one on the sharded side is sharded too
         sharded.append((module.get_parameter(LORA_A_NAME if rows else LORA_B_NAME), dim, parts))
     return sharded
 

@@ -1,1 +1,1 @@
-"""Hugging Face models: building, weights, inputs, LoRA."""
+"""Hugging Face models: building, weights, inputs."""

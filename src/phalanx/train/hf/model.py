@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
+from phalanx.train.adapters.names import is_added_name
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
@@ -32,7 +33,6 @@ from phalanx.train.hf.safetensors_reader import (
     strip_wrapper_parts,
 )
 from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source, preload_conversions
-from phalanx.train.ops.lora import is_lora_name
 
 MAX_LISTED_TENSORS = 5
 """Maximum number of tensors that an error lists."""
@@ -90,8 +90,8 @@ def open_source(model: nn.Module, directory: Path) -> WeightReader:
 def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list[str]]:
     """Map each parameter and persistent buffer to tensors of the files: one, or several that must be equal, if the
     model ties what the files hold twice. Models of a base and a head find their tensors with and without the base's
-    prefix (`model.`, `transformer.`). LoRA adapters are left out. Only headers are read, and the model's memory is not
-    used.
+    prefix (`model.`, `transformer.`). Adapters, and scales of quantized weights, are left out. Only headers are
+    read, and the model's memory is not used.
 
     Raises DataError naming tensors that the files lack, have in addition, or have in another shape.
     """
@@ -99,7 +99,7 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
     found: dict[str, list[str]] = {}
     parameters = dict(model.named_parameters())
     for name, alias_names in _group_alias_names(model).items():
-        if is_lora_name(name):
+        if is_added_name(name):
             continue
         present = [
             file_name

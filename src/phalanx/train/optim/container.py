@@ -1,12 +1,12 @@
 """The optimizers of a recipe, built and combined: one step, and their state as tensors by logical names.
 
-Matrices get weight decay, vectors (norms, biases) do not. `muon` orthogonalizes the momentum of hidden matrices;
-embeddings, the output layer and everything that is not a matrix use AdamW (Jordan et al. 2024). Which these are is
-decided on the whole model, by name, before it is divided: a pipeline stage cannot know which layer is the last.
+`param_groups.py` says which parameters get weight decay or another learning rate. `muon` orthogonalizes the momentum of
+hidden matrices; embeddings, the output layer and everything that is not a matrix use AdamW (Jordan et al. 2024). Which
+these are is decided on the whole model, by name, before it is divided: a pipeline stage cannot know which layer is the
+last.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ from phalanx.train.optim.adamw_low_precision import (
 from phalanx.train.optim.cpu_offload import OffloadedOptimizer
 from phalanx.train.optim.lars_lamb import LAMB, LARS
 from phalanx.train.optim.muon import Muon
+from phalanx.train.optim.param_groups import ParamGroup, check_groups, make_param_groups
 
-ParamGroup = dict[str, Any]
 OptimizerFactory = Callable[[list[ParamGroup], Mapping[Tensor, ParamOrigin]], torch.optim.Optimizer]
 
 LOW_PRECISION_ADAMW: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "int8": AdamW8bit}
@@ -60,8 +60,9 @@ def find_hidden_matrices(model: nn.Module) -> frozenset[str]:
 
 def select_muon_matrices(model: nn.Module, spec: OptimizerConfig) -> frozenset[str]:
     """Return the names of the parameters of a whole model that Muon trains: none with another optimizer. Raises
-    RecipeError if the model, or Muon, has nothing to train."""
+    RecipeError if the model, or Muon, or a group of the recipe has nothing to train."""
     trained = trainable_parameters(model)
+    check_groups(model, spec)
     if spec.name != "muon":
         return frozenset()
     matrices = find_hidden_matrices(model) & trained.keys()
@@ -71,6 +72,7 @@ def select_muon_matrices(model: nn.Module, spec: OptimizerConfig) -> frozenset[s
 
 
 def build_optimizers(
+    model: nn.Module,
     names: Mapping[nn.Parameter, str],
     spec: OptimizerConfig,
     muon_matrices: Collection[str],
@@ -79,19 +81,22 @@ def build_optimizers(
     offload: bool,
     norm_fn: NormFn,
 ) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a recipe for the parameters in `names`, of which Muon trains `muon_matrices`."""
+    """Build the optimizers of a recipe for the parameters of a model in `names`, of which Muon trains
+    `muon_matrices`."""
     parameters = list(names)
     if not parameters:
         return []
+    if spec.name == "muon":
+        hidden = [parameter for parameter, name in names.items() if name in muon_matrices]
+        others = [parameter for parameter, name in names.items() if name not in muon_matrices]
+        muon_groups, adamw_groups = (make_param_groups(model, part, names, spec) for part in (hidden, others))
+        return _build_muon_and_adamw(muon_groups, adamw_groups, spec)
+    groups = make_param_groups(model, parameters, names, spec)
     if spec.name == "lars":
-        groups = _make_param_groups(parameters, spec.weight_decay)
         return [LARS(groups, spec.lr, momentum=spec.momentum, norm_fn=norm_fn)]
     if spec.name == "lamb":
-        return [LAMB(_make_param_groups(parameters, spec.weight_decay), spec.lr, betas=spec.betas, norm_fn=norm_fn)]
-    if spec.name == "muon":
-        return _build_muon_and_adamw(names, spec, muon_matrices)
+        return [LAMB(groups, spec.lr, betas=spec.betas, norm_fn=norm_fn)]
     make = _make_optimizer_factory(spec, seed)
-    groups = _make_param_groups(parameters, spec.weight_decay)
     origins: dict[Tensor, ParamOrigin] = {p: ParamOrigin(name, first_row(p)) for p, name in names.items()}
     if offload and _needs_offload(parameters):
         return [
@@ -124,31 +129,19 @@ def _make_optimizer_factory(spec: OptimizerConfig, seed: int) -> OptimizerFactor
 
 
 def _build_muon_and_adamw(
-    names: Mapping[nn.Parameter, str], spec: OptimizerConfig, muon_matrices: Collection[str]
+    hidden: list[ParamGroup], others: list[ParamGroup], spec: OptimizerConfig
 ) -> list[torch.optim.Optimizer]:
     """Build Muon and AdamW; only one of them if there is nothing for the other, as in some pipeline stages."""
-    hidden = [parameter for parameter, name in names.items() if name in muon_matrices]
-    others = [parameter for parameter, name in names.items() if name not in muon_matrices]
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
-        optimizers.append(Muon(hidden, spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay))
+        optimizers.append(Muon(hidden, spec.lr, momentum=spec.momentum))
     if others:
-        optimizers.append(_build_adamw(_make_param_groups(others, spec.weight_decay), spec))
+        optimizers.append(_build_adamw(others, spec))
     return optimizers
 
 
 def _build_adamw(groups: list[ParamGroup], spec: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, fused=True)
-
-
-def _make_param_groups(parameters: Iterable[nn.Parameter], decay: float) -> list[ParamGroup]:
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for parameter in parameters:
-        (matrices if parameter.dim() >= 2 else vectors).append(parameter)
-    groups: list[ParamGroup] = [{"params": matrices, "weight_decay": decay}]
-    groups.append({"params": vectors, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
 
 
 OPTIMIZER_PREFIX = "optimizer/"
@@ -194,14 +187,14 @@ class OptimizerContainer:
             muon_matrices = select_muon_matrices(model, spec)
         self.parameter_names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizers = build_optimizers(
-            self.parameter_names, spec, muon_matrices, seed=seed, offload=offload, norm_fn=norm_fn
+            model, self.parameter_names, spec, muon_matrices, seed=seed, offload=offload, norm_fn=norm_fn
         )
 
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients with this learning rate."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_ratio"]
             optimizer.step()
 
     @property

@@ -21,7 +21,14 @@ class Muon(torch.optim.Optimizer):
     along the first dimension, and each worker has whole matrices. State: `momentum_buffer`.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, *, momentum: float = 0.95, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -1,0 +1,99 @@
+"""Frozen weights in 8 bits: each block of 64 numbers of a row has a scale, its largest magnitude / 127.
+
+A quantized layer has its weight as int8 under the same name, and `weight_int8_scale` [rows, blocks] in fp32 next to it:
+1.06 bytes a parameter. The layer computes with the weight that they stand for, which exists only during its forward and
+its backward. Against one scale a row, blocks halve the error of weights with a few large values in each row.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx.train.adapters.names import INT8_SCALE_NAME
+from phalanx.train.adapters.targets import find_adapter_targets
+from phalanx.train.ops.blocks import find_router_names, is_conv1d, names_in_blocks
+
+BLOCK_SIZE = 64
+
+
+def quantize_base(model: nn.Module) -> None:
+    """Quantize the frozen weights of linear layers in the blocks of a model, in place; without their memory where they
+    are on the meta device. Routers, weights that several modules share and those that are not used by calling their
+    layer stay as they are."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    used_as_weight = {target.module for target in find_adapter_targets(model).values() if target.user is not None}
+    routers, names = find_router_names(model), [name for name, _ in model.named_modules()]
+    for name in names_in_blocks(model, names):
+        layer: Any = model.get_submodule(name)
+        if name in routers or layer in used_as_weight or not (type(layer) is nn.Linear or is_conv1d(layer)):
+            continue
+        if not layer.weight.requires_grad and uses[id(layer.weight)] == 1:
+            quantize_layer(layer)
+
+
+def quantize_layer(layer: Any) -> None:
+    """Quantize the weight of a linear layer in place."""
+    codes, scale = quantize(layer.weight.detach())
+    layer.weight = nn.Parameter(codes, requires_grad=False)
+    layer.register_parameter(INT8_SCALE_NAME, nn.Parameter(scale, requires_grad=False))
+    if isinstance(layer, nn.Linear):
+        layer.__class__ = Int8Linear
+    else:
+        vars(layer)["forward"] = partial(_forward_quantized, layer)
+
+
+def read_weight(layer: Any) -> Tensor:
+    """Return the weight that a layer computes with, detached."""
+    weight: Tensor = layer.weight.detach()
+    scale = getattr(layer, INT8_SCALE_NAME, None)
+    return weight if scale is None else dequantize(weight, scale.detach())
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes (int8) and the scales [rows, blocks] (fp32) of a matrix."""
+    blocks = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK_SIZE)).unflatten(1, (-1, BLOCK_SIZE))
+    scale = blocks.abs().amax(2) / 127
+    codes = (blocks / torch.where(scale == 0, 1.0, scale).unsqueeze(2)).round_().flatten(1)[:, : weight.shape[1]]
+    return codes.to(torch.int8), scale
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the matrix in fp32."""
+    return codes * scale.repeat_interleave(BLOCK_SIZE, dim=1)[:, : codes.shape[1]]
+
+
+def _forward_quantized(layer: Any, x: Tensor) -> Tensor:
+    """Compute a linear layer in the format in which autocast would."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    scale = getattr(layer, INT8_SCALE_NAME)
+    output: Tensor = _QuantizedLinear.apply(x.to(dtype), layer.weight, scale, bias, is_conv1d(layer))
+    return output
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer with a quantized weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _forward_quantized(self, x)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """A linear layer of which only the inputs get a gradient, and the weight is not kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        ctx.is_transposed = is_transposed
+        weight = dequantize(codes, scale).to(x.dtype)
+        return F.linear(x, weight.T if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        weight = dequantize(*ctx.saved_tensors).to(gradient.dtype)
+        return gradient @ (weight.T if ctx.is_transposed else weight), None, None, None, None
