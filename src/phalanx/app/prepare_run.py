@@ -140,7 +140,7 @@ def prepare_run(
     machine, world_size = check_start(loaded, request.world_size, request.num_nodes, begins)
     if write:
         check_run_path(run.path)
-    import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    import_payload = {**dict(loaded.recipe.model), **loaded.recipe.model_dump(include={"task", "callbacks"})}
     import_payload |= {"init": loaded.recipe.init_from if begins else None, "adapter": loaded.recipe.lora is not None}
     with loaded.locate_errors():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
@@ -334,6 +334,8 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
         text += f", {format_percent(data.padding_fraction)} of their positions padding"
     if data.num_cut_documents:
         text += f", {format_plural(data.num_cut_documents, 'document')} cut"
+    if data.num_dropped_documents:
+        text += f", {format_plural(data.num_dropped_documents, 'document')} left out (longer than a sample)"
     if skipped := sum(count_skipped(Path(source.prepared)) for source in recipe.data.sources if source.prepared):
         text += f", {format_plural(skipped, 'bad row')} skipped"
     if recipe.evaluation.every is None:

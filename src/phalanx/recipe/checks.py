@@ -14,7 +14,13 @@ from phalanx.recipe.schema import GradSyncConfig, LocalSgdConfig, LrScheduleConf
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 from phalanx.storage.url import is_url
 
-BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
+BUILT_IN_TASKS = {
+    "language-modeling": "tokens",
+    "chat": "tokens",
+    "preference": "tokens",
+    "distillation": "tokens",
+    "classification": "images",
+}
 """What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
@@ -65,11 +71,11 @@ def check_recipe(
 
 def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> None:
     """RecipeError where a task of ours cannot learn from data of this kind, or where pictures have keys of text."""
-    wanted = BUILT_IN_TASKS.get(recipe.task, kind)
+    wanted = BUILT_IN_TASKS.get(recipe.task_kind, kind)
     if wanted != kind:
         other = next(name for name, of in BUILT_IN_TASKS.items() if of == kind)
         raise RecipeError(
-            f"{at('task')}: {recipe.task} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
+            f"{at('task')}: {recipe.task_kind} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
             f"(module:Class), or a data.source of {wanted}"
         )
     if kind == "images":
@@ -80,9 +86,10 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
 
 def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Iterator[tuple[str, str]]:
     """Each key with what is wrong about it."""
-    if ":" not in recipe.task and recipe.task not in BUILT_IN_TASKS:
+    if ":" not in recipe.task_kind and recipe.task_kind not in BUILT_IN_TASKS:
         known = f"expected {', '.join(BUILT_IN_TASKS)} or module:Class"
-        yield "task", f"found {recipe.task!r}, {known}{suggest_nearest(recipe.task, tuple(BUILT_IN_TASKS))}"
+        nearest = suggest_nearest(recipe.task_kind, tuple(BUILT_IN_TASKS))
+        yield "task", f"found {recipe.task_kind!r}, {known}{nearest}"
     if recipe.init_from is not None and num_workers is not None:
         path = huggingface_location(recipe.init_from) or recipe.init_from
         if is_url(path):  # a URL, which is looked up where there is a network
@@ -261,5 +268,5 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"true goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
             "worker holds",
         )
-    if recipe.memory.chunked_loss is True and recipe.task == "classification":
+    if recipe.memory.chunked_loss is True and recipe.task_kind == "classification":
         yield "memory.chunked_loss", "true is for language models, and the task is classification: use auto or false"

@@ -188,8 +188,8 @@ def list_import_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield the keys that hold `module:name`, and what they hold."""
     if huggingface_location(recipe.model.build) is None:
         yield "model.build", recipe.model.build
-    if ":" in recipe.task:
-        yield "task", recipe.task
+    if ":" in recipe.task_kind:
+        yield "task", recipe.task_kind
     yield from ((f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks))
 
 

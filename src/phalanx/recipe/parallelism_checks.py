@@ -54,7 +54,7 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
             what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
             yield f"parallelism.{name}", what
     for name in ("tensor", "context"):
-        if getattr(parallelism, name) > 1 and recipe.task == "classification":
+        if getattr(parallelism, name) > 1 and recipe.task_kind == "classification":
             yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
     if (seq_len := recipe.data.seq_len) % parallelism.context:
         yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"

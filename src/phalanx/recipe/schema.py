@@ -15,6 +15,7 @@ from phalanx.recipe.field_types import (
     ConfigModel,
     Count,
     Fraction,
+    NonNegativeNumber,
     PercentText,
     PositiveNumber,
     StepCount,
@@ -54,6 +55,58 @@ class LoraConfig(ConfigModel):
     blocks but routers."""
     dropout: Fraction = 0.0
     """Dropout on the inputs of A, in training; 0 with experts."""
+
+
+class PreferenceConfig(ConfigModel):
+    """Learn from pairs of a chosen and a rejected answer, or from answers with a label (`kto`)."""
+
+    model_config = ConfigDict(title="Preference")
+
+    kind: Literal["preference"] = "preference"
+    """`preference`."""
+    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = "dpo"
+    """The loss. `dpo`, `ipo` and `kto` compare with the model as it was before the first step, and compute its
+    log-probabilities once; `orpo` and `simpo` need no reference."""
+    beta: PositiveNumber = 0.1
+    """How far the model may move from the reference: the scale of the difference of log-probabilities. Of `ipo` it is
+    tau, of `orpo` lambda."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), NUMBER_NOT_BOOL] = 0.0
+    """For `dpo`: share of pairs that are labelled wrongly (conservative DPO)."""
+    margin: NonNegativeNumber = 0.5
+    """For `simpo`: gamma, the difference of rewards that is asked for."""
+    chat_loss_weight: NonNegativeNumber = 0.0
+    """Weight of the cross-entropy of the chosen answers, a mean over their tokens, besides the loss of pairs."""
+    desirable_weight: NonNegativeNumber = 1.0
+    """For `kto`: weight of answers with the label true."""
+    undesirable_weight: NonNegativeNumber = 1.0
+    """For `kto`: weight of answers with the label false."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model as it was before the first step."""
+        return self.loss in ("dpo", "ipo", "kto")
+
+
+class DistillationConfig(ConfigModel):
+    """Learn the distribution of a teacher over the next token."""
+
+    model_config = ConfigDict(title="Distillation")
+
+    kind: Literal["distillation"] = "distillation"
+    """`distillation`."""
+    teacher: str
+    """The teacher: a run, or `hf:PATH` of a Hugging Face directory. It has the same tokens."""
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    """What is minimized: KL(teacher, student), KL(student, teacher), or the generalised Jensen-Shannon divergence."""
+    jsd_beta: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.5
+    """For `jsd`: weight of the teacher in the mixture."""
+    temperature: PositiveNumber = 1.0
+    """Both distributions are softened by it, and the loss is multiplied by its square."""
+    data_loss_weight: Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL] = 0.0
+    """Weight of the cross-entropy with the data; the divergence has the rest."""
+
+
+TaskConfig = PreferenceConfig | DistillationConfig
 
 
 class BatchConfig(ConfigModel):
@@ -316,8 +369,9 @@ class Recipe(ConfigModel):
     """Weights to start from: a run, a checkpoint, or `hf:PATH` of a directory of safetensors, such as an export. Each
     may be a URL."""
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters instead of the model's own weights.")
-    task: str = "language-modeling"
-    """The task: `language-modeling`, `classification`, or your own `module:Class`."""
+    task: str | TaskConfig = "language-modeling"
+    """The task: `language-modeling`, `chat`, `classification`, or your own `module:Class`; `preference` and
+    `distillation` as a mapping with `kind` and keys of their own."""
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     batch: BatchConfig = BatchConfig()
@@ -362,6 +416,35 @@ class Recipe(ConfigModel):
     )
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER_NOT_BOOL] = 0
     """Seed of the initial weights, the order of data and all random numbers."""
+
+    @property
+    def task_kind(self) -> str:
+        """The name of the task."""
+        return self.task if isinstance(self.task, str) else self.task.kind
+
+    @property
+    def has_head_loss(self) -> bool:
+        """Whether the loss can be computed from the output layer's input, without all logits."""
+        return self.task_kind in ("language-modeling", "chat", "preference")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_task(cls, values: Any) -> Any:
+        """Write out what a task implies: its keys, and that its data are conversations, packed whole."""
+        if not isinstance(values, dict):
+            return values
+        task = values.get("task")
+        if task in ("preference", "distillation"):
+            values = {**values, "task": (task := {"kind": task})}
+        kind = task.get("kind") if isinstance(task, dict) else getattr(task, "kind", task)
+        data = values.get("data", {})
+        if kind not in ("chat", "preference") or not isinstance(data, dict):
+            return values
+        loss = task.get("loss") if isinstance(task, dict) else getattr(task, "loss", None)
+        records = "chat" if kind == "chat" else "labels" if loss == "kto" else "pairs"
+        chat = data.get("chat") or {}
+        chat = {**chat, "records": records} if isinstance(chat, dict) else chat
+        return {**values, "data": {"packing": "whole", "document_masking": True, **data, "chat": chat}}
 
     @model_validator(mode="before")
     @classmethod

@@ -22,7 +22,7 @@ HUGGING_FACE_PREFIX = "hf:"
 
 def list_user_code(recipe: Recipe) -> list[str]:
     """The import paths by which a trained model needs code that did not come with Phalanx."""
-    build, task = recipe.model.build, recipe.task
+    build, task = recipe.model.build, recipe.task_kind
     shipped = build.startswith(SHIPPED_MODELS_PREFIX) and "." not in build.removeprefix(SHIPPED_MODELS_PREFIX)
     own = [] if shipped or build.startswith(HUGGING_FACE_PREFIX) else [build]
     return own + ([task] if ":" in task else [])
@@ -55,6 +55,6 @@ def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
 def _trust_marker_path(recipe: Recipe, folder: Path) -> Path:
     root = state_root()
     check_owner(root, "the state folder")
-    code = {"model": recipe.model.model_dump(mode="json"), "task": recipe.task, "folder": os.path.realpath(folder)}
+    code = {"model": recipe.model.model_dump(mode="json"), "task": recipe.task_kind, "folder": os.path.realpath(folder)}
     text = json.dumps(code, sort_keys=True)
     return root / "trained-with" / hashlib.sha256(text.encode()).hexdigest()

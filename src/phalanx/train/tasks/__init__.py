@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, describe_exception, import_object
+from phalanx.recipe.schema import DistillationConfig, PreferenceConfig, TaskConfig
 from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs
 from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
+CPU = torch.device("cpu")
 SINGLE_LABEL = "single_label_classification"
 """The `problem_type` of transformers that `classification` trains."""
 TensorBatch = dict[str, Tensor]
@@ -105,19 +107,35 @@ def check_problem_type(task: Task, model: nn.Module) -> None:
         )
 
 
-BUILT_IN_TASKS: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}
+BUILT_IN_TASKS: dict[str, type] = {
+    "language-modeling": LanguageModeling,
+    "chat": LanguageModeling,
+    "classification": Classification,
+}
 
 
-def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo) -> Task:
-    """Load the task of a recipe, for its model and data. Raises RecipeError also where images do not fit the model."""
+def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torch.device = CPU) -> Task:
+    """Load the task of a recipe, for its model and data; a teacher on `device`. Raises RecipeError also where images do
+    not fit the model, or a teacher does not fit the tokens."""
+    if isinstance(recipe.task, DistillationConfig):
+        from phalanx.train.tasks.distillation import Distillation
+        from phalanx.train.tasks.teacher import load_teacher
+
+        return Distillation(recipe.task, load_teacher(recipe.task.teacher, folder, facts, device))
     task = load_task(recipe.task, folder)
     if isinstance(task, Classification) and (inputs := find_image_inputs(recipe.model.build, folder, facts)):
         task.normalization = inputs.normalization
     return task
 
 
-def load_task(name: str, folder: Path | None) -> Task:
-    """Load the task that a recipe names. Raises RecipeError if it does not exist or lacks a method."""
+def load_task(spec: str | TaskConfig, folder: Path | None) -> Task:
+    """Load the task that a recipe names, without a teacher: distillation is scored as language modeling. Raises
+    RecipeError if it does not exist or lacks a method."""
+    if isinstance(spec, PreferenceConfig):
+        from phalanx.train.tasks.preference import Preference
+
+        return Preference(spec)
+    name = "language-modeling" if isinstance(spec, DistillationConfig) else spec
     if name in BUILT_IN_TASKS:
         task: Task = BUILT_IN_TASKS[name]()
         return task
