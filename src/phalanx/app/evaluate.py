@@ -16,9 +16,9 @@ from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.inference import SamplingOptions as SamplingOptions
 from phalanx.train.inference import TrainedModel, check_data, generate_tokens, given_device, load_trained_model
 from phalanx.train.loss import LossFn, LossModule
+from phalanx.train.preference_reference import load_reference
 from phalanx.train.tasks import Classification, load_task
 from phalanx.train.tasks.preference import Preference
-from phalanx.train.preference_reference import load_reference
 
 ReportWarning = Callable[[str], None]
 

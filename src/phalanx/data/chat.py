@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -295,6 +296,12 @@ class ChatEncoder:
 
     def _mark(self, trained: _TrainedText, names: list[str], is_rejected: bool) -> MarkedTokens:
         tokens, starts = self._encode(trained.text, names)
+        if crossed := [start for start, _ in trained.spans if start not in starts]:
+            # A token of the prompt's end and the answer's begin: the model never sees it when it answers.
+            edges = [0, *crossed, len(trained.text)]
+            parts = [self._encode(trained.text[a:b], names) for a, b in pairwise(edges)]
+            tokens = np.concatenate([of_part for of_part, _ in parts])
+            starts = np.concatenate([at + edge for (_, at), edge in zip(parts, edges, strict=False)])
         in_loss = np.zeros(len(tokens), np.bool_)
         is_control = np.isin(tokens, list(self._tokenizer.control_tokens))
         for start, stop in trained.spans:

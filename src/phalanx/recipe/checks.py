@@ -75,8 +75,8 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
     if wanted != kind:
         other = next(name for name, of in BUILT_IN_TASKS.items() if of == kind)
         raise RecipeError(
-            f"{at('task')}: {recipe.task_kind} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
-            f"(module:Class), or a data.source of {wanted}"
+            f"{at('task')}: {recipe.task_kind} is for {wanted}, and the data are {kind}; use {other}, a task of your "
+            f"own (module:Class), or a data.source of {wanted}"
         )
     if kind == "images":
         for name in OF_TEXT:

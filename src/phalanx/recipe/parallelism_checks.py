@@ -56,6 +56,14 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
     for name in ("tensor", "context"):
         if getattr(parallelism, name) > 1 and recipe.task_kind == "classification":
             yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
+    for name in ("context", "pipeline"):
+        if getattr(parallelism, name) > 1 and recipe.task_kind in ("preference", "distillation"):
+            why = (
+                "its losses are of whole sequences"
+                if recipe.task_kind == "preference"
+                else "the teacher is not divided"
+            )
+            yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}: {why}"
     if (seq_len := recipe.data.seq_len) % parallelism.context:
         yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"
 

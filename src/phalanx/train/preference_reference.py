@@ -4,6 +4,8 @@ They are computed once for all samples, and kept in the run's directory: trainin
 second forward.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -80,7 +82,10 @@ def _compute_reference(context: TrainContext, loss_module: LossModule, task: Pre
     micro_size = min(micro_size, num_ids)
     num_rounds = -(-num_ids // (micro_size * mesh.dp_size))
     scored: list[tuple[int, Tensor]] = []
-    loss_module.loss_fn.task = SequenceLogProbs(task.config)
+    loss_fn, scorer = loss_module.loss_fn, SequenceLogProbs(task.config)
+    lm_head = loss_fn.lm_head
+    loss_fn.task = scorer
+    loss_fn.lm_head = None if lm_head is None else replace(lm_head, head_loss=scorer.head_loss)
     try:
         with eval_mode(loss_module):
             for number in range(num_rounds):
@@ -89,7 +94,7 @@ def _compute_reference(context: TrainContext, loss_module: LossModule, task: Pre
                 batch = to_device(data.read_by_ids(first, micro_size), dist_env.device)
                 scored.append((first, loss_module(batch)[0][1]))
     finally:
-        loss_module.loss_fn.task = task
+        loss_fn.task, loss_fn.lm_head = task, lm_head
     width = int(all_reduce_max(dist_env, [max(log_probs.shape[1] for _, log_probs in scored)])[0])
     reference = torch.full((num_ids, width), -torch.inf, device=dist_env.device)
     for first, log_probs in scored:
