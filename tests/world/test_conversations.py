@@ -27,6 +27,7 @@ TASKS: dict[str, tuple[str, Any]] = {
     "orpo": ("pairs", {"kind": "preference", "loss": "orpo", "beta": BETA}),
     "kto": ("labels", {"kind": "preference", "loss": "kto", "beta": BETA}),
     "distillation": ("chat", {"kind": "distillation", "teacher": "hf:teacher"}),
+    "grpo": ("chat", {"kind": "grpo", "reward": "chat_rewards:letters", "group_size": 6, "max_new_tokens": 5}),
 }
 
 
@@ -34,6 +35,9 @@ TASKS: dict[str, tuple[str, Any]] = {
 def inputs(lab: TrainHarness) -> None:
     write_chat_inputs(lab.folder)
     save_chat_model(lab.folder / "teacher", seed=1)
+    (lab.folder / "chat_rewards.py").write_text(
+        Path(__file__).parents[1].joinpath("helpers/chat_rewards.py").read_text()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +92,7 @@ def test_a_parallelism_has_the_losses_of_one_process(
     torch.testing.assert_close(torch.tensor(curves(divided)), torch.tensor(curves(alone)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["chat", "dpo", "distillation"])
+@pytest.mark.parametrize("name", ["chat", "dpo", "distillation", "grpo"])
 def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, name: str) -> None:
     killed = lab.train(recipe(name), faults=[plan_fault(4)])
     assert killed.result["num_restarts"] == 1
@@ -109,6 +113,32 @@ def test_preferences_refuse_what_divides_a_sequence_or_its_reference(
     with pytest.raises(PhalanxError, match=key) as raised:
         lab.train(recipe("dpo", parallelism=parallelism), 2)
     assert raised.value.code == ExitCode.RECIPE
+
+
+def test_rewards_rise_and_answers_are_trained_with_the_log_probabilities_they_were_sampled_with(
+    lab: TrainHarness,
+) -> None:
+    optimizer = {"lr": 1e-2, "weight_decay": 0.0, "schedule": {"warmup_steps": 0, "decay": "constant"}}
+    run = lab.train(recipe("grpo", steps=24, evaluation={"every": 8, "holdout_fraction": 0.2}, optimizer=optimizer))
+    first, *_, last = [event.metrics for event in run.events_of_kind(EvaluationDone)]
+    assert (last["reward"] or 0.0) > (first["reward"] or 0.0) + 0.1
+    assert first["log_prob_difference"] == last["log_prob_difference"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "named"),
+    [("nan", "finite numbers"), ("too_few", "one for each answer"), ("endless", "takes longer than 0.2 s")],
+)
+def test_a_reward_that_fails_is_named_before_the_first_step(lab: TrainHarness, reward: str, named: str) -> None:
+    task = {**TASKS["grpo"][1], "reward": f"chat_rewards:{reward}", "reward_timeout_s": 0.2}
+    with pytest.raises(PhalanxError, match=f"task.reward: chat_rewards:{reward}.*{named}"):
+        lab.train(recipe("grpo", task=task))
+
+
+def test_a_reward_gets_the_prompts_and_the_answers_of_the_data(lab: TrainHarness) -> None:
+    task = {**TASKS["grpo"][1], "reward": "chat_rewards:matches"}
+    [scored] = lab.train(recipe("grpo", task=task, steps=1)).events_of_kind(EvaluationDone)
+    assert 1 <= (scored.metrics["reward"] or 0.0) <= 6
 
 
 class Answers:

@@ -95,8 +95,8 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
     if with_values and isinstance(task, LanguageModeling):
         check_document_masking(model, task, to_device(data.read_training(0, 1), device))
     packing = ""
-    if with_values and data.records is not None:
-        packing = check_packing(model, to_device(data.read_training(0, 1), device))
+    if with_values and data.records is not None and "documents" in (sample := data.read_training(0, 1)):
+        packing = check_packing(model, to_device(sample, device))
     flops, before = [], snapshot_weight_versions(model, with_values)
 
     def count(samples: int) -> None:

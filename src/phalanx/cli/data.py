@@ -254,7 +254,7 @@ def _parse_data(tokenizer: str, on_bad_row: str, chat_words: dict[str, str]) -> 
         values: dict[str, Any] = {"tokenizer": value, "on_bad_row": on_bad_row}
         if chat_words:
             chat = {"records": chat_words["--records"], "template": chat_words.get("--chat-template")}
-            values |= {"packing": "whole", "chat": chat}
+            values |= {"packing": "whole", "document_masking": True, "chat": chat}
         return DataConfig.model_validate(values)
     except ValidationError:
         message = f"--tokenizer {tokenizer[:60]}: a BPE has 257 to {MAX_BPE_TOKENS:,} tokens, for instance bpe:8192"

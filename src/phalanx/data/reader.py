@@ -436,20 +436,17 @@ class RunData:
             num_tokens = np.array([sum(stop - start for _, start, stop in ranges) for ranges in located])
             is_padding = np.arange(1, rows.shape[1]) >= num_tokens[:, None]
             np.putmask(batch["targets"], is_padding, IGNORE_INDEX)
+        if self.records is not None:
+            np.putmask(batch["targets"], marks[:, 1:] & LOSS_BIT == 0, IGNORE_INDEX)
+        if self.records in ("pairs", "labels"):
+            batch["rejected"] = marks[:, :-1] & REJECTED_BIT != 0
         if self._document_masking:
             begins = _document_start_mask(located, rows.shape[1])
             if self.records is not None:
-                self._take_marks(batch, marks, begins)
+                begins[:, 1:] |= marks[:, 1:] & SEQUENCE_BIT != 0
             np.putmask(batch["targets"], begins[:, 1:], IGNORE_INDEX)
             batch["documents"] = np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)
         return batch
-
-    def _take_marks(self, batch: Batch, marks: ValueArray, begins: npt.NDArray[np.bool_]) -> None:
-        """Leave tokens that are not in the loss out of the targets, and begin a document with each sequence."""
-        np.putmask(batch["targets"], marks[:, 1:] & LOSS_BIT == 0, IGNORE_INDEX)
-        begins[:, 1:] |= marks[:, 1:] & SEQUENCE_BIT != 0
-        if self.records != "chat":
-            batch["rejected"] = marks[:, :-1] & REJECTED_BIT != 0
 
     @property
     def num_sample_ids(self) -> int:

@@ -19,6 +19,7 @@ BUILT_IN_TASKS = {
     "chat": "tokens",
     "preference": "tokens",
     "distillation": "tokens",
+    "grpo": "tokens",
     "classification": "images",
 }
 """What is learned -> the kind of data that it is learned from."""

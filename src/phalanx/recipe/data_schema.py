@@ -180,6 +180,9 @@ class DataConfig(ConfigModel):
     def _check_chat(self) -> Self:
         if self.chat is not None and self.packing is None:
             raise ValueError("chat: conversations are kept whole; expected packing: whole or single")
+        is_alone = self.packing == "single" and self.chat is not None and self.chat.records == "chat"
+        if self.chat is not None and not is_alone and not self.document_masking:
+            raise ValueError("chat: the conversations of a sample are kept separate; expected document_masking: true")
         return self
 
     @model_validator(mode="before")

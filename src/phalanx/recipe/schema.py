@@ -106,7 +106,27 @@ class DistillationConfig(ConfigModel):
     """Weight of the cross-entropy with the data; the divergence has the rest."""
 
 
-TaskConfig = PreferenceConfig | DistillationConfig
+class GrpoConfig(ConfigModel):
+    """Learn from rewards of the model's own answers (GRPO). Small and exact: see docs/how-to/fine-tune.md."""
+
+    model_config = ConfigDict(title="GRPO")
+
+    kind: Literal["grpo"] = "grpo"
+    """`grpo`."""
+    reward: str
+    """`module:function` that takes lists of prompts, answers and the data's own answers, and returns a number for each
+    answer."""
+    group_size: Annotated[int, Field(ge=2), NUMBER_NOT_BOOL] = 8
+    """Answers to each prompt; their mean reward is the baseline."""
+    max_new_tokens: Count = 32
+    """Longest answer, in tokens."""
+    temperature: PositiveNumber = 1.0
+    """Temperature of the sampling."""
+    reward_timeout_s: PositiveNumber = 60.0
+    """Seconds that one call of the reward may take."""
+
+
+TaskConfig = PreferenceConfig | DistillationConfig | GrpoConfig
 
 
 class BatchConfig(ConfigModel):
@@ -370,8 +390,8 @@ class Recipe(ConfigModel):
     may be a URL."""
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters instead of the model's own weights.")
     task: str | TaskConfig = "language-modeling"
-    """The task: `language-modeling`, `chat`, `classification`, or your own `module:Class`; `preference` and
-    `distillation` as a mapping with `kind` and keys of their own."""
+    """The task: `language-modeling`, `chat`, `classification`, or your own `module:Class`; `preference`, `distillation`
+    and `grpo` as a mapping with `kind` and keys of their own."""
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     batch: BatchConfig = BatchConfig()
@@ -438,13 +458,16 @@ class Recipe(ConfigModel):
             values = {**values, "task": (task := {"kind": task})}
         kind = task.get("kind") if isinstance(task, dict) else getattr(task, "kind", task)
         data = values.get("data", {})
-        if kind not in ("chat", "preference") or not isinstance(data, dict):
+        if kind not in ("chat", "preference", "grpo") or not isinstance(data, dict):
             return values
         loss = task.get("loss") if isinstance(task, dict) else getattr(task, "loss", None)
-        records = "chat" if kind == "chat" else "labels" if loss == "kto" else "pairs"
+        records = "chat" if kind != "preference" else "labels" if loss == "kto" else "pairs"
         chat = data.get("chat") or {}
         chat = {**chat, "records": records} if isinstance(chat, dict) else chat
-        return {**values, "data": {"packing": "whole", "document_masking": True, **data, "chat": chat}}
+        implied: dict[str, Any] = {"packing": "whole", "document_masking": True}
+        if kind == "grpo" and isinstance(chat, dict):
+            implied, chat = {"packing": "single"}, {**chat, "train_on": "last"}
+        return {**values, "data": {**implied, **data, "chat": chat}}
 
     @model_validator(mode="before")
     @classmethod
