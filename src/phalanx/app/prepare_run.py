@@ -262,6 +262,10 @@ def resolve_run(
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
+    if given.epochs is not None:
+        prepared = prepared.model_copy(
+            update={"epochs": None, "steps": count_steps(given.epochs, opened, given, world_size)}
+        )
     first_attempt = read_last_attempt(run) + 1
     if previous is not None:
         previous = restore_full_division(run, previous) if request.is_elastic else previous
@@ -289,6 +293,13 @@ def resolve_run(
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)
     return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt)
+
+
+def count_steps(epochs: float, data: RunData, recipe: Recipe, world_size: int) -> int:
+    """The steps, at least 1, that take all training samples `epochs` times."""
+    batch = recipe.batch
+    num_samples = batch.global_size * (world_size if batch.scale_with_workers else 1)
+    return max(math.ceil(epochs * data.num_train_samples / num_samples), 1)
 
 
 def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Unknown keys are refused. Every field has the default that DESIGN.md names; toge
 `auto` is resolved before training (`autoconfig/choices.py`); `Recipe` itself never measures anything.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
@@ -397,6 +397,8 @@ class Recipe(ConfigModel):
     batch: BatchConfig = BatchConfig()
     steps: StepCount = 300
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
+    epochs: PositiveNumber | None = None
+    """Passes over the training samples, instead of `steps`. null: `steps`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type: `cuda` is a GPU of NVIDIA or AMD (ROCm), see docs/reference/devices.md. `auto`: GPUs if torch finds
@@ -436,6 +438,12 @@ class Recipe(ConfigModel):
     )
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER_NOT_BOOL] = 0
     """Seed of the initial weights, the order of data and all random numbers."""
+
+    @model_validator(mode="after")
+    def _check_epochs(self) -> Self:
+        if self.epochs is not None and self.steps != type(self).model_fields["steps"].default:
+            raise ValueError("epochs: found besides steps; give one of them")
+        return self
 
     @property
     def task_kind(self) -> str:
