@@ -339,8 +339,8 @@ def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
         print(f"\n{sample_text}")
     begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("{+", "+}")
     for number, pieces in enumerate(conversations, 1):
-        texts = (
+        shown_pieces = (
             f"{begin}{escape_control_chars(text)}{end}" if in_loss else escape_control_chars(text)
             for text, in_loss in pieces
         )
-        print(f"\n--- {number}\n{''.join(texts)}")
+        print(f"\n--- {number}", "".join(shown_pieces), sep="\n")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -158,7 +158,7 @@ def _cut_generation_marks(text: str) -> tuple[str, tuple[Span, ...]]:
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}`, by which templates name what the model writes."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # jinja2 declares a set of each instance
 
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         line = next(parser.stream).lineno

@@ -141,7 +141,7 @@ def _inspect_conversations(files: DatasetFiles, manifest: DatasetManifest, first
         starts = read_sidecar(files.directory, entry).documents
         lengths += np.diff([*starts, entry.count]).tolist()
     first.verify_range(0, len(first.values))
-    tokenizer, starts = load_tokenizer(files.directory), [*first.document_starts, len(first.values)]
+    tokenizer, edges = load_tokenizer(files.directory), [*first.document_starts, len(first.values)]
     half, most, longest = np.quantile(lengths, [0.5, 0.95, 1], method="higher").tolist()
     return {
         "num_documents": manifest.documents,
@@ -154,7 +154,7 @@ def _inspect_conversations(files: DatasetFiles, manifest: DatasetManifest, first
         "max_document_tokens": longest,
         "conversations": [
             show_marked_tokens(tokenizer, first.values[start:stop])
-            for start, stop in pairwise(starts[: SHOWN_CONVERSATIONS + 1])
+            for start, stop in pairwise(edges[: SHOWN_CONVERSATIONS + 1])
         ],
     }
 

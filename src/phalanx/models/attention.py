@@ -63,7 +63,7 @@ class DocumentMask(Tensor):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and isinstance(mask := kwargs.get("attn_mask"), cls):
             rest = {name: value for name, value in kwargs.items() if name not in ("attn_mask", "is_causal")}
-            return _attend_by_document(*args, mask._bounds, **rest)
+            return _attend_by_document(mask._bounds, *args, **rest)
         if getattr(func, "__name__", "") in _DESCRIBING_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs)
         return func(*map(_to_dense, args), **{name: _to_dense(value) for name, value in kwargs.items()})
@@ -88,16 +88,15 @@ def _iterate_bounds(documents: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _attend_by_document(
-    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[tuple[int, int, int], ...], **options: Any
+    bounds: tuple[tuple[int, int, int], ...], query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     """query [b, h, s, d], key and value [b, g, s, d] -> [b, h, s, d]."""
-    parts = [
-        F.scaled_dot_product_attention(
-            *(x[row : row + 1, :, start:stop] for x in (query, key, value)), is_causal=True, **options
-        )
-        for row, start, stop in bounds
-    ]
-    return torch.cat(parts, 2).unflatten(2, query.shape[::2])[0].transpose(0, 1)
+    attended: list[Tensor] = []
+    for row, start, stop in bounds:
+        q, k, v = (x[row : row + 1, :, start:stop] for x in (query, key, value))
+        attended.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+    joined = torch.cat(attended, 2)  # [1, h, b s, d]
+    return joined.view(query.shape[1], *query.shape[::2], query.shape[3]).transpose(0, 1)
 
 
 def can_attend_by_document(documents: Tensor, blocks_are_compiled: bool) -> bool:

@@ -43,12 +43,12 @@ class Grpo:
         [b g, s] with answers as targets, `advantages` and `rewards` [b g], and `sampled_log_probs` [b g, s]."""
         # Random numbers of the micro-batch in training; in an evaluation the same ones each time.
         seed = int(torch.randint(2**62, ()) if torch.is_grad_enabled() else batch["tokens"].sum())
-        prompts, references = zip(*map(_split_sample, batch["tokens"], batch["targets"]), strict=True)
-        prompts = [prompt for prompt in prompts for _ in range(self.config.group_size)]
+        samples = list(map(_split_sample, batch["tokens"], batch["targets"]))
+        prompts = [prompt for prompt, _ in samples for _ in range(self.config.group_size)]
         tokens, targets, log_probs = self._sample(model, prompts, seed)
         texts = [self._decode(row[row != IGNORED_TARGET]) for row in targets]
         asked = [self._decode(prompt) for prompt in prompts]
-        wanted = [self._decode(answer) for answer in references for _ in range(self.config.group_size)]
+        wanted = [self._decode(answer) for _, answer in samples for _ in range(self.config.group_size)]
         rewards = torch.tensor(self._compute_rewards(asked, texts, wanted), device=tokens.device)
         groups = rewards.view(-1, self.config.group_size)
         centred = groups - groups.mean(1, keepdim=True)
