@@ -10,7 +10,15 @@ from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX, huggingface_location
 from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
-from phalanx.recipe.schema import GradSyncConfig, LocalSgdConfig, LrScheduleConfig, OptimizerConfig, Parallelism, Recipe
+from phalanx.recipe.schema import (
+    DistillationConfig,
+    GradSyncConfig,
+    LocalSgdConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+    Parallelism,
+    Recipe,
+)
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 from phalanx.storage.url import is_url
 
@@ -85,6 +93,18 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
                 raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are images: leave it out")
 
 
+def _find_location_problems(key: str, location: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """A run, a checkpoint or a Hugging Face directory that is not there; URLs are looked up in the network later."""
+    path = huggingface_location(location) or location
+    if is_url(path):
+        return
+    if path == location and (folder / path / "config.json").is_file():
+        yield key, f"{folder / path} is a Hugging Face directory, or an export; give {HF_PREFIX}{path}"
+    elif not (folder / path).exists():
+        noun = "checkpoint or run" if path == location else "directory"
+        yield key, f"there is no {noun} at {folder / path}"
+
+
 def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Iterator[tuple[str, str]]:
     """Each key with what is wrong about it."""
     if ":" not in recipe.task_kind and recipe.task_kind not in BUILT_IN_TASKS:
@@ -92,14 +112,9 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         nearest = suggest_nearest(recipe.task_kind, tuple(BUILT_IN_TASKS))
         yield "task", f"found {recipe.task_kind!r}, {known}{nearest}"
     if recipe.init_from is not None and num_workers is not None:
-        path = huggingface_location(recipe.init_from) or recipe.init_from
-        if is_url(path):  # a URL, which is looked up where there is a network
-            pass
-        elif path == recipe.init_from and (folder / path / "config.json").is_file():
-            yield "init_from", f"{folder / path} is a Hugging Face directory, or an export; give {HF_PREFIX}{path}"
-        elif not (folder / path).exists():
-            noun = "checkpoint or run" if path == recipe.init_from else "directory"
-            yield "init_from", f"there is no {noun} at {folder / path}"
+        yield from _find_location_problems("init_from", recipe.init_from, folder)
+    if isinstance(recipe.task, DistillationConfig):
+        yield from _find_location_problems("task.teacher", recipe.task.teacher, folder)
     yield from find_device_problems(recipe)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)

@@ -126,7 +126,7 @@ class GrpoConfig(ConfigModel):
     """Seconds that one call of the reward may take."""
 
 
-TaskConfig = PreferenceConfig | DistillationConfig | GrpoConfig
+TaskConfig = Annotated[PreferenceConfig | DistillationConfig | GrpoConfig, Field(discriminator="kind")]
 
 
 class BatchConfig(ConfigModel):
@@ -462,8 +462,10 @@ class Recipe(ConfigModel):
         if not isinstance(values, dict):
             return values
         task = values.get("task")
-        if task in ("preference", "distillation"):
+        if task in ("preference", "distillation", "grpo"):
             values = {**values, "task": (task := {"kind": task})}
+        elif task == {"kind": "chat"}:
+            values = {**values, "task": (task := "chat")}
         kind = task.get("kind") if isinstance(task, dict) else getattr(task, "kind", task)
         data = values.get("data", {})
         if kind not in ("chat", "preference", "grpo") or not isinstance(data, dict):
