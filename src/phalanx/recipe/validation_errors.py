@@ -104,6 +104,12 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
             return f"{name}: unknown key{_suggest_key(key, model)}"
         case "missing":
             return f"{name}: missing, expected {describe_expected(find_schema(key, model) or {})}"
+        case "union_tag_invalid":
+            context = error["ctx"]
+            expected = context["expected_tags"].replace("'", "")
+            return f"{name}.kind: found {context['tag']!r}, expected {expected}"
+        case "union_tag_not_found":
+            return f"{name}.kind: missing; it says which of the mappings this is"
         case "value_error":
             return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
     start = f"{name}: " if name else ""
