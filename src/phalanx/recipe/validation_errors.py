@@ -26,6 +26,8 @@ from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, loc
 from phalanx.safe_files import read_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+_PRECISE_ERRORS = ("value_error", "union_tag_invalid", "union_tag_not_found")
+"""Types of errors that say more than those of other branches of a union."""
 MAX_SHOWN_PROBLEMS = 5
 """Problems that are reported at once, at most."""
 
@@ -54,7 +56,7 @@ def _describe_validation_error(
     key_errors = [(key, details) for key, details in key_errors if not any(_is_below(other, key) for other in keys)]
     problems: dict[KeyPath, str] = {}
     for key, details in key_errors:
-        if key not in problems or details["type"] == "value_error":
+        if key not in problems or details["type"] in _PRECISE_ERRORS:
             problems[key] = f"{location_of_key(locations, key)}: {_describe_error(key, details, model)}"
     order = {key: index for index, key in enumerate(locations)}
     return join_problems([problems[key] for key in sorted(problems, key=lambda key: order.get(key, len(order)))])
