@@ -4,9 +4,18 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx.app.submit import parse_job_fields
-from phalanx.data import DatasetPart, PrepareProgress, prepare_cached, prepare_part, prepare_source
+from phalanx.data import (
+    DatasetPart,
+    PrepareProgress,
+    open_data,
+    prepare_all_sources,
+    prepare_cached,
+    prepare_part,
+    prepare_source,
+)
 from phalanx.data import inspect_dataset as inspect_dataset
 from phalanx.data import verify_dataset as verify_dataset
 from phalanx.data.dataset_files import check_upload, upload_dataset
@@ -14,7 +23,29 @@ from phalanx.data.prepare_plan import make_prepare_plan
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import Job, make_array
 from phalanx.recipe.data_schema import DataConfig, DataSource
+from phalanx.recipe.load import load_recipe
 from phalanx.storage.url import is_url, parse_url
+
+
+def inspect(location: str, max_tokens: int, report_progress: Callable[[PrepareProgress], None]) -> dict[str, Any]:
+    """Describe a dataset, or the first source of a recipe, which is prepared in the cache, with what becomes of its
+    documents in samples of `data.seq_len`."""
+    if not location.endswith((".yaml", ".yml")):
+        return inspect_dataset(location, max_tokens)
+    loaded = load_recipe(Path(location))
+    with loaded.locate_errors():
+        data, evaluation = prepare_all_sources(
+            loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe_dir, report_progress=report_progress
+        )
+        opened = open_data(data, evaluation, loaded.recipe.seed)
+    samples = {
+        "num_samples": opened.num_train_samples,
+        "padding_fraction": None if opened.padding_fraction is None else round(opened.padding_fraction, 4),
+        "num_cut_documents": opened.num_cut_documents,
+        "num_dropped_documents": opened.num_dropped_documents,
+    }
+    content = inspect_dataset(str(data.sources[0].prepared), max_tokens)
+    return {**content, **(samples if opened.padding_fraction is not None else {})}
 
 
 def prepare_to(

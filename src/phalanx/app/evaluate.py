@@ -16,7 +16,9 @@ from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.inference import SamplingOptions as SamplingOptions
 from phalanx.train.inference import TrainedModel, check_data, generate_tokens, given_device, load_trained_model
 from phalanx.train.loss import LossFn, LossModule
+from phalanx.train.preference_reference import load_reference
 from phalanx.train.tasks import Classification, load_task
+from phalanx.train.tasks.preference import Preference
 
 ReportWarning = Callable[[str], None]
 
@@ -78,6 +80,8 @@ def evaluate_run(
     task = load_task(recipe.task, trained.folder)
     if isinstance(task, Classification):
         task.normalization = trained.image_normalization
+    if isinstance(task, Preference):
+        task.reference = load_reference(run, data.fingerprint)
     result = evaluate(
         LossModule(trained.model, LossFn(task, recipe.precision, dist_env.device)),
         data,
@@ -87,7 +91,7 @@ def evaluate_run(
         micro_size=recipe.batch.micro_size,
     )
     assert result is not None  # nothing asks it to stop
-    return CheckpointScores(trained.checkpoint.name, recipe.task, result)
+    return CheckpointScores(trained.checkpoint.name, recipe.task_kind, result)
 
 
 def generate_text(

@@ -26,7 +26,7 @@ from phalanx.planner.state_memory import BYTES_PER_MOMENT
 from phalanx.recipe import Recipe, load_recipe
 from phalanx.recipe.imports import HF_CONFIG_FILE, huggingface_location
 from phalanx.recipe.locations import localize_named
-from phalanx.recipe.schema import LoraConfig
+from phalanx.recipe.schema import AdapterConfig
 
 GPUS = ("RTX 4090", "A100 SXM 40GB", "L40S", "H100 SXM", "H200 SXM")
 BASE_DTYPES: tuple[BaseDtype, ...] = ("fp32", "int8", "nf4-double")
@@ -61,15 +61,16 @@ def find_fits(path: Path | str, overrides: Sequence[str]) -> tuple[FineTuning, l
     return run, fits
 
 
-def _adapter_of(recipe: Recipe) -> tuple[LoraConfig | None, BaseDtype]:
+def _adapter_of(recipe: Recipe) -> tuple[AdapterConfig | None, BaseDtype]:
     """Return a recipe's adapter and the format of the weights that it freezes."""
-    return recipe.lora, "fp32"
+    adapter = recipe.adapter
+    return adapter, "fp32" if adapter is None or adapter.base_dtype is None else adapter.base_dtype
 
 
 def _describe_run(recipe: Recipe, recipe_dir: Path) -> FineTuning:
     adapter, base_dtype = _adapter_of(recipe)
     if adapter is None:
-        raise UsageError("--fits: the recipe trains all weights; expected an adapter, such as lora={rank: 8}")
+        raise UsageError("--fits: the recipe trains all weights; expected an adapter, such as adapter={rank: 8}")
     checkpointing, loss = recipe.memory.activation_checkpointing, "fused" if recipe.memory.chunked_loss else "kernel"
     return FineTuning(
         sizes=_read_decoder_sizes(recipe, recipe_dir),
@@ -84,12 +85,12 @@ def _describe_run(recipe: Recipe, recipe_dir: Path) -> FineTuning:
     )
 
 
-def _match_layers(adapter: LoraConfig) -> frozenset[str]:
+def _match_layers(adapter: AdapterConfig) -> frozenset[str]:
     modules = adapter.target_modules or list(LAYER_NAMES)
     names = {module.rpartition(".")[2] for module in ([modules] if isinstance(modules, str) else modules)}
     if unknown := sorted(names - LAYER_NAMES.keys()):
         known = ", ".join(sorted(LAYER_NAMES))
-        raise RecipeError(f"lora.target_modules: found {unknown[0]}; --fits expects names out of {known}")
+        raise RecipeError(f"adapter.target_modules: found {unknown[0]}; --fits expects names out of {known}")
     return frozenset(LAYER_NAMES[name] for name in names)
 
 

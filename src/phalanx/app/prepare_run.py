@@ -143,7 +143,7 @@ def prepare_run(
     machine, world_size = check_start(loaded, request.world_size, request.num_nodes, begins)
     if write:
         check_run_path(run.path)
-    import_payload = {**dict(loaded.recipe.model), "task": loaded.recipe.task, "callbacks": loaded.recipe.callbacks}
+    import_payload = {**dict(loaded.recipe.model), **loaded.recipe.model_dump(include={"task", "callbacks"})}
     adapter = loaded.recipe.adapter
     import_payload |= {"init": loaded.recipe.init_from if begins else None, "begins": begins}
     import_payload["adapter"] = None if adapter is None else adapter.model_dump(mode="json")
@@ -268,6 +268,10 @@ def resolve_run(
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
+    if given.epochs is not None:
+        prepared = prepared.model_copy(
+            update={"epochs": None, "steps": count_steps(given.epochs, opened, given, world_size)}
+        )
     first_attempt = read_last_attempt(run) + 1
     if previous is not None:
         previous = restore_full_division(run, previous) if request.is_elastic else previous
@@ -295,6 +299,13 @@ def resolve_run(
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)
     return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt, source_commits=commits)
+
+
+def count_steps(epochs: float, data: RunData, recipe: Recipe, world_size: int) -> int:
+    """The steps, at least 1, that take all training samples `epochs` times."""
+    batch = recipe.batch
+    num_samples = batch.global_size * (world_size if batch.scale_with_workers else 1)
+    return max(math.ceil(epochs * data.num_train_samples / num_samples), 1)
 
 
 def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: bool) -> dict[str, Any]:
@@ -340,6 +351,8 @@ def describe_data(data: RunData, recipe: Recipe) -> str:
         text += f", {format_percent(data.padding_fraction)} of their positions padding"
     if data.num_cut_documents:
         text += f", {format_plural(data.num_cut_documents, 'document')} cut"
+    if data.num_dropped_documents:
+        text += f", {format_plural(data.num_dropped_documents, 'document')} left out (longer than a sample)"
     if skipped := sum(count_skipped(Path(source.prepared)) for source in recipe.data.sources if source.prepared):
         text += f", {format_plural(skipped, 'bad row')} skipped"
     if recipe.evaluation.every is None:

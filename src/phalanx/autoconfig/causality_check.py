@@ -10,18 +10,21 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+from phalanx.data import IGNORE_INDEX
 from phalanx.errors import RecipeError
 from phalanx.recipe import describe_exception
 from phalanx.train.distributed.context_parallel import find_position_argument, without_attention
 from phalanx.train.hf.inputs import adapt_inputs, get_logits
 from phalanx.train.loss import eval_mode
-from phalanx.train.tasks import Task, TensorBatch
+from phalanx.train.tasks import LanguageModeling, Task, TensorBatch
 
 MAX_RELATIVE_CHANGE = 1e-3
 """Change of an output, relative to the largest, beyond what rounding explains."""
 MAX_RELATIVE_CHANGE_PACKED, MAX_CHANGED_POSITION_FRACTION = 5e-3, 0.01
 """The same between samples of different lengths, for which kernels differ; and the share of positions at which it must
 show: a router of experts may decide otherwise by rounding, at one or another."""
+MAX_PACKING_DIFFERENCE = 1e-5
+"""Relative difference of the loss and of the gradients, in fp32, of a packed sample and of its documents alone."""
 NUM_PARTS, MAX_ROUNDING_POSITIONS = 4, 1
 """Parts into which a sequence is cut to try whether it can be, and at how many positions rounding may do the same."""
 
@@ -90,6 +93,42 @@ def check_document_masking(model: nn.Module, task: Task, batch: TensorBatch) -> 
             f"outputs than each document alone, at {int(changed.sum())} of {length} tokens; use "
             "data.document_masking=false, or a model with masks and positions that follow `documents`"
         )
+
+
+def check_packing(model: nn.Module, batch: TensorBatch) -> str:
+    """Compare the loss and the gradients of a packed sample with those of its documents, each alone, and say how far
+    they differ. Raises RecipeError beyond MAX_PACKING_DIFFERENCE. `batch` has `tokens`, `targets` and `documents`
+    [1, s]."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    names = ("tokens", "targets", "documents")
+    bounds = [0, *(batch["documents"][0].diff().nonzero()[:, 0] + 1).tolist(), batch["tokens"].shape[1]]
+    alone = [{name: batch[name][:, start:stop] for name in names[:2]} for start, stop in itertools.pairwise(bounds)]
+    alone = [part for part in alone if (part["targets"] != IGNORE_INDEX).any()]
+
+    def loss_and_gradients(parts: list[TensorBatch]) -> tuple[float, list[Tensor]]:
+        total, sums = 0.0, [torch.zeros_like(weight) for weight in weights]
+        for part in parts:
+            args, kwargs = LanguageModeling().inputs(part)
+            loss, _ = LanguageModeling().loss(model(*args, **kwargs), part)
+            for summed, gradient in zip(sums, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+                summed += 0 if gradient is None else gradient
+            total += float(loss.detach())
+        return total, sums
+
+    with eval_mode(model):
+        packed_loss, packed = loss_and_gradients([{name: batch[name] for name in names}])
+        loss, gradients = loss_and_gradients(alone)
+    norm = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(packed, gradients, strict=True))
+    off_loss, off_gradients = abs(packed_loss - loss) / max(abs(loss), 1e-30), difference**0.5 / max(norm, 1e-30)
+    text = f"{len(alone)} documents: loss within {off_loss:.0e}, gradients within {off_gradients:.0e} of each alone"
+    if not max(off_loss, off_gradients) <= MAX_PACKING_DIFFERENCE:
+        raise RecipeError(
+            f"data.packing: {type(model).__name__} does not compute a packed sample as its documents ({text}, expected "
+            f"{MAX_PACKING_DIFFERENCE:.0e}); use data.packing=single, or a model with masks and positions that follow "
+            "`documents`"
+        )
+    return text
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from phalanx.autoconfig.choices import LOSS_MODES, AutoChoice, required_divisor
 from phalanx.autoconfig.micro_batch import (
     CHECKPOINTING_MODES,
-    LANGUAGE_MODELING_TASK,
     USABLE_MEMORY_FRACTION,
     MemoryPlan,
     MemoryProfile,
@@ -95,7 +94,7 @@ def _explain_checkpointing(
 def _explain_loss_mode(recipe: Recipe, memory_profile: MemoryProfile, worker: WorkerMemory, best: MemoryPlan) -> str:
     if recipe.memory.chunked_loss != "auto":
         return "given"
-    if recipe.task != LANGUAGE_MODELING_TASK:
+    if not recipe.has_head_loss:
         return "chunks are for language models"
     if best.loss_mode == "chunked" and "whole" not in memory_profile.peak_bytes:
         return "tensor ranks hold parts of the vocabulary"

@@ -25,7 +25,6 @@ LARGE_LOGITS_BYTES = 256 * 10**6
 """Bytes of fp32 logits from which it pays on a CPU never to hold them all."""
 LOGITS_MEMORY_DIVISOR = 16
 """On a GPU, all logits may take this part of its memory: in chunks they cost a pass over the head's weight each."""
-LANGUAGE_MODELING_TASK = "language-modeling"
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def large_logits_bytes(worker: WorkerMemory) -> int:
 def loss_modes_to_try(recipe: Recipe, logits_bytes: int, worker: WorkerMemory) -> list[str]:
     """Return the ways of computing the loss that are worth a trial of their memory; `logits_bytes` as in
     `MemoryProfile`."""
-    if recipe.task != LANGUAGE_MODELING_TASK:
+    if not recipe.has_head_loss:
         return ["whole"]
     if parallelism_or_default(recipe).tensor > 1:
         return ["chunked"]  # ranks that hold parts of the vocabulary never have all logits

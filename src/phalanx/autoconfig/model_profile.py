@@ -110,9 +110,9 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberF
         raise
     except Exception as error:  # a model of the user's own may fail at being followed in any way
         own = ""
-        if ":" in recipe.task:
+        if ":" in recipe.task_kind:
             kind = "next tokens" if facts.kind == "tokens" else "classes"
-            own = f"; the loss was that of {kind}, since `phalanx plan` does not follow {recipe.task}: "
+            own = f"; the loss was that of {kind}, since `phalanx plan` does not follow {recipe.task_kind}: "
             own += "`phalanx train --dry-run` tries it on this machine"
         raise RecipeError(
             f"model: {recipe.model.build} cannot be traced on the meta device: {describe_exception(error)}{own}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.autoconfig.micro_batch import LANGUAGE_MODELING_TASK, LARGE_LOGITS_BYTES
+from phalanx.autoconfig.micro_batch import LARGE_LOGITS_BYTES
 from phalanx.autoconfig.model_profile import profile_model
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
@@ -139,7 +139,7 @@ def make_training_options(recipe: Recipe, setup: Scenario) -> TrainingOptions:
         logits = max(
             (4.0 * op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads), default=0.0
         )
-        chunked = recipe.task == LANGUAGE_MODELING_TASK and logits > LARGE_LOGITS_BYTES
+        chunked = recipe.has_head_loss and logits > LARGE_LOGITS_BYTES
     optimizer = recipe.optimizer
     return TrainingOptions(
         optimizer.name,

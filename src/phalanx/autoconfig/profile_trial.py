@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.autoconfig.causality_check import check_causal, check_document_masking, check_split
+from phalanx.autoconfig.causality_check import check_causal, check_document_masking, check_packing, check_split
 from phalanx.autoconfig.trial_model import activation_checkpointing, compute_loss, open_trial, select_trial_device
-from phalanx.autoconfig.trial_names import ADAPTERS_KEY, OUT_OF_MEMORY_KEY, UNCALLED_ADAPTERS_KEY
+from phalanx.autoconfig.trial_names import (
+    ADAPTERS_KEY,
+    OUT_OF_MEMORY_KEY,
+    PACKING_KEY,
+    UNCALLED_ADAPTERS_KEY,
+)
 from phalanx.compat import fake_tensor_mode, observe_operations
 from phalanx.data import RunData
 from phalanx.errors import RecipeError
@@ -90,6 +95,9 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
     precision = payload.get("precision", "fp32") if device_kind_of(device.type).is_gpu else "fp32"
     if with_values and isinstance(task, LanguageModeling):
         check_document_masking(model, task, to_device(data.read_training(0, 1), device))
+    packing = ""
+    if with_values and data.records is not None and "documents" in (sample := data.read_training(0, 1)):
+        packing = check_packing(model, to_device(sample, device))
     flops, before = [], snapshot_weight_versions(model, with_values)
 
     def count(samples: int) -> None:
@@ -127,6 +135,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
         "unit": "tokens" if data.info.kind == "tokens" else "samples",
         "units_per_sample": count_units_per_sample(data.info),
         "blocks": len(find_blocks(model)),
+        PACKING_KEY: packing,
         ADAPTERS_KEY: describe_adapters(model) if has_adapters else "",
         UNCALLED_ADAPTERS_KEY: uncalled_adapters,
         CHANGED_PARAMETERS_KEY: [name for name, weight in before.items() if now.get(name) != weight],

@@ -33,7 +33,7 @@ def open_trial(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, T
     if load:
         check_model_fits_memory(recipe.model, data.info, folder, discover_machine().memory_bytes)
     model = build_model(recipe.model, data.info, folder, recipe.seed, device, recipe.adapter, load=load)
-    task = open_task(recipe, folder, data.info)
+    task = open_task(recipe, folder, data.info, device)
     check_problem_type(task, model)
     check_groups(model, recipe.optimizer)
     return model.train(), task, data

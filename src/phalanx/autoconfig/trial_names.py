@@ -17,6 +17,8 @@ OTHER_LOAD_KEY = "other_busy_cores"
 """Key of what a trial returns that measured time on a CPU: the cores that other processes used meanwhile."""
 MAX_OTHER_LOAD = 0.3
 """Cores that other processes may use in a trial of which the times are kept for later starts."""
+PACKING_KEY = "packing"
+"""Key of a model's profile: how far a packed sample is from its documents alone, in words."""
 ADAPTERS_KEY, UNCALLED_ADAPTERS_KEY = "adapters", "uncalled_adapters"
 """Keys of a model's profile: how many matrices have adapters, in words, and layers with one that are never called."""
 

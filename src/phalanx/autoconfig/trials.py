@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import xxhash
+from pydantic import TypeAdapter
 
 from phalanx.autoconfig.trial_model import open_trial
 from phalanx.autoconfig.trial_names import OTHER_LOAD_KEY
@@ -20,7 +21,7 @@ from phalanx.data import open_data
 from phalanx.recipe import Recipe, ResolvedRecipe, import_object
 from phalanx.recipe.imports import HF_CONFIG_FILE, check_known_arguments
 from phalanx.recipe.locations import huggingface_directory
-from phalanx.recipe.schema import AdapterConfig, Parallelism
+from phalanx.recipe.schema import AdapterConfig, Parallelism, TaskConfig
 from phalanx.run import Run
 from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.builder import build_context
@@ -107,7 +108,7 @@ def check_imports(payload: dict[str, Any]) -> str:
         builder = import_object(payload["build"], folder, key="model.build")
         check_known_arguments(builder, payload.get("args") or {})
         owner, config = builder.__module__, b""
-    task = load_task(payload["task"], folder)
+    task = load_task(TypeAdapter(str | TaskConfig).validate_python(payload["task"]), folder)
     load_callbacks(payload["callbacks"], folder)
     named = {owner, type(task).__module__}
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}

@@ -229,7 +229,7 @@ def _propose_checkpointing(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterat
 
 
 def _propose_chunked_loss(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
-    if facts.vocab_size is None or recipe.memory.chunked_loss is not False or ":" in recipe.task:
+    if facts.vocab_size is None or recipe.memory.chunked_loss is not False or ":" in recipe.task_kind:
         return
     logits = 4.0 * recipe.batch.micro_size * facts.seq_len * facts.vocab_size
     if logits > 8 * CPU_CACHE_BYTES:

@@ -70,6 +70,13 @@ def prepare(
         typer.Option("--image-size", metavar="H W", help="Resize images to this height and width."),
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Exclude files (repeatable).")] = None,
+    records: Annotated[
+        Literal["chat", "pairs", "labels"] | None,
+        typer.Option(help="Records are conversations: for chat, or preferences with pairs or labels."),
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --records: a template other than the tokenizer's.")
+    ] = None,
     on_bad_row: Annotated[
         Literal["error", "skip"], typer.Option(help="What to do with a row that cannot be read.")
     ] = "error",
@@ -104,7 +111,7 @@ def prepare(
     others = [kind for kind, value in (("idx", idx), ("images", images)) if value is not None]
     kind = [*given, *others, "text"][0]
     source = _parse_source(kind, globs, idx, images, size, {"text_field": field, "exclude": exclude or []}, tokens)
-    data = _parse_data(tokenizer, on_bad_row)
+    data = _parse_data(tokenizer, on_bad_row, _make_chat_words(records, chat_template))
     if source.has_images and tokenizer != "bytes":
         raise UsageError("--tokenizer is for text, and the source has images: omit it")
     if on is None and (tasks or time_limit or backend_option or dry_run):
@@ -113,6 +120,7 @@ def prepare(
         if tasks is None or part is not None:
             raise UsageError(f"--on {on}: give the number of jobs as --tasks N, and not --part")
         words = ["--out", out, *([] if workers is None else ["--workers", str(workers)])]
+        words += [word for key, value in _make_chat_words(records, chat_template).items() for word in (key, value)]
         words = _format_source(source, tokenizer, on_bad_row, words)
         jobs = make_prepare_jobs(source, data, words, out, tasks, workers, time_limit, backend_option or [])
         _submit_jobs(on, jobs, dry_run)
@@ -149,17 +157,20 @@ def verify(dataset: DatasetArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def inspect(
-    dataset: DatasetArgument,
+    dataset: Annotated[str, typer.Argument(metavar="DATASET|RECIPE", help="Dataset directory or URL, or a recipe.")],
     tokens: Annotated[int, typer.Option(min=0, metavar="N", help="Number of tokens to show as text.")] = 200,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a dataset contains.
+    """Show what a dataset contains, or the first source of a recipe.
 
-    Prints counts, the vocabulary or classes, and the first tokens.
+    Prints counts, the vocabulary or classes, and the first tokens; of conversations the first three, with the tokens in
+    the loss in green, or between {+ and +}.
     """
-    from phalanx.app.data import inspect_dataset
+    from phalanx.app.data import inspect
 
-    _print_dataset(inspect_dataset(dataset, tokens), as_json)
+    with show_progress() as progress:
+        content = inspect(dataset, tokens, progress)
+    _print_dataset(content, as_json)
 
 
 def _format_source(source: "DataSource", tokenizer: str, on_bad_row: str, words: list[str]) -> list[str]:
@@ -224,7 +235,15 @@ def _parse_source(
     return DataSource.model_validate({kind: globs or pair or images, **chosen})
 
 
-def _parse_data(tokenizer: str, on_bad_row: str) -> "DataConfig":
+def _make_chat_words(records: str | None, template: str | None) -> dict[str, str]:
+    """The options of conversations that were given. Raises UsageError for a template without conversations."""
+    if template is not None and records is None:
+        raise UsageError(f"--chat-template {template}: is for conversations; give --records chat, pairs or labels, too")
+    given = {"--records": records, "--chat-template": template}
+    return {option: value for option, value in given.items() if value is not None}
+
+
+def _parse_data(tokenizer: str, on_bad_row: str, chat_words: dict[str, str]) -> "DataConfig":
     from pydantic import ValidationError
 
     from phalanx.recipe.data_schema import MAX_BPE_TOKENS, DataConfig
@@ -232,7 +251,11 @@ def _parse_data(tokenizer: str, on_bad_row: str) -> "DataConfig":
     is_bpe = tokenizer.startswith("bpe:")
     value = {"bpe": tokenizer.removeprefix("bpe:")} if is_bpe else tokenizer
     try:
-        return DataConfig.model_validate({"tokenizer": value, "on_bad_row": on_bad_row})
+        values: dict[str, Any] = {"tokenizer": value, "on_bad_row": on_bad_row}
+        if chat_words:
+            chat = {"records": chat_words["--records"], "template": chat_words.get("--chat-template")}
+            values |= {"packing": "whole", "document_masking": True, "chat": chat}
+        return DataConfig.model_validate(values)
     except ValidationError:
         message = f"--tokenizer {tokenizer[:60]}: a BPE has 257 to {MAX_BPE_TOKENS:,} tokens, for instance bpe:8192"
         raise UsageError(message) from None
@@ -300,6 +323,7 @@ def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     sample_text = facts.pop("begins", None)
+    conversations = facts.pop("conversations", ())
     texts = {"size_bytes": formatting.format_bytes(facts["size_bytes"])} | {
         name: f"{value:,}" if isinstance(value, int) else str(value)
         for name, value in facts.items()
@@ -313,3 +337,10 @@ def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
     print(*format_facts(shown, label_width=12), sep="\n")
     if sample_text:
         print(f"\n{sample_text}")
+    begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("{+", "+}")
+    for number, pieces in enumerate(conversations, 1):
+        shown_pieces = (
+            f"{begin}{escape_control_chars(text)}{end}" if in_loss else escape_control_chars(text)
+            for text, in_loss in pieces
+        )
+        print(f"\n--- {number}", "".join(shown_pieces), sep="\n")

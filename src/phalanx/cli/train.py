@@ -245,6 +245,7 @@ def format_introduction(prepared: PreparedRun) -> str:
     lines = [
         f"run      {prepared.run.location}",
         f"model    {recipe.model.build}, {format_count(plan.get('trainable_parameters', 0))} parameters",
+        *([f"packing  {plan['packing']}"] if plan.get("packing") else []),
         *([f"adapter  {plan['adapters']}"] if plan.get("adapters") else []),
         f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
         f"measured matmul TFLOP/s: {rates_text}",

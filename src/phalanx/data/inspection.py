@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.data.bad_rows import count_skipped
 from phalanx.data.dataset_files import DatasetFiles, open_dataset_files
-from phalanx.data.manifest import LABEL_BYTES, ShardEntry, read_manifest
+from phalanx.data.manifest import LABEL_BYTES, LOSS_BIT, TOKEN_MASK, DatasetManifest, ShardEntry, read_manifest
 from phalanx.data.prepare_plan import PrepareProgress, ignore_progress
-from phalanx.data.shard import BLOCK_BYTES, MappedShard, check_shard_size, describe_block, read_sidecar
-from phalanx.data.tokenizers import load_tokenizer, show_tokens
+from phalanx.data.shard import BLOCK_BYTES, MappedShard, ValueArray, check_shard_size, describe_block, read_sidecar
+from phalanx.data.tokenizers import Tokenizer, load_tokenizer, show_tokens
 from phalanx.errors import DataError, describe_os_error, is_storage_error
 from phalanx.storage.errors import NotFound, StoreUnavailable
 from phalanx.storage.reader import open_location
@@ -105,6 +106,8 @@ def inspect_dataset(location: str | Path, max_tokens: int = 200) -> dict[str, An
         "fingerprint": manifest.fingerprint,
         "num_skipped_rows": count_skipped(folder) or None,
     }
+    if manifest.records is not None:
+        return content | _inspect_conversations(files, manifest, first)
     if manifest.kind == "tokens":
         tokenizer = load_tokenizer(folder)
         count = min(max_tokens, len(first.values))
@@ -124,3 +127,43 @@ def inspect_dataset(location: str | Path, max_tokens: int = 200) -> dict[str, An
         "labels": manifest.labels,
         "first_labels": records[:, :LABEL_BYTES].copy().view("<u4")[:, 0].tolist(),
     }
+
+
+SHOWN_CONVERSATIONS = 3
+
+
+def _inspect_conversations(files: DatasetFiles, manifest: DatasetManifest, first: MappedShard) -> dict[str, Any]:
+    """Describe conversations: how long they are, the share of tokens in the loss, and the first ones as pieces of text,
+    each with whether it is in the loss."""
+    lengths: list[int] = []
+    for entry in manifest.shards:
+        files.fetch(entry.sidecar)
+        starts = read_sidecar(files.directory, entry).documents
+        lengths += np.diff([*starts, entry.count]).tolist()
+    first.verify_range(0, len(first.values))
+    tokenizer, edges = load_tokenizer(files.directory), [*first.document_starts, len(first.values)]
+    half, most, longest = np.quantile(lengths, [0.5, 0.95, 1], method="higher").tolist()
+    return {
+        "num_documents": manifest.documents,
+        "vocab_size": manifest.vocab,
+        "tokenizer": tokenizer.name,
+        "records": manifest.records,
+        "loss_fraction": round(float(np.mean(first.values & LOSS_BIT != 0)), 4),
+        "median_document_tokens": half,
+        "p95_document_tokens": most,
+        "max_document_tokens": longest,
+        "conversations": [
+            show_marked_tokens(tokenizer, first.values[start:stop])
+            for start, stop in pairwise(edges[: SHOWN_CONVERSATIONS + 1])
+        ],
+    }
+
+
+def show_marked_tokens(tokenizer: Tokenizer, values: ValueArray) -> list[tuple[str, bool]]:
+    """Return the text of marked tokens [n] in pieces, each with whether it is in the loss."""
+    in_loss = values & LOSS_BIT != 0
+    edges = [0, *(np.flatnonzero(np.diff(in_loss)) + 1).tolist(), len(values)]
+    return [
+        (show_tokens(tokenizer, (values[start:stop] & TOKEN_MASK).tolist()), bool(in_loss[start]))
+        for start, stop in pairwise(edges)
+    ]

@@ -31,6 +31,11 @@ TOKENIZER_FILE = "tokenizer.json"
 _SHARD_FILE_REGEX = r"shard-\d{5,}\.(bin|idx)"
 _MAX_COUNT = 1 << 32
 """More than any vocabulary, number of classes, or side of an image."""
+TOKEN_MASK = (1 << 29) - 1
+"""Bits of a value of a conversation that are its token."""
+LOSS_BIT, SEQUENCE_BIT, REJECTED_BIT = 1 << 31, 1 << 30, 1 << 29
+"""Bits of a value of a conversation: the token is in the loss; it begins a sequence, of which a pair has two; its
+sequence is rejected."""
 LABEL_BYTES = 4  # an image record is its label, as a little-endian uint32, followed by its pixels
 
 
@@ -58,6 +63,8 @@ class DatasetManifest:
     classes: int | None = None
     shape: tuple[int, int, int] | None = None  # height, width, channels
     labels: tuple[str, ...] | None = None  # names of the classes, where they have names
+    records: Literal["chat", "pairs", "labels"] | None = None
+    """What a document of conversations is; its values are tokens with LOSS_BIT, SEQUENCE_BIT and REJECTED_BIT."""
 
     @property
     def count(self) -> int:
@@ -85,7 +92,10 @@ class DatasetManifest:
         return xxh3_128_hexdigest(json.dumps(self._body(), sort_keys=True).encode())
 
     def _body(self) -> dict[str, Any]:
-        return {"format": DATASET_FORMAT, **asdict(self)}
+        fields = asdict(self)
+        if self.records is None:
+            del fields["records"]  # as fingerprints of plain text have always been
+        return {"format": DATASET_FORMAT, **fields}
 
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`, whole or not at all."""
@@ -155,7 +165,8 @@ def _validate_manifest(manifest: DatasetManifest) -> None:
         raise ValueError(f"{'vocab' if tokens else 'classes and shape'} {', '.join(map(str, numbers))}")
     if tokens != (manifest.shape is None) or (not tokens and len(numbers) != 4):
         raise ValueError(f"shape {manifest.shape}")
-    dtype = narrowest_token_dtype(manifest.vocab or 0) if tokens else np.dtype("<u1")
+    vocab = TOKEN_MASK if manifest.records is not None else manifest.vocab or 0
+    dtype = narrowest_token_dtype(vocab) if tokens else np.dtype("<u1")
     if manifest.dtype.replace("|", "<") != dtype.str.replace("|", "<"):
         raise ValueError(f"values of {manifest.dtype!r}, expected {dtype.str!r}")
     if manifest.labels is not None and len(manifest.labels) != manifest.classes:

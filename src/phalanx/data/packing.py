@@ -7,9 +7,9 @@ data: a million documents take about a second. The result depends on the documen
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from phalanx.data.manifest import DatasetManifest
 from phalanx.data.order import Int64Array, hash_key, num_validation_samples, permute
 from phalanx.data.shard import read_sidecar
 from phalanx.errors import DataError
+
+LongDocuments = Literal["split", "truncate", "drop"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ class PackedWindows:
     num_tokens: Int64Array
     seq_len: int
     num_cut: int = 0
-    """Documents that are longer than `seq_len`, and so in several samples."""
+    """Documents that are longer than `seq_len`, and so in several samples, or cut at their end."""
+    num_dropped: int = 0
+    """Documents that are longer than `seq_len`, and left out."""
 
     @property
     def padding_fraction(self) -> float:
@@ -81,15 +85,30 @@ class PackedWindows:
         return 1 - int(self.num_tokens.sum()) / max(len(self.ends) * self.seq_len, 1)
 
 
-def pack_documents(documents: TokenRanges, seq_len: int) -> PackedWindows:
-    """Pack documents into windows of `seq_len` tokens. One that is longer is cut every `seq_len` tokens."""
+def pack_documents(
+    documents: TokenRanges, seq_len: int, too_long: LongDocuments = "split", one_each: bool = False
+) -> PackedWindows:
+    """Pack documents into windows of `seq_len` tokens, or one into each. `too_long`: what becomes of a longer one; it
+    is cut every `seq_len` tokens, cut at its end, or left out."""
+    is_long = documents.stop - documents.start > seq_len
+    num_long = int(is_long.sum())
+    if too_long == "drop":
+        documents = documents.select(~is_long)
+    elif too_long == "truncate":
+        documents = replace(documents, stop=np.minimum(documents.stop, documents.start + seq_len))
     pieces = _cut_long_documents(documents, seq_len)
     length = np.minimum(pieces.stop - pieces.start, seq_len)  # the last token of a full piece is only a target
-    window = _best_fit_decreasing(length, seq_len)
+    window = np.arange(len(length), dtype=np.int32) if one_each else _best_fit_decreasing(length, seq_len)
     in_windows = np.argsort(window, kind="stable")
     num_tokens = np.bincount(window, length).astype(np.int64)
-    ends, num_cut = np.cumsum(np.bincount(window)), int((documents.stop - documents.start > seq_len).sum())
-    return PackedWindows(pieces.select(in_windows), ends, num_tokens, seq_len, num_cut)
+    return PackedWindows(
+        pieces.select(in_windows),
+        np.cumsum(np.bincount(window)),
+        num_tokens,
+        seq_len,
+        num_cut=0 if too_long == "drop" else num_long,
+        num_dropped=num_long if too_long == "drop" else 0,
+    )
 
 
 def _cut_long_documents(documents: TokenRanges, seq_len: int) -> TokenRanges:

@@ -23,8 +23,16 @@ from typing import Any, NamedTuple
 
 from phalanx.cluster.discovery import count_free_cores
 from phalanx.data.bad_rows import BadRows, describe_skipped, write_skipped
+from phalanx.data.chat import ChatPlan
 from phalanx.data.file_format import check_file_format
-from phalanx.data.manifest import TOKENIZER_FILE, DatasetManifest, ShardEntry, is_dataset, narrowest_token_dtype
+from phalanx.data.manifest import (
+    TOKEN_MASK,
+    TOKENIZER_FILE,
+    DatasetManifest,
+    ShardEntry,
+    is_dataset,
+    narrowest_token_dtype,
+)
 from phalanx.data.prepare_plan import (
     PieceWriter,
     PrepareJob,
@@ -372,9 +380,15 @@ def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: P
         tokenizer = load_tokenizer("bytes")
     else:
         tokenizer = load_plan_tokenizer(plan, folder)
-    dtype = narrowest_token_dtype(tokenizer.vocab_size).str.replace("|", "<")
+    chat = None if plan.chat is None else ChatPlan.from_json(plan.chat)
+    dtype = narrowest_token_dtype(tokenizer.vocab_size if chat is None else TOKEN_MASK).str.replace("|", "<")
     return DatasetManifest(
-        "tokens", dtype, shards, vocab=tokenizer.vocab_size, tokenizer=describe_tokenizer(tokenizer, folder)
+        "tokens",
+        dtype,
+        shards,
+        vocab=tokenizer.vocab_size,
+        tokenizer=describe_tokenizer(tokenizer, folder),
+        records=None if chat is None else chat.config.records,
     )
 
 

@@ -18,8 +18,17 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
+from phalanx.data.chat import ChatEncoder, ChatPlan
+from phalanx.data.chat_template import NoChatTemplateError, join_contents, load_chat_template
 from phalanx.data.images import find_idx_pair, find_image_dir, find_webdataset, read_idx_records, read_image_record
-from phalanx.data.manifest import DATASET_FORMAT, LABEL_BYTES, TOKENIZER_FILE, ShardEntry, narrowest_token_dtype
+from phalanx.data.manifest import (
+    DATASET_FORMAT,
+    LABEL_BYTES,
+    TOKEN_MASK,
+    TOKENIZER_FILE,
+    ShardEntry,
+    narrowest_token_dtype,
+)
 from phalanx.data.shard import ShardWriter, ValueArray
 from phalanx.data.source_files import SourceFile, find_files, localize_source, to_glob_list
 from phalanx.data.sources import (
@@ -30,6 +39,7 @@ from phalanx.data.sources import (
     split_parquet_file,
     split_source_file,
 )
+from phalanx.data.text_fields import WHOLE_RECORD
 from phalanx.data.token_files import TokenFile, find_token_parts, iterate_tokens, open_token_file
 from phalanx.data.tokenizers import (
     NO_ENDS,
@@ -40,7 +50,7 @@ from phalanx.data.tokenizers import (
     load_tokenizer,
 )
 from phalanx.errors import RecipeError
-from phalanx.recipe.data_schema import BpeTokenizerConfig, DataConfig, DataSource
+from phalanx.recipe.data_schema import BpeTokenizerConfig, ChatConfig, DataConfig, DataSource
 from phalanx.recipe.locations import localize_tokenizer
 from phalanx.run.directory import write_json
 
@@ -73,6 +83,7 @@ class PreparePlan:
     token_format: str = "detect"
     on_bad_row: Literal["error", "skip"] = "error"
     skipped: SkippedRows = field(default_factory=dict)  # what was left out when the files were listed
+    chat: str | None = None  # a ChatPlan as JSON
 
     @property
     def cache_key(self) -> str:
@@ -80,6 +91,8 @@ class PreparePlan:
         tokenizing = {"tokenizing": TOKENIZING_VERSION, "ends": asdict(self.ends)}
         fields = asdict(replace(self, pieces=()))
         del fields["ends"]
+        if self.chat is None:
+            del fields["chat"]  # as the keys of plain text have always been
         parts = {
             "format": DATASET_FORMAT,
             "reading": READER_VERSION,
@@ -145,6 +158,7 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         assert isinstance(loaded, HuggingFaceTokenizer)
         ends = loaded.ends
         checksum = xxh3_128_hexdigest(Path(tokenizer).read_bytes())
+    chat = None if data.chat is None else _make_chat_plan(data, data.chat, kind, recipe_dir).to_json()
     files = (find_arrow_files if kind == "arrow" else find_files)(to_glob_list(globs), source.exclude, recipe_dir)
     size = _choose_piece_size(sum(file.size for file in files))
     if kind == "tokens":
@@ -159,7 +173,7 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         raise RecipeError(f"data.source: the {len(files)} file(s) found contain no text")
     return PreparePlan(
         kind,
-        source.text_field,
+        source.text_field if chat is None else WHOLE_RECORD,
         tuple(files),
         tuple(_group_into_pieces(parts)),
         tokenizer,
@@ -167,7 +181,26 @@ def _make_text_plan(source: DataSource, data: DataConfig, recipe_dir: Path) -> P
         ends,
         token_format=source.format,
         on_bad_row=data.on_bad_row,
+        chat=chat,
     )
+
+
+def _make_chat_plan(data: DataConfig, chat: ChatConfig, kind: str, recipe_dir: Path) -> ChatPlan:
+    """How the conversations of a source become tokens. Records of plain `prompt` and `completion` need no template."""
+    if kind not in _KINDS_WITH_RECORDS:
+        raise RecipeError(f"data.source: found {kind}, and conversations are in {', '.join(_KINDS_WITH_RECORDS)}")
+    own = None if chat.template is None else recipe_dir / chat.template
+    directory = None
+    if isinstance(data.tokenizer, str) and data.tokenizer != "bytes":
+        path = localize_tokenizer(data.tokenizer, recipe_dir)
+        directory = path if path.is_dir() else path.parent
+    try:
+        return ChatPlan(chat, load_chat_template(own, directory))
+    except NoChatTemplateError:
+        return ChatPlan(chat, None)
+
+
+_KINDS_WITH_RECORDS = ("jsonl", "parquet", "arrow")
 
 
 def _choose_piece_size(total_bytes: int) -> int:
@@ -202,6 +235,7 @@ class PrepareJob:
     ends: TextEnds = NO_ENDS  # of a tokenizer.json
     token_format: str = "detect"
     is_skipping: bool = False
+    chat: str | None = None  # a ChatPlan as JSON
 
     @classmethod
     def from_plan(cls, plan: PreparePlan, folder: Path) -> "PrepareJob":
@@ -211,7 +245,15 @@ class PrepareJob:
             tokenizer, ends = str(folder / TOKENIZER_FILE), load_plan_tokenizer(plan, folder).ends
         is_skipping = plan.on_bad_row == "skip"
         return cls(
-            str(folder), plan.kind, plan.text_field, tokenizer, plan.image_shape, ends, plan.token_format, is_skipping
+            str(folder),
+            plan.kind,
+            plan.text_field,
+            tokenizer,
+            plan.image_shape,
+            ends,
+            plan.token_format,
+            is_skipping,
+            plan.chat,
         )
 
 
@@ -236,12 +278,17 @@ class PieceWriter:
             path = Path(job.tokenizer)
             known = None if job.tokenizer == "bytes" else HuggingFaceTokenizer(path, ends=job.ends)
             self._tokenizer = known or load_tokenizer("bytes")
+        self._chat_encoder = None
+        if job.chat is not None and self._tokenizer is not None:
+            self._chat_encoder = ChatEncoder(ChatPlan.from_json(job.chat), self._tokenizer)
 
     def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> None:
         """Write the piece as shard `number`, and an entry file next to it that marks it as finished."""
         folder = Path(self._job.dataset_dir)
         self.lost_bytes, self.bad_rows = Counter(), BadRows(self._job.is_skipping)
-        if self._tokenizer is not None and self._job.kind == "tokens":
+        if self._chat_encoder is not None:
+            entry = self._write_conversations(folder, number, piece, report, self._chat_encoder)
+        elif self._tokenizer is not None and self._job.kind == "tokens":
             entry = self._copy_tokens(folder, number, piece, report, self._tokenizer)
         elif self._tokenizer is not None:
             entry = self._write_tokens(folder, number, piece, report, self._tokenizer)
@@ -298,6 +345,24 @@ class PieceWriter:
             report(bytes_read, writer.num_written - reported)
             return writer.commit()
 
+    def _write_conversations(
+        self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress, encoder: ChatEncoder
+    ) -> ShardEntry:
+        with ShardWriter(folder, number, narrowest_token_dtype(TOKEN_MASK)) as writer:
+            for part in piece:
+                for record, place, num_bytes in iterate_records(part, self._job.kind, self.bad_rows):
+                    written = writer.num_written
+                    try:
+                        documents = encoder.encode(record)
+                    except BadRowError as error:
+                        self.bad_rows.add(error, part.path, place)
+                        documents = []
+                    for document in documents:
+                        writer.start_document()
+                        writer.append_values(document)
+                    report(num_bytes, writer.num_written - written)
+            return writer.commit()
+
     def _write_images(self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress) -> ShardEntry:
         shape = self._job.image_shape
         if shape is None:
@@ -320,6 +385,16 @@ class PieceWriter:
                 self.bad_rows.add(error, part.path, part.member)
 
 
+def iterate_records(part: FilePart, kind: str, bad_rows: BadRows) -> Iterator[tuple[Any, int | str, int]]:
+    """Yield the records that begin in a part of a file, each with its place and the bytes read from disk for it."""
+    text, num_bytes = b"", 0
+    for chunk in iterate_documents(part, kind, WHOLE_RECORD, bad_rows):
+        text, num_bytes = text + chunk.data, num_bytes + chunk.bytes_read
+        if chunk.ends_document and text:
+            yield json.loads(text), chunk.place, num_bytes
+            text, num_bytes = b"", 0
+
+
 def count_undecodable(data: bytes) -> int:
     """How often decoding puts U+FFFD in the place of bytes that are no UTF-8."""
     try:
@@ -335,11 +410,24 @@ def iterate_sample_texts(plan: PreparePlan, max_bytes: int) -> Iterator[str]:
     for piece in plan.pieces:
         left = share
         rows = BadRows(plan.on_bad_row == "skip")
+        if plan.chat is not None:
+            yield from _iterate_contents(piece, plan.kind, rows, left)
+            continue
         for chunk in (chunk for part in piece for chunk in iterate_documents(part, plan.kind, plan.text_field, rows)):
             yield chunk.data[:left].decode(errors="replace")
             left -= len(chunk.data)
             if left <= 0:
                 break
+
+
+def _iterate_contents(piece: PreparePiece, kind: str, rows: BadRows, max_bytes: int) -> Iterator[str]:
+    """The texts of conversations, without their templates."""
+    for part in piece:
+        for record, _, num_bytes in iterate_records(part, kind, rows):
+            yield join_contents(record)
+            max_bytes -= num_bytes
+            if max_bytes <= 0:
+                return
 
 
 def write_done_file(

@@ -22,7 +22,16 @@ import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.data.dataset_files import open_dataset_files
-from phalanx.data.manifest import LABEL_BYTES, DatasetManifest, narrowest_token_dtype, read_manifest
+from phalanx.data.manifest import (
+    LABEL_BYTES,
+    LOSS_BIT,
+    REJECTED_BIT,
+    SEQUENCE_BIT,
+    TOKEN_MASK,
+    DatasetManifest,
+    narrowest_token_dtype,
+    read_manifest,
+)
 from phalanx.data.order import (
     Int64Array,
     MixtureSchedule,
@@ -33,7 +42,7 @@ from phalanx.data.order import (
     reduce_weights,
     weigh_by_size,
 )
-from phalanx.data.packing import PackedWindows, list_documents, pack_documents
+from phalanx.data.packing import LongDocuments, PackedWindows, list_documents, pack_documents
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
 from phalanx.errors import RecipeError
@@ -45,7 +54,8 @@ from phalanx.storage.url import is_url
 
 Batch = dict[str, npt.NDArray[Any]]
 """`tokens`, `targets` int64 [b, s] (-100 = no target) and, with document masking, `documents` int32 [b, s] (number of
-the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]."""
+the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]. For preferences each sequence is
+a document; `rejected` bool [b, s] says of its tokens which it is, and `sample_ids` int64 [b] name the samples."""
 
 IGNORE_INDEX = -100
 PADDING_TOKEN = 0  # any would do: it is no target, and no earlier token attends to it
@@ -217,9 +227,25 @@ class SampleReader:
     def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[DocumentRanges]]:
         """The samples number first .. first + count - 1, one a row, and the ranges that they were read from. What these
         leave is padding."""
+        return self._read_rows(self._open_samples(first_sample, count), count)
+
+    def read_by_ids(self, first_id: int, count: int) -> tuple[ValueArray, list[DocumentRanges]]:
+        """The samples with the ids first .. first + count - 1 (`find_sample_ids`), as of `read_samples`."""
+        return self._read_rows(self._open_ids(first_id, count), count)
+
+    def _open_ids(self, first_id: int, count: int) -> Iterator[SampleRanges]:
+        for dataset in self._whole_datasets:
+            start, stop = max(first_id, 0), min(first_id + count, dataset.num_samples)
+            for ranges in dataset.locate(np.arange(start, max(start, stop))):
+                yield [
+                    (dataset.open_shard(shard, 0), begin, end) for shard, begin, end in ranges
+                ]  # before the first step
+            first_id -= dataset.num_samples
+
+    def _read_rows(self, opened: Iterator[SampleRanges], count: int) -> tuple[ValueArray, list[DocumentRanges]]:
         rows = np.empty((count, self._datasets[0].sample_length), self._datasets[0].manifest.dtype)
         located: list[DocumentRanges] = []
-        for row, ranges in zip(rows, self._open_samples(first_sample, count), strict=True):
+        for row, ranges in zip(rows, opened, strict=True):
             filled = 0
             for shard, start, stop in ranges:
                 if not shard.all_verified:
@@ -240,6 +266,27 @@ class SampleReader:
             labels[number] = shard.values[start : start + LABEL_BYTES]
             pixels[number] = shard.values[start + LABEL_BYTES : stop]
         return labels, pixels
+
+    def find_sample_ids(self, first_sample: int, count: int) -> Int64Array:
+        """Numbers of those samples, below `num_dataset_samples`, that do not depend on the order of reading."""
+        source, index = self._mixture.locate(np.arange(first_sample, first_sample + count))
+        ids, before = np.empty(count, np.int64), 0
+        for number, (dataset, order) in enumerate(zip(self._whole_datasets, self._orders, strict=True)):
+            own = source == number
+            samples_of = order.validation_samples if self._is_validation else order.training_samples
+            ids[own] = before + samples_of(index[own])
+            before += dataset.num_samples
+        return ids
+
+    @property
+    def num_dataset_samples(self) -> int:
+        """Samples of all datasets."""
+        return sum(dataset.num_samples for dataset in self._whole_datasets)
+
+    @property
+    def _whole_datasets(self) -> list[PreparedDataset]:
+        """The datasets, none of them a stream: conversations are packed, which needs all of them at once."""
+        return [dataset for dataset in self._datasets if isinstance(dataset, PreparedDataset)]
 
     def _open_samples(self, first_sample: int, count: int) -> Iterator[SampleRanges]:
         """Where those samples are. At the begin of an epoch or an evaluation their blocks become unverified."""
@@ -330,6 +377,8 @@ class RunData:
         document_masking: bool,
         padding_fraction: float | None,
         num_cut_documents: int = 0,
+        num_dropped_documents: int = 0,
+        records: str | None = None,
     ):
         self.info = info
         self.fingerprint = fingerprint
@@ -340,6 +389,10 @@ class RunData:
         """Share of the positions of training samples that is padding; None where documents are cut instead."""
         self.num_cut_documents = num_cut_documents
         """Training documents that are longer than a sample, where the others are kept whole."""
+        self.num_dropped_documents = num_dropped_documents
+        """Training documents that are left out, because they are longer than a sample."""
+        self.records = records
+        """What a document of conversations is; None for plain text and images."""
         self._train, self._validation, self._validation_parts = train, validation, validation_parts
         self._document_masking = document_masking
 
@@ -372,16 +425,52 @@ class RunData:
             numbers = labels.view("<u4")[:, 0].astype(np.int64)
             return {"images": pixels.reshape(count, *self.info.image_shape), "labels": numbers}
         rows, located = pool.read_samples(first, count)
+        batch = self._make_token_batch(rows, located)
+        if self.records in ("pairs", "labels"):
+            before = self._train.num_dataset_samples if pool is self._validation else 0
+            batch["sample_ids"] = before + pool.find_sample_ids(first, count)
+        return batch
+
+    def read_by_ids(self, first_id: int, count: int) -> Batch:
+        """Return the samples with the `sample_ids` first .. first + count - 1, all below `num_sample_ids`: first those
+        to train on, then those to validate on."""
+        num_train = self._train.num_dataset_samples
+        parts = [
+            pool.read_by_ids(start, stop - start)
+            for pool, start, stop in (
+                (self._train, first_id, min(first_id + count, num_train)),
+                (self._validation, max(first_id - num_train, 0), first_id + count - num_train),
+            )
+            if start < stop
+        ]
+        rows = np.concatenate([rows for rows, _ in parts])
+        batch = self._make_token_batch(rows, [ranges for _, located in parts for ranges in located])
+        return {**batch, "sample_ids": np.arange(first_id, first_id + count)}
+
+    def _make_token_batch(self, rows: ValueArray, located: list[DocumentRanges]) -> Batch:
+        # Values of conversations have bits beyond their token.
+        marks, rows = (rows, rows) if self.records is None else (rows, rows & TOKEN_MASK)
         batch: Batch = {"tokens": rows[:, :-1].astype(np.int64), "targets": rows[:, 1:].astype(np.int64)}
         if self.padding_fraction is not None:
             num_tokens = np.array([sum(stop - start for _, start, stop in ranges) for ranges in located])
             is_padding = np.arange(1, rows.shape[1]) >= num_tokens[:, None]
             np.putmask(batch["targets"], is_padding, IGNORE_INDEX)
+        if self.records is not None:
+            np.putmask(batch["targets"], marks[:, 1:] & LOSS_BIT == 0, IGNORE_INDEX)
+        if self.records in ("pairs", "labels"):
+            batch["rejected"] = marks[:, :-1] & REJECTED_BIT != 0
         if self._document_masking:
             begins = _document_start_mask(located, rows.shape[1])
+            if self.records is not None:
+                begins[:, 1:] |= marks[:, 1:] & SEQUENCE_BIT != 0
             np.putmask(batch["targets"], begins[:, 1:], IGNORE_INDEX)
             batch["documents"] = np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)
         return batch
+
+    @property
+    def num_sample_ids(self) -> int:
+        """All `sample_ids` are below it."""
+        return self._train.num_dataset_samples + self._validation.num_dataset_samples
 
 
 def _document_start_mask(located: list[DocumentRanges], length: int) -> npt.NDArray[np.bool_]:
@@ -406,6 +495,7 @@ class _Source:
     validation: tuple[AnyDataset, AnyOrder]
     padding_fraction: float | None = None
     num_cut: int = 0
+    num_dropped: int = 0
 
     @property
     def num_training(self) -> int:
@@ -455,6 +545,8 @@ def open_data(
         fingerprint_inputs["stream_window"] = data.stream_window
     if data.packing is not None:
         fingerprint_inputs["packing"] = data.packing
+    if data.chat is not None:
+        fingerprint_inputs["too_long"] = data.chat.too_long
     padding = [
         weight * source.padding_fraction
         for weight, source in zip(weights, sources, strict=True)
@@ -479,6 +571,8 @@ def open_data(
         document_masking=data.document_masking and info.kind == "tokens",
         padding_fraction=sum(padding) / sum(weights) if padding else None,
         num_cut_documents=sum(source.num_cut for source in sources),
+        num_dropped_documents=sum(source.num_dropped for source in sources),
+        records=datasets[0].manifest.records,
     )
 
 
@@ -507,8 +601,8 @@ def _open_source(
         return _Source((stream, window_order), (StreamedDataset(directory, data.seq_len), window_order))
     with name_recipe_key(key):
         dataset = PreparedDataset(location, data.seq_len)
-    if data.packing == "whole" and dataset.manifest.kind == "tokens":
-        return _open_packed(dataset, data.seq_len, holdout_fraction, seed)
+    if data.packing is not None and dataset.manifest.kind == "tokens":
+        return _open_packed(dataset, data, holdout_fraction, seed)
     if not dataset.num_samples:
         shards = dataset.manifest.shards
         in_shard = "" if len(shards) == 1 else f" in the longest of its {len(shards)} shards"
@@ -522,22 +616,34 @@ def _open_source(
     return _Source((dataset, order), (validation, order))
 
 
-def _open_packed(dataset: PreparedDataset, seq_len: int, holdout_fraction: float, seed: int) -> _Source:
+def _open_packed(dataset: PreparedDataset, data: data_schema.DataConfig, holdout_fraction: float, seed: int) -> _Source:
     """Open a source and keep its documents whole, each in training or in validation."""
     location, manifest = dataset.location, dataset.manifest
     dataset.files.fetch(*(entry.sidecar for entry in manifest.shards))
     folder = dataset.files.directory
+    too_long: LongDocuments = "split"
+    if manifest.records is not None:
+        too_long = "truncate" if data.chat is not None and data.chat.too_long == "truncate" else "drop"
     train, validation = (
-        pack_documents(documents, seq_len) for documents in list_documents(folder, manifest, holdout_fraction)
+        pack_documents(documents, data.seq_len, too_long, one_each=data.packing == "single")
+        for documents in list_documents(folder, manifest, holdout_fraction)
     )
     num_validation = len(validation.ends)
+    num_long = train.num_dropped + validation.num_dropped
+    if num_long and data.chat is not None and data.chat.too_long == "error":
+        raise RecipeError(
+            f"data.seq_len: {num_long} documents of {location} are longer than {data.seq_len} tokens; raise it, or use "
+            "data.chat.too_long=drop or truncate"
+        )
     if holdout_fraction < 1 and not len(train.ends):
-        raise RecipeError(f"data.source: {location} has no tokens to train on")
+        what = f": all {num_long} documents are longer than data.seq_len={data.seq_len}" if num_long else ""
+        raise RecipeError(f"data.source: {location} has no tokens to train on{what}")
     return _Source(
         (PackedDataset(location, train), ShuffleOrder(len(train.ends), 0, manifest.fingerprint, seed)),
         (PackedDataset(location, validation), ShuffleOrder(num_validation, num_validation, manifest.fingerprint, seed)),
         train.padding_fraction,
         train.num_cut,
+        train.num_dropped,
     )
 
 
@@ -547,6 +653,7 @@ def _mixing_requirements(manifest: DatasetManifest) -> dict[str, Any]:
     return {
         "kind": manifest.kind,
         "vocab": manifest.vocab,
+        "records": manifest.records,
         "tokenizer": tokenizer.get("xxh3", tokenizer.get("name")),
         "shape": manifest.shape,
         "classes": manifest.classes,

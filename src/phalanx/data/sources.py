@@ -73,6 +73,7 @@ class DocumentChunk(NamedTuple):
     bytes_read: int
     before: bytes = b""
     after: bytes = b""
+    place: int | str = ""  # of a record in its file: the byte of its line, or its row
 
 
 @contextmanager
@@ -124,8 +125,8 @@ def iterate_documents(
             return
         if source_kind in ("arrow", "webdataset"):
             texts, counted = _SOURCE_TEXTS[source_kind](raw, part.path, field, bad_rows), 0
-            for text in texts:
-                yield from _document(text, raw.tell() - counted)
+            for row, text in texts:
+                yield from _document(text, raw.tell() - counted, f"row {row}")
                 counted = raw.tell()
             yield DocumentChunk(b"", False, False, part.disk_bytes - counted)
             return
@@ -221,8 +222,8 @@ def _iterate_jsonl(
         except BadRowError as error:
             bad_rows.add(error, path, offset)
             text = b""
+        yield from _document(text, raw.tell() - counted, offset)
         offset += len(line)
-        yield from _document(text, raw.tell() - counted)
         counted = raw.tell()
 
 
@@ -230,14 +231,14 @@ def _too_long(where: str) -> DataError:
     return DataError(f"{where}: has more than {MAX_LINE_BYTES >> 20} MiB, the most that a line of JSON may have")
 
 
-def _document(text: bytes, consumed: int) -> Iterator[DocumentChunk]:
+def _document(text: bytes, consumed: int, place: int | str = "") -> Iterator[DocumentChunk]:
     """A document in chunks, as if it were a file: tokens of it take many times its memory."""
     if len(text) <= CHUNK_BYTES:
-        yield DocumentChunk(text, True, True, consumed)
+        yield DocumentChunk(text, True, True, consumed, place=place)
         return
     stream = io.BytesIO(text)
     for chunk in _iterate_text(stream, stream, None, FilePart("", 0, len(text), 0), marked=False):
-        yield chunk._replace(bytes_read=consumed if chunk.ends_document else 0)
+        yield chunk._replace(bytes_read=consumed if chunk.ends_document else 0, place=place)
 
 
 def _import_pyarrow(format_name: str) -> Any:
@@ -260,21 +261,22 @@ def _open_parquet(raw: BinaryIO, path: str) -> Any:
 
 def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str, bad_rows: BadRows) -> Iterator[DocumentChunk]:
     table = _open_parquet(raw, part.path)
-    column = find_column(field, table.schema_arrow.names, part.path)
+    column = field and find_column(field, table.schema_arrow.names, part.path)
     size, given = stream_size(raw), 0
     row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
     for group in range(part.start, part.stop):
         rows, where = max(table.metadata.row_group(group).num_rows, 1), f"{part.path}, row group {group}"
         for batch in _batches(table, group, column, where, size):
-            for text in _read_cells(batch.column(0), row, column, field, part.path, bad_rows):
+            cells = batch.column(0) if column else batch.to_struct_array()
+            for number, text in _read_cells(cells, row, column, field, part.path, bad_rows):
                 given += len(text)
                 check_expansion(part.path, size, given)
-                yield from _document(text, 0)
+                yield from _document(text, 0, f"row {number}")
             row += batch.num_rows
             yield DocumentChunk(b"", False, False, part.disk_bytes * batch.num_rows // rows)
 
 
-def _iterate_arrow_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows) -> Iterator[bytes]:
+def _iterate_arrow_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows) -> Iterator[tuple[int, bytes]]:
     pyarrow = _import_pyarrow("Arrow")
     is_file = raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
     raw.seek(max(raw.seek(0, 2) - len(_END_OF_STREAM), 0))
@@ -285,15 +287,20 @@ def _iterate_arrow_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows
         if not is_whole:
             raise DataError(f"{path}: a stream of Arrow that is cut short: its end is missing")
         names, row = reader.schema.names, 0
-        column = find_column(field, names, path)
+        column = field and find_column(field, names, path)
         for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-            yield from _read_cells(batch.column(names.index(column)), row, column, field, path, bad_rows)
+            cells = batch.column(names.index(column)) if column else batch.to_struct_array()
+            yield from _read_cells(cells, row, column, field, path, bad_rows)
             row += batch.num_rows
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a file or stream of Arrow, or cut short ({error})") from None
 
 
-_SOURCE_TEXTS = {"arrow": _iterate_arrow_texts, "webdataset": iterate_texts}
+def _iterate_archive_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows) -> Iterator[tuple[int, bytes]]:
+    return enumerate(iterate_texts(raw, path, field, bad_rows))
+
+
+_SOURCE_TEXTS = {"arrow": _iterate_arrow_texts, "webdataset": _iterate_archive_texts}
 
 
 def _batches(table: Any, group: int, column: str, where: str, size: int) -> Iterator[Any]:
@@ -303,24 +310,24 @@ def _batches(table: Any, group: int, column: str, where: str, size: int) -> Iter
 
     described = table.metadata.row_group(group)
     columns = [described.column(number) for number in range(described.num_columns)]
-    columns = [leaf for leaf in columns if f"{leaf.path_in_schema}.".startswith(f"{column}.")]
+    columns = [leaf for leaf in columns if not column or f"{leaf.path_in_schema}.".startswith(f"{column}.")]
     unpacked = sum(leaf.total_uncompressed_size for leaf in columns)
     packed = min(sum(leaf.total_compressed_size for leaf in columns), size)
     check_expansion(where, packed, unpacked)
     at_once = 256 if unpacked <= CHUNK_BYTES else 16 if unpacked <= REPETITION_RATIO * packed else 1
     try:
-        yield from table.iter_batches(batch_size=at_once, row_groups=[group], columns=[column])
+        yield from table.iter_batches(batch_size=at_once, row_groups=[group], columns=[column] if column else None)
     except pyarrow.ArrowException as error:
         raise DataError(f"{where}: cannot be read ({error})") from None
 
 
 def _read_cells(
     cells: Iterable[Any], first_row: int, column: str, field: str, path: str, bad_rows: BadRows
-) -> Iterator[bytes]:
-    """The texts in a column's cells, the first of which is in row `first_row`."""
+) -> Iterator[tuple[int, bytes]]:
+    """The rows and texts of a column's cells, or of whole records, the first of which is in row `first_row`."""
     for row, cell in enumerate(cells, first_row):
         try:
-            yield encode_field({column: cell.as_py()}, field)
+            yield row, encode_field({column: cell.as_py()} if column else cell.as_py(), field)
         except UnicodeDecodeError as error:
             bad_rows.add(BadRowError("not UTF-8", f"text that is not UTF-8 ({error.reason})"), path, f"row {row}")
         except BadRowError as error:

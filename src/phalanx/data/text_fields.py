@@ -8,6 +8,8 @@ from typing import Any
 from phalanx.data.bad_rows import BadRowError
 from phalanx.errors import RecipeError
 
+WHOLE_RECORD = ""
+"""The `text_field` of conversations: the record as JSON."""
 _STEP = re.compile(r"\[(\d+)\]|\.?([^.\[]+)")
 
 
@@ -43,6 +45,8 @@ def encode_field(record: Any, field: str) -> bytes:
     if not isinstance(record, dict):
         cure = "; of one array, jq -c '.[]' makes lines" if isinstance(record, list) else ""
         raise BadRowError("without a JSON object", f"expected a JSON object, found {type(record).__name__}{cure}")
+    if field == WHOLE_RECORD:
+        return json.dumps(record, ensure_ascii=False, default=str).encode(errors="surrogatepass")
     value: Any = record
     for step in [field] if field in record else split_field(field):
         try:

@@ -93,6 +93,10 @@ class Tokenizer(Protocol):
         """Tokens of a text that is to be continued: behind what begins a document, once. The name of a control token in
         it is that token."""
 
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        """Tokens of a text in which the name of a control token is that token, and the character where each begins.
+        Nothing is put around them."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without those around documents; what is not UTF-8 becomes U+FFFD."""
 
@@ -114,6 +118,10 @@ class ByteTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         return [int(token) for token in self.encode(text)]
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        encoded = [(byte, at) for at, character in enumerate(text) for byte in character.encode(errors="replace")]
+        return [byte for byte, _ in encoded], [at for _, at in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token).decode(errors="replace")
@@ -157,10 +165,14 @@ class HuggingFaceTokenizer:
         return np.array(self._encoded(text).ids, self._dtype)
 
     def encode_prompt(self, text: str) -> list[int]:
-        with self._working():
-            tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        tokens, _ = self.encode_marked(text)
         begin = list(self.begin_tokens)
         return tokens if tokens[: len(begin)] == begin else begin + tokens
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        with self._working():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(encoding.ids), [start for start, _ in encoding.offsets]
 
     def encode_bytes(self, data: bytes, before: bytes = b"", after: bytes = b"") -> ValueArray:
         text = data.decode(errors="replace")

@@ -10,11 +10,26 @@ from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX, huggingface_location
 from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
-from phalanx.recipe.schema import GradSyncConfig, LocalSgdConfig, LrScheduleConfig, OptimizerConfig, Parallelism, Recipe
+from phalanx.recipe.schema import (
+    DistillationConfig,
+    GradSyncConfig,
+    LocalSgdConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+    Parallelism,
+    Recipe,
+)
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
 from phalanx.storage.url import is_url
 
-BUILT_IN_TASKS = {"language-modeling": "tokens", "classification": "images"}
+BUILT_IN_TASKS = {
+    "language-modeling": "tokens",
+    "chat": "tokens",
+    "preference": "tokens",
+    "distillation": "tokens",
+    "grpo": "tokens",
+    "classification": "images",
+}
 """What is learned -> the kind of data that it is learned from."""
 """Tasks that ship; any other is an import path."""
 OPTIMIZERS_WITH = {"betas": ("adamw", "lamb", "muon"), "momentum": ("sgd", "muon", "lars")}
@@ -66,12 +81,12 @@ def check_recipe(
 
 def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> None:
     """RecipeError where a task of ours cannot learn from data of this kind, or where pictures have keys of text."""
-    wanted = BUILT_IN_TASKS.get(recipe.task, kind)
+    wanted = BUILT_IN_TASKS.get(recipe.task_kind, kind)
     if wanted != kind:
         other = next(name for name, of in BUILT_IN_TASKS.items() if of == kind)
         raise RecipeError(
-            f"{at('task')}: {recipe.task} is for {wanted}, and the data are {kind}; use {other}, a task of your own "
-            f"(module:Class), or a data.source of {wanted}"
+            f"{at('task')}: {recipe.task_kind} is for {wanted}, and the data are {kind}; use {other}, a task of your "
+            f"own (module:Class), or a data.source of {wanted}"
         )
     if kind == "images":
         for name in OF_TEXT:
@@ -79,20 +94,28 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
                 raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are images: leave it out")
 
 
+def _find_location_problems(key: str, location: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """A run, a checkpoint or a Hugging Face directory that is not there; URLs are looked up in the network later."""
+    path = huggingface_location(location) or location
+    if is_url(path):
+        return
+    if path == location and (folder / path / "config.json").is_file():
+        yield key, f"{folder / path} is a Hugging Face directory, or an export; give {HF_PREFIX}{path}"
+    elif not (folder / path).exists():
+        noun = "checkpoint or run" if path == location else "directory"
+        yield key, f"there is no {noun} at {folder / path}"
+
+
 def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Iterator[tuple[str, str]]:
     """Each key with what is wrong about it."""
-    if ":" not in recipe.task and recipe.task not in BUILT_IN_TASKS:
+    if ":" not in recipe.task_kind and recipe.task_kind not in BUILT_IN_TASKS:
         known = f"expected {', '.join(BUILT_IN_TASKS)} or module:Class"
-        yield "task", f"found {recipe.task!r}, {known}{suggest_nearest(recipe.task, tuple(BUILT_IN_TASKS))}"
+        nearest = suggest_nearest(recipe.task_kind, tuple(BUILT_IN_TASKS))
+        yield "task", f"found {recipe.task_kind!r}, {known}{nearest}"
     if recipe.init_from is not None and num_workers is not None:
-        path = huggingface_location(recipe.init_from) or recipe.init_from
-        if is_url(path):  # a URL, which is looked up where there is a network
-            pass
-        elif path == recipe.init_from and (folder / path / "config.json").is_file():
-            yield "init_from", f"{folder / path} is a Hugging Face directory, or an export; give {HF_PREFIX}{path}"
-        elif not (folder / path).exists():
-            noun = "checkpoint or run" if path == recipe.init_from else "directory"
-            yield "init_from", f"there is no {noun} at {folder / path}"
+        yield from _find_location_problems("init_from", recipe.init_from, folder)
+    if isinstance(recipe.task, DistillationConfig):
+        yield from _find_location_problems("task.teacher", recipe.task.teacher, folder)
     yield from find_device_problems(recipe)
     yield from _adapter(recipe)
     yield from _optimizer(recipe)
@@ -276,5 +299,5 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"true goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
             "worker holds",
         )
-    if recipe.memory.chunked_loss is True and recipe.task == "classification":
+    if recipe.memory.chunked_loss is True and recipe.task_kind == "classification":
         yield "memory.chunked_loss", "true is for language models, and the task is classification: use auto or false"

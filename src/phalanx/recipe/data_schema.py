@@ -92,6 +92,30 @@ class BpeTokenizerConfig(ConfigModel):
     """Number of tokens of the vocabulary."""
 
 
+class ChatConfig(ConfigModel):
+    """How conversations become tokens, and which of them are in the loss: for `task: chat` and `task: preference`.
+
+    A record has `messages` (OpenAI's form, with `tools`), `conversations` (ShareGPT's), or `prompt` and `completion`;
+    for preferences `chosen` and `rejected`, or a `label`.
+    """
+
+    model_config = ConfigDict(title="Chat")
+
+    template: str | None = None
+    """File of a chat template (Jinja). null: that of the tokenizer's directory."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens in the loss: those of all assistant messages, of the last one, or of the whole text."""
+    reasoning: Literal["keep", "drop"] = "keep"
+    """Whether `reasoning_content` of assistant messages is passed to the template."""
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What to do with conversations of more than `data.seq_len` tokens: leave them out, keep their beginning, or stop.
+    They are counted in the log and the report."""
+    allow_special_tokens: bool = False
+    """Whether the name of a control token in a message becomes that token. false: it is text."""
+    records: Literal["chat", "pairs", "labels"] = "chat"
+    """What a record holds: a conversation, a chosen and a rejected one, or one with a label. The task sets it."""
+
+
 class CurriculumStage(ConfigModel):
     """Weights of the sources from a step on."""
 
@@ -125,10 +149,12 @@ class DataConfig(ConfigModel):
     """Tokens of one training sample."""
     document_masking: bool = False
     """Whether attention and targets stay within a document; false: they continue past its end."""
-    packing: Literal["whole"] | None = None
+    packing: Literal["whole", "single"] | None = None
     """How documents are put into samples. null: they follow one another, and are cut where a sample ends. `whole`: a
     document is cut only if it is longer than `seq_len`, and the rest of a sample is padded; validation shares no
-    document with training."""
+    document with training. `single`: the same with one document in a sample."""
+    chat: ChatConfig | None = None
+    """How conversations become tokens. null: the sources hold plain text."""
 
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that cannot be read, such as a broken line of JSON, a text that is null or an image that
@@ -148,6 +174,15 @@ class DataConfig(ConfigModel):
     def _check_stream(self) -> Self:
         if self.prepare == "stream" and self.packing is not None:
             raise ValueError("packing needs all documents at once; expected prepare: first")
+        return self
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.chat is not None and self.packing is None:
+            raise ValueError("chat: conversations are kept whole; expected packing: whole or single")
+        is_alone = self.packing == "single" and self.chat is not None and self.chat.records == "chat"
+        if self.chat is not None and not is_alone and not self.document_masking:
+            raise ValueError("chat: the conversations of a sample are kept separate; expected document_masking: true")
         return self
 
     @model_validator(mode="before")

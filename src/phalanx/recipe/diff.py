@@ -11,6 +11,7 @@ from phalanx.recipe.validation_errors import describe_value
 KEYS_FREE_ON_RESUME = (
     "name",
     "steps",
+    "epochs",
     "checkpoint",
     "fault_tolerance",
     "trackers",

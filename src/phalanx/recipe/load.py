@@ -22,7 +22,7 @@ from phalanx.recipe.data_schema import SOURCE_KINDS
 from phalanx.recipe.imports import HF_PREFIX, check_installed, huggingface_location
 from phalanx.recipe.locations import localize_recipe
 from phalanx.recipe.overrides import apply_overrides
-from phalanx.recipe.schema import Recipe, ResolvedRecipe
+from phalanx.recipe.schema import GrpoConfig, Recipe, ResolvedRecipe
 from phalanx.recipe.schema_keys import child_keys
 from phalanx.recipe.snapshot_paths import resolve_data_dir
 from phalanx.recipe.validation_errors import describe_value, read_user_text, validate_value
@@ -188,8 +188,10 @@ def list_import_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield the keys that hold `module:name`, and what they hold."""
     if huggingface_location(recipe.model.build) is None:
         yield "model.build", recipe.model.build
-    if ":" in recipe.task:
-        yield "task", recipe.task
+    if ":" in recipe.task_kind:
+        yield "task", recipe.task_kind
+    if isinstance(recipe.task, GrpoConfig):
+        yield "task.reward", recipe.task.reward
     yield from ((f"callbacks.{index}", path) for index, path in enumerate(recipe.callbacks))
 
 

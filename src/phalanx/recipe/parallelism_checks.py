@@ -55,8 +55,18 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
             what = "optimizer.state_dtype = int8 keeps blocks of whole rows, which would be cut; use bf16"
             yield f"parallelism.{name}", what
     for name in ("tensor", "context"):
-        if getattr(parallelism, name) > 1 and recipe.task == "classification":
+        if getattr(parallelism, name) > 1 and recipe.task_kind == "classification":
             yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
+    for name in ("context", "pipeline"):
+        if getattr(parallelism, name) > 1 and recipe.task_kind in ("preference", "distillation"):
+            why = (
+                "its losses are of whole sequences"
+                if recipe.task_kind == "preference"
+                else "the teacher is not divided"
+            )
+            yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}: {why}"
+    if recipe.task_kind == "grpo" and parallelism.world != parallelism.replicate:
+        yield "parallelism", "grpo samples with a whole model on each worker: give parallelism.replicate only"
     if (seq_len := recipe.data.seq_len) % parallelism.context:
         yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"
 

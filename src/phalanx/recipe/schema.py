@@ -4,7 +4,7 @@ Unknown keys are refused. Every field has the default that DESIGN.md names; toge
 `auto` is resolved before training (`autoconfig/choices.py`); `Recipe` itself never measures anything.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
@@ -15,6 +15,7 @@ from phalanx.recipe.field_types import (
     ConfigModel,
     Count,
     Fraction,
+    NonNegativeNumber,
     PercentText,
     PositiveNumber,
     StepCount,
@@ -72,6 +73,78 @@ class AdapterConfig(ConfigModel):
     each 64; on one process and replicas. null: that of the model."""
     init_from: str | None = None
     """Adapter to start from: a directory or URL in PEFT's format, of the same kind, rank, alpha and layers."""
+
+
+class PreferenceConfig(ConfigModel):
+    """Learn from pairs of a chosen and a rejected answer, or from answers with a label (`kto`)."""
+
+    model_config = ConfigDict(title="Preference")
+
+    kind: Literal["preference"] = "preference"
+    """`preference`."""
+    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = "dpo"
+    """The loss. `dpo`, `ipo` and `kto` compare with the model as it was before the first step, and compute its
+    log-probabilities once; `orpo` and `simpo` need no reference."""
+    beta: PositiveNumber = 0.1
+    """How far the model may move from the reference: the scale of the difference of log-probabilities. Of `ipo` it is
+    tau, of `orpo` lambda."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), NUMBER_NOT_BOOL] = 0.0
+    """For `dpo`: share of pairs that are labelled wrongly (conservative DPO)."""
+    margin: NonNegativeNumber = 0.5
+    """For `simpo`: gamma, the difference of rewards that is asked for."""
+    chat_loss_weight: NonNegativeNumber = 0.0
+    """Weight of the cross-entropy of the chosen answers, a mean over their tokens, besides the loss of pairs."""
+    desirable_weight: NonNegativeNumber = 1.0
+    """For `kto`: weight of answers with the label true."""
+    undesirable_weight: NonNegativeNumber = 1.0
+    """For `kto`: weight of answers with the label false."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model as it was before the first step."""
+        return self.loss in ("dpo", "ipo", "kto")
+
+
+class DistillationConfig(ConfigModel):
+    """Learn the distribution of a teacher over the next token."""
+
+    model_config = ConfigDict(title="Distillation")
+
+    kind: Literal["distillation"] = "distillation"
+    """`distillation`."""
+    teacher: str
+    """The teacher: a run, or `hf:PATH` of a Hugging Face directory. It has the same tokens."""
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    """What is minimized: KL(teacher, student), KL(student, teacher), or the generalised Jensen-Shannon divergence."""
+    jsd_beta: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.5
+    """For `jsd`: weight of the teacher in the mixture."""
+    temperature: PositiveNumber = 1.0
+    """Both distributions are softened by it, and the loss is multiplied by its square."""
+    data_loss_weight: Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL] = 0.0
+    """Weight of the cross-entropy with the data; the divergence has the rest."""
+
+
+class GrpoConfig(ConfigModel):
+    """Learn from rewards of the model's own answers (GRPO). Small and exact: see docs/how-to/fine-tune.md."""
+
+    model_config = ConfigDict(title="GRPO")
+
+    kind: Literal["grpo"] = "grpo"
+    """`grpo`."""
+    reward: str
+    """`module:function` that takes lists of prompts, answers and the data's own answers, and returns a number for each
+    answer."""
+    group_size: Annotated[int, Field(ge=2), NUMBER_NOT_BOOL] = 8
+    """Answers to each prompt; their mean reward is the baseline."""
+    max_new_tokens: Count = 32
+    """Longest answer, in tokens."""
+    temperature: PositiveNumber = 1.0
+    """Temperature of the sampling."""
+    reward_timeout_s: PositiveNumber = 60.0
+    """Seconds that one call of the reward may take."""
+
+
+TaskConfig = Annotated[PreferenceConfig | DistillationConfig | GrpoConfig, Field(discriminator="kind")]
 
 
 class BatchConfig(ConfigModel):
@@ -360,13 +433,16 @@ class Recipe(ConfigModel):
     adapter: AdapterConfig | None = Field(
         None, description="Train adapters instead of the model's own weights. null: none."
     )
-    task: str = "language-modeling"
-    """The task: `language-modeling`, `classification`, or your own `module:Class`."""
+    task: str | TaskConfig = "language-modeling"
+    """The task: `language-modeling`, `chat`, `classification`, or your own `module:Class`; `preference`, `distillation`
+    and `grpo` as a mapping with `kind` and keys of their own."""
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     batch: BatchConfig = BatchConfig()
     steps: StepCount = 300
     """Optimizer steps of the whole run. May be raised later; the schedule's horizon follows."""
+    epochs: PositiveNumber | None = None
+    """Passes over the training samples, instead of `steps`. null: `steps`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type: `cuda` is a GPU of NVIDIA or AMD (ROCm), see docs/reference/devices.md. `auto`: GPUs if torch finds
@@ -406,6 +482,46 @@ class Recipe(ConfigModel):
     )
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1), NUMBER_NOT_BOOL] = 0
     """Seed of the initial weights, the order of data and all random numbers."""
+
+    @model_validator(mode="after")
+    def _check_epochs(self) -> Self:
+        if self.epochs is not None and self.steps != type(self).model_fields["steps"].default:
+            raise ValueError("epochs: found besides steps; give one of them")
+        return self
+
+    @property
+    def task_kind(self) -> str:
+        """The name of the task."""
+        return self.task if isinstance(self.task, str) else self.task.kind
+
+    @property
+    def has_head_loss(self) -> bool:
+        """Whether the loss can be computed from the output layer's input, without all logits."""
+        return self.task_kind in ("language-modeling", "chat", "preference")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_task(cls, values: Any) -> Any:
+        """Write out what a task implies: its keys, and that its data are conversations, packed whole."""
+        if not isinstance(values, dict):
+            return values
+        task = values.get("task")
+        if task in ("preference", "distillation", "grpo"):
+            values = {**values, "task": (task := {"kind": task})}
+        elif task == {"kind": "chat"}:
+            values = {**values, "task": (task := "chat")}
+        kind = task.get("kind") if isinstance(task, dict) else getattr(task, "kind", task)
+        data = values.get("data", {})
+        if kind not in ("chat", "preference", "grpo") or not isinstance(data, dict):
+            return values
+        loss = task.get("loss") if isinstance(task, dict) else getattr(task, "loss", None)
+        records = "chat" if kind != "preference" else "labels" if loss == "kto" else "pairs"
+        chat = data.get("chat") or {}
+        chat = {**chat, "records": records} if isinstance(chat, dict) else chat
+        implied: dict[str, Any] = {"packing": "whole", "document_masking": True}
+        if kind == "grpo" and isinstance(chat, dict):
+            implied, chat = {"packing": "single"}, {**chat, "train_on": "last"}
+        return {**values, "data": {**implied, **data, "chat": chat}}
 
     @model_validator(mode="before")
     @classmethod

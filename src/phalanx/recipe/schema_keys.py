@@ -63,8 +63,8 @@ def json_schema() -> JsonSchema:
 
 def iterate_variants(schema: JsonSchema) -> Iterator[JsonSchema]:
     """The forms that a value may take."""
-    if "anyOf" in schema:
-        for one in schema["anyOf"]:
+    if parts := schema.get("anyOf") or schema.get("oneOf"):  # the second has a key that says which it is
+        for one in parts:
             yield from iterate_variants(one)
     else:
         yield schema

@@ -26,6 +26,8 @@ from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, loc
 from phalanx.safe_files import read_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+_PRECISE_ERRORS = ("value_error", "union_tag_invalid", "union_tag_not_found")
+"""Types of errors that say more than those of other branches of a union."""
 MAX_SHOWN_PROBLEMS = 5
 """Problems that are reported at once, at most."""
 
@@ -54,7 +56,7 @@ def _describe_validation_error(
     key_errors = [(key, details) for key, details in key_errors if not any(_is_below(other, key) for other in keys)]
     problems: dict[KeyPath, str] = {}
     for key, details in key_errors:
-        if key not in problems or details["type"] == "value_error":
+        if key not in problems or details["type"] in _PRECISE_ERRORS:
             problems[key] = f"{location_of_key(locations, key)}: {_describe_error(key, details, model)}"
     order = {key: index for index, key in enumerate(locations)}
     return join_problems([problems[key] for key in sorted(problems, key=lambda key: order.get(key, len(order)))])
@@ -104,6 +106,12 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
             return f"{name}: unknown key{_suggest_key(key, model)}"
         case "missing":
             return f"{name}: missing, expected {describe_expected(find_schema(key, model) or {})}"
+        case "union_tag_invalid":
+            context = error["ctx"]
+            expected = context["expected_tags"].replace("'", "")
+            return f"{name}.kind: found {context['tag']!r}, expected {expected}"
+        case "union_tag_not_found":
+            return f"{name}.kind: missing; it says which of the mappings this is"
         case "value_error":
             return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
     start = f"{name}: " if name else ""

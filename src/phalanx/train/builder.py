@@ -104,7 +104,7 @@ def build_context(
     """Build everything that training works with, from the recipe. `init_weights`: with the weights of a new run."""
     run, folder, dist_env = process.run, process.folder, process.dist_env
     mesh = build_mesh(recipe.parallelism, dist_env, recipe)
-    task = open_task(recipe, folder, data.info)
+    task = open_task(recipe, folder, data.info, dist_env.device)
     # A model that will be sharded is built on the host or the meta device: it need not fit on one device.
     device = dist_env.device if mesh.is_pure_ddp or mesh.pipeline_group is not None else torch.device("cpu")
     model = build_model(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
+from phalanx.recipe.schema import GrpoConfig
 from phalanx.run.private_files import check_owner, state_root
 
 SHIPPED_MODELS_PREFIX = "phalanx.models:"
@@ -22,10 +23,11 @@ HUGGING_FACE_PREFIX = "hf:"
 
 def list_user_code(recipe: Recipe) -> list[str]:
     """The import paths by which a trained model needs code that did not come with Phalanx."""
-    build, task = recipe.model.build, recipe.task
+    build, task = recipe.model.build, recipe.task_kind
     shipped = build.startswith(SHIPPED_MODELS_PREFIX) and "." not in build.removeprefix(SHIPPED_MODELS_PREFIX)
     own = [] if shipped or build.startswith(HUGGING_FACE_PREFIX) else [build]
-    return own + ([task] if ":" in task else [])
+    reward = [recipe.task.reward] if isinstance(recipe.task, GrpoConfig) else []
+    return own + ([task] if ":" in task else []) + reward
 
 
 def record_trust(recipe: Recipe, folder: Path) -> None:
@@ -55,6 +57,6 @@ def check_trusted(path: Path, recipe: Recipe, folder: Path) -> None:
 def _trust_marker_path(recipe: Recipe, folder: Path) -> Path:
     root = state_root()
     check_owner(root, "the state folder")
-    code = {"model": recipe.model.model_dump(mode="json"), "task": recipe.task, "folder": os.path.realpath(folder)}
+    code = {**recipe.model_dump(mode="json", include={"model", "task"}), "folder": os.path.realpath(folder)}
     text = json.dumps(code, sort_keys=True)
     return root / "trained-with" / hashlib.sha256(text.encode()).hexdigest()

@@ -162,6 +162,8 @@ class LossFn:
     def __call__(self, model: nn.Module, batch: TensorBatch, metrics: bool = False) -> LossSums:
         """Return sums over a micro-batch, or this rank's part of its sequences: the loss and, if asked, metrics."""
         with autocast_context(self.precision, self.device), self._split_sequences(batch) as mine:
+            if (roll_out := getattr(self.task, "roll_out", None)) is not None:
+                mine = roll_out(model, mine)
             args, kwargs = self.task.inputs(mine)
             if self.context_split is not None:
                 kwargs = {**kwargs, self.context_split.positions_argument: mine["positions"]}

@@ -53,6 +53,7 @@ from phalanx.train.distributed.run_announcement import come_together, telling_ot
 from phalanx.train.hf.image_processor import find_image_inputs
 from phalanx.train.model_builder import describe_model
 from phalanx.train.precision import set_matmul_precision
+from phalanx.train.preference_reference import ensure_reference
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import make_result, report_start, resume_training
 from phalanx.train.step_timer import HostStepTimer
@@ -187,6 +188,7 @@ def _make_trainer(process: WorkerProcess, recipe: ResolvedRecipe, data: RunData,
     resumes = has_checkpoint(process.run, recipe.checkpoint, dist_env)
     context = build_context(process, recipe, data, init_weights=not resumes)
     train_state = resume_training(context, data.fingerprint, force, needs_checkpoint=resumes)
+    ensure_reference(context, data, resumes)
     if dist_env.is_rank_zero:
         report_start(context, data.num_train_samples, train_state)
     heartbeat.record("restoring")

@@ -18,9 +18,9 @@ LLAMA_2_70B = {
     "vocab_size": 32000,
 }
 RECIPE = """
-name: qlora
+name: qadapter
 model: {build: "hf:model"}
-lora: {rank: 16}
+adapter: {rank: 16}
 data: {source: {text: "*.txt"}, tokenizer: bytes, seq_len: 2048}
 steps: 10
 """
@@ -75,8 +75,12 @@ def test_what_takes_memory_shortens_sequences(override: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("override", "code", "message"),
     [
-        ("lora=null", ExitCode.USAGE, "--fits: the recipe trains all weights"),
-        ("lora={target_modules: [query]}", ExitCode.RECIPE, "lora.target_modules: found query; --fits expects names"),
+        ("adapter=null", ExitCode.USAGE, "--fits: the recipe trains all weights"),
+        (
+            "adapter={target_modules: [query]}",
+            ExitCode.RECIPE,
+            "adapter.target_modules: found query; --fits expects names",
+        ),
         ("model.build=phalanx.models:transformer", ExitCode.RECIPE, "--fits reads the config.json of hf:PATH"),
         ("model.build=hf:nowhere", ExitCode.RECIPE, "expected hf:PATH with a config.json at "),
     ],

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from phalanx.models import attention, transformer
-from phalanx.models.attention import AttentionKernel, attend, make_document_mask, plan_attention
+from phalanx.models.attention import AttentionKernel, DocumentMask, attend, make_document_mask, plan_attention
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -206,3 +206,28 @@ def test_on_a_gpu_the_chosen_kernel_has_the_gradients_of_sdpa(packed: bool) -> N
         expected = results(plan_attention(tokens, documents, True), compiled=False)
     for found, reference in zip(results(plan_attention(tokens, documents, True), compiled=True), expected, strict=True):
         assert (found - reference).float().norm() / reference.float().norm() < 0.02
+
+
+def test_documents_are_attended_one_by_one_as_with_a_dense_mask():
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    query, key, value = (torch.randn(2, 6, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2))
+    lazy, dense = DocumentMask(documents), make_document_mask(documents)
+    assert lazy.shape == dense.shape
+    with mock.patch.object(attention, "make_document_mask", side_effect=AssertionError("made")):
+        found = attend(query, key, value, lazy)
+    expected = attend(query, key, value, dense)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(found.shape, generator=generator)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out, (query, key, value), upstream) for out in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_document_mask_is_dense_for_what_asks_for_its_values():
+    documents = torch.tensor([[0, 0, 1]])
+    lazy, dense = DocumentMask(documents), make_document_mask(documents)
+    for use in (lambda mask: mask & True, lambda mask: mask[:, :, :, :2], lambda mask: torch.cat([mask, mask])):
+        assert torch.equal(use(lazy), use(dense))
+        assert type(use(lazy)) is torch.Tensor

@@ -151,7 +151,7 @@ def test_a_task_is_known_by_name_or_import_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "body", "message"),
     [
-        ("translation", "", "no task 'translation'; expected language-modeling, classification or mod"),
+        ("translation", "", "no task 'translation'; expected language-modeling, chat, classification or mod"),
         (
             "own_half:Mine",
             "inputs(self, batch): return (), {}",

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat import is_compiled
 from phalanx.errors import RecipeError
-from phalanx.models.attention import make_document_mask
+from phalanx.models.attention import DocumentMask, can_attend_by_document, make_document_mask
 from phalanx.recipe.schema import Parallelism
 from phalanx.train.hf.config import get_text_config
 
@@ -70,7 +71,10 @@ def _make_attention_masks(model: nn.Module, documents: Tensor) -> Tensor | dict[
     or, if there are several kinds, one for each, as transformers' models take them. Raises RecipeError if no mask can
     restrict some layers to a document."""
     config = get_text_config(model.config)
-    allowed = make_document_mask(documents)
+    is_sdpa = getattr(model.config, "_attn_implementation", "eager") == "sdpa"
+    blocks_are_compiled = any(map(is_compiled, model.modules()))
+    is_lazy = is_sdpa and can_attend_by_document(documents, blocks_are_compiled)
+    allowed = DocumentMask(documents) if is_lazy else make_document_mask(documents)
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     if not kinds:
@@ -91,7 +95,7 @@ def _make_attention_masks(model: nn.Module, documents: Tensor) -> Tensor | dict[
                 f"data.document_masking: {name} has layers of {kind}, which no mask keeps within a document; use "
                 "data.document_masking=false, or a model of attention alone"
             )
-    if getattr(model.config, "_attn_implementation", "eager") != "sdpa":
+    if not is_sdpa:
         dtype = next(model.parameters()).dtype
         made = {kind: _to_additive_mask(mask, dtype) for kind, mask in made.items()}
     return made if len(made) > 1 else next(iter(made.values()))

@@ -97,6 +97,33 @@ def linear_cross_entropy(
     `chunk_rows` is the number of rows per chunk, equal on all ranks; the default follows from CHUNK_BYTES and
     ACCELERATOR_ROWS. There is no second derivative.
     """
+    plan = _plan_chunks(hidden, weight, group, vocab_size, chunk_rows)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, plan)
+    return loss
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    group: Group = None,
+    vocab_size: int | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Return the log-probability [n] (fp32 or wider) of each of the `targets` [n] by `hidden [n, w] @ weight[v, w].T`;
+    0 for `IGNORED_TARGET`. Arguments as of `linear_cross_entropy`.
+
+    For losses that are no sum over tokens: backward computes the logits of each chunk a second time.
+    """
+    plan = _plan_chunks(hidden, weight, group, vocab_size, chunk_rows)
+    log_probs: Tensor = _LinearLogProbs.apply(hidden, weight, targets, plan)
+    return log_probs
+
+
+def _plan_chunks(
+    hidden: Tensor, weight: Tensor, group: Group, vocab_size: int | None, chunk_rows: int | None
+) -> "_ChunkPlan":
     rows_per_rank = _rows_per_rank_of(weight.shape[0], vocab_size, group)
     if chunk_rows is None:
         chunk_rows = max(CHUNK_BYTES // (4 * rows_per_rank), 1 if hidden.device.type == "cpu" else ACCELERATOR_ROWS)
@@ -104,9 +131,7 @@ def linear_cross_entropy(
     dtype = hidden.dtype
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    plan = _ChunkPlan(group, rows_per_rank * group_rank(group), chunk_rows, dtype, torch.is_grad_enabled())
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, plan)
-    return loss
+    return _ChunkPlan(group, rows_per_rank * group_rank(group), chunk_rows, dtype, torch.is_grad_enabled())
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -134,12 +159,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _ChunkPlan) -> Tensor:
         needed = [plan.needs_grad and need for need in ctx.needs_input_grad[:2]]
         with _no_autocast(hidden.device):
-            loss, gradients = _chunked_losses_and_grads(hidden, weight, targets, plan, needed)
+            losses, gradients = _chunked_losses_and_grads(hidden, weight, targets, plan, needed)
         ctx.save_for_backward(*gradients)
         ctx.scaled = None
         ctx.group = plan.group
         ctx.dtypes = hidden.dtype, weight.dtype
-        return loss
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -162,10 +187,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in pairs), None, None
 
 
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _ChunkPlan) -> Tensor:
+        with _no_autocast(hidden.device):
+            losses, _ = _chunked_losses_and_grads(hidden, weight, targets, plan, [False, False])
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.plan = plan
+        return -losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, targets = ctx.saved_tensors
+        with _no_autocast(hidden.device):
+            _, gradients = _chunked_losses_and_grads(
+                hidden, weight, targets, ctx.plan, list(ctx.needs_input_grad[:2]), row_weights=-grad
+            )
+        grad_hidden, grad_weight = gradients
+        if grad_hidden is not None and group_size(ctx.plan.group) > 1:
+            dist.all_reduce(grad_hidden, group=ctx.plan.group)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
 def _chunked_losses_and_grads(
-    hidden: Tensor, weight: Tensor, targets: Tensor, plan: _ChunkPlan, needed: list[bool]
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    plan: _ChunkPlan,
+    needed: list[bool],
+    row_weights: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Return the sum of losses and its gradients for hidden (this rank's part) and weight, as far as needed."""
+    """Return the losses [n] and the gradients of their sum, weighted by `row_weights` [n], for hidden (this rank's
+    part) and weight, as far as needed."""
     wide = torch.promote_types(plan.matmul_dtype, torch.float32)
     factor = FP16_FACTOR if plan.matmul_dtype == torch.float16 else 1.0
     grad_hidden = torch.empty_like(hidden) if needed[0] else None
@@ -178,7 +232,7 @@ def _chunked_losses_and_grads(
         valid = targets[rows] != IGNORED_TARGET
         index, elsewhere = _local_target_index(targets[rows], valid, plan.first_row, weight.shape[0], plan.group)
         logits = F.linear(x, weight)  # [c, v]
-        if group_size(plan.group) == 1 and _has_triton_kernel(logits):
+        if group_size(plan.group) == 1 and row_weights is None and _has_triton_kernel(logits):
             from phalanx.train.ops.cross_entropy_kernel import backward_logits_grad, forward_losses_and_lse
 
             losses[rows], sums = forward_losses_and_lse(logits, targets[rows], IGNORED_TARGET)
@@ -201,8 +255,9 @@ def _chunked_losses_and_grads(
         if not any(needed):
             continue
         # The gradient of the logits: softmax minus one at the target, and zero in ignored rows.
-        grad_logits.mul_(((highest - total).exp_() * factor).masked_fill_(~valid, 0.0)[:, None])
-        grad_logits.scatter_add_(1, index, ((valid & ~elsewhere).to(wide) * -factor)[:, None])
+        factors = factor if row_weights is None else row_weights[rows].to(wide) * factor
+        grad_logits.mul_(((highest - total).exp_() * factors).masked_fill_(~valid, 0.0)[:, None])
+        grad_logits.scatter_add_(1, index, ((valid & ~elsewhere).to(wide) * -factors)[:, None])
         grad_logits = grad_logits.to(plan.matmul_dtype)
         if grad_hidden is not None:
             grad_hidden[rows] = grad_logits @ weight if factor == 1.0 else (grad_logits @ weight).float() / factor
@@ -210,7 +265,7 @@ def _chunked_losses_and_grads(
             _accumulate_matmul(grad_weight, grad_logits.t(), x)
     if factor != 1.0 and grad_weight is not None:
         grad_weight /= factor
-    return losses.sum(), (grad_hidden, grad_weight)
+    return losses, (grad_hidden, grad_weight)
 
 
 def _has_triton_kernel(logits: Tensor) -> bool:

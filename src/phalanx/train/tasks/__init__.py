@@ -13,22 +13,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data import DataInfo
+from phalanx.data import DataInfo, load_tokenizer
+from phalanx.data.dataset_files import open_dataset_files
+from phalanx.data.tokenizers import find_stop_tokens
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, describe_exception, import_object
+from phalanx.recipe.locations import huggingface_directory
+from phalanx.recipe.schema import DistillationConfig, GrpoConfig, PreferenceConfig, TaskConfig
 from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs
 from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
+CPU = torch.device("cpu")
 SINGLE_LABEL = "single_label_classification"
 """The `problem_type` of transformers that `classification` trains."""
 TensorBatch = dict[str, Tensor]
 
 
 class Task(Protocol):
-    """The interface of a task. `metrics` is optional, and so is
-    `head_loss(hidden, weight, batch) -> (sum of losses, number of terms)`, the loss from the input and the weight of
-    the output layer, for vocabularies so large that logits should not be materialized at once."""
+    """The interface of a task. `metrics` is optional. So is `head_loss(hidden, weight, batch) -> (sum of losses, number
+    of terms)`, the loss from the input and the weight of the output layer, for vocabularies so large that logits should
+    not be materialized at once; and `roll_out(model, batch) -> batch`, which has the model make the batch that it is
+    trained on."""
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments of the model's `forward`."""
@@ -105,19 +111,49 @@ def check_problem_type(task: Task, model: nn.Module) -> None:
         )
 
 
-BUILT_IN_TASKS: dict[str, type] = {"language-modeling": LanguageModeling, "classification": Classification}
+BUILT_IN_TASKS: dict[str, type] = {
+    "language-modeling": LanguageModeling,
+    "chat": LanguageModeling,
+    "classification": Classification,
+}
 
 
-def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo) -> Task:
-    """Load the task of a recipe, for its model and data. Raises RecipeError also where images do not fit the model."""
+def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torch.device = CPU) -> Task:
+    """Load the task of a recipe, for its model and data; a teacher on `device`. Raises RecipeError also where images do
+    not fit the model, or a teacher does not fit the tokens."""
+    if isinstance(recipe.task, DistillationConfig):
+        from phalanx.train.tasks.distillation import Distillation
+        from phalanx.train.tasks.teacher import load_teacher
+
+        return Distillation(recipe.task, load_teacher(recipe.task.teacher, folder, facts, device))
+    if isinstance(recipe.task, GrpoConfig):
+        return _open_grpo(recipe.task, recipe, folder)
     task = load_task(recipe.task, folder)
     if isinstance(task, Classification) and (inputs := find_image_inputs(recipe.model.build, folder, facts)):
         task.normalization = inputs.normalization
     return task
 
 
-def load_task(name: str, folder: Path | None) -> Task:
-    """Load the task that a recipe names. Raises RecipeError if it does not exist or lacks a method."""
+def _open_grpo(config: GrpoConfig, recipe: Recipe, folder: Path | None) -> Task:
+    from phalanx.train.tasks.grpo import Grpo
+
+    dataset = open_dataset_files(str(recipe.data.sources[0].prepared)).directory
+    tokenizer, directory = load_tokenizer(dataset), huggingface_directory(recipe.model.build, folder)
+    ends = {tokenizer.separator_token, *([] if directory is None else find_stop_tokens(directory))} - {None}
+    reward = import_object(config.reward, folder, key="task.reward")
+    return Grpo(config, reward, tokenizer, [end for end in ends if end is not None])
+
+
+def load_task(spec: str | TaskConfig, folder: Path | None) -> Task:
+    """Load the task that a recipe names. Models with a teacher or rewards are scored as language models. Raises
+    RecipeError if it does not exist or lacks a method."""
+    if isinstance(spec, PreferenceConfig):
+        from phalanx.train.tasks.preference import Preference
+
+        return Preference(spec)
+    if isinstance(spec, GrpoConfig):
+        import_object(spec.reward, folder, key="task.reward")
+    name = spec if isinstance(spec, str) else "language-modeling"
     if name in BUILT_IN_TASKS:
         task: Task = BUILT_IN_TASKS[name]()
         return task

@@ -1,0 +1,196 @@
+"""Find, compile and render chat templates: Jinja as transformers runs it, without importing transformers.
+
+`strftime_now` is not defined, so that the same conversations give the same tokens on any day: templates then use the
+date in their own text. A record may give one in `chat_template_kwargs`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from phalanx.data.bad_rows import BadRowError
+from phalanx.errors import DataError, RecipeError
+from phalanx.safe_files import read_json, read_text
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+_OLD_TEMPLATE_FILE = "chat_template.json"
+_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_MAX_TEMPLATE_BYTES = 1 << 22
+Message = Mapping[str, Any]
+"""A message in OpenAI's form, as templates take it: `role`, `content`, and perhaps `tool_calls` and others."""
+Span = tuple[int, int]
+"""Characters start .. stop - 1 of a rendered text."""
+
+
+class NoChatTemplateError(RecipeError):
+    """Neither the recipe nor the tokenizer's directory has a chat template."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The text of a chat template, that for conversations with tools if it is another one, and the names of control
+    tokens that templates use, such as `eos_token`."""
+
+    text: str
+    tool_text: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The text of a conversation, and the spans between `{% generation %}` tags if the template has them."""
+
+    text: str
+    generated: tuple[Span, ...] = ()
+
+
+def load_chat_template(own: Path | None, tokenizer_directory: Path | None) -> ChatTemplate:
+    """Load the template of the file `own`, or else that of a tokenizer's directory. Raises RecipeError if there is none
+    or it is not Jinja."""
+    configs = (
+        [] if tokenizer_directory is None else [_read_config(tokenizer_directory / name) for name in _CONFIG_FILES]
+    )
+    tokens = {
+        key: token
+        for config in reversed(configs)
+        for key, value in config.items()
+        if key.endswith("_token") and (token := _token_text(value)) is not None
+    }
+    if own is not None:
+        try:
+            texts = {"default": read_text(own, _MAX_TEMPLATE_BYTES)}
+        except OSError as error:
+            raise RecipeError(f"data.chat.template: {own}: {error.strerror}") from None
+    else:
+        texts = {} if tokenizer_directory is None else _find_templates(tokenizer_directory, configs[0])
+    if not texts:
+        where = "the built-in tokenizer" if tokenizer_directory is None else str(tokenizer_directory)
+        raise NoChatTemplateError(
+            f"data.chat.template: {where} has no chat template ({CHAT_TEMPLATE_FILE}, or chat_template in "
+            "tokenizer_config.json); name the file of one, such as that of the model's instruct variant"
+        )
+    text = texts.get("default") or next(iter(texts.values()))
+    for each in {text, *texts.values()}:
+        try:
+            _environment().parse(each)
+        except jinja2.TemplateSyntaxError as error:
+            raise RecipeError(
+                f"data.chat.template: not a Jinja template, line {error.lineno}: {error.message}"
+            ) from None
+    return ChatTemplate(text, texts.get("tool_use"), tokens)
+
+
+def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    if (directory / CHAT_TEMPLATE_FILE).is_file():
+        return {"default": read_text(directory / CHAT_TEMPLATE_FILE, _MAX_TEMPLATE_BYTES)}
+    named = config.get("chat_template") or _read_config(directory / _OLD_TEMPLATE_FILE).get("chat_template")
+    if isinstance(named, list):  # several, each with a name
+        return {each["name"]: each["template"] for each in named if isinstance(each, dict)}
+    return {"default": named} if isinstance(named, str) else {}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
+    except DataError as error:
+        raise RecipeError(f"data.tokenizer: {error}") from None
+
+
+def _token_text(value: object) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+class TemplateRenderer:
+    """Renders conversations by a template."""
+
+    def __init__(self, template: ChatTemplate):
+        self._special_tokens = dict(template.special_tokens)
+        environment = _environment()
+        self._template = environment.from_string(template.text)
+        self._tool_template = environment.from_string(template.tool_text) if template.tool_text else self._template
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> RenderedChat:
+        """Render messages. Raises BadRowError if the template refuses them."""
+        template = self._template if tools is None else self._tool_template
+        values = {**self._special_tokens, **(variables or {})}
+        try:
+            text = template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **values
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            raise BadRowError("refused by the chat template", f"the chat template fails: {error}") from None
+        return RenderedChat(*_cut_generation_marks(text))
+
+
+_GENERATION_BEGIN, _GENERATION_END = "\ufdd2", "\ufdd3"
+"""Characters that are in no text: what a template puts around a generated part."""
+
+
+def _cut_generation_marks(text: str) -> tuple[str, tuple[Span, ...]]:
+    if _GENERATION_BEGIN not in text:
+        return text, ()
+    pieces, spans, length = [], [], 0
+    for piece in text.split(_GENERATION_BEGIN):
+        inside, is_marked, behind = piece.partition(_GENERATION_END)
+        if is_marked:
+            spans.append((length, length + len(inside)))
+        pieces += [inside, behind]
+        length += len(inside) + len(behind)
+    return "".join(pieces), tuple(spans)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`, by which templates name what the model writes."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # jinja2 declares a set of each instance
+
+    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in _MARKS)
+        return [begin.set_lineno(line), *body, end.set_lineno(line)]
+
+
+_MARKS = (_GENERATION_BEGIN, _GENERATION_END)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """The filter as transformers has it: no HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def join_contents(record: object) -> str:
+    """Join all texts of a record by newlines, whatever it holds."""
+    if isinstance(record, str):
+        return record
+    below = record.values() if isinstance(record, dict) else record if isinstance(record, list) else ()
+    return "\n".join(filter(None, map(join_contents, below)))
