@@ -29,10 +29,10 @@ LOGITS_MEMORY_DIVISOR = 16
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What trials found out about a model: parameters that are trained and that are `frozen_parameters`, and the bytes
-    that a sample adds at the peak of forward and backward, by way of computing the loss, then by way of recomputing.
-    None: so it cannot be computed, or a single sample was too much already. `logits_bytes` are the fp32 bytes of those
-    of a sample."""
+    """What trials found out about a model: parameters that are trained and that are `frozen_parameters`, of which those
+    in 8 bits count as a quarter, and the bytes that a sample adds at the peak of forward and backward, by way of
+    computing the loss, then by way of recomputing. None: so it cannot be computed, or a single sample was too much
+    already. `logits_bytes` are the fp32 bytes of those of a sample."""
 
     trainable_parameters: int
     frozen_parameters: int

@@ -128,7 +128,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
     loss_fns = _make_loss_fns(payload, model, task, data, device)
     return {
         "trainable_parameters": parameters,
-        "frozen_parameters": sum(p.numel() for p in model.parameters()) - parameters,
+        "frozen_parameters": sum(p.nbytes for p in model.parameters() if not p.requires_grad) // 4,
         "flops_per_sample": 3.0 * (flops[-1] - flops[0]),
         "flops_rule": FLOPS_RULE,
         "data_info": asdict(data.info),

@@ -310,3 +310,14 @@ def test_what_a_model_imports_from_the_recipes_folder_counts_as_its_source(tmp_p
 def test_what_cannot_be_imported_is_named_by_its_key(folder: Path, names: dict[str, Any], key: str) -> None:
     with pytest.raises(RecipeError, match=f"^{key}"):
         imported(folder, **names)
+
+
+def test_frozen_weights_in_8_bits_count_as_a_quarter(folder: Path) -> None:
+    def frozen(base_dtype: str | None) -> Any:
+        given = shipped(folder, args={"layers": 2, "hidden_size": 128, "num_heads": 2, "vocab_size": 256})
+        given["recipe"]["adapter"] = {"rank": 4, "base_dtype": base_dtype}
+        return profile_model(given)["frozen_parameters"]
+
+    embedding = 256 * 128
+    share = (frozen("int8") - embedding) / (frozen(None) - embedding)
+    assert share == pytest.approx((1 + 4 / 64) / 4, abs=0.01)

@@ -69,7 +69,8 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 def _forward_quantized(layer: Any, x: Tensor) -> Tensor:
     """Compute a linear layer in the format in which autocast would."""
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else x.dtype
     bias = None if layer.bias is None else layer.bias.to(dtype)
     scale = getattr(layer, INT8_SCALE_NAME)
     output: Tensor = _QuantizedLinear.apply(x.to(dtype), layer.weight, scale, bias, is_conv1d(layer))
