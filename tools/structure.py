@@ -21,9 +21,9 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
-    "src/phalanx/app": 3_730,
+    "src/phalanx/app": 4_110,
     "src/phalanx/autoconfig": 2_960,
-    "src/phalanx/cli": 2_830,
+    "src/phalanx/cli": 2_835,
     "src/phalanx/cluster": 5_120,
     "src/phalanx/data": 4_990,
     "src/phalanx/jobs": 10_810,
@@ -35,7 +35,7 @@ BUDGETS = {
     "src/phalanx/serve": 1_940,
     "src/phalanx/storage": 1_750,
     "src/phalanx/telemetry": 1_400,
-    "src/phalanx/train": 21_890,
+    "src/phalanx/train": 22_350,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
