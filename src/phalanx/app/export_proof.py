@@ -27,7 +27,7 @@ from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, Text
 from phalanx.train.inference import check_data, load_trained_model
 from phalanx.train.tasks import Classification
 
-NUM_TEXT_SAMPLES, NUM_IMAGES, MAX_SAMPLE_TOKENS = 4, 32, 256
+NUM_TOKENS, MAX_SAMPLE_TOKENS, NUM_IMAGES = 1024, 256, 32
 NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 3, 16, 64
 PROBE_TEXT = "Hello, world! 12345 äöü 漢字\n\tx = [1, 2]  # end"
 SAME_WEIGHTS_TOLERANCE, ROUNDED_INPUTS_TOLERANCE = 1e-4, 0.02
@@ -61,12 +61,11 @@ def compute_reference(run: Run, step: int, trust_code: bool) -> Reference:
     except PhalanxError as error:
         raise type(error)(f"{error}; the proof of an export needs it, or export with --no-verify") from None
     data = open_data(trained.recipe.data, trained.recipe.evaluation, trained.recipe.seed)
-    is_text, read = (
-        trained.facts.kind == "tokens",
-        data.read_validation if data.num_validation_samples else data.read_training,
-    )
-    count = min(NUM_TEXT_SAMPLES if is_text else NUM_IMAGES, data.num_validation_samples or data.num_train_samples)
-    tensors = {name: torch.from_numpy(values) for name, values in read(0, count).items()}
+    is_text, num_validation = trained.facts.kind == "tokens", data.num_validation_samples
+    count = NUM_TOKENS // min(trained.facts.seq_len or NUM_TOKENS, MAX_SAMPLE_TOKENS) if is_text else NUM_IMAGES
+    count = min(count, num_validation or data.num_train_samples)
+    batch = data.read_validation(0, count) if num_validation else data.read_training(0, count)
+    tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
     if is_text:
         inputs, targets = (tensors[name][:, :MAX_SAMPLE_TOKENS].contiguous() for name in ("tokens", "targets"))
     else:

@@ -147,8 +147,8 @@ def export(
         facts = {"path": str(outcome.checkpoint), "out": str(outcome.directory), "files": outcome.files}
         print(json.dumps({**facts, "notes": outcome.notes, "checks": [asdict(check) for check in outcome.checks]}))
     else:
-        print(f"{out}: {', '.join(outcome.files)} from {outcome.checkpoint.name}", *outcome.notes, sep="\n")
         rows = [(check.name, "PASS" if check.passed else "FAIL", check.found) for check in outcome.checks]
-        print(*format_table([Column("check"), Column("result"), Column("found")], rows), sep="\n")
+        table = format_table([Column("check"), Column("result"), Column("found")], rows) if rows else []
+        print(f"{out}: {', '.join(outcome.files)} from {outcome.checkpoint.name}", *outcome.notes, *table, sep="\n")
     if failed:
         raise DataError(f"{out}: failed the proof: {failed}; what was written is kept as {outcome.directory}")
