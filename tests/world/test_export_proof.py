@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.call_process import answer_call
 from phalanx.run.process_messages import CallRaised, CallReturned, RunCall
+from phalanx.train.checkpoint.format import list_checkpoints
 from train_harness import TrainHarness, Values
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
@@ -240,3 +242,11 @@ def test_the_license_of_a_base_is_the_one_that_its_files_name(
     for name, text in files.items():
         (companions / name).write_text(text)
     assert find_license(Run(tmp_path), config) == found
+
+
+def test_a_checkpoint_without_its_run_is_exported_only_without_a_proof(run: Run, tmp_path: Path) -> None:
+    (checkpoint,) = list_checkpoints(run.checkpoints)[:1]
+    shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    with pytest.raises(UsageError, match=r"the proof of an export needs the directory of its run, with plan\.json"):
+        call(tmp_path / checkpoint.name, tmp_path / "out")
+    assert call(tmp_path / checkpoint.name, tmp_path / "out", "--no-verify").exit_code == 0

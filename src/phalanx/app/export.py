@@ -64,9 +64,13 @@ def export_checkpoint(
         set_threads(num_threads)
     notes, reference = list[str](), None
     is_built_in = model.get("build", "").startswith(BUILT_IN_PREFIX) and recipe.get("task") in list(BUILT_IN_TASKS)
-    if verify and form is not None and find_spec("compressed_tensors") is None:
-        needs = "the proof reloads a quantized export with compressed-tensors, which is not installed"
-        raise UsageError(f"{needs}: pip install 'phalanx[compressed-tensors]', or export with --no-verify")
+    needed = None
+    if form is not None and find_spec("compressed_tensors") is None:
+        needed = "compressed-tensors, which is not installed: pip install 'phalanx[compressed-tensors]'"
+    elif model.get("huggingface") and not run.plan.is_file():
+        needed = "the directory of its run, with plan.json: give that"
+    if verify and needed:
+        raise UsageError(f"{source}: the proof of an export needs {needed}, or export with --no-verify")
     if verify and (model.get("huggingface") or (is_built_in and run.plan.is_file())):
         reference = compute_reference(run, parse_step(checkpoint.absolute()), trust_code)
     elif verify:

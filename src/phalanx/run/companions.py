@@ -17,8 +17,7 @@ TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json
 GENERATION_CONFIG_FILE = "generation_config.json"
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
-MODEL_CARD_FILE = "README.md"
-"""Says what license a model has. An export has a card of its own."""
+MODEL_CARD_FILE = "README.md"  # for the license that it names: an export has a card of its own
 COMPANION_FILES = (
     GENERATION_CONFIG_FILE,
     TOKENIZER_CONFIG_FILE,
