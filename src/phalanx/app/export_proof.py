@@ -34,8 +34,7 @@ SAME_WEIGHTS_TOLERANCE, ROUNDED_INPUTS_TOLERANCE = 1e-4, 0.02
 """Difference of two computations with the same weights in fp32, as a share of the largest score; and for layers that
 round their inputs, where one that lies between two numbers may become either."""
 DTYPE_TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
-"""Root mean square of what rounding weights to a dtype changes, as a share of that of the scores; and the relative
-change of the loss."""
+"""What rounding weights to a dtype may change: scores (root mean square) and the loss, relative to themselves."""
 
 
 @dataclass(frozen=True)

@@ -259,8 +259,7 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
 
 
 def _quantize_plan(plan: _ExportPlan, form: QuantizedForm, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
-    """Add to a plan which weights are quantized, and say so in config.json. Raises UsageError if the form does not fit
-    the model."""
+    """Add to a plan which weights are quantized, and say so in config.json. Raises UsageError if none can be."""
     if not origin or plan.converted:
         why = "its files hold other tensors than the model" if origin else "it did not come with model.build: hf:PATH"
         raise UsageError(f"--form: servers cannot load this model quantized, because {why}; use safetensors")
