@@ -1,4 +1,4 @@
-"""List, verify, digest, copy, remove and export the checkpoints of a run."""
+"""List, verify, digest, copy and remove the checkpoints of a run."""
 
 import os
 import re
@@ -18,7 +18,6 @@ from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
 from phalanx.train.checkpoint.digest import digest_checkpoint as digest_checkpoint
 from phalanx.train.checkpoint.durable import discard_directory, make_temporary_path
-from phalanx.train.checkpoint.export import ExportForm, export_huggingface
 from phalanx.train.checkpoint.format import (
     MANIFEST_NAME,
     CheckpointManifest,
@@ -31,7 +30,6 @@ from phalanx.train.checkpoint.format import CorruptCheckpointError as CorruptChe
 from phalanx.train.checkpoint.load import verify_checkpoint as verify_checkpoint
 from phalanx.train.checkpoint.store_fetch import localize_checkpoint, verify_stored
 from phalanx.train.checkpoint.upload import upload_checkpoint
-from phalanx.train.inference import set_threads
 
 
 def describe_checkpoints(location: str, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
@@ -128,20 +126,6 @@ def remove_checkpoint(location: str, step: int | None) -> str:
     path = select_checkpoint(location, step)
     discard_directory(path)
     return str(path)
-
-
-def export_to_huggingface(
-    checkpoint: Path, out: Path, dtype: str | None = None, form: ExportForm = "safetensors"
-) -> tuple[list[str], list[str]]:
-    """Export the weights as a Hugging Face directory, which is created; return its files, and notes for its user.
-    `dtype` is fp32, bf16 or fp16; by default each weight has the dtype that it came with. With `form` peft only the
-    adapter is written."""
-    notes: list[str] = []
-    num_threads = read_manifest(checkpoint).meta.get("recipe", {}).get("num_threads")
-    if isinstance(num_threads, int) and num_threads > 0:
-        set_threads(num_threads)
-    exported = export_huggingface(checkpoint, out, notes=notes.append, dtype=dtype, form=form)
-    return sorted(file.name for file in exported.iterdir()), notes
 
 
 def find_checkpoints(path: Path) -> list[Path]:

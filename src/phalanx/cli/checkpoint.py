@@ -2,14 +2,15 @@
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from phalanx import formatting
-from phalanx.cli.options import JsonOption, StepOption, print_warning
-from phalanx.errors import ExitCode
+from phalanx.cli.options import JsonOption, StepOption, TrustCodeOption, print_warning
+from phalanx.errors import DataError, ExitCode
 from phalanx.text_table import Column, format_table
 
 app = typer.Typer(
@@ -121,29 +122,36 @@ def export(
     path: PathArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     step: StepOption = None,
-    to: Annotated[Literal["hf"], typer.Option(help="Format; hf: a Hugging Face directory.")] = "hf",
     form: Annotated[
-        Literal["safetensors", "peft"],
-        typer.Option(help="safetensors: whole weights; peft: the adapter alone, in PEFT's format."),
+        Literal["safetensors", "fp8", "int4", "peft"],
+        typer.Option(
+            help="Plain weights; linear layers quantized (compressed-tensors: vLLM, transformers); or the adapter "
+            "alone, in PEFT's format."
+        ),
     ] = "safetensors",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="Dtype of the weights.", show_default="that of the original"),
+        typer.Option(help="Dtype of the weights that are not quantized.", show_default="that of the original"),
     ] = None,
+    verify: Annotated[bool, typer.Option(help="Reload the export and compare it with the checkpoint.")] = True,
+    trust_code: TrustCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Export the weights for other tools.
+    """Export the weights for other tools, and prove that they compute the same.
 
     Writes a Hugging Face directory, readable with the safetensors library. A model that was loaded with hf:PATH is also
-    readable with `from_pretrained`: original tensor names, adapters merged, tokenizer included."""
-    from phalanx.app.checkpoint import export_to_huggingface, select_checkpoint
+    readable with `from_pretrained`: original tensor names, adapters merged, tokenizer included. If a check fails,
+    the files are kept as OUT.failed, and the exit code is 65."""
+    from phalanx.app.export import export_checkpoint
 
-    checkpoint = select_checkpoint(path, step)
-    files, notes = export_to_huggingface(checkpoint, out, dtype, form)
+    outcome = export_checkpoint(path, out, step, form, dtype, verify, trust_code)
+    failed = ", ".join(check.name for check in outcome.checks if not check.passed)
     if as_json:
-        facts = {"path": str(checkpoint), "out": str(out), "files": files, "notes": notes}
-        print(json.dumps(facts))
+        facts = {"path": str(outcome.checkpoint), "out": str(outcome.directory), "files": outcome.files}
+        print(json.dumps({**facts, "notes": outcome.notes, "checks": [asdict(check) for check in outcome.checks]}))
     else:
-        print(f"{out}: {', '.join(files)} from {checkpoint.name}")
-        for note in notes:
-            print(note)
+        rows = [(check.name, "PASS" if check.passed else "FAIL", check.found) for check in outcome.checks]
+        table = format_table([Column("check"), Column("result"), Column("found")], rows) if rows else []
+        print(f"{out}: {', '.join(outcome.files)} from {outcome.checkpoint.name}", *outcome.notes, *table, sep="\n")
+    if failed:
+        raise DataError(f"{out}: failed the proof: {failed}; what was written is kept as {outcome.directory}")

@@ -16,6 +16,8 @@ NoteFn = Callable[[str], object]
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
+MODEL_CARD_FILE = "README.md"  # for the license that it names: an export has a card of its own
 COMPANION_FILES = (
     GENERATION_CONFIG_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -31,6 +33,8 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     *IMAGE_PROCESSOR_FILES,
+    *LICENSE_FILES,
+    MODEL_CARD_FILE,
 )
 """Files that a run keeps of the directory from which its tokenizer comes."""
 MAX_COMPANION_BYTES = 2**28

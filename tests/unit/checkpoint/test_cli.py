@@ -66,8 +66,11 @@ def test_digest_is_that_of_the_chosen_checkpoint(run: Path) -> None:
 
 def test_export_writes_a_directory(run: Path) -> None:
     result = call("export", run, run / "out", "--step", 20)
-    assert result.output.strip() == f"{run / 'out'}: model.safetensors from step-000000020"
-    assert json.loads(call("export", run, run / "out2", "--json").output)["files"] == ["model.safetensors"]
+    assert result.output.startswith(f"{run / 'out'}: README.md, export.json, model.safetensors from step-000000020\n")
+    facts = json.loads(call("export", run, run / "out2", "--json").output)
+    assert facts["files"] == ["README.md", "export.json", "model.safetensors"]
+    assert "only the run's directory or own code can call it" in facts["notes"][0]
+    assert [(check["name"], check["passed"]) for check in facts["checks"]] == [("files", True)]
 
 
 def test_a_place_without_checkpoints_and_a_step_that_is_not_there_are_usage_errors(run: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from phalanx.run.companions import (
     COMPANION_FILES,
     GENERATION_CONFIG_FILE,
     IMAGE_PROCESSOR_FILES,
+    MODEL_CARD_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     NoteFn,
@@ -41,17 +42,17 @@ from phalanx.train.adapters.int8_base import dequantize
 from phalanx.train.adapters.lora import adapter_scale, merge_adapters
 from phalanx.train.adapters.names import adapted_weight_name, adapter_names, is_adapter_name, is_added_name
 from phalanx.train.checkpoint.durable import make_temporary_path
+from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.peft_files import write_peft_adapter
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
-from phalanx.train.hf.config import DTYPE_KEYS
+from phalanx.train.hf.config import DTYPE_KEYS, QUANTIZATION_KEY
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ExportForm = Literal["safetensors", "peft"]
 _MAX_FILE_BYTES = 5_000_000_000
 
 
@@ -66,20 +67,20 @@ def export_huggingface(
     file_bytes: int | None = None,
     notes: NoteFn | None = None,
     dtype: str | None = None,
-    form: ExportForm = "safetensors",
+    form: QuantizedForm | Literal["peft"] | None = None,
 ) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
     `model`. Weights are rounded once, after merging, to `dtype` (fp32, bf16 or fp16); by default each has the dtype of
-    the original. Adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging
-    Face directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads
-    it, and the run's tokenizer. `out` appears atomically. At most one file is in memory at a
-    time. With `form` peft only the adapter is written (`peft_files.py`).
-    `notes` receives messages about files that were copied or skipped.
+    the original. Adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging Face
+    directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads it, and
+    the run's tokenizer. With a quantized `form` its linear layers are quantized; with peft only the adapter is written
+    (`peft_files.py`). `out` appears atomically. At most one file is in memory at a time. `notes` receives messages
+    about files that were copied or skipped.
 
-    Raises UsageError if `out` exists or the disk is full, CorruptCheckpointError, which names a bad file of the
-    checkpoint, and DataError if adapters or tensors cannot be converted back to their original form, or a weight is too
-    large for the dtype."""
+    Raises UsageError if `out` exists, the disk is full or `form` does not fit the model, CorruptCheckpointError, which
+    names a bad file of the checkpoint, and DataError if adapters or tensors cannot be converted back to their original
+    form, or a weight is too large for the dtype."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: exists already; export writes a new directory")
     manifest = read_manifest(checkpoint)
@@ -93,7 +94,7 @@ def export_huggingface(
             if form == "peft":
                 write_peft_adapter(checkpoint, manifest, temporary)
             else:
-                _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype)
+                _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype, form)
             sync_directory(temporary)
             os.rename(temporary, out)
             undo.pop_all()
@@ -150,6 +151,17 @@ class _ExportPlan:
     """Names of the original tensors that each group is converted back to, by the group's first tensor."""
     model: nn.Module | None = None
     dtypes: _Dtypes = _Dtypes()
+    form: QuantizedForm | None = None
+    quantized: frozenset[str] = frozenset()
+    """Exported names of the weights that `form` quantizes."""
+
+    def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what is written of a tensor, by name. Raises DataError if its dtype has no such large numbers."""
+        if self.form is None or name not in self.quantized:
+            return {name: self.dtypes.round(name, tensor)}
+        scale_dtype = self.dtypes.others.get(name, self.dtypes.main) or tensor.dtype
+        stem = name.removesuffix("weight")
+        return {stem + suffix: part for suffix, part in self.form.quantize(tensor.float(), scale_dtype).items()}
 
     def count_bytes(self, tensor: TensorRecord) -> int:
         """Return the bytes of a checkpoint's tensor in an export."""
@@ -168,6 +180,7 @@ def _write_export(
     file_bytes: int | None,
     notes: NoteFn,
     dtype: str | None,
+    form: QuantizedForm | None,
 ) -> None:
     origin = manifest.meta.get("model", {}).get("huggingface", {})
     dtypes = _choose_dtypes(origin, dtype)
@@ -176,6 +189,8 @@ def _write_export(
     elif "model" in manifest.meta:
         _write_json(folder / HF_CONFIG_FILE, manifest.meta["model"])
     plan = replace(_plan_export(manifest, origin, folder), dtypes=dtypes)
+    if form is not None:
+        plan = _quantize_plan(plan, form, origin, folder)
     file_bytes = file_bytes or origin.get("file_bytes") or _MAX_FILE_BYTES
     files = list(_split_into_files(plan, manifest, file_bytes))
     single = len(files) == 1
@@ -185,8 +200,8 @@ def _write_export(
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for group in groups:
-            made = _make_group_tensors(checkpoint, manifest, plan, group)
-            tensors |= {name: plan.dtypes.round(name, tensor) for name, tensor in made.items()}
+            for name, tensor in _make_group_tensors(checkpoint, manifest, plan, group).items():
+                tensors |= plan.convert(name, tensor)
         _save_tensors(tensors, folder / file)
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
         with open(folder / file, "rb") as written:
@@ -250,6 +265,18 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
         {group[0]: file_names for group, file_names in converted.items()},
         model,
     )
+
+
+def _quantize_plan(plan: _ExportPlan, form: QuantizedForm, origin: Mapping[str, Any], folder: Path) -> _ExportPlan:
+    """Add to a plan which weights are quantized, and say so in config.json. Raises UsageError if none can be."""
+    if not origin or plan.converted:
+        why = "its files hold other tensors than the model" if origin else "it did not come with model.build: hf:PATH"
+        raise UsageError(f"--form: servers cannot load this model quantized, because {why}; use safetensors")
+    layers, ignored = choose_layers(form, _build_meta_model(folder))
+    config = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
+    _write_json(folder / HF_CONFIG_FILE, {**config, QUANTIZATION_KEY: form.describe(ignored)})
+    names = [f"{layer}.weight" for layer in layers]
+    return replace(plan, form=form, quantized=frozenset(plan.renamed.get(name, name) for name in names))
 
 
 def _build_meta_model(folder: Path) -> nn.Module:
@@ -349,7 +376,8 @@ def _split_into_files(plan: _ExportPlan, manifest: CheckpointManifest, file_byte
 def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: NoteFn) -> None:
     """Copy to `folder` the tokenizer and companion files of a run that uses a Hugging Face model."""
     own = read_contained(run.tokenizer, run.path, notes)
-    contents = {name: read_contained(run.companions / name, run.path, notes) for name in COMPANION_FILES}
+    names = [name for name in COMPANION_FILES if name != MODEL_CARD_FILE]
+    contents = {name: read_contained(run.companions / name, run.path, notes) for name in names}
     copied = {name: content for name, content in {TOKENIZER_FILE: own, **contents}.items() if content is not None}
     for name, content in copied.items():
         write_synced(folder / name, content)

@@ -1,0 +1,102 @@
+"""Export a checkpoint for other tools, prove what was written, and record both with it."""
+
+import os
+import shutil
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from phalanx.app.checkpoint import select_checkpoint
+from phalanx.app.export_proof import compute_reference, prove_export
+from phalanx.app.export_record import hash_files, make_record, write_record
+from phalanx.errors import UsageError
+from phalanx.run import Run
+from phalanx.run.directory import sync_directory
+from phalanx.train.checkpoint.durable import make_temporary_path
+from phalanx.train.checkpoint.export import export_huggingface
+from phalanx.train.checkpoint.export_forms import QUANTIZED_FORMS
+from phalanx.train.checkpoint.format import parse_step, read_manifest
+from phalanx.train.hf.reload import ProofCheck
+from phalanx.train.hf.safetensors_reader import open_weight_reader
+from phalanx.train.inference import set_threads
+from phalanx.train.model_builder import BUILT_IN_PREFIX
+from phalanx.train.tasks import BUILT_IN_TASKS
+
+
+@dataclass(frozen=True)
+class ExportOutcome:
+    """What was written to `directory`: OUT, or OUT.failed if a check failed."""
+
+    checkpoint: Path
+    directory: Path
+    files: list[str]
+    notes: list[str]
+    checks: list[ProofCheck]
+
+
+def export_checkpoint(
+    source: str,
+    out: Path,
+    step: int | None = None,
+    form_name: str = "safetensors",
+    dtype: str | None = None,
+    verify: bool = True,
+    trust_code: bool = False,
+) -> ExportOutcome:
+    """Export the checkpoint of `step`, by default the newest, of a run or URL to the new directory `out`, which appears
+    once its proof has passed; if that fails, as `OUT.failed`. `form_name` is safetensors, peft or one of
+    QUANTIZED_FORMS, `dtype` fp32, bf16 or fp16; by default each weight has the dtype that it came with. `verify`: prove
+    it, if needed with code of the run's own (`trust_code`).
+
+    Raises UsageError if `out` exists, the form does not fit the model or what the proof needs is not there, and
+    DataError if the checkpoint or the run's data are damaged."""
+    final, failed = out.absolute(), out.absolute().with_name(f"{out.name}.failed")
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise UsageError(f"{out}: exists already; export writes a new directory")
+    if failed.exists():
+        raise UsageError(f"{failed}: exists already, from an export that failed its proof; remove it first")
+    checkpoint = select_checkpoint(source, step)
+    if form_name == "peft":
+        written = export_huggingface(checkpoint, out, form="peft")
+        note = "the adapter alone is not compared with the checkpoint's model; --form safetensors is"
+        return ExportOutcome(checkpoint, written, sorted(file.name for file in written.iterdir()), [note], [])
+    form = QUANTIZED_FORMS.get(form_name)
+    meta, run = read_manifest(checkpoint).meta, Run(checkpoint.absolute().parent.parent)
+    model, recipe = meta.get("model", {}), meta.get("recipe", {})
+    if isinstance(num_threads := recipe.get("num_threads"), int) and num_threads > 0:
+        set_threads(num_threads)
+    notes, reference = list[str](), None
+    is_built_in = model.get("build", "").startswith(BUILT_IN_PREFIX) and recipe.get("task") in list(BUILT_IN_TASKS)
+    needed = None
+    if form is not None and find_spec("compressed_tensors") is None:
+        needed = "compressed-tensors, which is not installed: pip install 'phalanx[compressed-tensors]'"
+    elif model.get("huggingface") and not run.plan.is_file():
+        needed = "the directory of its run, with plan.json: give that"
+    if verify and needed:
+        raise UsageError(f"{source}: the proof of an export needs {needed}, or export with --no-verify")
+    if verify and (model.get("huggingface") or (is_built_in and run.plan.is_file())):
+        reference = compute_reference(run, parse_step(checkpoint.absolute()), trust_code)
+    elif verify:
+        notes.append("not compared with the checkpoint's model: only the run's directory or own code can call it")
+    temporary = make_temporary_path(final, "unproved")
+    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, temporary, ignore_errors=True)
+        export_huggingface(checkpoint, temporary, notes=notes.append, dtype=dtype, form=form)
+        hashes = hash_files(temporary)
+        dtypes = Counter(open_weight_reader(temporary).read_dtypes().values()) or Counter(["float32"])
+        weights_dtype = dtypes.most_common(1)[0][0]
+        checks = [] if reference is None else prove_export(reference, temporary, form, weights_dtype)
+        if verify:
+            changed = [name for name, value in hash_files(temporary).items() if hashes.get(name) != value]
+            found = f"{', '.join(changed)} changed after it was written" if changed else f"{len(hashes)} as written"
+            checks.append(ProofCheck("files", not changed, found))
+        write_record(temporary, make_record(checkpoint, meta, form_name, weights_dtype, hashes, checks))
+        sync_directory(temporary)
+        directory = final if all(check.passed for check in checks) else failed
+        os.rename(temporary, directory)
+        undo.pop_all()
+    sync_directory(directory.parent)
+    return ExportOutcome(checkpoint, directory, sorted(file.name for file in directory.iterdir()), notes, checks)

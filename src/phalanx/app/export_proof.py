@@ -1,0 +1,191 @@
+"""Prove an export: compute with the checkpoint's model before anything is written, reload what was written in a process
+of its own, and compare, on samples of the run's own data, on the CPU in fp32."""
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from phalanx.data import IGNORE_INDEX, open_data
+from phalanx.data.tokenizers import load_run_tokenizer
+from phalanx.errors import DataError, PhalanxError
+from phalanx.recipe.imports import huggingface_location
+from phalanx.run import Run
+from phalanx.run.call_process import CallProcess, value_of
+from phalanx.run.companions import TOKENIZER_CONFIG_FILE
+from phalanx.run.process_messages import CallRaised, CallReturned
+from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, load_export
+from phalanx.train.hf import reload
+from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, TextFacts, compute_scores
+from phalanx.train.inference import check_data, load_trained_model
+from phalanx.train.tasks import Classification
+
+NUM_TOKENS, MAX_SAMPLE_TOKENS, NUM_IMAGES = 1024, 256, 32
+NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 3, 16, 64
+PROBE_TEXT = "Hello, world! 12345 äöü 漢字\n\tx = [1, 2]  # end"
+SAME_WEIGHTS_TOLERANCE, ROUNDED_INPUTS_TOLERANCE = 1e-4, 0.02
+"""Difference of two computations with the same weights in fp32, as a share of the largest score; and for layers that
+round their inputs, where one that lies between two numbers may become either."""
+DTYPE_TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
+"""What rounding weights to a dtype may change: scores (root mean square) and the loss, relative to themselves."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the checkpoint's model computes of a few samples. `inputs` are tokens [n, s] or pixel values, `targets`
+    tokens [n, s] or classes [n], `scores` logits or hidden states."""
+
+    build: str
+    inputs: Tensor
+    targets: Tensor
+    images: Tensor | None
+    scores: Tensor
+    has_loss: bool
+    text: TextFacts | None
+
+
+def compute_reference(run: Run, step: int, trust_code: bool) -> Reference:
+    """Compute what the export of a checkpoint is compared with. Raises UsageError or DataError where the run's model or
+    data cannot be used."""
+    try:
+        trained = load_trained_model(run, step, False, torch.device("cpu"), trust_code)
+        check_data(trained.recipe)
+    except PhalanxError as error:
+        raise type(error)(f"{error}; the proof of an export needs it, or export with --no-verify") from None
+    data = open_data(trained.recipe.data, trained.recipe.evaluation, trained.recipe.seed)
+    is_text, num_validation = trained.facts.kind == "tokens", data.num_validation_samples
+    count = NUM_TOKENS // min(trained.facts.seq_len or NUM_TOKENS, MAX_SAMPLE_TOKENS) if is_text else NUM_IMAGES
+    count = min(count, num_validation or data.num_train_samples)
+    batch = data.read_validation(0, count) if num_validation else data.read_training(0, count)
+    tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+    if is_text:
+        inputs, targets = (tensors[name][:, :MAX_SAMPLE_TOKENS].contiguous() for name in ("tokens", "targets"))
+    else:
+        task = Classification()
+        task.normalization = trained.image_normalization
+        (inputs,), targets = task.inputs(tensors)[0], tensors["labels"]
+    scores, has_logits = compute_scores(trained.model, inputs)
+    has_loss = has_logits and targets.shape == scores.shape[:-1]
+    text = _describe_text(run, inputs) if is_text and run.tokenizer.is_file() else None
+    return Reference(trained.recipe.model.build, inputs, targets, tensors.get("images"), scores, has_loss, text)
+
+
+def prove_export(reference: Reference, directory: Path, form: QuantizedForm | None, dtype: str) -> list[ProofCheck]:
+    """Reload an export and compare it with its checkpoint. `dtype`: that of most of its weights."""
+    is_huggingface = huggingface_location(reference.build) is not None
+    prompts, num_tokens = list[list[int]](), reference.inputs.shape[1]
+    if is_huggingface and reference.has_loss and reference.images is None:
+        prompts = reference.inputs[:NUM_PROMPTS, : min(MAX_PROMPT_TOKENS, (num_tokens + 1) // 2)].tolist()
+    max_new_tokens = min(MAX_NEW_TOKENS, num_tokens - len(prompts[0])) if prompts else 0
+    with tempfile.TemporaryDirectory(prefix="phalanx-export-") as scratch:
+        request = ReloadRequest(str(directory), scratch, reference.build, prompts, max_new_tokens, reference.text)
+        reply, scores = _reload(request, reference, is_huggingface)
+    checks = list(reply.checks)
+    if scores is not None:
+        checks += _check_scores(reference, scores, form, dtype)
+    if scores is not None and is_huggingface and all(check.passed for check in checks if check.name == "load"):
+        checks += _compare_with_own_reader(reference, request, form, reply, scores)
+    return checks
+
+
+def _describe_text(run: Run, inputs: Tensor) -> TextFacts:
+    """Return what the run says about texts, of which one is that of the first sample."""
+    described = run.read_json_or_empty(run.plan).get("tokenizer")
+    tokenizer = load_run_tokenizer(run.tokenizer, described)
+    texts = [PROBE_TEXT, tokenizer.decode(inputs[0].tolist())]
+    encoded = [tokenizer.encode_prompt(text) for text in texts]
+    separator = [] if tokenizer.separator_token is None else [tokenizer.separator_token]
+    stops = described.get("stops") if isinstance(described, Mapping) else None
+    configs = (run.read_json_or_empty(run.companions / name) for name in (TOKENIZER_CONFIG_FILE, "chat_template.json"))
+    template: Any = next((config["chat_template"] for config in configs if config.get("chat_template")), None)
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}
+    if (file := run.companions / "chat_template.jinja").is_file():
+        template = file.read_text(encoding="utf-8")
+    return TextFacts(texts, encoded, list(tokenizer.begin_tokens), separator, stops or separator, template)
+
+
+def _reload(request: ReloadRequest, reference: Reference, is_huggingface: bool) -> tuple[ReloadReply, Tensor | None]:
+    """Have a request answered in a process of its own; without scores if the export cannot be loaded."""
+    function = reload.reload_with_transformers if is_huggingface else reload.reload_with_builder
+    tensors = {"inputs": reference.inputs} | ({} if reference.images is None else {"images": reference.images})
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, Path(request.scratch, reload.INPUTS_FILE))
+    process, file = CallProcess(), Path(request.scratch, reload.SCORES_FILE)
+    try:
+        process.send_call(f"{function.__module__}:{function.__name__}", asdict(request))
+        while (messages := process.receive()) is not None:
+            for reply in (each for each in messages if isinstance(each, CallReturned | CallRaised)):
+                answer = TypeAdapter(ReloadReply).validate_python(value_of(reply))
+                return answer, load_file(file)["scores"] if file.is_file() else None
+    finally:
+        process.kill()
+    raise DataError("the process that reloads the export was killed, as where memory runs out; use --no-verify")
+
+
+def _make_check(name: str, passed: bool, found: str, **figures: float) -> ProofCheck:
+    return ProofCheck(name, passed, found, {key: value for key, value in figures.items() if math.isfinite(value)})
+
+
+def _check_scores(reference: Reference, scores: Tensor, form: QuantizedForm | None, dtype: str) -> Iterator[ProofCheck]:
+    """Compare with the checkpoint's model: what rounding or quantizing the weights changes."""
+    difference, tolerance = scores - reference.scores, DTYPE_TOLERANCES[dtype]
+    relative = float(difference.square().mean().sqrt() / reference.scores.square().mean().sqrt())
+    largest = float(difference.abs().max())
+    passed = relative <= tolerance if form is None else math.isfinite(relative)
+    by_loss = "judged by the loss" if reference.has_loss else "not judged: there is no loss"
+    judged = f"tolerance of {dtype} {tolerance:g}" if form is None else by_loss
+    found = f"max |difference| {largest:.3g}, relative (RMS) {relative:.2g}, {judged}"
+    yield _make_check("logits", passed, found, max_difference=largest, relative_difference=relative)
+    if reference.has_loss:
+        measure, targets = nn.CrossEntropyLoss(ignore_index=IGNORE_INDEX), reference.targets.flatten()
+        before, after = (float(measure(each.flatten(0, -2), targets)) for each in (reference.scores, scores))
+        change, limit = (after - before) / before, tolerance if form is None else form.max_loss_increase
+        sign, passed = ("±", abs(change) <= limit) if form is None else ("+", change <= limit)
+        found = f"{before:.5f} before, {after:.5f} after: {change:+.3%}, limit {sign}{limit:.2%}"
+        yield _make_check("loss", passed, found, before=before, after=after, relative_change=change, limit=limit)
+
+
+def _compare_with_own_reader(
+    reference: Reference, request: ReloadRequest, form: QuantizedForm | None, reply: ReloadReply, scores: Tensor
+) -> Iterator[ProofCheck]:
+    """Compare with our own model of the same files: what transformers reads is what was meant."""
+    model = load_export(Path(request.directory), form)
+    own, _ = compute_scores(model, reference.inputs)
+    rounds_inputs = form is not None and form.round_inputs is not None
+    tolerance = ROUNDED_INPUTS_TOLERANCE if rounds_inputs else SAME_WEIGHTS_TOLERANCE
+    largest = float((scores - own).abs().max() / own.abs().max())
+    found = f"largest difference from our own reader {largest:.2g} of the largest score, tolerance {tolerance:g}"
+    yield _make_check("same weights", largest <= tolerance, found, difference=largest, tolerance=tolerance)
+    if reply.generated:
+        ends = set(reply.end_tokens if reference.text is None else reference.text.ends)
+        yield check_generation(model, list(zip(request.prompts, reply.generated, strict=True)), ends, tolerance)
+
+
+def check_generation(
+    model: nn.Module, continued: list[tuple[list[int], list[int]]], ends: set[int], tolerance: float
+) -> ProofCheck:
+    """Compare what continues each prompt token by token: each must be the one that our own greedy generation takes
+    after the same tokens. Where two are as likely within the tolerance, either may be."""
+    for number, (prompt, tokens) in enumerate(continued, 1):
+        scores, _ = compute_scores(model, torch.tensor([prompt + tokens]))
+        rows = scores[0, len(prompt) - 1 : -1]
+        lacking = rows.amax(-1) - rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        wrong = (lacking > tolerance * rows.abs().amax(-1)).nonzero().flatten().tolist()
+        if wrong:
+            found = f"token {wrong[0] + 1} is {tokens[wrong[0]]}, ours is {int(rows[wrong[0]].argmax())}"
+        elif not ends.isdisjoint(tokens[:-1]):
+            found = f"continues behind token {min(ends.intersection(tokens[:-1]))}, which ends the run's texts"
+        else:
+            continue
+        return ProofCheck("generation", False, f"prompt {number}: {found}")
+    num_tokens = sum(len(tokens) for _, tokens in continued)
+    num_ended = sum(tokens[-1] in ends for _, tokens in continued)
+    found = f"{num_tokens} of {num_tokens} tokens of {len(continued)} prompts are ours; {num_ended} reached their end"
+    return _make_check("generation", True, found, num_tokens=num_tokens, num_ended=num_ended)

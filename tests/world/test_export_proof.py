@@ -1,0 +1,252 @@
+"""Exports of trained runs that prove themselves, and proofs that fail."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from phalanx.app import export, export_proof
+from phalanx.app.export_record import find_license
+from phalanx.cli import main
+from phalanx.cli.checkpoint import app
+from phalanx.data.tokenizers import train_bpe_tokenizer
+from phalanx.errors import UsageError
+from phalanx.run import Run
+from phalanx.run.call_process import answer_call
+from phalanx.run.process_messages import CallRaised, CallReturned, RunCall
+from phalanx.train.checkpoint.format import list_checkpoints
+from train_harness import TrainHarness, Values
+
+tiny: Any = pytest.importorskip("tiny_huggingface")
+transformers: Any = pytest.importorskip("transformers")
+
+NO_PEER = find_spec("compressed_tensors") is None
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
+
+
+def train(lab: TrainHarness, kind: str, **changes: Any) -> Run:
+    """A run of a tiny model that came in bf16 with a tokenizer, a chat template and a license."""
+    origin = lab.folder / f"origin-{kind}"
+    if not origin.exists():
+        torch.manual_seed(0)
+        sizes = {} if kind == "gpt2" else {"hidden_size": 128, "intermediate_size": 256}
+        model = transformers.AutoModelForCausalLM.from_config(tiny.make_config(kind, vocab_size=300, **sizes))
+        model.generation_config.eos_token_id = 0
+        model.to(torch.bfloat16).save_pretrained(origin)
+        train_bpe_tokenizer(iter([(lab.folder / "few.txt").read_text()]), 280, origin / "tokenizer.json")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+        (origin / "tokenizer_config.json").write_text(json.dumps(config))
+        (origin / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n")
+    recipe: Values = {
+        "model": {"build": f"hf:{origin.name}"},
+        "data": {"source": {"text": "few.txt"}, "tokenizer": origin.name, "seq_len": 32},
+        "steps": 6,
+        **changes,
+    }
+    return lab.train(recipe).run
+
+
+@pytest.fixture(scope="module")
+def run(lab: TrainHarness) -> Iterator[Run]:
+    """Fine-tuned with adapters, also on the output layer, which is tied to the embedding."""
+    import train_harness as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BASE_RECIPE", {**module.BASE_RECIPE, "model": {}})
+        yield train(lab, "llama-tied", lora={"rank": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]})
+
+
+class SameProcess:
+    """Answers calls in this process: starting one takes seconds."""
+
+    def send_call(self, function: str, payload: Any) -> None:
+        self.reply = answer_call(RunCall(function=function, payload=payload, call_id=0))
+
+    def receive(self) -> list[CallReturned | CallRaised]:
+        return [self.reply]
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_proof, "CallProcess", SameProcess)
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=False)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]) -> None:
+    """Change an export after it was written."""
+    prove = export.prove_export
+
+    def prove_changed(reference: Any, directory: Path, *rest: Any) -> Any:
+        change(directory)
+        return prove(reference, directory, *rest)
+
+    monkeypatch.setattr(export, "prove_export", prove_changed)
+
+
+def edit_json(name: str, **values: Any) -> Callable[[Path], object]:
+    def edit(directory: Path) -> None:
+        file = directory / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edit
+
+
+def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def edit(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def test_an_export_proves_itself_in_a_process_of_its_own_and_says_what_it_is(run: Run, tmp_path: Path) -> None:
+    result = call(run.path, tmp_path / "out")
+    assert result.exit_code == 0
+    rows = [line.split()[:2] for line in result.output.splitlines()]
+    named = ["load", "tokenizer", "logits", "loss", "generation", "files"]
+    assert all([name, "PASS"] in rows for name in named)
+    assert "FAIL" not in result.output
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    weights = hashlib.sha256((tmp_path / "out" / "model.safetensors").read_bytes()).hexdigest()
+    assert record["files"]["model.safetensors"] == weights
+    assert (record["base_model"], record["base_license"]) == ("origin-llama-tied", "apache-2.0")
+    assert record["checkpoint_digest"] == (run.read_json(run.result) or {})["digest"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\nbase_model: origin-llama-tied\nlicense: apache-2.0\n---\n")
+    assert re.search(r"\| loss \| PASS \| \d", card)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_merged_adapters_compute_what_adapters_do(run: Run, tmp_path: Path) -> None:
+    outcome = export.export_checkpoint(str(run.path), tmp_path / "out", dtype="fp32")
+    checks = {check.name: check for check in outcome.checks}
+    assert all(check.passed for check in outcome.checks)
+    assert checks["logits"].figures["max_difference"] < 1e-5
+    assert checks["generation"].figures["num_tokens"] > 40
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("change", "failed", "found"),
+    [
+        (edit_weights(lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].mul_(-1)), "logits", "RMS"),
+        (edit_weights(lambda tensors: tensors.pop("model.norm.weight")), "load", "missing or left: model.norm.weight"),
+        (edit_json("generation_config.json", eos_token_id=7), "end of text", r"ends at \[7\], the run's at \[0\]"),
+        (edit_json("generation_config.json", pad_token_id=999), "special tokens", "999.*the vocabulary has 300"),
+        (edit_json("tokenizer_config.json", chat_template="{{ messages }}"), "chat template", "is not the run's"),
+        (lambda out: (out / "generation_config.json").write_text("{"), "special tokens", "generation_config.json"),
+        (lambda out: train_bpe_tokenizer(iter(["other"]), 260, out / "tokenizer.json"), "tokenizer", "begins with"),
+    ],
+)
+def test_what_was_damaged_after_it_was_written_fails_and_is_kept(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], object],
+    failed: str,
+    found: str,
+) -> None:
+    damage(monkeypatch, change)
+    outcome = export.export_checkpoint(str(run.path), tmp_path / "out")
+    checks = {check.name: check for check in outcome.checks if not check.passed}
+    assert re.search(found, checks[failed].found)
+    assert "files" in checks
+    assert outcome.directory == tmp_path / "out.failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.failed"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_failed_proof_ends_with_65_and_names_its_checks_and_where_the_files_are(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(monkeypatch, edit_json("generation_config.json", eos_token_id=7))
+    assert main.main(["checkpoint", "export", str(run.path), str(tmp_path / "out"), "--json"]) == 65
+    printed = capsys.readouterr()
+    assert re.search(r"failed the proof: end of text, .*files; what was written is kept as .*out.failed", printed.err)
+    facts = json.loads(printed.out)
+    assert facts["out"] == str(tmp_path / "out.failed")
+    assert {"end of text", "files"} <= {check["name"] for check in facts["checks"] if not check["passed"]}
+    with pytest.raises(UsageError, match=r"out.failed: exists already, from an export that failed its proof"):
+        call(run.path, tmp_path / "out")
+
+
+@pytest.mark.skipif(NO_PEER, reason="compressed-tensors is not installed: quantized exports are not proved")
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_transformers_computes_with_a_quantized_export_what_our_reader_does(
+    run: Run, tmp_path: Path, form: str
+) -> None:
+    outcome = export.export_checkpoint(str(run.path), tmp_path / "out", form_name=form)
+    checks = {check.name: check for check in outcome.checks}
+    print(form, checks["loss"].found)
+    assert all(check.passed for check in outcome.checks), [check for check in outcome.checks if not check.passed]
+    assert checks["same weights"].figures["difference"] < 1e-4
+    assert checks["logits"].figures["relative_difference"] > 1e-4  # it is quantized
+
+
+def test_without_what_the_proof_needs_a_quantized_export_is_refused_or_not_verified(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'phalanx\[compressed-tensors\]', or export with --no-verify"):
+        call(run.path, tmp_path / "out", "--form", "int4")
+    assert call(run.path, tmp_path / "out", "--form", "int4", "--no-verify").exit_code == 0
+    assert "exported with `--no-verify`" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_model_of_ours_is_rebuilt_from_its_config(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = lab.train({"model": {"build": "phalanx.models:transformer"}, "steps": 2}).run
+    checks = export.export_checkpoint(str(own.path), tmp_path / "out").checks
+    assert [(check.name, check.passed) for check in checks] == [
+        (name, True) for name in ("load", "logits", "loss", "files")
+    ]
+    damage(monkeypatch, edit_weights(lambda tensors: tensors["blocks.0.ffn.up.weight"].zero_()))
+    outcome = export.export_checkpoint(str(own.path), tmp_path / "other")
+    assert "logits" in {check.name for check in outcome.checks if not check.passed}
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "found"),
+    [
+        ({"README.md": '---\nlicense: "mit"\ntags: [a]\n---\nlicense: gpl\n'}, {}, "mit"),
+        ({"README.md": "license: mit\n", "LICENSE": "Apache License\n  Version 2.0"}, {}, "Apache License Version 2.0"),
+        ({}, {"license": "cc-by-4.0"}, "cc-by-4.0"),
+        ({}, {}, None),
+    ],
+)
+def test_the_license_of_a_base_is_the_one_that_its_files_name(
+    tmp_path: Path, files: dict[str, str], config: dict[str, str], found: str | None
+) -> None:
+    companions = Run(tmp_path).companions
+    companions.mkdir()
+    for name, text in files.items():
+        (companions / name).write_text(text)
+    assert find_license(Run(tmp_path), config) == found
+
+
+def test_a_checkpoint_without_its_run_is_exported_only_without_a_proof(run: Run, tmp_path: Path) -> None:
+    (checkpoint,) = list_checkpoints(run.checkpoints)[:1]
+    shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    with pytest.raises(UsageError, match=r"the proof of an export needs the directory of its run, with plan\.json"):
+        call(tmp_path / checkpoint.name, tmp_path / "out")
+    assert call(tmp_path / checkpoint.name, tmp_path / "out", "--no-verify").exit_code == 0
