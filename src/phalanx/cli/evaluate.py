@@ -2,12 +2,23 @@
 
 import json
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from phalanx.cli.options import BestOption, JsonOption, RunArgument, StepOption, TrustCodeOption, print_warning
+from phalanx.cli.options import (
+    BestOption,
+    DeviceOption,
+    JsonOption,
+    RunArgument,
+    StepOption,
+    TrustCodeOption,
+    print_warning,
+)
 from phalanx.text_table import format_facts
+
+TASKS_WITH_PERPLEXITY = ("language-modeling", "chat", "distillation")
+"""Tasks that are scored by the mean cross-entropy of tokens."""
 
 
 def evaluate(
@@ -18,10 +29,7 @@ def evaluate(
     step: StepOption = None,
     best: BestOption = False,
     trust_code: TrustCodeOption = False,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None,
-        typer.Option(help="Device to evaluate on.", show_default="as in the run's recipe"),
-    ] = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a run's checkpoint on the validation set: loss and the task's metrics."""
@@ -36,7 +44,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps({**facts, "duration_s": result.duration_s}))
         return
-    if scores.task == "language-modeling":
+    if scores.task in TASKS_WITH_PERPLEXITY:
         facts["perplexity"] = math.exp(result.loss)
     texts = (
         (name.removeprefix("num_"), f"{value:.6g}" if isinstance(value, float) else str(value))
