@@ -47,7 +47,7 @@ def chat(
     from phalanx.app.generate import SamplingOptions, load_text_model
 
     text_model = load_text_model(model, CheckpointSelection(step, best, trust_code), device, print_warning)
-    first: "list[Message]" = [] if system is None else [{"role": "system", "content": system}]
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     # a template that refuses messages, or is missing, is reported before anything is typed
     text_model.encode_messages([*first, {"role": "user", "content": "-"}])
     sampling = SamplingOptions(tokens, temperature, top_k, seed)

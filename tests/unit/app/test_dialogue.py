@@ -48,21 +48,7 @@ def ask(text: str) -> list[dict[str, str]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory of a tiny model whose end of turn is not its end of text, and conversations."""
     folder = tmp_path_factory.mktemp("chat")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|bos|>", "<|eos|>", "<|start|>", "<|end|>"]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=260, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(["a"], trainer)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|bos|> $A", special_tokens=[(special[0], 0)]
-    )
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1])
-    fast.chat_template = TEMPLATE
-    config = tiny.make_config("llama", vocab_size=260, max_position_embeddings=256, bos_token_id=0, eos_token_id=1)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-    fast.save_pretrained(folder / "base")
+    tiny.save_chat_model(folder / "base", TEMPLATE)
     rows = [{"messages": [*ask("Hi"), {"role": "assistant", "content": "ho"}]}] * 20
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "own.jinja").write_text(OWN_TEMPLATE)
