@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from html import escape
 
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from phalanx.serve.access import Access, describe_refusal
 from phalanx.serve.chat_worker import REPLIES, REQUESTS, ChatReply, ChatRequest, write_reply
 
 MAX_REQUEST_BYTES = 1 << 20
+WORKER_COMMAND = (sys.executable, "-m", "phalanx.serve.chat_worker")
 _FORM = """<div role="log" aria-label="Dialogue"></div>
 <form><textarea name="message" rows="2" required aria-label="Message"></textarea>
 <button>Send</button> <button type="button" disabled>Stop</button> <button type="button">Clear</button></form>"""
@@ -38,7 +39,8 @@ def render_chat(run: Run, address: str, refusal: str | None) -> str:
 class ChatProcess:
     """The process with the model that was asked last. Requests wait for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self._command = command
         self._lock = asyncio.Lock()
         self._location = ""
         self._process: Process | None = None
@@ -69,9 +71,9 @@ class ChatProcess:
                 return self._process
             self._process.kill()
             await self._process.wait()
-        command = (sys.executable, "-m", "phalanx.serve.chat_worker", location)
         self._process = await asyncio.create_subprocess_exec(
-            *command,
+            *self._command,
+            location,
             stdin=PIPE,
             stdout=PIPE,
             start_new_session=True,  # Ctrl-C of the server is not its stop button

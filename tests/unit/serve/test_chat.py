@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, cast
@@ -58,33 +59,66 @@ def test_a_browser_that_may_not_act_may_not_ask(run: Run) -> None:
     assert (answer.status, "messages" in answer.text) == (400, True)
 
 
-def test_an_answer_is_streamed_and_one_that_was_left_stops(tmp_path: Path) -> None:
+WORKER = """
+import itertools, json, os, signal, sys
+stopped = []
+signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
+for line in sys.stdin:
+    stopped.clear()
+    text = json.loads(line)["messages"][-1]["content"]
+    if text == "exit":
+        os._exit(3)
+    for number in itertools.count() if text == "endless" else range(2):
+        print(json.dumps({"text": f"{text} {number} of {sys.argv[1]}"}), flush=True)
+        if stopped:
+            break
+    print('{"done": true}', flush=True)
+"""
+
+
+def ask(chat: ChatProcess, location: str, text: str) -> AsyncGenerator[str, None]:
+    request = ChatRequest([ChatMessage("user", text)], max_tokens=5)
+    return cast(AsyncGenerator[str, None], chat.stream_answer(location, request))
+
+
+async def read(events: AsyncGenerator[str, None]) -> list[dict[str, Any]]:
+    return [json.loads(event.removeprefix("data: ")) async for event in events]
+
+
+async def end(chat: ChatProcess) -> None:
+    assert chat._process is not None
+    chat._process.kill()
+    await chat._process.wait()
+
+
+def test_an_answer_that_was_left_stops_and_the_next_one_is_whole() -> None:
+    async def talk() -> None:
+        chat = ChatProcess((sys.executable, "-c", WORKER))
+        endless = ask(chat, "a", "endless")
+        assert "endless 0 of a" in await anext(endless)
+        await endless.aclose()
+        assert await read(ask(chat, "a", "Hi")) == [{"text": "Hi 0 of a"}, {"text": "Hi 1 of a"}, {"done": True}]
+        assert (await read(ask(chat, "b", "Hi")))[0] == {"text": "Hi 0 of b"}
+        (reply,) = await read(ask(chat, "b", "exit"))
+        assert "exit code 3" in reply["error"]
+        assert len(await read(ask(chat, "b", "Hi"))) == 3
+        await end(chat)
+
+    asyncio.run(talk())
+
+
+def test_the_process_answers_with_a_model(tmp_path: Path) -> None:
     tiny = pytest.importorskip("tiny_huggingface")
     tiny.save_chat_model(tmp_path / "model", TEMPLATE)
-    chat, location = ChatProcess(), str(tmp_path / "model")
-
-    def ask(text: str, max_tokens: int) -> AsyncGenerator[str, None]:
-        request = ChatRequest([ChatMessage("user", text)], max_tokens)
-        return cast(AsyncGenerator[str, None], chat.stream_answer(location, request))
-
-    async def read(events: AsyncGenerator[str, None]) -> list[dict[str, Any]]:
-        return [json.loads(event.removeprefix("data: ")) async for event in events]
 
     async def talk() -> None:
-        first = await read(ask("Hi", 5))
-        assert first[-1] == {"done": True}
-        assert sum("text" in reply for reply in first) >= 1
-        left = ask("Hi", 10**6)
-        await anext(left)
-        await left.aclose()
-        assert await read(ask("Hi", 5)) == first
-        too_long = await read(ask("long" * 1000, 5))
-        assert "shorten it" in too_long[0]["error"]
-        assert chat._process is not None
-        chat._process.kill()
-        await chat._process.wait()
-        assert await read(ask("Hi", 5)) == first
-        chat._process.kill()
-        await chat._process.wait()
+        chat = ChatProcess()
+        replies = await read(ask(chat, str(tmp_path / "model"), "Hi"))
+        assert [*replies[-2], *replies[-1]] == ["note", "done"]
+        assert any("text" in reply for reply in replies)
+        refused, done = await read(ask(chat, str(tmp_path / "model"), "long" * 1000))
+        assert "shorten it" in refused["error"]
+        assert done == {"done": True}
+        await end(chat)
 
     asyncio.run(talk())
