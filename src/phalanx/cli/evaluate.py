@@ -2,7 +2,9 @@
 
 import json
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,21 +12,38 @@ from phalanx.cli.options import (
     BestOption,
     DeviceOption,
     JsonOption,
-    RunArgument,
+    ModelArgument,
     StepOption,
     TrustCodeOption,
     print_warning,
 )
-from phalanx.text_table import format_facts
+from phalanx.text_table import Column, format_facts, format_table
+
+if TYPE_CHECKING:
+    from phalanx.app.lm_eval import TaskScore
 
 TASKS_WITH_PERPLEXITY = ("language-modeling", "chat", "distillation")
 """Tasks that are scored by the mean cross-entropy of tokens."""
 
 
 def evaluate(
-    run: RunArgument,
+    run: ModelArgument,
     samples: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Evaluate at most N validation samples.", show_default="all")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME]", help="Evaluate on these tasks of lm-eval instead.", show_default="validation set"
+        ),
+    ] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="Python of an environment with lm-eval, for --tasks. Also as PHALANX_LM_EVAL.",
+            show_default="lm_eval on the PATH",
+        ),
     ] = None,
     step: StepOption = None,
     best: BestOption = False,
@@ -32,13 +51,21 @@ def evaluate(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a run's checkpoint on the validation set: loss and the task's metrics."""
+    """Evaluate a run's checkpoint on the validation set: loss and the task's metrics.
+
+    With --tasks evaluate it, or a Hugging Face directory, on tasks of lm-eval.
+    """
+    from phalanx.app.evaluate import CheckpointSelection, evaluate_run
     from phalanx.run import Run
 
-    run_dir = Run.open_existing(run)
-    from phalanx.app.evaluate import CheckpointSelection, evaluate_run
+    selection = CheckpointSelection(step, best, trust_code)
+    if tasks is not None:
+        from phalanx.app.lm_eval import evaluate_tasks, find_lm_eval
 
-    scores = evaluate_run(run_dir, CheckpointSelection(step, best, trust_code), device, samples, print_warning)
+        command = find_lm_eval(lm_eval)
+        _print_tasks(evaluate_tasks(run, selection, tasks, command, device, samples, print_warning), as_json)
+        return
+    scores = evaluate_run(Run.open_existing(run), selection, device, samples, print_warning)
     result = scores.result
     facts = {"checkpoint": scores.checkpoint, "loss": result.loss, **result.metrics, "num_samples": result.num_samples}
     if as_json:
@@ -51,3 +78,15 @@ def evaluate(
         for name, value in facts.items()
     )
     typer.echo("\n".join(format_facts(texts)))
+
+
+def _print_tasks(scores: "Sequence[TaskScore]", as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([asdict(score) for score in scores]))
+        return
+    rows = (
+        (score.task, score.metric, f"{score.value:.4f}", f"{score.standard_error:.4f}" if score.standard_error else "")
+        for score in scores
+    )
+    columns = [Column("task"), Column("metric"), Column("value", True), Column("standard error", True)]
+    typer.echo("\n".join(format_table(columns, rows)))

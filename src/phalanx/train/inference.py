@@ -64,7 +64,7 @@ def load_trained_model(
     """
     if step is not None and best:
         raise UsageError(f"--step {step} and --best: give one of them")
-    checkpoint, notes = _choose_checkpoint(run, step, best)
+    checkpoint, notes = choose_checkpoint(run, step, best)
     manifest = read_manifest(checkpoint)
     if "model" not in manifest.meta and "data_info" not in run.read_json_or_empty(run.plan):
         raise UsageError(
@@ -151,7 +151,7 @@ def _read_facts(run: Run) -> DataInfo:
     return facts
 
 
-def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
+def choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
     """Return the selected checkpoint, and messages about newer ones that are damaged."""
     if run.store_url is not None:
         step, best = _fetch_stored(run, run.store_url, step, best), False
