@@ -79,24 +79,23 @@ def load_text_model(
         UsageError: there is no such model or checkpoint, or it is no language model.
         DataError: the checkpoint is damaged, or the tokenizer is not that of the training.
     """
-    if is_huggingface_model(location):
-        if selection != CheckpointSelection():
-            raise UsageError(f"{location}: is a Hugging Face directory, without steps; leave out --step and --best")
-        return _load_huggingface(location, device or "auto")
-    return _load_from_run(Run.open_existing(location), selection, device, warn)
+    if (directory := find_huggingface_model(location)) is None:
+        return _load_from_run(Run.open_existing(location), selection, device, warn)
+    if selection != CheckpointSelection():
+        raise UsageError(f"{location}: is a Hugging Face directory, without steps; leave out --step and --best")
+    return _load_huggingface(location, directory, device or "auto")
 
 
-def is_huggingface_model(location: str) -> bool:
-    """Return whether a location is `hf://OWNER/NAME`, or a Hugging Face directory and no run."""
-    if is_url(location):
-        return location.startswith(f"{HF_PREFIX}//")
+def find_huggingface_model(location: str) -> Path | None:
+    """Return the Hugging Face directory at a path, or the local copy of `hf://OWNER/NAME`; None for a run."""
     path = Path(location)
-    return (path / HF_CONFIG_FILE).is_file() and not Run(path).has_started()
+    if location.startswith(f"{HF_PREFIX}//"):
+        return huggingface_directory(location, None, "DIR")
+    is_model = not is_url(location) and (path / HF_CONFIG_FILE).is_file() and not Run(path).has_started()
+    return path if is_model else None
 
 
-def _load_huggingface(location: str, device_name: str) -> TextModel:
-    directory = huggingface_directory(location if is_url(location) else HF_PREFIX + location, Path.cwd(), "DIR")
-    assert directory is not None
+def _load_huggingface(location: str, directory: Path, device_name: str) -> TextModel:
     tokenizer = load_tokenizer(directory)
     device = dist_env_from_environment({}, device_name).device
     facts = DataInfo("tokens", tokenizer.vocab_size, None, None, None)

@@ -14,14 +14,11 @@ from typing import Any
 
 from phalanx.app.checkpoint import export_to_huggingface
 from phalanx.app.evaluate import CheckpointSelection, ReportWarning
-from phalanx.app.generate import is_huggingface_model
+from phalanx.app.generate import find_huggingface_model
 from phalanx.data.chat_template import find_chat_template
 from phalanx.errors import DataError, UsageError
-from phalanx.recipe.imports import HF_PREFIX
-from phalanx.recipe.locations import huggingface_directory
 from phalanx.run import Run
 from phalanx.safe_files import read_json
-from phalanx.storage.url import is_url
 from phalanx.train.checkpoint.format import read_manifest
 from phalanx.train.inference import choose_checkpoint
 
@@ -101,9 +98,7 @@ def read_scores(written: Mapping[str, Any]) -> Iterator[TaskScore]:
 
 def _find_directory(location: str, selection: CheckpointSelection, export: Path, warn: ReportWarning) -> Path:
     """Return the Hugging Face directory at a location, or that to which a run's checkpoint is exported."""
-    if is_huggingface_model(location):
-        directory = huggingface_directory(location if is_url(location) else HF_PREFIX + location, Path.cwd(), "DIR")
-        assert directory is not None
+    if (directory := find_huggingface_model(location)) is not None:
         return directory
     run = Run.open_existing(location)
     checkpoint, notes = choose_checkpoint(run, selection.step, selection.best)

@@ -1,6 +1,7 @@
 """Chat with the model of a run from its page: one model at a time, in a process of its own."""
 
 import asyncio
+import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -15,7 +16,7 @@ from phalanx.data.chat_template import find_chat_template
 from phalanx.errors import PhalanxError
 from phalanx.run import Run
 from phalanx.serve.access import Access, describe_refusal
-from phalanx.serve.chat_worker import REPLIES, REQUESTS, ChatReply, ChatRequest, write_reply
+from phalanx.serve.chat_worker import DONE, REQUESTS, ChatRequest
 
 MAX_REQUEST_BYTES = 1 << 20
 WORKER_COMMAND = (sys.executable, "-m", "phalanx.serve.chat_worker")
@@ -55,9 +56,7 @@ class ChatProcess:
             self._is_answering = True
             try:
                 while self._is_answering:
-                    reply = await self._read_reply(process)
-                    self._is_answering = not reply.done
-                    yield f"data: {write_reply(reply)}\n\n"
+                    yield f"data: {await self._read_line(process)}\n\n"
             finally:
                 if self._is_answering and process.returncode is None:
                     process.send_signal(signal.SIGINT)
@@ -65,7 +64,7 @@ class ChatProcess:
     async def _open(self, location: str) -> Process:
         """Return the process of a run's model; that of another run ends."""
         while self._process is not None and self._is_answering:  # an answer that was stopped
-            self._is_answering = not (await self._read_reply(self._process)).done
+            await self._read_line(self._process)
         if self._process is not None and self._process.returncode is None:
             if location == self._location:
                 return self._process
@@ -81,12 +80,12 @@ class ChatProcess:
         self._location = location
         return self._process
 
-    async def _read_reply(self, process: Process) -> ChatReply:
+    async def _read_line(self, process: Process) -> str:
+        """Return a line of an answer; of a process that ended an error."""
         assert process.stdout is not None
-        if line := await process.stdout.readline():
-            return REPLIES.validate_json(line)
-        code = await process.wait()
-        return ChatReply(error=f"The process with the model ended with exit code {code}.", done=True)
+        line = (await process.stdout.readline()).decode().rstrip("\n")
+        self._is_answering = line not in ("", DONE)
+        return line or json.dumps({"error": f"The process with the model ended with exit code {await process.wait()}."})
 
 
 async def answer_chat(chat: ChatProcess, access: Access, request: Request, run: Run) -> Response:

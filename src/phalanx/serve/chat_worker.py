@@ -1,14 +1,15 @@
 """The process that answers messages for a page: it has torch and the model, which the server has not.
 
-It reads a `ChatRequest` from each line of standard input and writes lines of `ChatReply`, the last of them done. SIGINT
-stops an answer. It ends with its standard input, and when nothing was asked for IDLE_TIMEOUT_S, which frees the model's
-memory.
+It reads a `ChatRequest` from each line of standard input and writes lines of JSON: pieces of the answer (`text`), notes
+on it (`note`), errors (`error`), and in the end DONE. SIGINT stops an answer. It ends with its standard input, and when
+nothing was asked for IDLE_TIMEOUT_S, which frees the model's memory.
 """
 
+import json
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pydantic import TypeAdapter
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter
 from phalanx.errors import PhalanxError
 
 IDLE_TIMEOUT_S = 900
+DONE = '{"done": true}'
 
 
 @dataclass(frozen=True)
@@ -28,30 +30,13 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A dialogue to answer, and how."""
+    """A dialogue to answer."""
 
     messages: list[ChatMessage]
     max_tokens: int = 500
-    temperature: float = 0.8
 
 
-@dataclass(frozen=True)
-class ChatReply:
-    """A piece of an answer, a note on it, or an error; `done` in the last one."""
-
-    text: str = ""
-    note: str = ""
-    error: str = ""
-    done: bool = False
-
-
-REQUESTS, REPLIES = TypeAdapter(ChatRequest), TypeAdapter(ChatReply)
-"""They check and write JSON."""
-
-
-def write_reply(reply: ChatReply) -> str:
-    """Return a reply as one line of JSON."""
-    return REPLIES.dump_json(reply, exclude_defaults=True).decode()
+REQUESTS = TypeAdapter(ChatRequest)
 
 
 def answer_requests(location: str) -> None:
@@ -70,22 +55,20 @@ def answer_requests(location: str) -> None:
         request = REQUESTS.validate_json(line)
         try:
             text_model = text_model or load_text_model(location, CheckpointSelection())
-            messages = [{"role": message.role, "content": message.content} for message in request.messages]
-            dialogue = fit_dialogue(text_model, messages, request.max_tokens)
-            sampling = SamplingOptions(request.max_tokens, request.temperature)
-            for piece in answer_dialogue(text_model, dialogue, sampling, lambda note: _send(ChatReply(note=note))):
+            dialogue = fit_dialogue(text_model, list(map(asdict, request.messages)), request.max_tokens)
+            sampling = SamplingOptions(request.max_tokens)
+            for piece in answer_dialogue(text_model, dialogue, sampling, lambda note: _send("note", note)):
                 if stopped.is_set():
                     break
-                _send(ChatReply(text=piece))
+                _send("text", piece)
         except PhalanxError as error:
-            _send(ChatReply(error=str(error)))
-        _send(ChatReply(done=True))
+            _send("error", str(error))
+        print(DONE, flush=True)
         signal.alarm(IDLE_TIMEOUT_S)
 
 
-def _send(reply: ChatReply) -> None:
-    sys.stdout.write(write_reply(reply) + "\n")
-    sys.stdout.flush()
+def _send(kind: Literal["text", "note", "error"], text: str) -> None:
+    print(json.dumps({kind: text}), flush=True)
 
 
 if __name__ == "__main__":
