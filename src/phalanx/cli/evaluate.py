@@ -84,9 +84,8 @@ def _print_tasks(scores: "Sequence[TaskScore]", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(score) for score in scores]))
         return
-    rows = (
-        (score.task, score.metric, f"{score.value:.4f}", f"{score.standard_error:.4f}" if score.standard_error else "")
-        for score in scores
-    )
+    numbers = ([score.value, score.standard_error] for score in scores)
+    texts = (["" if number is None else f"{number:.4f}" for number in pair] for pair in numbers)
+    rows = ([score.task, score.metric, *pair] for score, pair in zip(scores, texts, strict=True))
     columns = [Column("task"), Column("metric"), Column("value", True), Column("standard error", True)]
     typer.echo("\n".join(format_table(columns, rows)))
