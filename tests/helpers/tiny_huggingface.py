@@ -47,6 +47,27 @@ def save_random_model(folder: Path, kind: str, seed: int = 0, **options: Any) ->
     return model
 
 
+def save_chat_model(folder: Path, template: str) -> None:
+    """A tiny random model with a byte-level tokenizer and a chat template, whose end of turn `<|end|>` (token 3) is not
+    its end of text (token 1)."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|bos|>", "<|eos|>", "<|start|>", "<|end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=260, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["a"], trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[(special[0], 0)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1])
+    fast.chat_template = template
+    config = make_config("llama", vocab_size=260, max_position_embeddings=256, bos_token_id=0, eos_token_id=1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+
+
 def random_tokens(batch: int = 2, length: int = 16, seed: int = 0) -> torch.Tensor:
     """Random tokens [batch, length]."""
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -98,7 +98,7 @@ def prove_export(reference: Reference, directory: Path, form: QuantizedForm | No
 def _describe_text(run: Run, inputs: Tensor) -> TextFacts:
     """Return what the run says about texts, of which one is that of the first sample."""
     described = run.read_json_or_empty(run.plan).get("tokenizer")
-    tokenizer = load_run_tokenizer(run.tokenizer, described)
+    tokenizer = load_run_tokenizer(run.tokenizer, described, run.companions)
     texts = [PROBE_TEXT, tokenizer.decode(inputs[0].tolist())]
     encoded = [tokenizer.encode_prompt(text) for text in texts]
     separator = [] if tokenizer.separator_token is None else [tokenizer.separator_token]

@@ -34,6 +34,7 @@ from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
 from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
 from phalanx.data.bad_rows import count_skipped
+from phalanx.data.chat_template import MAX_TEMPLATE_BYTES
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
@@ -60,7 +61,13 @@ from phalanx.recipe.locations import (
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Event, Run
 from phalanx.run.cache import check_cache_writable
-from phalanx.run.companions import GENERATION_CONFIG_FILE, IMAGE_PROCESSOR_FILES, keep_companions, read_contained
+from phalanx.run.companions import (
+    CHAT_TEMPLATE_FILE,
+    GENERATION_CONFIG_FILE,
+    IMAGE_PROCESSOR_FILES,
+    keep_companions,
+    read_contained,
+)
 from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
 from phalanx.run.fields import to_json
@@ -397,6 +404,7 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     write_atomic(run.recipe, dump_recipe(loaded.recipe))
     write_atomic(run.resolved, dump_recipe(prepared.recipe))
     described = copy_tokenizer(prepared)
+    keep_chat_template(prepared)
     write_json(run.plan, {**prepared.plan, **({} if described is None else {TOKENIZER_KEY: described})})
     prices = load_prices()
     write_json(run.cluster, {**prepared.cluster, **({} if prices is None else {"prices": prices.model_dump()})})
@@ -456,6 +464,18 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
     if model is not None:
         keep_companions(run, model, prepared.notes.append, [GENERATION_CONFIG_FILE])
     return described
+
+
+def keep_chat_template(prepared: PreparedRun) -> None:
+    """Copy the file that `data.chat.template` names into the run, in place of the template of the tokenizer's
+    directory. A run that resumes elsewhere, without that file, has it."""
+    run, chat = prepared.run, prepared.recipe.data.chat
+    if chat is None or chat.template is None:
+        return
+    path = prepared.recipe_dir / chat.template
+    if path.is_file() or not run.has_checkpoint():
+        run.companions.mkdir(exist_ok=True)
+        write_atomic(run.companions / CHAT_TEMPLATE_FILE, read_bytes(path, MAX_TEMPLATE_BYTES))
 
 
 def check_upload(recipe: Recipe) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -24,6 +24,21 @@ BestOption = Annotated[bool, typer.Option("--best", help="Use the checkpoint wit
 TrustCodeOption = Annotated[
     bool, typer.Option("--trust-code", help="Import the run's code even if you did not train with it on this machine.")
 ]
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN|DIR", help="Run directory, or its URL; or a Hugging Face directory, or its hf:// URL."),
+]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option(help="Device to compute on.", show_default="as in the run's recipe"),
+]
+TokensOption = Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0, metavar="T", help="Sampling temperature; 0: always the most likely token.")
+]
+TopKOption = Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample among the K most likely tokens.")]
+SeedOption = Annotated[int, typer.Option(metavar="S", help="Seed of the sampling.")]
 
 BackendOption = Annotated[str, typer.Option(metavar="BACKEND", help="Backend: local, slurm, kubernetes or ray.")]
 NprocOption = Annotated[

@@ -31,7 +31,7 @@ def serve_pages(
     allow_actions: Annotated[
         bool,
         typer.Option(
-            "--allow-actions", help="Let a browser with the token cancel jobs and act on what added pages show."
+            "--allow-actions", help="Let a browser with the token chat with models, cancel jobs and act on added pages."
         ),
     ] = False,
     no_token: Annotated[

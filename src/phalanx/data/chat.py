@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat_template import ChatTemplate, Message, Span, TemplateRenderer
-from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT
+from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT, TOKEN_MASK
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.errors import RecipeError
 from phalanx.recipe.data_schema import ChatConfig
@@ -35,6 +35,8 @@ _SHAREGPT_ROLES = {
 }
 _HIDDEN_NAME = re.compile("\ufdd0(\\d+)\ufdd1")
 """Stands for the name of a control token in a message, which is text: characters that are in no text."""
+_RESERVED_CHARACTERS = dict.fromkeys((0, *range(0xFDD0, 0xFDD4)), "\ufffd")
+"""What stands for marks here and in chat_template.py, and the separator of bytes: in a message they are replaced."""
 _SHOWN_CHARACTERS = 400
 MarkedTokens = npt.NDArray[np.uint32]
 """Tokens [n] with LOSS_BIT, SEQUENCE_BIT and REJECTED_BIT."""
@@ -198,6 +200,14 @@ def _parse_json_text(text: str, where: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """What a model continues: a text, and its tokens with what begins a document."""
+
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
 class _TrainedText:
     """A rendered text, and the spans of it that the model is to write."""
 
@@ -225,6 +235,22 @@ class ChatEncoder:
         if self._config.records == "pairs":
             return [np.concatenate([texts[-1] for texts in sequences])]
         return [tokens for texts in sequences for tokens in texts]
+
+    def encode_prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Return messages as the template renders them up to where the assistant writes. Names of control tokens in
+        them are text. Raises BadRowError if the template refuses them."""
+        assert self._renderer is not None
+        names: list[str] = []
+        hidden = [self._hide_in_message(message, names) for message in messages]
+        text = self._renderer.render(hidden, add_generation_prompt=True).text
+        tokens = self._begin_document(self._encode(text, names)[0])
+        return Prompt(_HIDDEN_NAME.sub(lambda match: names[int(match[1])], text), tokens.tolist())
+
+    def find_end_of_turn(self) -> int:
+        """Return the control token that ends an assistant's message. Raises BadRowError if the template puts none."""
+        question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+        (document,) = self.encode({"messages": [question, answer]})
+        return int(document[document & LOSS_BIT > 0][-1] & TOKEN_MASK)
 
     def _render(self, conversation: Conversation) -> tuple[list[_TrainedText], list[str]]:
         """The texts of a conversation, and the names that stand for text in them."""
@@ -285,6 +311,7 @@ class ChatEncoder:
 
     def _hide_control_names(self, text: str, names: list[str]) -> str:
         """Replace names of control tokens by marks, which `_encode` takes for text."""
+        text = text.translate(_RESERVED_CHARACTERS)
         if self._config.allow_special_tokens or self._control_names is None:
             return text
 
@@ -309,9 +336,8 @@ class ChatEncoder:
             if self._config.train_on != "all":
                 behind = self._end_of_turn(is_control, int(first), int(behind), trained)
             in_loss[first:behind] = True
-        begin = list(self._tokenizer.begin_tokens)
-        if tokens[: len(begin)].tolist() != begin:
-            tokens, in_loss = np.concatenate([begin, tokens]), np.concatenate([np.zeros(len(begin), np.bool_), in_loss])
+        num_tokens, tokens = len(tokens), self._begin_document(tokens)
+        in_loss = np.concatenate([np.zeros(len(tokens) - num_tokens, np.bool_), in_loss])
         if not in_loss.any():
             raise BadRowError("without a token in the loss", f"no token is in the loss: {_shorten(trained.text)}")
         if in_loss.all() and self._config.train_on != "all":
@@ -320,6 +346,11 @@ class ChatEncoder:
         marked |= np.uint32(REJECTED_BIT if is_rejected else 0)
         marked[0] |= np.uint32(SEQUENCE_BIT)
         return marked
+
+    def _begin_document(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return tokens behind what begins a document, once."""
+        begin = list(self._tokenizer.begin_tokens)
+        return tokens if tokens[: len(begin)].tolist() == begin else np.concatenate([begin, tokens])
 
     def _end_of_turn(self, is_control: npt.NDArray[np.bool_], first: int, behind: int, trained: _TrainedText) -> int:
         """Return where an answer ends: behind its last control token, which the model must learn to write; what a

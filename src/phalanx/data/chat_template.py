@@ -17,12 +17,12 @@ import jinja2.sandbox
 
 from phalanx.data.bad_rows import BadRowError
 from phalanx.errors import DataError, RecipeError
+from phalanx.run.companions import CHAT_TEMPLATE_FILE
 from phalanx.safe_files import read_json, read_text
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _OLD_TEMPLATE_FILE = "chat_template.json"
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-_MAX_TEMPLATE_BYTES = 1 << 22
+MAX_TEMPLATE_BYTES = 1 << 22
 Message = Mapping[str, Any]
 """A message in OpenAI's form, as templates take it: `role`, `content`, and perhaps `tool_calls` and others."""
 Span = tuple[int, int]
@@ -65,7 +65,7 @@ def load_chat_template(own: Path | None, tokenizer_directory: Path | None) -> Ch
     }
     if own is not None:
         try:
-            texts = {"default": read_text(own, _MAX_TEMPLATE_BYTES)}
+            texts = {"default": read_text(own, MAX_TEMPLATE_BYTES)}
         except OSError as error:
             raise RecipeError(f"data.chat.template: {own}: {error.strerror}") from None
     else:
@@ -87,9 +87,17 @@ def load_chat_template(own: Path | None, tokenizer_directory: Path | None) -> Ch
     return ChatTemplate(text, texts.get("tool_use"), tokens)
 
 
+def find_chat_template(directory: Path) -> ChatTemplate | None:
+    """Load the template of a tokenizer's directory, if it has one. Raises RecipeError if it is not Jinja."""
+    try:
+        return load_chat_template(None, directory)
+    except NoChatTemplateError:
+        return None
+
+
 def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (directory / CHAT_TEMPLATE_FILE).is_file():
-        return {"default": read_text(directory / CHAT_TEMPLATE_FILE, _MAX_TEMPLATE_BYTES)}
+        return {"default": read_text(directory / CHAT_TEMPLATE_FILE, MAX_TEMPLATE_BYTES)}
     named = config.get("chat_template") or _read_config(directory / _OLD_TEMPLATE_FILE).get("chat_template")
     if isinstance(named, list):  # several, each with a name
         return {each["name"]: each["template"] for each in named if isinstance(each, dict)}

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -290,8 +290,7 @@ def find_text_ends(path: Path, tokenizer: Any) -> TextEnds:
     if path.name == TOKENIZER_FILE and is_dataset(path.parent):
         with suppress(DataError):  # a manifest of something else
             return ends_in_manifest(read_manifest(path.parent).tokenizer or {})
-    numbers = (tokenizer.token_to_id(name) for name in _iterate_named_tokens(path.parent))
-    others = tuple(sorted({number for number in numbers if number is not None}))
+    others = _find_named_tokens(path.parent, tokenizer)
     return TextEnds(_find_end_of_text(path.parent, tokenizer), _find_begin_of_text(path.parent, tokenizer), others)
 
 
@@ -321,6 +320,12 @@ def _find_end_of_text(folder: Path, tokenizer: Any) -> int | None:
     found = [*_iterate_configured_ends(folder), *appended, *_SEPARATOR_TOKENS]
     ids = (each if isinstance(each, int) else tokenizer.token_to_id(each) for each in found)
     return next((number for number in ids if number is not None and tokenizer.id_to_token(number) is not None), None)
+
+
+def _find_named_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Control tokens by a folder's Hugging Face files."""
+    numbers = map(tokenizer.token_to_id, _iterate_named_tokens(folder))
+    return tuple(sorted({number for number in numbers if number is not None}))
 
 
 def _iterate_named_tokens(folder: Path) -> Iterator[str]:
@@ -394,13 +399,15 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     return HuggingFaceTokenizer(stored, described["name"], ends_in_manifest(described))
 
 
-def load_run_tokenizer(path: Path, described: object) -> Tokenizer:
-    """The tokenizer.json of a run, or `bytes`. `described`: what the run's plan says of it."""
+def load_run_tokenizer(path: Path, described: object, companions: Path) -> Tokenizer:
+    """The tokenizer.json of a run, or `bytes`. `described`: what the run's plan says of it. `companions`: what came
+    with it."""
     if not path.exists():
         return ByteTokenizer()
     tokenizer = HuggingFaceTokenizer(path)
     if isinstance(described, dict) and is_tokenizer_description(described, tokenizer.vocab_size):
-        return HuggingFaceTokenizer(path, ends=ends_in_manifest(described))
+        others = _find_named_tokens(companions, tokenizer._tokenizer)
+        return HuggingFaceTokenizer(path, ends=replace(ends_in_manifest(described), others=others))
     return tokenizer
 
 

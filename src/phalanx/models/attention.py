@@ -14,6 +14,7 @@ Shapes: b batch, s sequence, h heads of queries, g heads of keys and values, d f
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -29,6 +30,32 @@ AttentionPlan = Tensor | BlockMask | Literal["flash3"] | None
 flex; None for sdpa, and "flash3", see what came earlier."""
 
 HOPPER_MAJOR_CAPABILITY = 9  # major compute capability
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values [b, t, g, d] of the t tokens that a layer has seen, while a text is generated."""
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return 0 if self.key is None else self.key.shape[1]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values [b, s, g, d]; return those of all tokens."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat((self.key, key), 1), torch.cat((self.value, value), 1)
+        self.key, self.value = key, value
+        return key, value
+
+
+def make_continuation_mask(num_cached: int, tokens: Tensor) -> Tensor:
+    """tokens [b, s] behind cached ones -> [1, 1, s, num_cached + s]: True where a token may see another."""
+    size = tokens.shape[1]
+    return torch.ones(size, num_cached + size, dtype=torch.bool, device=tokens.device).tril(num_cached)[None, None]
 
 
 def make_document_mask(document_ids: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ the feed-forward.
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.compat import has_compiler
-from phalanx.models.attention import AttentionPlan, attend, plan_attention
+from phalanx.models.attention import AttentionPlan, KeyValueCache, attend, make_continuation_mask, plan_attention
 
 RMS_NORM_EPS = 1e-6  # of RMSNorm
 HAS_TRITON = importlib.util.find_spec("triton") is not None and has_compiler()
@@ -88,7 +89,13 @@ class CausalSelfAttention(nn.Module):
         self.query_norm = nn.RMSNorm(self.head_dim, eps=RMS_NORM_EPS) if qk_norm else None
         self.key_norm = nn.RMSNorm(self.head_dim, eps=RMS_NORM_EPS) if qk_norm else None
 
-    def forward(self, x: Tensor, rotations: Tensor | tuple[Tensor, Tensor], attention_plan: AttentionPlan) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotations: Tensor | tuple[Tensor, Tensor],
+        attention_plan: AttentionPlan,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         # x [b, s, w] -> [b, s, w]
         batch, length, _ = x.shape
         value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim)  # [b, s, g, d]
@@ -98,7 +105,10 @@ class CausalSelfAttention(nn.Module):
         key = self._norm_and_rotate(
             self.key(x).view(batch, length, self.num_kv_heads, self.head_dim), self.key_norm, rotations
         )
-        attended = attend(query.to(value.dtype), key.to(value.dtype), value, attention_plan)  # [b, s, h, d]
+        key = key.to(value.dtype)
+        if cache is not None:
+            key, value = cache.append(key, value)  # [b, t, g, d] of all t tokens so far
+        attended = attend(query.to(value.dtype), key, value, attention_plan)  # [b, s, h, d]
         out: Tensor = self.out(attended.flatten(2))
         return out
 
@@ -163,9 +173,16 @@ class TransformerBlock(nn.Module):
         self.ffn = ffn
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, rotations: Tensor | tuple[Tensor, Tensor], attention_plan: AttentionPlan) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotations: Tensor | tuple[Tensor, Tensor],
+        attention_plan: AttentionPlan,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         # x [b, s, w] -> [b, s, w]
-        x = x + self._apply_dropout(self.attention(_normalize(self.attention_norm, x), rotations, attention_plan))
+        attended = self.attention(_normalize(self.attention_norm, x), rotations, attention_plan, cache)
+        x = x + self._apply_dropout(attended)
         return x + self._apply_dropout(self.ffn(_normalize(self.ffn_norm, x)))
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
@@ -207,10 +224,17 @@ class Transformer(nn.Module):
                 residual = name.removesuffix(".weight").endswith((".out", ".down"))
                 nn.init.normal_(parameter, std=0.02 / depth if residual else 0.02)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor:
         """Logits [b, s, v] for tokens [b, s] (int64). With documents [b, s], a number for the document of each token,
         no token sees another document; positions run on, which rotary attention, being relative, does not notice.
-        `positions` [b, s] or [s] says where each token stands, when these are not the first s of their sequence."""
+        `positions` [b, s] or [s] says where each token stands, when these are not the first s of their sequence.
+        `caches`, one for each block (`make_caches`), hold the tokens before these, which they are appended to."""
         if tokens.shape[1] > self.seq_len:
             raise ValueError(f"{tokens.shape[1]} tokens in a row, but the model was built for seq_len={self.seq_len}")
         x = self.embedding(tokens)  # [b, s, w]
@@ -218,12 +242,21 @@ class Transformer(nn.Module):
             x = cast_for_matmul(x)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        attention_plan = plan_attention(tokens, documents, self.blocks_are_compiled)
+        num_cached = caches[0].num_tokens if caches else 0
+        if num_cached:
+            attention_plan: AttentionPlan = make_continuation_mask(num_cached, tokens)
+            positions = num_cached + torch.arange(tokens.shape[1], device=tokens.device)
+        else:
+            attention_plan = plan_attention(tokens, documents, self.blocks_are_compiled)
         rotations = self._rotations(tokens, positions)
-        for block in self.blocks:
-            x = block(x, rotations, attention_plan)
+        for block, cache in zip(self.blocks, caches or repeat(None), strict=False):
+            x = block(x, rotations, attention_plan, cache)
         logits: Tensor = self.head(self.norm(x.to(self.norm.weight.dtype)))
         return logits
+
+    def make_caches(self) -> list[KeyValueCache]:
+        """Make the empty caches of a text that is generated token by token."""
+        return [KeyValueCache() for _ in self.blocks]
 
     def _rotations(self, tokens: Tensor, positions: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         # Computed in each forward, for microseconds: a buffer would be lost on the meta device, and rounded by

@@ -125,7 +125,7 @@ class DistillationConfig(ConfigModel):
 
 
 class GrpoConfig(ConfigModel):
-    """Learn from rewards of the model's own answers (GRPO). Small and exact: see docs/how-to/fine-tune.md."""
+    """Learn from rewards of the model's own answers (GRPO). Small and exact: see docs/how-to/conversations.md."""
 
     model_config = ConfigDict(title="GRPO")
 

@@ -14,7 +14,7 @@ from phalanx.run.directory import Run, write_atomic
 NoteFn = Callable[[str], object]
 """Receives a message about a file that was copied or skipped."""
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
+GENERATION_CONFIG_FILE, CHAT_TEMPLATE_FILE = "generation_config.json", "chat_template.jinja"
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 MODEL_CARD_FILE = "README.md"  # for the license that it names: an export has a card of its own
@@ -30,7 +30,7 @@ COMPANION_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
     "tekken.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_FILE,
     "chat_template.json",
     *IMAGE_PROCESSOR_FILES,
     *LICENSE_FILES,

@@ -1,9 +1,11 @@
 """Load a trained model from a run, for text generation, evaluation, or anything else that only needs the weights."""
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -13,6 +15,7 @@ from phalanx.cluster.discovery import count_free_cores
 from phalanx.data import DataInfo
 from phalanx.data.manifest import is_dataset
 from phalanx.errors import DataError, RecipeError, UsageError
+from phalanx.models.transformer import Transformer
 from phalanx.recipe import ResolvedRecipe, load_recipe
 from phalanx.recipe.data_schema import list_sources
 from phalanx.run import Run
@@ -29,7 +32,7 @@ from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules, get_model_tensors
 from phalanx.train.hf.image_processor import ImageNormalization, from_meta
-from phalanx.train.hf.inputs import get_logits
+from phalanx.train.hf.inputs import get_logits, is_transformers_model
 from phalanx.train.model_builder import build_model
 
 MAX_DATA_SIZE = 1 << 31
@@ -61,7 +64,7 @@ def load_trained_model(
     """
     if step is not None and best:
         raise UsageError(f"--step {step} and --best: give one of them")
-    checkpoint, notes = _choose_checkpoint(run, step, best)
+    checkpoint, notes = choose_checkpoint(run, step, best)
     manifest = read_manifest(checkpoint)
     if "model" not in manifest.meta and "data_info" not in run.read_json_or_empty(run.plan):
         raise UsageError(
@@ -148,7 +151,7 @@ def _read_facts(run: Run) -> DataInfo:
     return facts
 
 
-def _choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
+def choose_checkpoint(run: Run, step: int | None, best: bool) -> tuple[Path, list[str]]:
     """Return the selected checkpoint, and messages about newer ones that are damaged."""
     if run.store_url is not None:
         step, best = _fetch_stored(run, run.store_url, step, best), False
@@ -217,13 +220,51 @@ def generate_tokens(
     the same text."""
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(prompt)
-    with torch.no_grad():
-        for _ in range(sampling.num_tokens):
-            inputs = torch.tensor([context[-window:]], device=device)
-            logits = get_logits(model(inputs))[0, -1].float().cpu()
-            token = _sample_token(logits, sampling.temperature, sampling.top_k, generator)
-            context.append(token)
-            yield token
+    reader = ContextReader(model, window, device)
+    for _ in range(sampling.num_tokens):
+        logits = reader.compute_next_logits(context).float().cpu()
+        token = _sample_token(logits, sampling.temperature, sampling.top_k, generator)
+        context.append(token)
+        yield token
+
+
+class ContextReader:
+    """Computes the logits of the next token of a text that grows, with the keys and values of earlier tokens if the
+    model can keep them. In a text longer than `window` every token moves: it is computed whole for each next token."""
+
+    def __init__(self, model: nn.Module, window: int, device: torch.device):
+        self._model, self._window, self._device = model, window, device
+        self._cache_argument = _find_cache_argument(model)
+        self._cache: Any = model.make_caches() if isinstance(model, Transformer) else None
+        self._num_cached = 0
+
+    @torch.no_grad()
+    def compute_next_logits(self, context: Sequence[int]) -> torch.Tensor:
+        """Return the logits [v] of the token behind `context`, which begins with the context of the call before."""
+        if len(context) > self._window:
+            self._cache_argument = self._cache = None
+        start = max(0, len(context) - self._window) if self._cache_argument is None else self._num_cached
+        tokens = torch.tensor([context[start:]], device=self._device)
+        if self._cache_argument is None:
+            output = self._model(tokens)
+        elif isinstance(self._model, Transformer):
+            output = self._model(tokens, caches=self._cache)
+        else:
+            output = self._model(tokens, use_cache=True, **{self._cache_argument: self._cache})
+            self._cache = getattr(output, self._cache_argument, None)
+            if self._cache is None:  # a model that wants a cache made for it
+                self._cache_argument = None
+        self._num_cached = len(context)
+        return get_logits(output)[0, -1]
+
+
+def _find_cache_argument(model: nn.Module) -> str | None:
+    """Return the argument of `model.forward` with the keys and values of earlier tokens; None if it takes none."""
+    if isinstance(model, Transformer):
+        return "caches"
+    names = inspect.signature(model.forward).parameters if is_transformers_model(model) else {}
+    # transformers 5.24 renamed it
+    return next((name for name in ("cache", "past_key_values") if name in names and "use_cache" in names), None)
 
 
 def _sample_token(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.app.evaluate import CheckpointSelection, SamplingOptions, decode_incrementally, evaluate_run, generate_text
+from phalanx.app.evaluate import CheckpointSelection, evaluate_run
+from phalanx.app.generate import SamplingOptions, decode_incrementally, generate_text, load_text_model
 from phalanx.cli import main
 from phalanx.data import load_tokenizer, open_data, prepare_source
 from phalanx.errors import UsageError
@@ -91,7 +92,8 @@ def test_warnings_of_a_damaged_run_reach_the_caller(trained: Run, tmp_path: Path
 
 def test_generate_returns_pieces_that_the_command_prints(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
     sampling = SamplingOptions(num_tokens=6, temperature=0.0)
-    text = "".join(generate_text(trained, NEWEST, "words", sampling))
+    text_model = load_text_model(str(trained.path), NEWEST)
+    text = "".join(generate_text(text_model, text_model.encode_text("words"), sampling))
     assert text
     arguments = ["--prompt", "words", "--tokens", "6", "--temperature", "0"]
     assert main.main(["generate", str(trained.path), *arguments]) == 0
@@ -100,7 +102,7 @@ def test_generate_returns_pieces_that_the_command_prints(trained: Run, capsys: p
 
 def test_an_empty_prompt_is_refused_before_anything_is_generated(trained: Run) -> None:
     with pytest.raises(UsageError, match="give at least one character"):
-        generate_text(trained, NEWEST, "", SamplingOptions())
+        load_text_model(str(trained.path), NEWEST).encode_text("")
 
 
 def test_a_character_of_several_bytes_is_decoded_when_it_is_whole() -> None:
@@ -115,7 +117,7 @@ def test_an_unfinished_character_at_the_end_is_written() -> None:
 def test_generation_stops_at_the_end_of_a_text_and_says_so(
     trained: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.app.evaluate.generate_tokens", lambda *_: iter(b"one.\0two."))
+    monkeypatch.setattr("phalanx.app.generate.generate_tokens", lambda *_: iter(b"one.\0two."))
     assert main.main(["generate", str(trained.path), "--prompt", "", "--tokens", "9"]) == 64
     capsys.readouterr()
     assert main.main(["generate", str(trained.path), "--prompt", ">", "--tokens", "9"]) == 0
@@ -132,8 +134,9 @@ def test_further_ends_of_a_text_stop_generation(trained: Run, tmp_path: Path, mo
     run = Run(shutil.copytree(trained.path, tmp_path / "run"))
     described = {"name": "bytes", "separator": 0, "stops": [33, 63]}
     write_json(run.plan, {**run.read_json_or_empty(run.plan), "tokenizer": described})
-    monkeypatch.setattr("phalanx.app.evaluate.generate_tokens", lambda *_: iter(b"is it? yes"))
-    assert "".join(generate_text(run, NEWEST, ">", SamplingOptions())) == "is it"
+    monkeypatch.setattr("phalanx.app.generate.generate_tokens", lambda *_: iter(b"is it? yes"))
+    text_model = load_text_model(str(run.path), NEWEST)
+    assert "".join(generate_text(text_model, text_model.encode_text(">"), SamplingOptions())) == "is it"
 
 
 def test_evaluation_takes_the_threads_of_training_and_no_more_than_there_are(

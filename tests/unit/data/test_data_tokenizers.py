@@ -472,7 +472,7 @@ def test_documents_and_prompts_begin_as_their_tokenizer_begins_a_text(tmp_path, 
     prompt = tokenizer.encode_prompt("The fox")
     assert prompt == [2] * begins + tokenizer.encode("The fox").tolist()
     assert tokenizer.encode_prompt("<bos>The fox").count(2) == 1
-    run = load_run_tokenizer(out / TOKENIZER_FILE, manifest_of(out)["tokenizer"])
+    run = load_run_tokenizer(out / TOKENIZER_FILE, manifest_of(out)["tokenizer"], out / "huggingface")
     assert run.encode_prompt("The fox") == prompt
     if template:
         transformers = pytest.importorskip("transformers")

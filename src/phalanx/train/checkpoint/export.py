@@ -421,7 +421,7 @@ def _name_ends(folder: Path, run: Run, described: Mapping[str, Any]) -> None:
     it, where there is none, and its begin and end of a text in config.json, where other tokens stood."""
     from phalanx.data.tokenizers import HuggingFaceTokenizer, load_run_tokenizer
 
-    tokenizer = load_run_tokenizer(run.tokenizer, described)
+    tokenizer = load_run_tokenizer(run.tokenizer, described, run.companions)
     begins = tokenizer.begin_tokens or HuggingFaceTokenizer(run.tokenizer).begin_tokens
     begin, end = next(iter(begins), None), tokenizer.separator_token
     if not (folder / TOKENIZER_CONFIG_FILE).is_file():

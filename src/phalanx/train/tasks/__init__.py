@@ -77,6 +77,15 @@ class LanguageModeling:
         return losses, (targets != -100).sum()
 
 
+class AssistantTokens(LanguageModeling):
+    """Scores conversations: the loss of language modeling, and the share of tokens that are the most likely ones. It
+    needs all logits, which training avoids (`head_loss`)."""
+
+    def metrics(self, output: Any, batch: TensorBatch) -> Mapping[str, tuple[Tensor, Tensor]]:
+        targets = batch["targets"]
+        return {"token_accuracy": ((get_logits(output).argmax(-1) == targets).sum(), (targets != -100).sum())}
+
+
 class Classification:
     """Cross-entropy over classes. Images are uint8 [b, h, w, c] and are passed as floats [b, c, h, w]: in -1..1, or as
     the Hugging Face directory of the model normalizes them."""
