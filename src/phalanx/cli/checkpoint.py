@@ -137,7 +137,7 @@ def export(
     trust_code: TrustCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Export the weights for other tools, and prove that they compute the same.
+    """Export the weights, and prove that they compute the same.
 
     Writes a Hugging Face directory, readable with the safetensors library. A model that was loaded with hf:PATH is also
     readable with `from_pretrained`: original tensor names, adapters merged, tokenizer included. If a check fails,
