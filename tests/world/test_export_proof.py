@@ -9,11 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+import train_harness
 from phalanx.app import export, export_proof
 from phalanx.app.export_record import find_license
 from phalanx.cli import main
@@ -45,6 +48,7 @@ def train(lab: TrainHarness, kind: str, **changes: Any) -> Run:
         train_bpe_tokenizer(iter([(lab.folder / "few.txt").read_text()]), 280, origin / "tokenizer.json")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
         (origin / "tokenizer_config.json").write_text(json.dumps(config))
+        (origin / "LICENSE").write_text("Apache License")
         (origin / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n")
     recipe: Values = {
         "model": {"build": f"hf:{origin.name}"},
@@ -58,10 +62,8 @@ def train(lab: TrainHarness, kind: str, **changes: Any) -> Run:
 @pytest.fixture(scope="module")
 def run(lab: TrainHarness) -> Iterator[Run]:
     """Fine-tuned with adapters, also on the output layer, which is tied to the embedding."""
-    import train_harness as module
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BASE_RECIPE", {**module.BASE_RECIPE, "model": {}})
+        patch.setattr(train_harness, "BASE_RECIPE", {**train_harness.BASE_RECIPE, "model": {}})
         yield train(lab, "llama-tied", lora={"rank": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]})
 
 
@@ -127,6 +129,7 @@ def test_an_export_proves_itself_in_a_process_of_its_own_and_says_what_it_is(run
     assert record["files"]["model.safetensors"] == weights
     assert (record["base_model"], record["base_license"]) == ("origin-llama-tied", "apache-2.0")
     assert record["checkpoint_digest"] == (run.read_json(run.result) or {})["digest"]
+    assert (tmp_path / "out" / "LICENSE").read_text() == "Apache License"
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: origin-llama-tied\nlicense: apache-2.0\n---\n")
     assert re.search(r"\| loss \| PASS \| \d", card)
@@ -223,6 +226,32 @@ def test_a_model_of_ours_is_rebuilt_from_its_config(
     damage(monkeypatch, edit_weights(lambda tensors: tensors["blocks.0.ffn.up.weight"].zero_()))
     outcome = export.export_checkpoint(str(own.path), tmp_path / "other")
     assert "logits" in {check.name for check in outcome.checks if not check.passed}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_image_processor_makes_the_inputs_of_training_or_fails(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=2)
+    transformers.ViTForImageClassification(config).save_pretrained(lab.folder / "vit")
+    values = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}, "image_mean": [0.3] * 3}
+    (lab.folder / "vit" / "preprocessor_config.json").write_text(json.dumps(values))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 16, 3), dtype=np.uint8)
+    for name, images in zip("ab", pixels, strict=True):
+        (lab.folder / "images" / name).mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(lab.folder / "images" / name / f"{number}.png")
+    monkeypatch.setattr(train_harness, "BASE_RECIPE", {**train_harness.BASE_RECIPE, "model": {}, "data": {}})
+    data = {"source": {"images": "images", "image_size": [16, 16]}}
+    recipe = {"model": {"build": "hf:vit"}, "task": "classification", "data": data, "steps": 2}
+    trained = lab.train({**recipe, "evaluation": {"holdout_fraction": 0.2}}).run
+    checks = export.export_checkpoint(str(trained.path), tmp_path / "out").checks
+    assert [check.name for check in checks] == ["load", "image processor", "logits", "loss", "same weights", "files"]
+    assert all(check.passed for check in checks)
+    damage(monkeypatch, edit_json("preprocessor_config.json", image_mean=[0.5] * 3))
+    checks = export.export_checkpoint(str(trained.path), tmp_path / "other").checks
+    assert [check.name for check in checks if not check.passed] == ["image processor", "files"]
 
 
 @pytest.mark.parametrize(
