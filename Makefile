@@ -70,7 +70,8 @@ test-faults: venv ## Test that runs survive injected faults and damaged files: a
 	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz fleet/tests/fuzz
 
 parity: venv ## Compare every parallelism with one process: pairs of models, precisions, optimizers, dropout and data.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py \
+		tests/world/test_conversations.py
 
 # A Slurm serves one process of pytest; everything else has ports and directories of its own.
 ON_SLURM := $(wildcard tests/cluster/test_slurm_*.py fleet/tests/cluster/test_slurm_*.py)

@@ -20,6 +20,8 @@ from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 
 transformers: Any = pytest.importorskip("transformers")
 
+SLOW = pytest.mark.slow
+"""Runs that `make parity` has and `make test` has not."""
 LR, BETA, NUM_STEPS = 0.5, 0.2, 3
 TASKS: dict[str, tuple[str, Any]] = {
     "chat": ("chat", "chat"),
@@ -73,14 +75,14 @@ def curves(run: HarnessRun) -> list[float]:
     ("name", "parallelism", "workers"),
     [
         ("chat", {"shard": 2}, 2),
-        ("chat", {"context": 2}, 2),
-        ("chat", {"pipeline": 2}, 2),
-        ("dpo", {"replicate": 2}, 2),
+        pytest.param("chat", {"context": 2}, 2, marks=SLOW),
+        pytest.param("chat", {"pipeline": 2}, 2, marks=SLOW),
+        pytest.param("dpo", {"replicate": 2}, 2, marks=SLOW),
         ("dpo", {"shard": 2}, 2),
         ("dpo", {"tensor": 2}, 2),
-        ("kto", {"shard": 2}, 2),
+        pytest.param("kto", {"shard": 2}, 2, marks=SLOW),
         ("distillation", {"shard": 2}, 2),
-        ("distillation", {"tensor": 2}, 2),
+        pytest.param("distillation", {"tensor": 2}, 2, marks=SLOW),
     ],
     ids=str,
 )
@@ -92,7 +94,9 @@ def test_a_parallelism_has_the_losses_of_one_process(
     torch.testing.assert_close(torch.tensor(curves(divided)), torch.tensor(curves(alone)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["chat", "dpo", "distillation", "grpo"])
+@pytest.mark.parametrize(
+    "name", ["chat", "dpo", pytest.param("distillation", marks=SLOW), pytest.param("grpo", marks=SLOW)]
+)
 def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, name: str) -> None:
     killed = lab.train(recipe(name), faults=[plan_fault(4)])
     assert killed.result["num_restarts"] == 1
