@@ -21,25 +21,25 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
-    "src/phalanx/app": 4_110,
-    "src/phalanx/autoconfig": 2_970,
-    "src/phalanx/cli": 3_020,
+    "src/phalanx/app": 4_660,
+    "src/phalanx/autoconfig": 3_020,
+    "src/phalanx/cli": 3_110,
     "src/phalanx/cluster": 5_120,
-    "src/phalanx/data": 5_070,
+    "src/phalanx/data": 5_980,
     "src/phalanx/jobs": 10_810,
-    "src/phalanx/models": 1_140,
+    "src/phalanx/models": 1_210,
     "src/phalanx/observe": 4_170,
     "src/phalanx/planner": 4_790,
-    "src/phalanx/recipe": 2_900,
-    "src/phalanx/run": 3_210,
+    "src/phalanx/recipe": 3_060,
+    "src/phalanx/run": 3_220,
     "src/phalanx/serve": 2_130,
     "src/phalanx/storage": 1_870,
     "src/phalanx/telemetry": 1_400,
-    "src/phalanx/train": 22_790,
+    "src/phalanx/train": 23_860,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
-GOALS = {"src/phalanx": 74_600, "fleet/src": 17_400, "tests": 74_000}
+GOALS = {"src/phalanx": 80_000, "fleet/src": 17_400, "tests": 74_000}
 MOST_PARAMETERS = 7
 REASON = re.compile(r"\bThe (many )?(parameters|arguments)\s+(are|replace)\b")
 """How the sentence of a docstring begins that says why a function takes more."""
