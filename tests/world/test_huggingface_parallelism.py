@@ -121,3 +121,18 @@ ADAPTED = [
 def test_adapters_of_a_divided_model_train_as_on_one_process(lab: TrainHarness, kind: str, name: str) -> None:
     adapter = {"adapter": {"rank": 4}}
     compare(divided(lab, kind, LAYOUTS[name], **adapter), lab.train_reference(recipe(lab, kind, **adapter)))
+
+
+STARTED_FROM_WEIGHTS = {
+    "kind": "dora",
+    "init": "pissa",
+    "rank": 4,
+    "target_modules": ["embed_tokens", "q_proj", "down_proj"],
+    "modules_to_save": ["norm"],
+}
+
+
+@pytest.mark.parametrize("name", ["shard 2", pytest.param("pipeline 2", marks=pytest.mark.slow)])
+def test_adapters_that_start_from_divided_weights_train_as_on_one_process(lab: TrainHarness, name: str) -> None:
+    adapter = {"adapter": STARTED_FROM_WEIGHTS}
+    compare(divided(lab, "llama", LAYOUTS[name], **adapter), lab.train_reference(recipe(lab, "llama", **adapter)))

@@ -63,7 +63,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the matrix in fp32."""
-    return codes * scale.repeat_interleave(BLOCK_SIZE, dim=1)[:, : codes.shape[1]]
+    blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK_SIZE)).unflatten(1, (-1, BLOCK_SIZE))
+    weight: Tensor = (blocks * scale.unsqueeze(2)).flatten(1)[:, : codes.shape[1]].contiguous()
+    return weight
 
 
 def _forward_quantized(layer: Any, x: Tensor) -> Tensor:
