@@ -64,7 +64,7 @@ def run(lab: TrainHarness) -> Iterator[Run]:
     """Fine-tuned with adapters, also on the output layer, which is tied to the embedding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_harness, "BASE_RECIPE", {**train_harness.BASE_RECIPE, "model": {}})
-        yield train(lab, "llama-tied", lora={"rank": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]})
+        yield train(lab, "llama-tied", adapter={"rank": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]})
 
 
 class SameProcess:

@@ -527,9 +527,11 @@ class Recipe(ConfigModel):
     @classmethod
     def _drop_retired_keys(cls, values: Any) -> Any:
         """Read recipes in checkpoints of earlier versions, which hold `budget: null` and `lora: null`."""
-        if isinstance(values, dict):
-            return {name: value for name, value in values.items() if name not in RETIRED_KEYS or value is not None}
-        return values
+        if not isinstance(values, dict):
+            return values
+        if values.get("lora") is not None:
+            raise ValueError("lora: the key is `adapter`, with the same keys in it: adapter: {rank: 8}")
+        return {name: value for name, value in values.items() if name not in RETIRED_KEYS or value is not None}
 
 
 class ResolvedBatch(BatchConfig):
