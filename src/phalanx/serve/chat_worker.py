@@ -47,6 +47,7 @@ def answer_requests(location: str) -> None:
 
     stopped = threading.Event()
     signal.signal(signal.SIGINT, lambda *_: stopped.set())
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the server has ended
     text_model: TextModel | None = None
     signal.alarm(IDLE_TIMEOUT_S)  # ends the process
     for line in sys.stdin:
