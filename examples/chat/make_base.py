@@ -30,7 +30,7 @@ def ask(a: int, b: int, answer: int, rng: random.Random) -> list[dict[str, str]]
 
 
 def make_records(rng: random.Random) -> dict[str, list[dict[str, object]]]:
-    """Make conversations with some wrong answers, pairs of a right and a wrong answer, and questions for rewards."""
+    """Make conversations with some wrong answers, pairs of a sentence and a bare number, and questions for rewards."""
     sums = [(a, b) for a in range(10) for b in range(10)]
     chats, pairs = [], []
     for _ in range(3000):
@@ -41,8 +41,8 @@ def make_records(rng: random.Random) -> dict[str, list[dict[str, object]]]:
         chats.append({"messages": (talk if rng.random() < 0.3 else []) + ask(a, b, wrong, rng)})
     for a, b in sums * 4:
         question, right = ask(a, b, a + b, rng)
-        wrong_answer = {**right, "content": str(a + b + rng.choice([1, -1]))}
-        pairs.append({"prompt": [question], "chosen": [right], "rejected": [wrong_answer]})
+        sentence = {**right, "content": f"{a} plus {b} is {a + b}."}
+        pairs.append({"prompt": [question], "chosen": [sentence], "rejected": [right]})
     questions = [{"messages": ask(a, b, a + b, rng)} for a, b in sums * 4]
     return {"chat": chats, "pairs": pairs, "questions": questions}
 
