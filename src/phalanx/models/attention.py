@@ -88,7 +88,10 @@ class DocumentMask(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and isinstance(mask := kwargs.get("attn_mask"), cls):
+        # Dropout draws from the whole matrix of scores, of which a tensor-parallel rank takes its part.
+        has_dropout = kwargs.get("dropout_p", 0.0) > 0
+        mask = kwargs.get("attn_mask")
+        if func is F.scaled_dot_product_attention and isinstance(mask, cls) and not has_dropout:
             rest = {name: value for name, value in kwargs.items() if name not in ("attn_mask", "is_causal")}
             return _attend_by_document(mask._bounds, *args, **rest)
         if getattr(func, "__name__", "") in _DESCRIBING_FUNCTIONS:
