@@ -27,7 +27,7 @@ BUDGETS = {
     "src/phalanx/cluster": 5_120,
     "src/phalanx/data": 5_980,
     "src/phalanx/jobs": 10_810,
-    "src/phalanx/models": 1_210,
+    "src/phalanx/models": 1_220,
     "src/phalanx/observe": 4_170,
     "src/phalanx/planner": 4_790,
     "src/phalanx/recipe": 3_060,
