@@ -108,6 +108,19 @@ def test_elastic_preferences_have_the_same_bits_on_any_number_of_replicas(lab: T
     assert two.digest == alone.digest
 
 
+def test_the_reference_of_a_run_at_a_url_follows_it_to_another_machine(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = {"lr": 3e-3, "schedule": {"warmup_steps": 0, "decay": "constant"}}
+    changes = {**recipe("dpo", evaluation={"every": None}, optimizer=optimizer), "callbacks": [], "steps": 6}
+    reference = lab.train({**changes, "parallelism": {"replicate": 1}})
+    url, file = f"file://{tmp_path}/store/run", lab.recipe_file(changes, "dpo-at-url")
+    assert lab.command("train", file, "steps=3", "--run", url).returncode == ExitCode.DONE
+    monkeypatch.setattr(lab, "cache", tmp_path / "cache of another machine")
+    resumed = lab.command("train", file, "--run", url)
+    assert f"digest   {reference.digest}" in resumed.stderr, resumed.stderr
+
+
 @pytest.mark.parametrize(
     ("parallelism", "key"), [({"context": 2}, "parallelism.context"), ({"pipeline": 2}, "parallelism.pipeline")]
 )

@@ -71,6 +71,8 @@ class Run:
     """Directory of what was sent to experiment trackers: NAME.json of each."""
     tensorboard = _PathOf("tensorboard")
     """Directory of TensorBoard's event files."""
+    reference = _PathOf("reference.safetensors")
+    """Log-probabilities of the model before the first step, for losses that compare with it."""
     result = _PathOf("result.json")
     tokenizer = _PathOf("tokenizer.json")
     """The tokenizer.json of a model that needs one."""

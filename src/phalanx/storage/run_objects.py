@@ -343,7 +343,7 @@ def _try_to_mirror(location: str | Path) -> None:
 
 def _is_small(name: str) -> bool:
     directory, _, base = name.rpartition("/")
-    is_described = base.endswith((".json", ".yaml")) and base not in _LOCAL_FILES | {RUN_OBJECT}
+    is_described = base.endswith((".json", ".yaml", ".safetensors")) and base not in _LOCAL_FILES | {RUN_OBJECT}
     return not base.startswith(".") and (directory in SMALL_DIRECTORIES or (not directory and is_described))
 
 

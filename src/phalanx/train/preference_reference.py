@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from phalanx.data import RunData
 from phalanx.errors import DataError
 from phalanx.run import Run
+from phalanx.run.directory import write_atomic
 from phalanx.train.distributed.object_collectives import all_reduce_max
 from phalanx.train.loss import LossModule, eval_mode
 from phalanx.train.tasks.preference import Preference, SequenceLogProbs
 from phalanx.train.train_context import TrainContext
 from phalanx.train.train_step import to_device
 
-REFERENCE_FILE = "reference.safetensors"
 _TENSOR_NAME, _FINGERPRINT_KEY = "log_probs", "data"
 
 
@@ -34,20 +34,23 @@ def ensure_reference(context: TrainContext, data: RunData, resumes: bool) -> Non
     if not isinstance(task, Preference) or not task.config.needs_reference:
         return
     assert isinstance(loss_module, LossModule)
-    path, dist_env = context.run.path / REFERENCE_FILE, context.dist_env
-    log_probs = load_reference(context.run, data.fingerprint) if dist_env.is_rank_zero else None
-    width = int(all_reduce_max(dist_env, [0 if log_probs is None else log_probs.shape[1]])[0])
+    dist_env, found = context.dist_env, load_reference(context.run, data.fingerprint)
+    # Without a shared disk, a node that has come back has none: the first rank that has it gives it to the others.
+    width, owner = all_reduce_max(
+        dist_env, [0, -dist_env.world_size] if found is None else [found.shape[1], -dist_env.rank]
+    )
     if width:
-        log_probs = _broadcast(log_probs, (data.num_sample_ids, width), context)
+        log_probs = _broadcast(found, (data.num_sample_ids, int(width)), -int(owner), context)
     elif resumes:
         raise DataError(
-            f"{path}: is missing or of other data, and the model before the first step is gone; restore the file, or "
-            "start a new run"
+            f"{context.run.reference}: is missing or of other data, and the model before the first step is gone; "
+            "restore the file, or start a new run"
         )
     else:
         log_probs = _compute_reference(context, loss_module, task, data)
-        if dist_env.is_rank_zero:
-            save_file({_TENSOR_NAME: log_probs.cpu()}, path, metadata={_FINGERPRINT_KEY: data.fingerprint})
+    if found is None and dist_env.local_rank == 0:
+        content = save({_TENSOR_NAME: log_probs.cpu()}, metadata={_FINGERPRINT_KEY: data.fingerprint})
+        write_atomic(context.run.reference, content)
     task.reference = log_probs.to(dist_env.device)
 
 
@@ -56,20 +59,20 @@ def load_reference(run: Run, fingerprint: str) -> Tensor | None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(run.path / REFERENCE_FILE, framework="pt") as file:
+        with safe_open(run.reference, framework="pt") as file:
             if (file.metadata() or {}).get(_FINGERPRINT_KEY) != fingerprint:
                 return None
     except (FileNotFoundError, SafetensorError):
         return None
-    tensor: Tensor = load_file(run.path / REFERENCE_FILE)[_TENSOR_NAME]
+    tensor: Tensor = load_file(run.reference)[_TENSOR_NAME]
     return tensor
 
 
-def _broadcast(log_probs: Tensor | None, shape: tuple[int, int], context: TrainContext) -> Tensor:
+def _broadcast(log_probs: Tensor | None, shape: tuple[int, int], owner: int, context: TrainContext) -> Tensor:
     device = context.dist_env.device
     log_probs = torch.empty(shape, device=device) if log_probs is None else log_probs.to(device)
     if context.dist_env.world_size > 1:
-        dist.broadcast(log_probs, 0)
+        dist.broadcast(log_probs, owner)
     return log_probs
 
 
