@@ -7,6 +7,8 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, load_recipe
+from phalanx.recipe.field_types import ConfigModel
+from phalanx.recipe.schema import DistillationConfig, GrpoConfig, PreferenceConfig
 from phalanx.recipe.schema_keys import find_schema, iterate_keys, iterate_variants
 from phalanx.recipe.yaml_loader import KeyPath, format_key
 
@@ -24,6 +26,11 @@ def numbers_below(key: KeyPath) -> list[KeyPath]:
 NUMBERS = sorted({each for key in iterate_keys(Recipe) for each in numbers_below(key)}, key=format_key)
 """The keys of all numbers."""
 NAMES = [format_key(key) for key in NUMBERS]
+TASKS: dict[type[ConfigModel], str] = {
+    PreferenceConfig: "task={kind: preference}",
+    DistillationConfig: "task={kind: distillation, teacher: run}",
+    GrpoConfig: 'task={kind: grpo, reward: "module:function"}',
+}
 
 
 def refusal(name: str, text: str) -> str:
@@ -32,8 +39,14 @@ def refusal(name: str, text: str) -> str:
     if parts[-1] == "0":  # lists are given whole
         name, text = ".".join(parts[:-1]), f"[{text}, {text}]"
     with pytest.raises(RecipeError) as caught:
-        load_recipe(None, [f"{name}={text}"])
+        load_recipe(None, [*task_with(name), f"{name}={text}"])
     return str(caught.value)
+
+
+def task_with(name: str) -> list[str]:
+    """An override for the task that has a key of this name, if it is one of a task."""
+    top, _, field = name.partition(".")
+    return [text for kind, text in TASKS.items() if top == "task" and field in kind.model_fields][:1]
 
 
 def test_there_are_numbers_in_all_parts_of_a_recipe() -> None:
