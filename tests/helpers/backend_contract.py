@@ -80,7 +80,8 @@ class BackendContract:
         ident, status = self.run_job(engine, self.job(folder, "print('hello'); print('world')"))
         assert (status.state, status.exit_code, status.num_attempts) == (JobState.DONE, 0, 1)
         lines = list(engine.read_logs(ident))
-        assert [line for line in lines if "hello" in line or "world" in line] == lines[-2:]
+        printed = [line for line in lines if "hello" in line or "world" in line]  # Ray may write lines of its own
+        assert ["hello" in line for line in printed] == [True, False]
 
     def test_every_word_reaches_the_program_as_it_was_given(self, engine: Backend, folder: Path) -> None:
         code = "import json, sys; open('words', 'w').write(json.dumps(sys.argv[1:]))"
