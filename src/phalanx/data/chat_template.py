@@ -153,7 +153,9 @@ _GENERATION_BEGIN, _GENERATION_END = "\ufdd2", "\ufdd3"
 def _cut_generation_marks(text: str) -> tuple[str, tuple[Span, ...]]:
     if _GENERATION_BEGIN not in text:
         return text, ()
-    pieces, spans, length = [], [], 0
+    pieces: list[str] = []
+    spans: list[Span] = []
+    length = 0
     for piece in text.split(_GENERATION_BEGIN):
         inside, is_marked, behind = piece.partition(_GENERATION_END)
         if is_marked:
@@ -200,5 +202,6 @@ def join_contents(record: object) -> str:
     """Join all texts of a record by newlines, whatever it holds."""
     if isinstance(record, str):
         return record
-    below = record.values() if isinstance(record, dict) else record if isinstance(record, list) else ()
-    return "\n".join(filter(None, map(join_contents, below)))
+    if isinstance(record, dict):
+        record = list(record.values())
+    return "\n".join(filter(None, map(join_contents, record))) if isinstance(record, list) else ""

@@ -286,14 +286,20 @@ def _product_bytes(run: FineTuning) -> float:
     return 2.0 * num_elements
 
 
+def _norm_bytes(run: FineTuning) -> float:
+    """Bytes that a norm keeps of each of its inputs."""
+    if run.stack.fuses_norms:
+        return 2.0
+    return 4.0 if run.adapter_rank else 6.0  # the gradient of a norm's weight needs the normalized input, too
+
+
 def _block_bytes(run: FineTuning) -> tuple[float, float]:
     """Bytes that a block keeps for backward without checkpointing, and those of gradients and dequantized weights in
     the fullest moment of its backward."""
     sizes, stack = run.sizes, run.stack
     hidden, ffn, experts = sizes.hidden_size, sizes.ffn_hidden_size, sizes.experts_per_token
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    # The gradient of a norm's weight needs the normalized input, too.
-    norms = 2 * hidden * (2.0 if stack.fuses_norms else 4.0 if run.adapter_rank else 6.0)
+    norms = 2 * hidden * _norm_bytes(run)
     attention = 2.0 * (2 * query + 2 * key)
     if stack.fuses_qkv:
         adapted = run.adapter_targets & set("qkv") if run.adapter_rank else ()
