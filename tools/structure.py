@@ -29,7 +29,7 @@ BUDGETS = {
     "src/phalanx/jobs": 10_810,
     "src/phalanx/models": 1_220,
     "src/phalanx/observe": 4_170,
-    "src/phalanx/planner": 4_790,
+    "src/phalanx/planner": 4_800,
     "src/phalanx/recipe": 3_060,
     "src/phalanx/run": 3_220,
     "src/phalanx/serve": 2_130,
