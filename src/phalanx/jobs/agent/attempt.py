@@ -125,6 +125,14 @@ class AttemptState:
         return find_first_failure(self.exit_statuses, self.early_exits, self.killed_ranks, list(self.crashes))
 
     @property
+    def has_own_failure(self) -> bool:
+        """Whether a worker has failed by itself: it was not killed by the agent, and it did not just lose a peer."""
+        return any(
+            code not in (*PLANNED_EXIT_CODES, LOST_PEER_STATUS) and rank not in self.killed_ranks
+            for rank, code in self.exit_statuses.items()
+        )
+
+    @property
     def failed_to_meet(self) -> bool:
         """Whether it ended while its workers tried to find each other, and none of them had a failure of its own."""
         return not self.has_met and (self.abort_reason is not None or self.first_failure[1] == LOST_PEER_STATUS)

@@ -256,7 +256,8 @@ class AttemptSupervisor:
             raise ForkServerLostError(FORK_SERVER_DIED_MESSAGE)
         logger.info("node %d (%s) is lost: %s", node.node_rank, node.name, reason)
         self.leader.node_group.remove_node(node)
-        self.attempt.lost_nodes[node] = reason
+        if not self.attempt.has_own_failure:  # else that failure came first, and is the cause
+            self.attempt.lost_nodes[node] = reason
         for rank in self.attempt.ranks_by_node[node]:
             self.attempt.exit_statuses.setdefault(rank, LOST_PEER_STATUS)
         if not self.attempt.is_over:
@@ -320,12 +321,7 @@ class AttemptSupervisor:
         """Handle the death of the rendezvous store. Workers no longer need it after the rendezvous; before that the
         attempt is aborted."""
         what = "the rendezvous store died"
-        if (
-            self.attempt.world_size == 1
-            or number != self.attempt.number
-            or self.attempt.abort_reason is not None
-            or self.attempt.is_over
-        ):
+        if self.attempt.world_size == 1 or number != self.attempt.number or self.attempt.killed or self.attempt.is_over:
             return
         if self.attempt.start_step is None:
             self.attempt.store_lost = True

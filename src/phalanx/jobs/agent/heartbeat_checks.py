@@ -35,7 +35,7 @@ def check_hangs(leader: LeaderState, attempt: AttemptState, abort: Callable[[str
     is certain or has lasted too long."""
     heartbeats, find_stopped = attempt.heartbeats()
     now = leader.clock()
-    if attempt.abort_reason is not None:
+    if attempt.killed:  # by an earlier failure
         return
     if measure_silence(heartbeats.values(), now) <= MIN_SILENCE_S:
         attempt.hang = None
@@ -95,7 +95,7 @@ def check_deadlock(leader: LeaderState, attempt: AttemptState, abort: Callable[[
     """End the attempt, with the stacks of both sides, when workers wait in collectives that cannot end."""
     now = leader.clock()
     waits = {rank: wait for rank, (t, wait) in attempt.waits.items() if now - t <= MAX_WAIT_AGE_S}
-    if attempt.abort_reason is not None or (deadlock := find_deadlock(waits)) is None:
+    if attempt.killed or (deadlock := find_deadlock(waits)) is None:
         return
     rank, peer = deadlock.collectives
     heartbeats, step = attempt.heartbeats()[0], attempt.last_step(rank) or 0

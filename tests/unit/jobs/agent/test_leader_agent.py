@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -329,6 +330,19 @@ def test_a_gpu_that_fails_again_and_again_on_the_leading_node_leaves_out_no_othe
     ends = [attempt({1: LOST_PEER_STATUS, 0: GPU_FAILED_STATUS}, num_steps=3, ranks_by_node=places)] * 9
     outcome, _ = agent.play(ends)
     assert (outcome.code, agent.node_group.unfit) == (ExitCode.UNFIT_NODE, {})
+
+
+@pytest.mark.parametrize("status", [GPU_FAILED_STATUS, LOST_PEER_STATUS])
+def test_a_node_that_is_lost_after_a_workers_own_failure_is_not_the_cause(agent: Led, status: int) -> None:
+    there = second_node(agent, agent.stage)
+    there.connection = Mock()
+    places = {agent.node_group.local_node: range(1), there: range(1, 2)}
+    ended = AttemptState(2, places)  # type: ignore[arg-type]
+    supervisor = AttemptSupervisor(agent, ended)
+    supervisor.handle_message(exited(0, status))
+    supervisor._on_node_lost(there, "it has given no sign for 10 s")
+    assert ended.failed_with(GPU_FAILED_STATUS) == (status == GPU_FAILED_STATUS)
+    assert fault_fields(ended, "why").cause == ("gpu_failed" if status == GPU_FAILED_STATUS else "node_lost")
 
 
 def test_a_worker_that_finds_its_node_unfit_has_that_node_left_out(agent: Led) -> None:
