@@ -25,6 +25,13 @@ ROUNDED = ("bf16", "int8", "powersgd", "average", "diloco")
 """Compressions and methods of local SGD that keep their bits on the same number of workers, though they promise nothing
 beyond it."""
 
+FINETUNING_TASKS: dict[str, tuple[str, Any]] = {
+    "chat": ("chat", "chat"),
+    "kto": ("labels", {"kind": "preference", "loss": "kto"}),
+    "distillation": ("chat", {"kind": "distillation", "teacher": "hf:teacher"}),
+    "grpo": ("chat", {"kind": "grpo", "reward": "chat_rewards:letters", "group_size": 4, "max_new_tokens": 5}),
+}
+
 
 @dataclass(frozen=True)
 class RecipeSample:
@@ -74,7 +81,7 @@ def write_sources(folder: Path, words: Any) -> None:
 
 
 def draw_recipe(rng: random.Random) -> RecipeSample:
-    """The recipe of a round with an even seed. Odd seeds have those of `draw_matrix_recipe`."""
+    """A recipe that trains from random weights."""
     images = rng.random() < 0.15
     build = weighted(rng, IMAGE_MODELS if images else SEQUENCE_MODELS)
     determinism = weighted(rng, {"fixed-world": 5, "elastic": 4, "off": 3, "auto": 1})
@@ -150,6 +157,45 @@ def draw_matrix_recipe(rng: random.Random) -> RecipeSample:
     }
     recipe["evaluation"] = {**recipe["evaluation"], "every": rng.choice([5, 20]), "holdout_fraction": 0.05}
     return RecipeSample(recipe, case.layout.workers, (case.layout.workers,))
+
+
+def draw_finetuning_recipe(rng: random.Random) -> RecipeSample:
+    """A recipe that fine-tunes a tiny Llama on conversations, preferences, a teacher's or its own answers."""
+    name = weighted(rng, {"chat": 4, "dpo": 2, "ipo": 1, "kto": 2, "orpo": 1, "simpo": 1, "distillation": 2, "grpo": 1})
+    source, task = FINETUNING_TASKS.get(name, ("pairs", {"kind": "preference", "loss": name}))
+    data: Values = {"source": {"jsonl": f"{source}.jsonl"}, "tokenizer": "base", "seq_len": 64}
+    if name in ("chat", "distillation"):
+        data |= {"chat": {}, "packing": rng.choice(["whole", "single"]), "document_masking": True}
+    determinism = weighted(rng, {"fixed-world": 4, "elastic": 3, "off": 1})
+    world = weighted(rng, {1: 3, 2: 5, 3: 1})
+    recipe: Values = {
+        "name": "soak",
+        "model": {"build": "hf:base"},
+        "task": task,
+        "data": data,
+        "evaluation": {"every": rng.choice([None, 5]), "holdout_fraction": 0.2},
+        "batch": {"global_size": 6, "micro_size": rng.choice([1, 2])},
+        "steps": rng.randint(20, 60),
+        "optimizer": _optimizer(rng),
+        "precision": weighted(rng, {"fp32": 3, "bf16": 2}),
+        "compile": False,
+        "num_threads": 1,
+        "seed": rng.randrange(1000),
+        "determinism": determinism,
+        "grad_sync": {},
+        "checkpoint": _checkpoint(rng),
+        "fault_tolerance": {"max_restarts": 6},
+    }
+    if rng.random() < 0.4:
+        kind = rng.choice(["lora", "rslora", "dora"])
+        init = "pissa" if kind == "lora" and rng.random() < 0.5 else "default"
+        recipe["adapter"] = {"kind": kind, "init": init, "rank": 2, "dropout": rng.choice([0.0, 0.1])}
+    if world > 1:
+        recipe["parallelism"] = {weighted(rng, {"replicate": 3, "shard": 2, "tensor": 1}): world}
+    if determinism == "elastic":
+        recipe["batch"]["micro_size"] = 1
+        return RecipeSample(recipe, world, tuple(sorted({world, *rng.sample([1, 2, 3], 2)})))
+    return RecipeSample(recipe, world, (world,))
 
 
 def _model(rng: random.Random, build: str) -> Values:

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
-from grammar import RecipeSample, Values, draw_matrix_recipe, draw_recipe, write_sources
+from grammar import RecipeSample, Values, draw_finetuning_recipe, draw_matrix_recipe, draw_recipe, write_sources
 
+from chat_inputs import save_chat_model, write_chat_inputs
 from parity_inputs import write_parity_inputs
 from phalanx.app.chaos import PINNED_FILES, read_newest_digest
 from phalanx.errors import ExitCode, UsageError
@@ -44,7 +45,7 @@ LATEST_CUT = 8.0
 """Seconds after a start of the command until which a signal cuts it: data, trials, and the first steps."""
 CUTS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 TESTS = Path(__file__).absolute().parents[1]
-OWN_MODULES = ("soak/soak_models.py", "helpers/user_models.py")
+OWN_MODULES = ("soak/soak_models.py", "helpers/user_models.py", "helpers/chat_rewards.py")
 
 
 @dataclass
@@ -139,6 +140,8 @@ def create_recipe_dir(folder: Path) -> None:
     folder.mkdir(parents=True)
     write_sources(folder, random_words)
     write_parity_inputs(folder, random_words(1, 700))
+    write_chat_inputs(folder)
+    save_chat_model(folder / "teacher", seed=1)
     for name in OWN_MODULES:
         shutil.copy(TESTS / name, folder)
 
@@ -146,7 +149,7 @@ def create_recipe_dir(folder: Path) -> None:
 def run_round(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequence[str] = ()) -> Round:
     """One round, in a folder that is removed when its digests are equal. `callbacks`: of the recipe besides."""
     rng = random.Random(seed)
-    what = draw_matrix_recipe(rng) if seed % 2 else draw_recipe(rng)
+    what = (draw_finetuning_recipe, draw_matrix_recipe, draw_recipe)[seed % 3](rng)
     what.recipe["callbacks"] = list(callbacks)
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)

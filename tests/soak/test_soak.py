@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from grammar import ROUNDED, draw_matrix_recipe, draw_recipe, method_of
+from grammar import ROUNDED, draw_finetuning_recipe, draw_matrix_recipe, draw_recipe, method_of
 from soak import TESTS, Counts, Round, create_recipe_dir, reproduce_command, run_round
 
 from phalanx.recipe import Recipe
@@ -32,7 +32,7 @@ def round_of(soak: Path, seed: int, *callbacks: str) -> Round:
 
 
 def test_a_seed_draws_the_same_recipe_again_and_all_are_recipes() -> None:
-    for draw in (draw_matrix_recipe, draw_recipe):
+    for draw in (draw_finetuning_recipe, draw_matrix_recipe, draw_recipe):
         first, second = ([draw(random.Random(seed)) for seed in range(300)] for _ in range(2))
         assert first == second
         for each in first:
