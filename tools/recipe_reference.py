@@ -54,14 +54,16 @@ def render_recipe_reference() -> str:
             repeated_keys.append(key)
             continue
         shown_titles[config_name] = title
-        sections.append(f"## {title}\n\n" + "\n".join(_description_of(variant) for variant in variants) + "\n")
-        rows = [_render_row((*key, name), variant) for variant in variants for name in variant["properties"]]
-        sections.append("\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
+        sections.append(f"## {title}\n")
+        for variant in variants:
+            rows = [_render_row((*key, name), variant) for name in variant["properties"]]
+            table = "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
+            sections.append(f"{_description_of(variant)}\n\n{table}\n")
     return "\n".join(sections)
 
 
 def _render_row(key: KeyPath, parent_schema: JsonSchema) -> str:
-    schema = find_schema(key, Recipe) or {}
+    schema = parent_schema["properties"][key[-1]]
     variants = list(iterate_variants(schema))
     values = ["a mapping, see below" if "properties" in variant else describe_variant(variant) for variant in variants]
     meaning = _description_of(schema) or next((text for variant in variants if (text := _description_of(variant))), "")

@@ -2,6 +2,7 @@
 after attention and feed-forward. Attention's own dropout stands in `BYTES_PER_ATTENTION_SCORE`, with the scores."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class Gpt(nn.Module):
         return logits
 
 
+@cache
 def gpt(layers: int, width: int, heads: int, sequence: int = 2048) -> ModelProfile:
     """Its profile."""
     return profile_text_model(lambda vocab, sequence: Gpt(layers, width, heads), VOCAB, sequence)
