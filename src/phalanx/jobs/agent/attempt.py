@@ -126,7 +126,7 @@ class AttemptState:
 
     @property
     def has_own_failure(self) -> bool:
-        """Whether a worker has failed by itself: it was not killed by the agent, and it did not just lose a peer."""
+        """Whether a worker has failed that was not killed by the agent and did not just lose a peer."""
         return any(
             code not in (*PLANNED_EXIT_CODES, LOST_PEER_STATUS) and rank not in self.killed_ranks
             for rank, code in self.exit_statuses.items()
