@@ -1,6 +1,7 @@
 """Write text with a language model: that of a run's checkpoint, or of a Hugging Face directory."""
 
 import codecs
+import datetime
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -104,7 +105,7 @@ def _load_huggingface(location: str, directory: Path, device_name: str) -> TextM
     text_model = TextModel(
         location, model, tokenizer, window, device, _join_ends(tokenizer, find_stop_tokens(directory))
     )
-    return _add_chat(text_model, directory)
+    return _add_chat(text_model, directory, _today())
 
 
 def _load_from_run(run: Run, selection: CheckpointSelection, device: str | None, warn: ReportWarning) -> TextModel:
@@ -120,9 +121,9 @@ def _load_from_run(run: Run, selection: CheckpointSelection, device: str | None,
         raise DataError(f"{run.tokenizer}: {what}, and the model was trained on {facts.vocab_size:,} tokens")
     stops = described.get("stops") if isinstance(described, dict) else None
     ends = _join_ends(tokenizer, stops if isinstance(stops, list) else [])
-    return _add_chat(
-        TextModel(run.location, trained.model, tokenizer, facts.seq_len, torch_device, ends), run.companions
-    )
+    text_model = TextModel(run.location, trained.model, tokenizer, facts.seq_len, torch_device, ends)
+    chat = trained.recipe.data.chat
+    return _add_chat(text_model, run.companions, _today() if chat is None else chat.date)
 
 
 def _join_ends(tokenizer: Tokenizer, stops: Sequence[int]) -> frozenset[int]:
@@ -130,11 +131,16 @@ def _join_ends(tokenizer: Tokenizer, stops: Sequence[int]) -> frozenset[int]:
     return frozenset([*stops, *([] if separator is None else [separator])])
 
 
-def _add_chat(text_model: TextModel, directory: Path) -> TextModel:
-    """Return the model with the chat template of a directory, if it has one."""
+def _today() -> datetime.date:
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def _add_chat(text_model: TextModel, directory: Path, date: datetime.date | None) -> TextModel:
+    """Return the model with the chat template of a directory, if it has one. `date`: what the template writes as the
+    day's, None where it was trained without one."""
     if (template := find_chat_template(directory)) is None:
         return text_model
-    encoder = ChatEncoder(ChatPlan(ChatConfig(), template), text_model.tokenizer)
+    encoder = ChatEncoder(ChatPlan(ChatConfig(date=date), template), text_model.tokenizer)
     end_of_turn: list[int] = []
     with suppress(BadRowError):  # a template that cannot be trained on: the model's own ends are all there is
         end_of_turn.append(encoder.find_end_of_turn())

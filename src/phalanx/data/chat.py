@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,10 @@ _SHAREGPT_ROLES = {
 }
 _HIDDEN_NAME = re.compile("\ufdd0(\\d+)\ufdd1")
 """Stands for the name of a control token in a message, which is text: characters that are in no text."""
-_RESERVED_CHARACTERS = dict.fromkeys((0, *range(0xFDD0, 0xFDD4)), "\ufffd")
+_OTHER_ANSWER: Message = {"role": "assistant", "content": "\ufdd4"}
+"""An answer that shares no character with any other."""
+_PARTIAL_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+_RESERVED_CHARACTERS = dict.fromkeys((0, *range(0xFDD0, 0xFDD5)), "\ufffd")
 """What stands for marks here and in chat_template.py, and the separator of bytes: in a message they are replaced."""
 _SHOWN_CHARACTERS = 400
 MarkedTokens = npt.NDArray[np.uint32]
@@ -54,7 +57,9 @@ class ChatPlan:
         """Return it for the cache's key and the processes that prepare data."""
         used_later = {"too_long"}  # when documents are packed
         template = None if self.template is None else asdict(self.template)
-        return json.dumps({"config": self.config.model_dump(exclude=used_later), "template": template}, sort_keys=True)
+        return json.dumps(
+            {"config": self.config.model_dump(mode="json", exclude=used_later), "template": template}, sort_keys=True
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "ChatPlan":
@@ -220,7 +225,7 @@ class ChatEncoder:
 
     def __init__(self, plan: ChatPlan, tokenizer: Tokenizer):
         self._config, self._tokenizer = plan.config, tokenizer
-        self._renderer = None if plan.template is None else TemplateRenderer(plan.template)
+        self._renderer = None if plan.template is None else TemplateRenderer(plan.template, plan.config.date)
         names = sorted(filter(None, tokenizer.control_tokens.values()), key=len, reverse=True)
         self._control_names = re.compile("|".join(map(re.escape, names))) if names else None
 
@@ -282,10 +287,8 @@ class ChatEncoder:
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > first_user]
         spans: list[Span] = []
         for number in answers[-1:] if self._config.train_on == "last" or self._config.records == "pairs" else answers:
-            before = self._renderer.render(messages[:number], tools, variables, add_generation_prompt=True).text
             through = self._renderer.render(messages[: number + 1], tools, variables).text
-            if not through.startswith(before):  # a template without a generation prompt, or with another one
-                before = self._renderer.render(messages[:number], tools, variables).text
+            before = self._find_prompt(messages[:number], conversation, through)
             if not through.startswith(before):
                 raise BadRowError(
                     "refused by the chat template",
@@ -300,6 +303,23 @@ class ChatEncoder:
         if spans:
             tagged = tuple(span for span in whole.generated if any(a <= span[0] < b for a, b in spans))
             yield _TrainedText(whole.text, tagged or tuple(spans))
+
+    def _find_prompt(self, messages: list[dict[str, Any]], conversation: Conversation, through: str) -> str:
+        """Return the text before an assistant's message, which follows `messages` in the rendering `through`.
+
+        A prompt may begin what the message does not have, such as `<think>`: then only what it shares with any message
+        comes before.
+        """
+        assert self._renderer is not None
+        tools, variables = conversation.tools, conversation.variables
+        prompt = self._renderer.render(messages, tools, variables, add_generation_prompt=True).text
+        if through.startswith(prompt):
+            return prompt
+        before = self._renderer.render(messages, tools, variables).text
+        other = self._renderer.render([*messages, _OTHER_ANSWER], tools, variables).text
+        same = takewhile(lambda letters: len(set(letters)) == 1, zip(prompt, other, through, strict=False))
+        header = _PARTIAL_TAG.sub("", "".join(letters[0] for letters in same))
+        return header if header.startswith(before) else before
 
     def _hide_in_message(self, message: Message, names: list[str]) -> dict[str, Any]:
         dropped = "reasoning_content" if self._config.reasoning == "drop" else None
@@ -334,7 +354,7 @@ class ChatEncoder:
         for start, stop in trained.spans:
             first, behind = np.searchsorted(starts, [start, stop])
             if self._config.train_on != "all":
-                behind = self._end_of_turn(is_control, int(first), int(behind), trained)
+                behind = self._end_of_turn(is_control, starts, int(first), int(behind), trained)
             in_loss[first:behind] = True
         num_tokens, tokens = len(tokens), self._begin_document(tokens)
         in_loss = np.concatenate([np.zeros(len(tokens) - num_tokens, np.bool_), in_loss])
@@ -352,12 +372,22 @@ class ChatEncoder:
         begin = list(self._tokenizer.begin_tokens)
         return tokens if tokens[: len(begin)].tolist() == begin else np.concatenate([begin, tokens])
 
-    def _end_of_turn(self, is_control: npt.NDArray[np.bool_], first: int, behind: int, trained: _TrainedText) -> int:
-        """Return where an answer ends: behind its last control token, which the model must learn to write; what a
-        template has behind it, such as a new line, is never generated."""
+    def _end_of_turn(
+        self,
+        is_control: npt.NDArray[np.bool_],
+        starts: npt.NDArray[np.int64],
+        first: int,
+        behind: int,
+        trained: _TrainedText,
+    ) -> int:
+        """Return where an answer ends: behind its last control token, which the model must learn to write. White space
+        that a template has behind it is never generated."""
         inside = np.flatnonzero(is_control[first:behind])
+        edges = [*starts.tolist(), len(trained.text)]
         if len(inside):
-            return first + int(inside[-1]) + 1
+            end = first + int(inside[-1]) + 1
+            if not trained.text[edges[end] : edges[behind]].strip():
+                return end
         if behind < len(is_control) and is_control[behind]:
             return behind + 1
         raise BadRowError(

@@ -1,9 +1,10 @@
 """Find, compile and render chat templates: Jinja as transformers runs it, without importing transformers.
 
-`strftime_now` is not defined, so that the same conversations give the same tokens on any day: templates then use the
-date in their own text. A record may give one in `chat_template_kwargs`.
+`strftime_now` is defined only with a date that is given, so that the same conversations give the same tokens on any
+day: without it templates use the date in their own text, or fail. A record may give one in `chat_template_kwargs`.
 """
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,11 +120,13 @@ def _token_text(value: object) -> str | None:
 
 
 class TemplateRenderer:
-    """Renders conversations by a template."""
+    """Renders conversations by a template. `date`: what its `strftime_now` writes."""
 
-    def __init__(self, template: ChatTemplate):
+    def __init__(self, template: ChatTemplate, date: datetime.date | None = None):
         self._special_tokens = dict(template.special_tokens)
         environment = _environment()
+        if date is not None:
+            environment.globals["strftime_now"] = date.strftime
         self._template = environment.from_string(template.text)
         self._tool_template = environment.from_string(template.tool_text) if template.tool_text else self._template
 
@@ -142,10 +145,16 @@ class TemplateRenderer:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **values
             )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
+                raise BadRowError("without a date", _MISSING_DATE_MESSAGE, RecipeError) from None
             raise BadRowError("refused by the chat template", f"the chat template fails: {error}") from None
         return RenderedChat(*_cut_generation_marks(text))
 
 
+_MISSING_DATE_MESSAGE = (
+    "the chat template writes the day's date; give one, such as data.chat.date: 2026-01-31, so that the same data give "
+    "the same tokens on any day"
+)
 _GENERATION_BEGIN, _GENERATION_END = "\ufdd2", "\ufdd3"
 """Characters that are in no text: what a template puts around a generated part."""
 

@@ -1,5 +1,6 @@
 """The part of a recipe that says what to train and to evaluate on: sources, tokenizer, sequence length."""
 
+import datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -110,6 +111,9 @@ class ChatConfig(ConfigModel):
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """What to do with conversations of more than `data.seq_len` tokens: leave them out, keep their beginning, or stop.
     They are counted in the log and the report."""
+    date: datetime.date | None = None
+    """The day, as YEAR-MONTH-DAY, for templates that write it (`strftime_now`), so that data do not depend on the day
+    of their preparation."""
     allow_special_tokens: bool = False
     """Whether the name of a control token in a message becomes that token. false: it is text."""
     records: Literal["chat", "pairs", "labels"] = "chat"

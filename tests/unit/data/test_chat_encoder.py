@@ -38,6 +38,19 @@ REASONING = (
     "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+OPENED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{{ '<|im_start|>' if m.role == 'assistant' }}{{ m.content }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]<|im_end|>{% endif %}"
+)
+ENDLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+DATED = "{{ strftime_now('%d %b %Y') }} " + CHATML
 TURNS = [
     {"role": "user", "content": "one?"},
     {"role": "assistant", "content": "first"},
@@ -81,8 +94,10 @@ def trained_texts(tokenizer, document):
         (LLAMA, ["first<|eot_id|>", "second<|eot_id|>"]),
         (MISTRAL, [" first</s>", " second</s>"]),
         (TAGGED, ["first<|im_end|>", "second<|im_end|>"]),
+        (OPENED, ["first<|im_end|>", "second<|im_end|>"]),
+        (MARKED, ["<|im_start|>first<|eot_id|>", "<|im_start|>second<|eot_id|>"]),
     ],
-    ids=["chatml", "llama", "mistral", "generation-tags"],
+    ids=["chatml", "llama", "mistral", "generation-tags", "prompt-opens-reasoning", "prompt-ends-in-another-token"],
 )
 def test_answers_and_their_ends_of_turn_are_in_the_loss(tokenizer, template, trained):
     [document] = encode(tokenizer, {"messages": TURNS}, template)
@@ -200,10 +215,23 @@ def test_a_label_marks_an_answer(tokenizer):
         ({"messages": [TURNS[0], {"role": "assistant", "content": " "}]}, CHATML, "the assistant's message is empty"),
         ({"messages": [TURNS[0], {"role": "user", "content": [{"type": "image"}]}, TURNS[1]]}, CHATML, "type image"),
         ({"messages": TURNS}, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "learn to stop"),
+        ({"messages": TURNS}, ENDLESS, "learn to stop"),
+        ({"messages": TURNS}, DATED, "give one, such as data.chat.date: 2026-01-31"),
         ({"messages": TURNS}, "{{ raise_exception('no system') }}", "the chat template fails: no system"),
         ({"messages": TURNS}, "{{ messages[0].content.missing.deeper }}", "the chat template fails"),
     ],
-    ids=["no-messages", "role", "no-user", "empty", "image", "no-end-of-turn", "refused", "undefined"],
+    ids=[
+        "no-messages",
+        "role",
+        "no-user",
+        "empty",
+        "image",
+        "no-end-of-turn",
+        "control-token-before-only",
+        "date",
+        "refused",
+        "undefined",
+    ],
 )
 def test_records_that_cannot_be_trained_on_are_refused(tokenizer, record, template, named):
     with pytest.raises(BadRowError) as raised:
@@ -225,6 +253,11 @@ def test_a_template_is_found_beside_the_tokenizer_or_named(tokenizer, tmp_path):
     (folder / "own.jinja").write_text("{% for %}")
     with pytest.raises(RecipeError, match="not a Jinja template, line 1"):
         load_chat_template(folder / "own.jinja", folder)
+
+
+def test_a_template_writes_the_date_that_is_given(tokenizer):
+    [document] = encode(tokenizer, {"messages": TURNS}, DATED, date="2026-01-31")
+    assert tokenizer.decode((document & TOKEN_MASK).tolist()).startswith("31 Jan 2026 ")
 
 
 def test_a_template_cannot_reach_python(tokenizer):
