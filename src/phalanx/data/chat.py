@@ -8,7 +8,7 @@ those that drop reasoning do, gives a sequence for each assistant message: what 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -274,7 +274,8 @@ class ChatEncoder:
                 "without a chat template", "messages need a chat template: data.chat.template", RecipeError
             )
         messages = [self._hide_in_message(message, names) for message in conversation.messages]
-        return list(self._render_messages(messages, conversation)), names
+        hidden = replace(conversation, tools=self._hide_in_texts(conversation.tools, names))
+        return list(self._render_messages(messages, hidden)), names
 
     def _render_messages(self, messages: list[dict[str, Any]], conversation: Conversation) -> Iterator[_TrainedText]:
         assert self._renderer is not None
@@ -296,6 +297,10 @@ class ChatEncoder:
                     f"the model is to write is not known: {_shorten(before)} ... {_shorten(through)}",
                     RecipeError,
                 )
+            for call in messages[number].get("tool_calls") or ():
+                if call["function"]["name"] not in through[len(before) :]:
+                    why = f"messages[{number}].tool_calls: the chat template leaves them out, so none would be learned"
+                    raise BadRowError("with calls that the template leaves out", why, RecipeError)
             if whole.text.startswith(through):
                 spans.append((len(before), len(through)))
             else:  # an earlier message is rendered otherwise once another follows
@@ -324,10 +329,19 @@ class ChatEncoder:
     def _hide_in_message(self, message: Message, names: list[str]) -> dict[str, Any]:
         dropped = "reasoning_content" if self._config.reasoning == "drop" else None
         return {
-            key: self._hide_control_names(value, names) if isinstance(value, str) and key != "role" else value
+            key: value if key == "role" else self._hide_in_texts(value, names)
             for key, value in message.items()
             if key != dropped
         }
+
+    def _hide_in_texts(self, value: Any, names: list[str]) -> Any:
+        if isinstance(value, str):
+            return self._hide_control_names(value, names)
+        if isinstance(value, list):
+            return [self._hide_in_texts(each, names) for each in value]
+        if isinstance(value, dict):
+            return {key: self._hide_in_texts(each, names) for key, each in value.items()}
+        return value
 
     def _hide_control_names(self, text: str, names: list[str]) -> str:
         """Replace names of control tokens by marks, which `_encode` takes for text."""

@@ -6,6 +6,7 @@ day: without it templates use the date in their own text, or fail. A record may 
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,6 +149,7 @@ class TemplateRenderer:
             if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
                 raise BadRowError("without a date", _MISSING_DATE_MESSAGE, RecipeError) from None
             raise BadRowError("refused by the chat template", f"the chat template fails: {error}") from None
+        text = _ESCAPED_MARK.sub(lambda match: chr(int(match[1], 16)), text)
         return RenderedChat(*_cut_generation_marks(text))
 
 
@@ -155,6 +157,8 @@ _MISSING_DATE_MESSAGE = (
     "the chat template writes the day's date; give one, such as data.chat.date: 2026-01-31, so that the same data give "
     "the same tokens on any day"
 )
+_ESCAPED_MARK = re.compile(r"\\u(fdd[01])")
+"""A mark of chat.py in a tool or a call that a template writes as Python or JSON."""
 _GENERATION_BEGIN, _GENERATION_END = "\ufdd2", "\ufdd3"
 """Characters that are in no text: what a template puts around a generated part."""
 

@@ -50,6 +50,11 @@ ENDLESS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
 )
+CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": "<|im_end|>"}'}}],
+}
 DATED = "{{ strftime_now('%d %b %Y') }} " + CHATML
 TURNS = [
     {"role": "user", "content": "one?"},
@@ -191,6 +196,19 @@ def test_tools_and_calls_reach_the_template_as_objects(tokenizer):
     assert trained_texts(tokenizer, document) == ['1{"name": "add", "arguments": {"a": 1}}<|im_end|>']
 
 
+def test_names_of_control_tokens_in_tools_and_calls_are_text(tokenizer):
+    template = (
+        "{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}{{ m.tool_calls }}<|im_end|>"
+        "{% endfor %}"
+    )
+    record = {"messages": [TURNS[0], CALLING], "tools": [{"name": "add", "description": "adds <|im_start|>"}]}
+    [document] = encode(tokenizer, record, template)
+    tokens = (document & TOKEN_MASK).tolist()
+    ids = tokenizer._tokenizer.get_vocab()
+    assert (tokens.count(ids["<|im_start|>"]), tokens.count(ids["<|im_end|>"])) == (2, 2)
+    assert tokenizer.decode(tokens).count("<|im_end|>") == 3
+
+
 def test_a_pair_is_one_document_of_two_sequences(tokenizer):
     [document] = encode(tokenizer, {"prompt": "one?", "chosen": TURNS[1:2], "rejected": TURNS[3:]}, records="pairs")
     rejected = document & REJECTED_BIT != 0
@@ -217,6 +235,7 @@ def test_a_label_marks_an_answer(tokenizer):
         ({"messages": TURNS}, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "learn to stop"),
         ({"messages": TURNS}, ENDLESS, "learn to stop"),
         ({"messages": TURNS}, DATED, "give one, such as data.chat.date: 2026-01-31"),
+        ({"messages": [TURNS[0], CALLING]}, CHATML, "messages[1].tool_calls: the chat template leaves them out"),
         ({"messages": TURNS}, "{{ raise_exception('no system') }}", "the chat template fails: no system"),
         ({"messages": TURNS}, "{{ messages[0].content.missing.deeper }}", "the chat template fails"),
     ],
@@ -229,6 +248,7 @@ def test_a_label_marks_an_answer(tokenizer):
         "no-end-of-turn",
         "control-token-before-only",
         "date",
+        "calls",
         "refused",
         "undefined",
     ],
