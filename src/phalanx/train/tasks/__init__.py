@@ -45,8 +45,8 @@ class Task(Protocol):
 
 def add_auxiliary_loss(total: Tensor, num_terms: Tensor | int, output: Any) -> Tensor:
     """Add the auxiliary loss in a model's output, if there is one, to a sum of losses: as often as it has terms, so the
-    loss of a step has its mean over micro-batches, weighted by their terms."""
-    auxiliary_loss = find_auxiliary_loss(output)
+    loss of a step has its mean over micro-batches, weighted by their terms. Validation measures the task alone."""
+    auxiliary_loss = find_auxiliary_loss(output) if torch.is_grad_enabled() else None
     return total if auxiliary_loss is None else total + auxiliary_loss * num_terms
 
 
