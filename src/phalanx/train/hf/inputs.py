@@ -53,6 +53,9 @@ def adapt_inputs(
         model_kwargs["position_ids"] = (
             positions.expand(model_kwargs["input_ids"].shape) if "input_ids" in model_kwargs else positions
         )
+    mask, padding = model_kwargs.get("attention_mask"), getattr(get_text_config(model.config), "pad_token_id", None)
+    if "input_ids" in model_kwargs and isinstance(mask, Tensor) and mask.dim() == 2 and padding is not None:
+        model_kwargs["input_ids"] = model_kwargs["input_ids"].masked_fill(mask == 0, padding)
     if "use_cache" in names:
         model_kwargs.setdefault("use_cache", False)
     return args, model_kwargs
