@@ -26,6 +26,7 @@ from phalanx.train.hf import reload
 from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, TextFacts, compute_scores
 from phalanx.train.inference import check_data, load_trained_model
 from phalanx.train.tasks import Classification
+from phalanx.train.tasks.texts import split_texts
 
 NUM_TOKENS, MAX_SAMPLE_TOKENS, NUM_IMAGES = 1024, 256, 32
 NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 3, 16, 64
@@ -65,7 +66,11 @@ def compute_reference(run: Run, step: int, trust_code: bool) -> Reference:
     count = min(count, num_validation or data.num_train_samples)
     batch = data.read_validation(0, count) if num_validation else data.read_training(0, count)
     tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
-    if is_text:
+    if "sequences" in tensors:
+        tokens, mask, _ = split_texts(tensors)
+        inputs = tokens[:count, : min(MAX_SAMPLE_TOKENS, int(mask.sum(1).min()))].contiguous()
+        targets = tensors.get("labels", inputs)  # of classes; of others there is no loss
+    elif is_text:
         inputs, targets = (tensors[name][:, :MAX_SAMPLE_TOKENS].contiguous() for name in ("tokens", "targets"))
     else:
         task = Classification()

@@ -41,11 +41,11 @@ class ExportRecord:
 
 
 def hash_files(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a directory, by name."""
+    """Return the SHA-256 of each file of a directory, by its path there."""
     hashes = {}
-    for path in sorted(directory.iterdir()):
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            hashes[path.relative_to(directory).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
 
 

@@ -275,6 +275,8 @@ def resolve_run(
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
     opened = open_data(data, evaluate, given.seed)  # raises for missing or too little data before anything is written
     check_task(given, opened.info.kind, loaded.location_of)
+    if opened.records == "classes":
+        opened.check_classes()
     if given.epochs is not None:
         prepared = prepared.model_copy(
             update={"epochs": None, "steps": count_steps(given.epochs, opened, given, world_size)}

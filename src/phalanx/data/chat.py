@@ -18,10 +18,13 @@ import numpy.typing as npt
 from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat_template import ChatTemplate, Message, Span, TemplateRenderer
 from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT, TOKEN_MASK
+from phalanx.data.text_records import encode_texts, margin_to_number
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.errors import RecipeError
 from phalanx.recipe.data_schema import ChatConfig
 
+PAIRS = ("pairs", "rewards")
+"""Records of a chosen and a rejected conversation."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -56,6 +59,8 @@ class ChatPlan:
     def to_json(self) -> str:
         """Return it for the cache's key and the processes that prepare data."""
         used_later = {"too_long"}  # when documents are packed
+        if self.config.classes is None:
+            used_later |= {"classes"}  # as the keys of conversations have always been
         template = None if self.template is None else asdict(self.template)
         return json.dumps(
             {"config": self.config.model_dump(mode="json", exclude=used_later), "template": template}, sort_keys=True
@@ -232,11 +237,15 @@ class ChatEncoder:
     def encode(self, record: Any) -> list[MarkedTokens]:
         """Return the documents [n] of a record; a pair is one document of two sequences. Raises BadRowError for a
         record that cannot be trained on."""
+        if self._config.records in ("classes", "texts"):
+            return [encode_texts(record, self._config.classes, self._tokenizer)]
         sequences = [
             [self._mark(text, names, is_rejected) for text in texts]
             for conversation, is_rejected in read_conversations(record, self._config.records)
             for texts, names in [self._render(conversation)]
         ]
+        if self._config.records == "rewards":
+            return [np.concatenate([margin_to_number(record), *(texts[-1] for texts in sequences)])]
         if self._config.records == "pairs":
             return [np.concatenate([texts[-1] for texts in sequences])]
         return [tokens for texts in sequences for tokens in texts]
@@ -287,7 +296,7 @@ class ChatEncoder:
         first_user = next(number for number, message in enumerate(messages) if message["role"] == "user")
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > first_user]
         spans: list[Span] = []
-        for number in answers[-1:] if self._config.train_on == "last" or self._config.records == "pairs" else answers:
+        for number in answers[-1:] if self._config.train_on == "last" or self._config.records in PAIRS else answers:
             through = self._renderer.render(messages[: number + 1], tools, variables).text
             before = self._find_prompt(messages[:number], conversation, through)
             if not through.startswith(before):

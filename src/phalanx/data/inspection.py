@@ -12,7 +12,15 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.data.bad_rows import count_skipped
 from phalanx.data.dataset_files import DatasetFiles, open_dataset_files
-from phalanx.data.manifest import LABEL_BYTES, LOSS_BIT, TOKEN_MASK, DatasetManifest, ShardEntry, read_manifest
+from phalanx.data.manifest import (
+    LABEL_BYTES,
+    LOSS_BIT,
+    NUMBERED_RECORDS,
+    TOKEN_MASK,
+    DatasetManifest,
+    ShardEntry,
+    read_manifest,
+)
 from phalanx.data.prepare_plan import PrepareProgress, ignore_progress
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, ValueArray, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import Tokenizer, load_tokenizer, show_tokens
@@ -153,7 +161,7 @@ def _inspect_conversations(files: DatasetFiles, manifest: DatasetManifest, first
         "p95_document_tokens": most,
         "max_document_tokens": longest,
         "conversations": [
-            show_marked_tokens(tokenizer, first.values[start:stop])
+            show_marked_tokens(tokenizer, first.values[start + int(manifest.records in NUMBERED_RECORDS) : stop])
             for start, stop in pairwise(edges[: SHOWN_CONVERSATIONS + 1])
         ],
     }

@@ -36,6 +36,7 @@ TOKEN_MASK = (1 << 29) - 1
 LOSS_BIT, SEQUENCE_BIT, REJECTED_BIT = 1 << 31, 1 << 30, 1 << 29
 """Bits of a value of a conversation: the token is in the loss; it begins a sequence, of which a pair has two; its
 sequence is rejected."""
+NUMBERED_RECORDS = ("rewards", "classes", "texts")
 LABEL_BYTES = 4  # an image record is its label, as a little-endian uint32, followed by its pixels
 
 
@@ -63,8 +64,9 @@ class DatasetManifest:
     classes: int | None = None
     shape: tuple[int, int, int] | None = None  # height, width, channels
     labels: tuple[str, ...] | None = None  # names of the classes, where they have names
-    records: Literal["chat", "pairs", "labels"] | None = None
-    """What a document of conversations is; its values are tokens with LOSS_BIT, SEQUENCE_BIT and REJECTED_BIT."""
+    records: Literal["chat", "pairs", "labels", "rewards", "classes", "texts"] | None = None
+    """What a document of conversations is; its values are tokens with LOSS_BIT, SEQUENCE_BIT and REJECTED_BIT. Those of
+    NUMBERED_RECORDS begin with a number (`text_records.py`)."""
 
     @property
     def count(self) -> int:

@@ -381,6 +381,7 @@ def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: P
     else:
         tokenizer = load_plan_tokenizer(plan, folder)
     chat = None if plan.chat is None else ChatPlan.from_json(plan.chat)
+    classes = None if chat is None or chat.config.classes is None else tuple(chat.config.classes)
     dtype = narrowest_token_dtype(tokenizer.vocab_size if chat is None else TOKEN_MASK).str.replace("|", "<")
     return DatasetManifest(
         "tokens",
@@ -389,6 +390,8 @@ def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: P
         vocab=tokenizer.vocab_size,
         tokenizer=describe_tokenizer(tokenizer, folder),
         records=None if chat is None else chat.config.records,
+        classes=None if classes is None else len(classes),
+        labels=classes,
     )
 
 

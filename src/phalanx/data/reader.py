@@ -25,6 +25,7 @@ from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import (
     LABEL_BYTES,
     LOSS_BIT,
+    NUMBERED_RECORDS,
     REJECTED_BIT,
     SEQUENCE_BIT,
     TOKEN_MASK,
@@ -42,9 +43,10 @@ from phalanx.data.order import (
     reduce_weights,
     weigh_by_size,
 )
-from phalanx.data.packing import LongDocuments, PackedWindows, list_documents, pack_documents
+from phalanx.data.packing import LongDocuments, PackedWindows, TokenRanges, list_documents, pack_documents
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
+from phalanx.data.text_records import numbers_to_margins
 from phalanx.errors import RecipeError
 from phalanx.recipe import data_schema
 from phalanx.recipe.locations import name_recipe_key
@@ -55,7 +57,8 @@ from phalanx.storage.url import is_url
 Batch = dict[str, npt.NDArray[Any]]
 """`tokens`, `targets` int64 [b, s] (-100 = no target) and, with document masking, `documents` int32 [b, s] (number of
 the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]. For preferences each sequence is
-a document; `rejected` bool [b, s] says of its tokens which it is, and `sample_ids` int64 [b] name the samples."""
+a document; `rejected` bool [b, s] says of its tokens which it is, and `sample_ids` int64 [b] name the samples. Of whole
+texts `sequences` int32 [b, s] numbers those of a sample (-1: padding); `labels` int64 [b] or `margins` fp32 [b]."""
 
 IGNORE_INDEX = -100
 PADDING_TOKEN = 0  # any would do: it is no target, and no earlier token attends to it
@@ -425,6 +428,8 @@ class RunData:
             numbers = labels.view("<u4")[:, 0].astype(np.int64)
             return {"images": pixels.reshape(count, *self.info.image_shape), "labels": numbers}
         rows, located = pool.read_samples(first, count)
+        if self.records in NUMBERED_RECORDS:
+            return _make_text_batch(rows, located, self.records == "rewards")
         batch = self._make_token_batch(rows, located)
         if self.records in ("pairs", "labels"):
             before = self._train.num_dataset_samples if pool is self._validation else 0
@@ -467,10 +472,29 @@ class RunData:
             batch["documents"] = np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)
         return batch
 
+    def check_classes(self) -> None:
+        """Raise RecipeError if all texts to train on have one label. Reads until another is met."""
+        names, first = self.info.class_names or (), int(self.read_training(0, 1)["labels"][0])
+        for start in range(0, self.num_train_samples, _LOCATED_STREAM_SAMPLES):
+            count = min(_LOCATED_STREAM_SAMPLES, self.num_train_samples - start)
+            if (self.read_training(start, count)["labels"] != first).any():
+                return
+        raise RecipeError(f"data.source: all texts have the label {names[first]!r}; expected two classes at least")
+
     @property
     def num_sample_ids(self) -> int:
         """All `sample_ids` are below it."""
         return self._train.num_dataset_samples + self._validation.num_dataset_samples
+
+
+def _make_text_batch(rows: ValueArray, located: list[DocumentRanges], has_margins: bool) -> Batch:
+    """Make a batch of records of whole texts, each a number and its sequences."""
+    num_values = np.array([sum(stop - start for _, start, stop in ranges) for ranges in located])
+    numbers, values = rows[:, 0] & TOKEN_MASK, rows[:, 1:]
+    sequences = np.cumsum(values & SEQUENCE_BIT != 0, axis=1, dtype=np.int32) - 1
+    np.putmask(sequences, np.arange(1, rows.shape[1]) >= num_values[:, None], -1)
+    extra: Batch = {"margins": numbers_to_margins(numbers)} if has_margins else {"labels": numbers.astype(np.int64)}
+    return {"tokens": (values & TOKEN_MASK).astype(np.int64), "sequences": sequences, **extra}
 
 
 def _document_start_mask(located: list[DocumentRanges], length: int) -> npt.NDArray[np.bool_]:
@@ -624,8 +648,9 @@ def _open_packed(dataset: PreparedDataset, data: data_schema.DataConfig, holdout
     too_long: LongDocuments = "split"
     if manifest.records is not None:
         too_long = "truncate" if data.chat is not None and data.chat.too_long == "truncate" else "drop"
+    num_extra = int(manifest.records in NUMBERED_RECORDS)
     train, validation = (
-        pack_documents(documents, data.seq_len, too_long, one_each=data.packing == "single")
+        _pack_documents(documents, data, too_long, num_extra)
         for documents in list_documents(folder, manifest, holdout_fraction)
     )
     num_validation = len(validation.ends)
@@ -645,6 +670,14 @@ def _open_packed(dataset: PreparedDataset, data: data_schema.DataConfig, holdout
         train.num_cut,
         train.num_dropped,
     )
+
+
+def _pack_documents(
+    documents: TokenRanges, data: data_schema.DataConfig, too_long: LongDocuments, num_extra: int
+) -> PackedWindows:
+    """Pack documents that begin with `num_extra` values which are no tokens."""
+    windows = pack_documents(documents, data.seq_len + num_extra, too_long, one_each=data.packing == "single")
+    return replace(windows, seq_len=data.seq_len, num_tokens=windows.num_tokens - num_extra)
 
 
 def _mixing_requirements(manifest: DatasetManifest) -> dict[str, Any]:

@@ -93,6 +93,10 @@ class Tokenizer(Protocol):
         """Tokens of a text that is to be continued: behind what begins a document, once. The name of a control token in
         it is that token."""
 
+    def encode_document(self, text: str) -> list[int]:
+        """Tokens of a text with what the tokenizer itself puts before and behind it. The name of a control token in it
+        is text."""
+
     def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
         """Tokens of a text in which the name of a control token is that token, and the character where each begins.
         Nothing is put around them."""
@@ -118,6 +122,9 @@ class ByteTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         return [int(token) for token in self.encode(text)]
+
+    def encode_document(self, text: str) -> list[int]:
+        return self.encode_prompt(text)
 
     def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
         encoded = [(byte, at) for at, character in enumerate(text) for byte in character.encode(errors="replace")]
@@ -168,6 +175,13 @@ class HuggingFaceTokenizer:
         tokens, _ = self.encode_marked(text)
         begin = list(self.begin_tokens)
         return tokens if tokens[: len(begin)] == begin else begin + tokens
+
+    def encode_document(self, text: str) -> list[int]:
+        with self._working():
+            pattern = self._tokenizer.encode("a", add_special_tokens=True)
+        num_behind = next((at for at, is_added in enumerate(pattern.special_tokens_mask[::-1]) if not is_added), 0)
+        behind = pattern.ids[len(pattern.ids) - num_behind :]
+        return [*self.begin_tokens, *self.encode(text).tolist(), *behind]
 
     def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
         with self._working():

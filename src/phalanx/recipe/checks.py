@@ -28,6 +28,9 @@ BUILT_IN_TASKS = {
     "preference": "tokens",
     "distillation": "tokens",
     "grpo": "tokens",
+    "reward": "tokens",
+    "text-classification": "tokens",
+    "embedding": "tokens",
     "classification": "images",
 }
 """What is learned -> the kind of data that it is learned from."""
@@ -116,6 +119,8 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield from _find_location_problems("init_from", recipe.init_from, folder)
     if isinstance(recipe.task, DistillationConfig):
         yield from _find_location_problems("task.teacher", recipe.task.teacher, folder)
+    if recipe.task_kind == "embedding" and recipe.batch.micro_size == "auto":
+        yield "batch.micro_size", "found auto; the negatives of embedding are those of a micro-batch: give a number"
     yield from find_device_problems(recipe)
     yield from _adapter(recipe)
     yield from _optimizer(recipe)

@@ -94,7 +94,8 @@ class BpeTokenizerConfig(ConfigModel):
 
 
 class ChatConfig(ConfigModel):
-    """How conversations become tokens, and which of them are in the loss: for `task: chat` and `task: preference`.
+    """How conversations become tokens, and which of them are in the loss: for `task: chat` and `task: preference`; of
+    `reward`, `text-classification` and `embedding` what records hold.
 
     A record has `messages` (OpenAI's form, with `tools`), `conversations` (ShareGPT's), or `prompt` and `completion`;
     for preferences `chosen` and `rejected`, or a `label`.
@@ -116,8 +117,11 @@ class ChatConfig(ConfigModel):
     of their preparation."""
     allow_special_tokens: bool = False
     """Whether the name of a control token in a message becomes that token. false: it is text."""
-    records: Literal["chat", "pairs", "labels"] = "chat"
-    """What a record holds: a conversation, a chosen and a rejected one, or one with a label. The task sets it."""
+    records: Literal["chat", "pairs", "labels", "rewards", "classes", "texts"] = "chat"
+    """What a record holds: a conversation, a chosen and a rejected one (`rewards`: perhaps with a margin), or one with
+    a label; a text with the name of its class, or texts to embed. The task sets it."""
+    classes: list[str] | None = None
+    """Names of the classes. The task sets it."""
 
 
 class CurriculumStage(ConfigModel):
@@ -184,7 +188,9 @@ class DataConfig(ConfigModel):
     def _check_chat(self) -> Self:
         if self.chat is not None and self.packing is None:
             raise ValueError("chat: conversations are kept whole; expected packing: whole or single")
-        is_alone = self.packing == "single" and self.chat is not None and self.chat.records == "chat"
+        if self.chat is not None and self.chat.records in ("rewards", "texts") and self.chat.too_long == "truncate":
+            raise ValueError("chat.too_long: truncate would cut the last text of a record; expected drop or error")
+        is_alone = self.packing == "single" and self.chat is not None and self.chat.records not in ("pairs", "labels")
         if self.chat is not None and not is_alone and not self.document_masking:
             raise ValueError("chat: the conversations of a sample are kept separate; expected document_masking: true")
         return self

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from phalanx.recipe.batch_scaling import list_divisors
-from phalanx.recipe.schema import Parallelism, Recipe
+from phalanx.recipe.schema import RECORDS_OF_TASKS, Parallelism, Recipe
 
 WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of the parallelism; their product is the world size."""
@@ -57,6 +57,9 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
     for name in ("tensor", "context"):
         if getattr(parallelism, name) > 1 and recipe.task_kind == "classification":
             yield f"parallelism.{name}", "is for models of sequences; classification of images has none"
+    for name in ("tensor", "context", "pipeline"):
+        if getattr(parallelism, name) > 1 and recipe.task_kind in RECORDS_OF_TASKS:
+            yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}"
     for name in ("context", "pipeline"):
         if getattr(parallelism, name) > 1 and recipe.task_kind in ("preference", "distillation"):
             why = (

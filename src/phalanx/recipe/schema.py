@@ -144,7 +144,48 @@ class GrpoConfig(ConfigModel):
     """Seconds that one call of the reward may take."""
 
 
-TaskConfig = Annotated[PreferenceConfig | DistillationConfig | GrpoConfig, Field(discriminator="kind")]
+class RewardConfig(ConfigModel):
+    """Learn a reward: one number for a text, higher for the chosen one of a pair (Bradley-Terry)."""
+
+    model_config = ConfigDict(title="Reward")
+
+    kind: Literal["reward"] = "reward"
+    """`reward`."""
+    center_rewards_coefficient: NonNegativeNumber = 0.0
+    """Weight of the squared sum of a pair's rewards, which keeps their mean near 0 (TRL recommends 0.01)."""
+
+
+class TextClassificationConfig(ConfigModel):
+    """Learn the class of a text, from records with `text` and `label`."""
+
+    model_config = ConfigDict(title="Text classification")
+
+    kind: Literal["text-classification"] = "text-classification"
+    """`text-classification`."""
+    classes: Annotated[list[str], Field(min_length=2)]
+    """Names of the classes in the model's order. A `label` is one of them, or its number from 0 on."""
+
+
+class EmbeddingConfig(ConfigModel):
+    """Learn embeddings of texts: an anchor's positive is to be more similar to it than the other texts of the
+    micro-batch (multiple negatives ranking). Records have `anchor`, `positive` and perhaps `negative`."""
+
+    model_config = ConfigDict(title="Embedding")
+
+    kind: Literal["embedding"] = "embedding"
+    """`embedding`."""
+    pooling: Literal["mean", "cls", "last"] = "mean"
+    """What is the embedding of a text: the mean over its tokens, or that of its first or its last token."""
+    scale: PositiveNumber = 20.0
+    """Factor of the cosines: the inverse of the temperature."""
+
+
+TaskConfig = Annotated[
+    PreferenceConfig | DistillationConfig | GrpoConfig | RewardConfig | TextClassificationConfig | EmbeddingConfig,
+    Field(discriminator="kind"),
+]
+RECORDS_OF_TASKS = {"reward": "rewards", "text-classification": "classes", "embedding": "texts"}
+"""Tasks of whole texts -> `data.chat.records`; each record is a sample."""
 
 
 class BatchConfig(ConfigModel):
@@ -434,8 +475,9 @@ class Recipe(ConfigModel):
         None, description="Train adapters instead of the model's own weights. null: none."
     )
     task: str | TaskConfig = "language-modeling"
-    """The task: `language-modeling`, `chat`, `classification`, or your own `module:Class`; `preference`, `distillation`
-    and `grpo` as a mapping with `kind` and keys of their own."""
+    """The task: `language-modeling`, `chat`, `classification`, or your own `module:Class`; `preference`,
+    `distillation`, `grpo`, `reward`, `text-classification` and `embedding` as a mapping with `kind` and keys of their
+    own."""
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     batch: BatchConfig = BatchConfig()
@@ -506,12 +548,14 @@ class Recipe(ConfigModel):
         if not isinstance(values, dict):
             return values
         task = values.get("task")
-        if task in ("preference", "distillation", "grpo"):
+        if task in ("preference", "distillation", "grpo", *RECORDS_OF_TASKS):
             values = {**values, "task": (task := {"kind": task})}
         elif task == {"kind": "chat"}:
             values = {**values, "task": (task := "chat")}
         kind = task.get("kind") if isinstance(task, dict) else getattr(task, "kind", task)
         data = values.get("data", {})
+        if kind in RECORDS_OF_TASKS:
+            return _expand_text_task(values, kind, task)
         if kind not in ("chat", "preference", "grpo") or not isinstance(data, dict):
             return values
         loss = task.get("loss") if isinstance(task, dict) else getattr(task, "loss", None)
@@ -532,6 +576,23 @@ class Recipe(ConfigModel):
         if values.get("lora") is not None:
             raise ValueError("lora: the key is `adapter`, with the same keys in it: adapter: {rank: 8}")
         return {name: value for name, value in values.items() if name not in RETIRED_KEYS or value is not None}
+
+
+def _expand_text_task(values: dict[str, Any], kind: str, task: Any) -> dict[str, Any]:
+    """Write out what a task of whole texts implies: its records, and the architecture of a Hugging Face model."""
+    classes = task.get("classes") if isinstance(task, dict) else getattr(task, "classes", None)
+    data, model = values.get("data", {}), values.get("model", {})
+    if isinstance(data, dict):
+        chat = data.get("chat") or {}
+        chat = {**chat, "records": RECORDS_OF_TASKS[kind], "classes": classes} if isinstance(chat, dict) else chat
+        values = {**values, "data": {"packing": "single", **data, "chat": chat}}
+    if isinstance(model, dict) and str(model.get("build")).startswith("hf:"):
+        args: dict[str, Any] = {"architectures": ["AutoModel"]}
+        if kind != "embedding":
+            num_labels = len(classes) if isinstance(classes, list) else 1
+            args = {"architectures": ["AutoModelForSequenceClassification"], "num_labels": num_labels}
+        values = {**values, "model": {**model, "args": {**args, **(model.get("args") or {})}}}
+    return values
 
 
 class ResolvedBatch(BatchConfig):

@@ -40,7 +40,7 @@ from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
 from phalanx.train.optim.container import OptimizerContainer, select_muon_matrices
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
-from phalanx.train.tasks import LanguageModeling, Task, check_problem_type, open_task
+from phalanx.train.tasks import LanguageModeling, Task, check_model_config, open_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_step import GradientAccumulator, to_device
 
@@ -110,7 +110,7 @@ def build_context(
     model = build_model(
         recipe.model, data.info, folder, recipe.seed, device, recipe.adapter, load=False, init_weights=init_weights
     )
-    check_problem_type(task, model)
+    check_model_config(task, model)
     initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
     adapter, peft_adapter = recipe.adapter if init_weights else None, None
     if adapter is not None and adapter.init_from is not None:

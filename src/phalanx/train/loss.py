@@ -19,11 +19,12 @@ from phalanx.errors import RecipeError
 from phalanx.pytree import map_tensors
 from phalanx.train.distributed.context_attention import ContextMethod, choose_context_method
 from phalanx.train.distributed.context_parallel import ContextParallel, check_context_parallel, shard_batch
-from phalanx.train.hf.inputs import adapt_inputs, compute_positions, find_logits, get_logits
+from phalanx.train.hf.inputs import adapt_inputs, compute_positions, find_auxiliary_loss, find_logits, get_logits
 from phalanx.train.ops.collectives import Group, group_size
 from phalanx.train.ops.linear_cross_entropy import vocab_parallel
 from phalanx.train.precision import autocast_context
 from phalanx.train.tasks import LanguageModeling, Task, TensorBatch, add_auxiliary_loss
+from phalanx.train.tasks.preference import Preference
 
 
 def find_lm_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -169,11 +170,13 @@ class LossFn:
                 kwargs = {**kwargs, self.context_split.positions_argument: mine["positions"]}
             score = getattr(self.task, "metrics", None) if metrics else None
             if self.lm_head is not None and score is None:
-                total, num_terms = _compute_head_loss(self.lm_head, model, args, kwargs, mine)
-                return [("loss", total, num_terms)]
-            output = model(*args, **kwargs)
-            total, num_terms = self.task.loss(output, mine)
+                total, num_terms, output = _compute_head_loss(self.lm_head, model, args, kwargs, mine)
+            else:
+                output = model(*args, **kwargs)
+                total, num_terms = self.task.loss(output, mine)
             sums: LossSums = [("loss", total, num_terms)]
+            if metrics and (auxiliary_loss := find_auxiliary_loss(output)) is not None:
+                sums.append(("aux_loss", auxiliary_loss * num_terms, num_terms))
             if score is not None:
                 sums += [(name, value, count) for name, (value, count) in score(output, mine).items()]
         return sums
@@ -202,7 +205,7 @@ class LossFn:
 
 def _compute_head_loss(
     head: LMHead, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: TensorBatch
-) -> tuple[Tensor, Tensor | int]:
+) -> tuple[Tensor, Tensor | int, Any]:
     layer = model.get_submodule(head.name)
     with bypass_lm_head(layer):
         output = model(*args, **kwargs)
@@ -211,9 +214,10 @@ def _compute_head_loss(
     assert isinstance(weight, Tensor)
     with vocab_parallel(head.group, head.vocab_size):
         total, num_terms = head.head_loss(hidden, weight, batch)
-    if getattr(head.head_loss, "__func__", None) is LanguageModeling.head_loss:  # `loss` of other tasks has the output
+    built_in = (LanguageModeling.head_loss, Preference.head_loss)
+    if getattr(head.head_loss, "__func__", None) in built_in:  # `loss` of other tasks has the output
         total = add_auxiliary_loss(total, num_terms, output)
-    return total, num_terms
+    return total, num_terms, output
 
 
 class LossModule(nn.Module):

@@ -71,7 +71,7 @@ def build_model(
     one. Raises RecipeError for errors that the user can fix."""
     if (directory := huggingface_directory(spec.build, folder)) is not None:
         if load:
-            model = hf_model.build_with_weights(directory, spec.args, facts, device)
+            model = hf_model.build_with_weights(directory, spec.args, facts, device, derive_seed(seed, "init"))
         else:
             model = hf_model.build_on_meta(directory, spec.args, facts)
     else:
@@ -79,11 +79,25 @@ def build_model(
         if device.type != "cpu":  # `to` would replace fake parameters (autoconfig/profile_trial.py)
             model = model.to(device)
     check_model_can_be_saved(model)
+    if not load:
+        hf_model.init_new_head(model, derive_seed(seed, "init"))
     if adapter is not None:
         add_adapters(model, adapter, torch.Generator().manual_seed(derive_seed(seed, "adapter")))
+        _check_head_is_trained(model)
     if spec.embedding_noise is not None:
         _add_embedding_noise(model, spec.embedding_noise, facts.seq_len)
     return model
+
+
+def _check_head_is_trained(model: nn.Module) -> None:
+    """Raise RecipeError if a head that may be new stays as it begins."""
+    parameters = dict(model.named_parameters())
+    for name in sorted(hf_model.find_new_head(model) or ()):
+        head = name.rpartition(".")[0]
+        if "pooler" not in name and name in parameters and not parameters[name].requires_grad:
+            raise RecipeError(
+                f"adapter.modules_to_save: {head} may be new, and is not trained; name it: modules_to_save: [{head}]"
+            )
 
 
 def _add_embedding_noise(model: nn.Module, alpha: float, length: int | None) -> None:

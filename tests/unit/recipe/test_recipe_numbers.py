@@ -8,7 +8,7 @@ import pytest
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, load_recipe
 from phalanx.recipe.field_types import ConfigModel
-from phalanx.recipe.schema import DistillationConfig, GrpoConfig, PreferenceConfig
+from phalanx.recipe.schema import DistillationConfig, EmbeddingConfig, GrpoConfig, PreferenceConfig, RewardConfig
 from phalanx.recipe.schema_keys import find_schema, iterate_keys, iterate_variants
 from phalanx.recipe.yaml_loader import KeyPath, format_key
 
@@ -30,6 +30,8 @@ TASKS: dict[type[ConfigModel], str] = {
     PreferenceConfig: "task={kind: preference}",
     DistillationConfig: "task={kind: distillation, teacher: run}",
     GrpoConfig: 'task={kind: grpo, reward: "module:function"}',
+    RewardConfig: "task={kind: reward}",
+    EmbeddingConfig: "task={kind: embedding}",
 }
 
 

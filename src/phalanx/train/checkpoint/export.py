@@ -224,6 +224,26 @@ def _write_export(
         run = Run(checkpoint.absolute().parent.parent)
         write_companions(manifest.meta, run, folder, notes)
         write_image_processor(manifest.meta, run, folder)
+        _write_pooling(manifest.meta.get("recipe", {}), json.loads((folder / HF_CONFIG_FILE).read_bytes()), folder)
+
+
+def _write_pooling(recipe: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
+    """Write what sentence-transformers reads besides a model of embeddings: its modules, pooling and longest text."""
+    task = recipe.get("task")
+    if not isinstance(task, Mapping) or task.get("kind") != "embedding":
+        return
+    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
+    described = [
+        {"idx": number, "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (name, path, kind) in enumerate(modules)
+    ]
+    width = config.get("hidden_size") or config.get("dim") or config.get("n_embd")
+    pooling = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}
+    modes = {f"pooling_mode_{mode}": name == task["pooling"] for name, mode in pooling.items()}
+    (folder / "1_Pooling").mkdir()
+    _write_json(folder / "1_Pooling" / HF_CONFIG_FILE, {"word_embedding_dimension": width, **modes})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": recipe["data"]["seq_len"]})
+    _write_json(folder / "modules.json", described)
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

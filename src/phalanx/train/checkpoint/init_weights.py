@@ -23,7 +23,7 @@ from phalanx.train.checkpoint.load_plan import find_unused_entries
 from phalanx.train.checkpoint.store_fetch import localize_checkpoint
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, get_persistent_buffers, load_extra_state
 from phalanx.train.distributed.parallel_model import LocalTensor, ParallelModel
-from phalanx.train.hf.model import make_tie_mismatch_error, match_tensor_names, open_source
+from phalanx.train.hf.model import find_new_head, make_tie_mismatch_error, match_tensor_names, open_source
 from phalanx.train.hf.safetensors_reader import WeightReader
 from phalanx.train.optim.container import OPTIMIZER_PREFIX
 
@@ -109,7 +109,7 @@ def open_initial_weights(
     else:
         path = find_newest_checkpoint(localize_named(location, folder, "init_from"))
     manifest = read_manifest(path)
-    tensors = dict(model.named_parameters()) | get_persistent_buffers(model)
+    tensors, new_head = dict(model.named_parameters()) | get_persistent_buffers(model), find_new_head(model)
     adapter_names = [name for name in manifest.tensors if is_added_name(name) and name not in tensors]
     if adapter_names and not adapter_added_later:
         raise DataError(
@@ -125,12 +125,13 @@ def open_initial_weights(
                 )
     for name, tensor in tensors.items():
         record = manifest.tensors.get(name)
-        if record is None and not is_added_name(name):
+        if record is None and not is_added_name(name) and name not in (new_head or ()):
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
         if record is not None and record.shape != tuple(tensor.shape):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
     model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
-    if left := [name for name in find_unused_entries(model, model_names) if name not in adapter_names]:
+    left = [name for name in find_unused_entries(model, model_names) if name not in adapter_names]
+    if left and new_head is None:
         raise DataError(
             f"init_from: {path} holds {len(left)} tensors that the model does not have, such as {left[0]}; build the "
             "model that was trained there (model.args)"

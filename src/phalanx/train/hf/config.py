@@ -28,6 +28,11 @@ ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 QUANTIZATION_KEY = "quantization_config"
 DEFAULT_LABEL = re.compile(r"LABEL_\d+")
 """Names that transformers gives to classes without names."""
+AUTO_ARCHITECTURES = {
+    "AutoModel": "MODEL_MAPPING",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+}
+"""Names in `architectures` that stand for that of the model's family -> transformers' table of them."""
 TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
@@ -48,6 +53,8 @@ class Architecture:
     kind: type[nn.Module]
     config: Any
     values: Mapping[str, Any]
+    is_auto: bool = False
+    """Whether it was chosen by one of AUTO_ARCHITECTURES: a head that the files lack is new."""
 
 
 def import_transformers() -> Any:
@@ -90,13 +97,19 @@ def load_architecture(directory: Path, args: Mapping[str, Any]) -> Architecture:
         raise RecipeError(
             f"model.build: {where} names no architecture; give one, as model.args.architectures=[LlamaForCausalLM]"
         )
-    kind = getattr(transformers, str(names[0]), None)
+    is_auto = names[0] in AUTO_ARCHITECTURES
+    if is_auto:
+        kind = getattr(transformers, AUTO_ARCHITECTURES[names[0]]).get(type(config), None)
+        names = [names[0] if kind is None else kind.__name__]
+        values["architectures"] = config.architectures = names
+    else:
+        kind = getattr(transformers, str(names[0]), None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise RecipeError(
             f"model.build: {where}: transformers {transformers.__version__} has no architecture {names[0]!r}"
         )
     needless = {key for key in values if key in LOAD_OPTIONS or (key == QUANTIZATION_KEY and not values[key])}
-    return Architecture(kind, config, {key: value for key, value in values.items() if key not in needless})
+    return Architecture(kind, config, {key: value for key, value in values.items() if key not in needless}, is_auto)
 
 
 def get_text_config(config: Any) -> Any:

@@ -1,7 +1,7 @@
 """Call a Hugging Face model with the inputs of our tasks, and take logits and auxiliary losses from its output.
 
 Tasks provide tokens, documents and positions; `adapt_inputs` converts them to `input_ids`, `attention_mask` and
-`position_ids`, as far as the model's `forward` takes them. In training, if a model's config asks for an auxiliary loss
+`position_ids`, as far as the model's `forward` takes them. If a model's config asks for an auxiliary loss
 (`output_router_logits`), it is called with labels and a loss function of zero: its own loss is what it adds to one.
 """
 
@@ -53,6 +53,9 @@ def adapt_inputs(
         model_kwargs["position_ids"] = (
             positions.expand(model_kwargs["input_ids"].shape) if "input_ids" in model_kwargs else positions
         )
+    mask, padding = model_kwargs.get("attention_mask"), getattr(get_text_config(model.config), "pad_token_id", None)
+    if "input_ids" in model_kwargs and isinstance(mask, Tensor) and mask.dim() == 2 and padding is not None:
+        model_kwargs["input_ids"] = model_kwargs["input_ids"].masked_fill(mask == 0, padding)
     if "use_cache" in names:
         model_kwargs.setdefault("use_cache", False)
     return args, model_kwargs
@@ -107,16 +110,16 @@ def _to_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def install_input_adapter(model: nn.Module) -> None:
-    """Make the model accept the inputs of our tasks in every call, and return its auxiliary loss in training."""
+    """Make the model accept the inputs of our tasks in every call, and return its auxiliary loss."""
     model.register_forward_pre_hook(adapt_inputs, with_kwargs=True)
     if has_auxiliary_loss(model):
         _AuxiliaryLoss(model)
 
 
 class _AuxiliaryLoss:
-    """Has a transformers model that is called in training without labels return what it adds to a loss as `aux_loss`:
-    it gets labels and a loss function of zero. Elsewhere it computes none. Only the base model gets the attention mask:
-    the auxiliary loss counts all tokens, and cannot take a mask for each pair of them."""
+    """Has a transformers model that is called without labels return what it adds to a loss as `aux_loss`: it gets
+    labels and a loss function of zero. With a cache of keys and values it computes none. Only the base model gets the
+    attention mask: the auxiliary loss counts all tokens, and cannot take a mask for each pair of them."""
 
     def __init__(self, model: Any):
         self._own_loss_function = model.loss_function
@@ -128,7 +131,7 @@ class _AuxiliaryLoss:
 
     def _prepare_call(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         has_labels = kwargs.get("labels") is not None  # a task of the user's own takes the model's own loss
-        self._is_active = model.training and not has_labels
+        self._is_active = not has_labels and not kwargs.get("use_cache")
         model.loss_function = _compute_no_loss if self._is_active else self._own_loss_function
         if self._is_active:
             self._mask = kwargs.get("attention_mask")
@@ -144,6 +147,8 @@ class _AuxiliaryLoss:
         if not self._is_active:
             return output
         if getattr(output, "aux_loss", None) is None or getattr(output, "loss", None) is None:
+            if not model.training:
+                return output
             raise RecipeError(
                 f"model.build: output_router_logits is true in the config, but {type(model).__name__} adds no "
                 "auxiliary loss; use model.args.output_router_logits=false"
@@ -183,9 +188,9 @@ def _compute_no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def find_auxiliary_loss(output: Any) -> Tensor | None:
     """Return what a model adds to its mean loss in training, 0-d: the `aux_loss` of its output, as an attribute or a
-    key. None if there is none, or without gradients: validation measures the task alone."""
+    key. None if there is none."""
     value = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
-    if value is None or not torch.is_grad_enabled():
+    if value is None:
         return None
     if getattr(output, "router_logits", None) is not None:
         raise RecipeError(

@@ -34,6 +34,7 @@ from phalanx.train.hf.safetensors_reader import (
 )
 from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source, preload_conversions
 
+_NEW_HEAD_ATTRIBUTE = "_phalanx_new_head"
 MAX_LISTED_TENSORS = 5
 """Maximum number of tensors that an error lists."""
 OBSOLETE_TENSOR_PATTERNS = (
@@ -65,15 +66,46 @@ def build_on_meta(directory: Path, args: Mapping[str, Any], facts: DataInfo | No
         where = format_args(directory / HF_CONFIG_FILE, args)
         raise RecipeError(f"{where}: {kind.__name__} cannot be built: {describe_exception(error)}") from error
     install_input_adapter(model)
+    if architecture.is_auto:
+        setattr(model, _NEW_HEAD_ATTRIBUTE, frozenset(_list_head(model)))
     return model
 
 
+def _list_head(model: Any) -> dict[str, nn.Module]:
+    """Return the modules behind the blocks that the files of another head lack, by the names of their parameters."""
+    base = "" if model.base_model is model else f"{model.base_model_prefix}."
+    return {
+        f"{path}.{name}": module
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if path.split(".")[-2:-1] == ["pooler"] or not path.startswith(base)
+    }
+
+
+def init_new_head(model: Any, seed: int) -> None:
+    """Give what is `find_new_head` of a model on the meta device random values by `seed`, on the CPU."""
+    head = _list_head(model) if find_new_head(model) else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        for module in dict.fromkeys(head.values()):
+            module.to_empty(device="cpu", recurse=False)
+            model._init_weights(module)
+
+
+def find_new_head(model: nn.Module) -> frozenset[str] | None:
+    """Return the names of the parameters that weights to start from may lack; these may also hold what the model does
+    not use, such as another head. None for a model that its files must fit."""
+    names: frozenset[str] | None = getattr(model, _NEW_HEAD_ATTRIBUTE, None)
+    return names
+
+
 def build_with_weights(
-    directory: Path, args: Mapping[str, Any], facts: DataInfo | None, device: torch.device
+    directory: Path, args: Mapping[str, Any], facts: DataInfo | None, device: torch.device, seed: int = 0
 ) -> nn.Module:
     """Build the whole model of a directory, with its weights, on a device. Raises the errors of `build_on_meta` and
     `match_tensor_names`."""
     model = build_on_meta(directory, args, facts)
+    init_new_head(model, seed)
     source = open_source(model, directory)
     names = match_tensor_names(model, source)
     allocate_meta_parameters([model], device)
@@ -108,12 +140,12 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
             if file_name in source.files
         ]
         found[name] = list(dict.fromkeys(present))
-    optional = _read_patterns(model, "_keys_to_ignore_on_load_missing")
+    optional, new_head = _read_patterns(model, "_keys_to_ignore_on_load_missing"), find_new_head(model)
     # Only tensors that the model computes may be missing: buffers, which have values once the model is built.
     missing = [
         name
         for name, file_name in found.items()
-        if not file_name and (name in parameters or not _matches_any(optional, name))
+        if not file_name and name not in (new_head or ()) and (name in parameters or not _matches_any(optional, name))
     ]
     used = {file_name for names in found.values() for file_name in names}
     computed = {name for name, _ in model.named_buffers()} - found.keys()
@@ -130,7 +162,7 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
             f"{source.path}: {kind} needs {_format_tensor_names(missing)}, which the files "
             f"lack{_suggest_fix(missing, extra)}"
         )
-    if extra:
+    if extra and new_head is None:
         raise DataError(
             f"{source.path}: {kind} has no place for {_format_tensor_names(extra)}{_suggest_fix(missing, extra)}"
         )

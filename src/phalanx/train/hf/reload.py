@@ -25,6 +25,7 @@ from phalanx.train.hf.safetensors_reader import find_tied_names, open_weight_rea
 INPUTS_FILE, SCORES_FILE = "inputs.safetensors", "scores.safetensors"
 """`inputs` (tokens [n, s] or pixel values [n, c, h, w]), with these `images` (uint8 [n, h, w, c]); and `scores`."""
 AUTO_CLASSES = {"CausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM"}
+AUTO_CLASSES |= {"ForSequenceClassification": "AutoModelForSequenceClassification"}
 AUTO_CLASSES |= {"ForImageClassification": "AutoModelForImageClassification"}
 """Classes with which users load architectures, by how the names of these end."""
 GREETING = [{"role": "user", "content": "Hello"}]

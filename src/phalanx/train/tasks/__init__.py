@@ -19,9 +19,10 @@ from phalanx.data.tokenizers import find_stop_tokens
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, describe_exception, import_object
 from phalanx.recipe.locations import huggingface_directory
-from phalanx.recipe.schema import DistillationConfig, GrpoConfig, PreferenceConfig, TaskConfig
+from phalanx.recipe.schema import RECORDS_OF_TASKS, DistillationConfig, GrpoConfig, PreferenceConfig, TaskConfig
+from phalanx.train.hf.config import get_text_config
 from phalanx.train.hf.image_processor import ImageNormalization, find_image_inputs
-from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits
+from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits, is_transformers_model
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
 CPU = torch.device("cpu")
@@ -45,8 +46,8 @@ class Task(Protocol):
 
 def add_auxiliary_loss(total: Tensor, num_terms: Tensor | int, output: Any) -> Tensor:
     """Add the auxiliary loss in a model's output, if there is one, to a sum of losses: as often as it has terms, so the
-    loss of a step has its mean over micro-batches, weighted by their terms."""
-    auxiliary_loss = find_auxiliary_loss(output)
+    loss of a step has its mean over micro-batches, weighted by their terms. Validation measures the task alone."""
+    auxiliary_loss = find_auxiliary_loss(output) if torch.is_grad_enabled() else None
     return total if auxiliary_loss is None else total + auxiliary_loss * num_terms
 
 
@@ -109,11 +110,19 @@ class Classification:
         return {"accuracy": ((get_logits(output).argmax(-1) == labels).sum(), labels.numel())}
 
 
-def check_problem_type(task: Task, model: nn.Module) -> None:
+def check_model_config(task: Task, model: nn.Module) -> None:
     """Raise RecipeError if the model's config declares that its outputs are not scores of classes, as `classification`
-    takes them."""
-    problem_type = getattr(getattr(model, "config", None), "problem_type", None)
-    if isinstance(task, Classification) and problem_type not in (None, SINGLE_LABEL):
+    takes them, or no padding token, which tasks of whole texts need."""
+    from phalanx.train.tasks.texts import TextClassification, TextTask
+
+    config = getattr(model, "config", None)
+    if isinstance(task, TextTask) and is_transformers_model(model) and get_text_config(config).pad_token_id is None:
+        raise RecipeError(
+            "model.args.pad_token_id: the model's config has none; give the number of a token that ends no text, such "
+            "as the tokenizer's pad_token: the score of a text is at its last token that is another"
+        )
+    problem_type = getattr(config, "problem_type", None)
+    if isinstance(task, Classification | TextClassification) and problem_type not in (None, SINGLE_LABEL):
         raise RecipeError(
             f"task: classification trains one class of several, but the model's config declares problem_type "
             f"{problem_type!r}; use model.args.problem_type={SINGLE_LABEL}, or a task of your own, module:Class"
@@ -160,6 +169,10 @@ def load_task(spec: str | TaskConfig, folder: Path | None) -> Task:
         from phalanx.train.tasks.preference import Preference
 
         return Preference(spec)
+    if not isinstance(spec, str) and spec.kind in RECORDS_OF_TASKS:
+        from phalanx.train.tasks.texts import TEXT_TASKS
+
+        return TEXT_TASKS[spec.kind](spec)
     if isinstance(spec, GrpoConfig):
         import_object(spec.reward, folder, key="task.reward")
     name = spec if isinstance(spec, str) else "language-modeling"

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
-from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.schema import Parallelism, PreferenceConfig
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import check_auxiliary_loss
 from phalanx.train.loss import LMHead, LossFn
-from phalanx.train.tasks import LanguageModeling
+from phalanx.train.tasks import LanguageModeling, load_task
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
@@ -55,6 +55,37 @@ def test_the_term_is_the_models_times_its_coefficient_and_for_training_only(mixt
     assert mean_loss(model, head="lm_head") == pytest.approx(mean_loss(model), rel=1e-6)
     with torch.no_grad():
         assert mean_loss(model.eval()) == pytest.approx(mean_loss(plain.eval()), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+def test_preferences_have_the_term_from_logits_and_from_the_output_layer(mixtral: Path, loss: str) -> None:
+    tokens, sequences = tiny.random_tokens(), (torch.arange(16) >= 8).int().expand(2, -1)
+    batch = make_batch(documents=sequences, rejected=sequences.bool(), sample_ids=torch.arange(2))
+    batch["targets"] = torch.where(sequences.roll(-1, 1) == sequences, tokens.roll(-1, 1), -100)
+    task, means = load_task(PreferenceConfig(loss=loss), None), []
+    for args, head in (
+        ({}, None),
+        ({**ON, "router_aux_loss_coef": 3.0}, None),
+        (ON | {"router_aux_loss_coef": 3.0}, 1),
+    ):
+        loss_fn = LossFn(task, "fp32", CPU)
+        loss_fn.lm_head = None if head is None else LMHead("lm_head", task.head_loss, tiny.VOCAB)  # type: ignore[attr-defined]
+        (_, total, count), *_ = loss_fn(build(mixtral, **args), batch)
+        means.append(float(total.detach() / count))
+    assert means[1] - means[0] > 3.0
+    assert means[2] == pytest.approx(means[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("head", [None, "lm_head"])
+def test_an_evaluation_reports_the_term_apart_from_the_loss(mixtral: Path, head: str | None) -> None:
+    model = build(mixtral, **ON, router_aux_loss_coef=3.0)
+    expected = mean_loss(model) - mean_loss(build(mixtral))
+    loss_fn = LossFn(LanguageModeling(), "fp32", CPU)
+    loss_fn.lm_head = None if head is None else LMHead(head, LanguageModeling().head_loss, tiny.VOCAB)
+    with torch.no_grad():
+        (_, loss, count), (name, term, num_terms) = loss_fn(model.eval(), make_batch(), metrics=True)
+    assert (name, float(term / num_terms)) == ("aux_loss", pytest.approx(expected, rel=1e-5))
+    assert float(loss / count) == pytest.approx(mean_loss(build(mixtral)), rel=1e-6)
 
 
 def test_documents_in_one_sample_do_not_change_what_the_term_counts(mixtral: Path) -> None:

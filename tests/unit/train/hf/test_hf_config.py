@@ -9,7 +9,7 @@ import pytest
 from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
 from phalanx.train.hf import model as hf_model
-from phalanx.train.tasks import Classification, LanguageModeling, check_problem_type
+from phalanx.train.tasks import Classification, LanguageModeling, check_model_config
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers", minversion="5.0")
@@ -145,5 +145,5 @@ def test_classes_in_another_order_or_number_than_the_models_are_refused(
 def test_a_problem_that_classification_does_not_train_is_refused(tmp_path: Path, problem_type: str) -> None:
     model = hf_model.build_on_meta(make_classifier(tmp_path, problem_type=problem_type), {})
     with pytest.raises(RecipeError, match=f"declares problem_type '{problem_type}'"):
-        check_problem_type(Classification(), model)
-    check_problem_type(LanguageModeling(), model)
+        check_model_config(Classification(), model)
+    check_model_config(LanguageModeling(), model)
