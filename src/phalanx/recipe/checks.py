@@ -116,6 +116,8 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield from _find_location_problems("init_from", recipe.init_from, folder)
     if isinstance(recipe.task, DistillationConfig):
         yield from _find_location_problems("task.teacher", recipe.task.teacher, folder)
+        if recipe.task.teacher_top_k is not None and recipe.data.prepare == "stream":
+            yield "task.teacher_top_k", "is for data that are prepared before the first step: give data.prepare=first"
     yield from find_device_problems(recipe)
     yield from _adapter(recipe)
     yield from _optimizer(recipe)

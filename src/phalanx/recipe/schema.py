@@ -114,6 +114,9 @@ class DistillationConfig(ConfigModel):
     """`distillation`."""
     teacher: str
     """The teacher: a run, or `hf:PATH` of a Hugging Face directory. It has the same tokens."""
+    teacher_top_k: Count | None = None
+    """Store this many of the teacher's largest log-probabilities for each target before the first step, and train
+    without the teacher; all others are one class. null: the teacher runs next to the student."""
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """What is minimized: KL(teacher, student), KL(student, teacher), or the generalised Jensen-Shannon divergence."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.5

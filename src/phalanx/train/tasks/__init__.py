@@ -6,6 +6,7 @@ packed sequences never changes the gradient beyond rounding. Do not divide in a 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,7 +135,7 @@ def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torc
         from phalanx.train.tasks.distillation import Distillation
         from phalanx.train.tasks.teacher import load_teacher
 
-        return Distillation(recipe.task, load_teacher(recipe.task.teacher, folder, facts, device))
+        return Distillation(recipe.task, partial(load_teacher, recipe.task.teacher, folder, facts, device))
     if isinstance(recipe.task, GrpoConfig):
         return _open_grpo(recipe.task, recipe, folder)
     task = load_task(recipe.task, folder)
