@@ -301,5 +301,9 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"true goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
             "worker holds",
         )
+    if recipe.evaluation.weights == "ema" and recipe.optimizer.ema_decay is None:
+        yield "evaluation.weights", "ema is the moving average of optimizer.ema_decay, which is null: give it, as 0.999"
+    if recipe.optimizer.ema_decay is not None and recipe.local_sgd is not None:
+        yield "optimizer.ema_decay", "goes without local_sgd, whose workers have different weights: give one of them"
     if recipe.memory.chunked_loss is True and recipe.task_kind == "classification":
         yield "memory.chunked_loss", "true is for language models, and the task is classification: use auto or false"

@@ -236,6 +236,10 @@ class OptimizerConfig(ConfigModel):
     momentum: Fraction = Field(0.9, description="Momentum of sgd, muon and lars.")
     max_grad_norm: PositiveNumber | None = 1.0
     """Gradient clipping: limit on the norm of the whole gradient; null: no limit."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] | None = None
+    """Keep an exponential moving average (EMA) of the weights with this decay, such as 0.999, in fp32: 4 bytes for each
+    trained parameter. It begins with the weights after the first step. `evaluation.weights` says which are used. Not in
+    a loop of one's own. null: none."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of adamw's moments: 8, 4 or about 2 bytes for each parameter. `int8` quantizes in blocks. `bf16` and
     `int8` round stochastically."""
