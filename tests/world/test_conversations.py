@@ -30,6 +30,7 @@ TASKS: dict[str, tuple[str, Any]] = {
     "kto": ("labels", {"kind": "preference", "loss": "kto", "beta": BETA}),
     "distillation": ("chat", {"kind": "distillation", "teacher": "hf:teacher"}),
     "stored-teacher": ("chat", {"kind": "distillation", "teacher": "hf:teacher", "teacher_top_k": 8}),
+    "on-policy": ("chat", {"kind": "distillation", "teacher": "hf:teacher", "on_policy": 0.5, "max_new_tokens": 5}),
     "grpo": ("chat", {"kind": "grpo", "reward": "chat_rewards:letters", "group_size": 6, "max_new_tokens": 5}),
 }
 
@@ -51,6 +52,8 @@ def _no_model_args(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(name: str, **changes: Any) -> Values:
     source, task = TASKS[name]
     data: Values = {"source": {"jsonl": f"{source}.jsonl"}, "tokenizer": "base", "seq_len": 64}
+    if name == "on-policy":
+        data |= {"chat": {}, "packing": "single"}
     if name in ("distillation", "stored-teacher"):
         data |= {"chat": {}, "packing": "whole", "document_masking": True}
     return {
@@ -97,7 +100,14 @@ def test_a_parallelism_has_the_losses_of_one_process(
 
 @pytest.mark.parametrize(
     "name",
-    ["chat", "dpo", "stored-teacher", pytest.param("distillation", marks=SLOW), pytest.param("grpo", marks=SLOW)],
+    [
+        "chat",
+        "dpo",
+        "stored-teacher",
+        "on-policy",
+        pytest.param("distillation", marks=SLOW),
+        pytest.param("grpo", marks=SLOW),
+    ],
 )
 def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, name: str) -> None:
     killed = lab.train(recipe(name), faults=[plan_fault(4)])
@@ -105,8 +115,8 @@ def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, name: str) -> N
     assert killed.digest == lab.train_reference(recipe(name)).digest
 
 
-@pytest.mark.parametrize("name", ["dpo", "stored-teacher"])
-def test_elastic_runs_with_a_reference_have_the_same_bits_on_any_number_of_replicas(
+@pytest.mark.parametrize("name", ["dpo", "stored-teacher", pytest.param("on-policy", marks=SLOW)])
+def test_elastic_runs_with_a_reference_or_answers_of_their_own_have_the_same_bits_on_any_number_of_replicas(
     lab: TrainHarness, name: str
 ) -> None:
     alone, two = (lab.train(recipe(name, determinism="elastic"), workers) for workers in (1, 2))
@@ -146,6 +156,11 @@ def test_preferences_refuse_what_divides_a_sequence_or_its_reference(
     with pytest.raises(PhalanxError, match=key) as raised:
         lab.train(recipe("dpo", parallelism=parallelism), 2)
     assert raised.value.code == ExitCode.RECIPE
+
+
+def test_answers_of_its_own_need_a_whole_model_on_each_worker(lab: TrainHarness) -> None:
+    with pytest.raises(PhalanxError, match="on_policy samples with a whole model on each worker"):
+        lab.train(recipe("on-policy", parallelism={"shard": 2}), 2)
 
 
 def test_rewards_rise_and_answers_are_trained_with_the_log_probabilities_they_were_sampled_with(

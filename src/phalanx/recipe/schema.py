@@ -125,6 +125,19 @@ class DistillationConfig(ConfigModel):
     """Both distributions are softened by it, and the loss is multiplied by its square."""
     data_loss_weight: Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL] = 0.0
     """Weight of the cross-entropy with the data; the divergence has the rest."""
+    on_policy: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.0
+    """Share of the micro-batches in which the student's own answers replace those of the data (GKD's lambda). Each
+    sample is a conversation: data.packing: single."""
+    max_new_tokens: Count = 32
+    """For `on_policy`: longest answer, in tokens."""
+
+    @model_validator(mode="after")
+    def _check_on_policy(self) -> Self:
+        if self.on_policy and (self.teacher_top_k is not None or self.data_loss_weight):
+            raise ValueError(
+                "on_policy: goes without teacher_top_k and data_loss_weight, which are of the data's answers"
+            )
+        return self
 
 
 class GrpoConfig(ConfigModel):

@@ -91,8 +91,7 @@ def _ensure_file(context: TrainContext, fingerprint: str, compute: Callable[[], 
 
 
 def load_reference(run: Run, fingerprint: str) -> Reference | None:
-    """Read the reference of a run, as tensors whose pages are read from the file when they are used; None if there is
-    none of these data."""
+    """Open the reference of a run, of which the file is read where it is used; None if there is none of these data."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,6 +1,6 @@
 """Distillation: learn the teacher's distribution over the next token (Hinton et al. 2015; Agarwal et al. 2024, GKD)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from phalanx.recipe.schema import DistillationConfig
 from phalanx.train.hf.inputs import get_logits
 from phalanx.train.ops.linear_cross_entropy import IGNORED_TARGET
 from phalanx.train.tasks import LanguageModeling, TensorBatch, add_auxiliary_loss
+from phalanx.train.tasks.grpo import sample_answers, split_sample
 
 LEAST_LOG_PROB = -100.0
 """Stored for the rest of a distribution that has none, so that its product with a probability is a number."""
@@ -50,14 +51,25 @@ class Distillation:
     student is its own teacher.
     """
 
-    def __init__(self, config: DistillationConfig, load: Callable[[], nn.Module]):
-        self.config, self._load = config, load
+    def __init__(self, config: DistillationConfig, load: Callable[[], nn.Module], end_tokens: Sequence[int] = ()):
+        self.config, self._load, self._end_tokens = config, load, tuple(end_tokens)
         self._teacher = self.load_teacher() if config.teacher_top_k is None else None
         self._stored: StoredTeacher | None = None
 
     def load_teacher(self) -> nn.Module:
         """Load the teacher, frozen."""
         return self._load().eval().requires_grad_(False)
+
+    def roll_out(self, model: nn.Module, batch: TensorBatch) -> TensorBatch:
+        """Return the batch, or in the share `on_policy` of the micro-batches that are trained on one with the student's
+        own answers. Which and what follows from seed, step and micro-batch."""
+        share = self.config.on_policy if torch.is_grad_enabled() else 0.0
+        if not share or float(torch.rand(())) >= share:
+            return batch
+        prompts = [split_sample(*sample)[0] for sample in zip(batch["tokens"], batch["targets"], strict=True)]
+        seed = int(torch.randint(2**62, ()))
+        tokens, targets, _ = sample_answers(model, prompts, seed, self.config.max_new_tokens, 1.0, self._end_tokens)
+        return {"tokens": tokens, "targets": targets}
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return LanguageModeling().inputs(batch)

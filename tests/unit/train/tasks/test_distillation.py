@@ -57,6 +57,55 @@ def test_a_student_like_its_teacher_has_no_loss():
         assert float(task.loss(model(batch["tokens"]), batch)[0]) == pytest.approx(0.0, abs=1e-6)
 
 
+def make_on_policy(share):
+    torch.manual_seed(0)
+    student, teacher = (nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)) for _ in range(2))
+    config = DistillationConfig(teacher="x", on_policy=share, max_new_tokens=4)
+    batch = {"tokens": torch.randint(1, 7, (2, 6)), "targets": torch.full((2, 6), -100)}
+    batch["targets"][0, 2:] = batch["targets"][1, 3:] = 5
+    return student, teacher, Distillation(config, lambda: teacher, [0]), batch
+
+
+def test_without_answers_of_its_own_the_batch_and_random_numbers_are_those_of_before():
+    student, _, task, batch = make_on_policy(0.0)
+    state = torch.get_rng_state()
+    assert task.roll_out(student, batch) is batch
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_student_answers_the_prompts_the_same_with_the_same_seed():
+    student, _, task, batch = make_on_policy(1.0)
+    torch.manual_seed(3)
+    rolled, other = task.roll_out(student, batch), task.roll_out(student, batch)
+    torch.manual_seed(3)
+    again = task.roll_out(student, batch)
+    assert torch.equal(rolled["targets"], again["targets"])
+    assert not torch.equal(rolled["targets"], other["targets"])
+    for row, length in enumerate((3, 4)):
+        assert torch.equal(rolled["tokens"][row, :length], batch["tokens"][row, :length])
+        assert (rolled["targets"][row, : length - 1] == -100).all()
+        answer = rolled["targets"][row][rolled["targets"][row] != -100]
+        assert torch.equal(rolled["tokens"][row, length : length + len(answer)], answer)
+        assert 0 not in answer[:-1]
+        assert len(answer) == 4 or answer[-1] == 0
+
+
+def test_the_loss_of_own_answers_is_the_divergence_from_the_teacher_there():
+    student, teacher, task, batch = make_on_policy(1.0)
+    rolled = task.roll_out(student, batch)
+    loss, num_terms = task.loss(student(rolled["tokens"]), rolled)
+    is_target = rolled["targets"] != -100
+    q, p = (model(rolled["tokens"])[is_target].softmax(-1) for model in (student, teacher))
+    assert int(num_terms) == int(is_target.sum())
+    torch.testing.assert_close(loss, kl(p, q).sum(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_evaluation_is_of_the_answers_of_the_data():
+    student, _, task, batch = make_on_policy(1.0)
+    with torch.no_grad():
+        assert task.roll_out(student, batch) is batch
+
+
 def make_stored(top_k, divergence="forward", num_student_tokens=7):
     """A student, a task whose teacher is stored, and a batch of two samples in the order 1, 0."""
     torch.manual_seed(0)
