@@ -51,7 +51,7 @@ from phalanx.run import Event, Run
 from phalanx.run.event_types import StepDone
 from phalanx.train.builder import build_context
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.preference_reference import ensure_reference
+from phalanx.train.reference import ensure_reference
 from phalanx.train.tasks.grpo import Grpo
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_state import TrainState

@@ -29,13 +29,13 @@ BUDGETS = {
     "src/phalanx/jobs": 10_810,
     "src/phalanx/models": 1_220,
     "src/phalanx/observe": 4_170,
-    "src/phalanx/planner": 4_800,
+    "src/phalanx/planner": 4_810,
     "src/phalanx/recipe": 3_130,
     "src/phalanx/run": 3_220,
     "src/phalanx/serve": 2_130,
     "src/phalanx/storage": 1_870,
     "src/phalanx/telemetry": 1_400,
-    "src/phalanx/train": 24_090,
+    "src/phalanx/train": 24_170,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""

@@ -29,6 +29,8 @@ TASKS: dict[str, tuple[str, Any]] = {
     "orpo": ("pairs", {"kind": "preference", "loss": "orpo", "beta": BETA}),
     "kto": ("labels", {"kind": "preference", "loss": "kto", "beta": BETA}),
     "distillation": ("chat", {"kind": "distillation", "teacher": "hf:teacher"}),
+    "stored-teacher": ("chat", {"kind": "distillation", "teacher": "hf:teacher", "teacher_top_k": 8}),
+    "on-policy": ("chat", {"kind": "distillation", "teacher": "hf:teacher", "on_policy": 0.5, "max_new_tokens": 5}),
     "grpo": ("chat", {"kind": "grpo", "reward": "chat_rewards:letters", "group_size": 6, "max_new_tokens": 5}),
 }
 
@@ -50,7 +52,9 @@ def _no_model_args(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(name: str, **changes: Any) -> Values:
     source, task = TASKS[name]
     data: Values = {"source": {"jsonl": f"{source}.jsonl"}, "tokenizer": "base", "seq_len": 64}
-    if name == "distillation":
+    if name == "on-policy":
+        data |= {"chat": {}, "packing": "single"}
+    if name in ("distillation", "stored-teacher"):
         data |= {"chat": {}, "packing": "whole", "document_masking": True}
     return {
         "model": {"build": "hf:base"},
@@ -95,7 +99,15 @@ def test_a_parallelism_has_the_losses_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "name", ["chat", "dpo", pytest.param("distillation", marks=SLOW), pytest.param("grpo", marks=SLOW)]
+    "name",
+    [
+        "chat",
+        "dpo",
+        "stored-teacher",
+        "on-policy",
+        pytest.param("distillation", marks=SLOW),
+        pytest.param("grpo", marks=SLOW),
+    ],
 )
 def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, name: str) -> None:
     killed = lab.train(recipe(name), faults=[plan_fault(4)])
@@ -103,9 +115,23 @@ def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, name: str) -> N
     assert killed.digest == lab.train_reference(recipe(name)).digest
 
 
-def test_elastic_preferences_have_the_same_bits_on_any_number_of_replicas(lab: TrainHarness) -> None:
-    alone, two = (lab.train(recipe("dpo", determinism="elastic"), workers) for workers in (1, 2))
+@pytest.mark.parametrize("name", ["dpo", "stored-teacher", pytest.param("on-policy", marks=SLOW)])
+def test_elastic_runs_with_a_reference_or_answers_of_their_own_have_the_same_bits_on_any_number_of_replicas(
+    lab: TrainHarness, name: str
+) -> None:
+    alone, two = (lab.train(recipe(name, determinism="elastic"), workers) for workers in (1, 2))
     assert two.digest == alone.digest
+
+
+@pytest.mark.parametrize(("parallelism", "workers"), [({}, 1), ({"shard": 2}, 2)], ids=str)
+def test_a_stored_teacher_of_all_tokens_has_the_losses_of_one_that_runs(
+    lab: TrainHarness, parallelism: Values, workers: int
+) -> None:
+    num_tokens = json.loads((lab.folder / "base/config.json").read_text())["vocab_size"]
+    task = {**TASKS["stored-teacher"][1], "teacher_top_k": num_tokens}
+    stored = lab.train(recipe("stored-teacher", task=task, parallelism=parallelism or "auto"), workers)
+    online = lab.train_reference(recipe("distillation"))
+    torch.testing.assert_close(torch.tensor(curves(stored)), torch.tensor(curves(online)), rtol=1e-5, atol=1e-6)
 
 
 def test_the_reference_of_a_run_at_a_url_follows_it_to_another_machine(
@@ -130,6 +156,11 @@ def test_preferences_refuse_what_divides_a_sequence_or_its_reference(
     with pytest.raises(PhalanxError, match=key) as raised:
         lab.train(recipe("dpo", parallelism=parallelism), 2)
     assert raised.value.code == ExitCode.RECIPE
+
+
+def test_answers_of_its_own_need_a_whole_model_on_each_worker(lab: TrainHarness) -> None:
+    with pytest.raises(PhalanxError, match="on_policy samples with a whole model on each worker"):
+        lab.train(recipe("on-policy", parallelism={"shard": 2}), 2)
 
 
 def test_rewards_rise_and_answers_are_trained_with_the_log_probabilities_they_were_sampled_with(

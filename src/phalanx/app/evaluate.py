@@ -13,7 +13,7 @@ from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.inference import TrainedModel, check_data, given_device, load_trained_model
 from phalanx.train.loss import LossFn, LossModule
-from phalanx.train.preference_reference import load_reference
+from phalanx.train.reference import load_reference
 from phalanx.train.tasks import AssistantTokens, Classification, load_task
 from phalanx.train.tasks.preference import Preference
 
@@ -77,8 +77,8 @@ def evaluate_run(
     task = AssistantTokens() if recipe.task == "chat" else load_task(recipe.task, trained.folder)
     if isinstance(task, Classification):
         task.normalization = trained.image_normalization
-    if isinstance(task, Preference):
-        task.reference = load_reference(run, data.fingerprint)
+    if isinstance(task, Preference) and (reference := load_reference(run, data.fingerprint)) is not None:
+        task.set_reference(reference, dist_env.device)
     result = evaluate(
         LossModule(trained.model, LossFn(task, recipe.precision, dist_env.device)),
         data,

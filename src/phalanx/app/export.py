@@ -44,11 +44,13 @@ def export_checkpoint(
     dtype: str | None = None,
     verify: bool = True,
     trust_code: bool = False,
+    weights: str | None = None,
 ) -> ExportOutcome:
     """Export the checkpoint of `step`, by default the newest, of a run or URL to the new directory `out`, which appears
     once its proof has passed; if that fails, as `OUT.failed`. `form_name` is safetensors, peft or one of
     QUANTIZED_FORMS, `dtype` fp32, bf16 or fp16; by default each weight has the dtype that it came with. `verify`: prove
-    it, if needed with code of the run's own (`trust_code`).
+    it, if needed with code of the run's own (`trust_code`). `weights`: model or ema; by default those that were
+    evaluated. The parameters are those of the command.
 
     Raises UsageError if `out` exists, the form does not fit the model or what the proof needs is not there, and
     DataError if the checkpoint or the run's data are damaged."""
@@ -59,7 +61,7 @@ def export_checkpoint(
         raise UsageError(f"{failed}: exists already, from an export that failed its proof; remove it first")
     checkpoint = select_checkpoint(source, step)
     if form_name == "peft":
-        written = export_huggingface(checkpoint, out, form="peft")
+        written = export_huggingface(checkpoint, out, form="peft", weights=weights)
         note = "the adapter alone is not compared with the checkpoint's model; --form safetensors is"
         return ExportOutcome(checkpoint, written, sorted(file.name for file in written.iterdir()), [note], [])
     form = QUANTIZED_FORMS.get(form_name)
@@ -77,14 +79,14 @@ def export_checkpoint(
     if verify and needed:
         raise UsageError(f"{source}: the proof of an export needs {needed}, or export with --no-verify")
     if verify and (model.get("huggingface") or (is_built_in and run.plan.is_file())):
-        reference = compute_reference(run, parse_step(checkpoint.absolute()), trust_code)
+        reference = compute_reference(run, parse_step(checkpoint.absolute()), trust_code, weights)
     elif verify:
         notes.append("not compared with the checkpoint's model: only the run's directory or own code can call it")
     temporary = make_temporary_path(final, "unproved")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, temporary, ignore_errors=True)
-        export_huggingface(checkpoint, temporary, notes=notes.append, dtype=dtype, form=form)
+        export_huggingface(checkpoint, temporary, notes=notes.append, dtype=dtype, form=form, weights=weights)
         hashes = hash_files(temporary)
         dtypes = Counter(open_weight_reader(temporary).read_dtypes().values()) or Counter(["float32"])
         weights_dtype = dtypes.most_common(1)[0][0]

@@ -52,11 +52,11 @@ class Reference:
     text: TextFacts | None
 
 
-def compute_reference(run: Run, step: int, trust_code: bool) -> Reference:
+def compute_reference(run: Run, step: int, trust_code: bool, weights: str | None = None) -> Reference:
     """Compute what the export of a checkpoint is compared with. Raises UsageError or DataError where the run's model or
     data cannot be used."""
     try:
-        trained = load_trained_model(run, step, False, torch.device("cpu"), trust_code)
+        trained = load_trained_model(run, step, False, torch.device("cpu"), trust_code, weights)
         check_data(trained.recipe)
     except PhalanxError as error:
         raise type(error)(f"{error}; the proof of an export needs it, or export with --no-verify") from None

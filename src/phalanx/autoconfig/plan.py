@@ -75,7 +75,9 @@ def search_precisions(
     )
 
     optimizer = recipe.optimizer
-    optimizer_state = optimizer_state_of(optimizer.name, optimizer.state_dtype, optimizer.offload, optimizer.momentum)
+    optimizer_state = optimizer_state_of(
+        optimizer.name, optimizer.state_dtype, optimizer.offload, optimizer.momentum, optimizer.ema_decay is not None
+    )
     best_found: tuple[SearchResult, DeviceCosts] | None = None
     for precision in _candidate_precisions(recipe, device.tflops):
         rates = device_costs_for_stack(device, precision, used_stack)
@@ -147,6 +149,7 @@ def make_training_options(recipe: Recipe, setup: Scenario) -> TrainingOptions:
         optimizer.offload,
         "chunked" if chunked else "whole",
         optimizer.momentum,
+        optimizer.ema_decay is not None,
     )
 
 

@@ -95,7 +95,6 @@ def check_imports(payload: dict[str, Any]) -> str:
     directory = huggingface_directory(payload["build"], folder)
     if directory is not None:
         model = hf_model.build_on_meta(directory, payload.get("args") or {})
-        init_weights.open_hf_weights(directory, model)
         adapter = AdapterConfig(**payload["adapter"]) if payload.get("adapter") else None
         if payload.get("init") is not None:
             init_weights.open_initial_weights(payload["init"], folder, model, adapter is not None)
@@ -103,6 +102,7 @@ def check_imports(payload: dict[str, Any]) -> str:
             add_adapters(model, adapter)
             if payload["begins"] and adapter.init_from:
                 open_peft_adapter(adapter.init_from, folder, model, adapter)
+        init_weights.open_hf_weights(directory, model)
         owner, config = "", (directory / HF_CONFIG_FILE).read_bytes()
     else:
         builder = import_object(payload["build"], folder, key="model.build")

@@ -133,6 +133,10 @@ def export(
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Dtype of the weights that are not quantized.", show_default="that of the original"),
     ] = None,
+    weights: Annotated[
+        Literal["model", "ema"] | None,
+        typer.Option(help="The model's weights, or their moving average.", show_default="evaluation.weights"),
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Reload the export and compare it with the checkpoint.")] = True,
     trust_code: TrustCodeOption = False,
     as_json: JsonOption = False,
@@ -144,7 +148,7 @@ def export(
     the files are kept as OUT.failed, and the exit code is 65."""
     from phalanx.app.export import export_checkpoint
 
-    outcome = export_checkpoint(path, out, step, form, dtype, verify, trust_code)
+    outcome = export_checkpoint(path, out, step, form, dtype, verify, trust_code, weights)
     failed = ", ".join(check.name for check in outcome.checks if not check.passed)
     if as_json:
         facts = {"path": str(outcome.checkpoint), "out": str(outcome.directory), "files": outcome.files}

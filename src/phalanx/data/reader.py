@@ -282,6 +282,11 @@ class SampleReader:
         return ids
 
     @property
+    def locations(self) -> list[str]:
+        """Where the datasets are."""
+        return [dataset.location for dataset in self._whole_datasets]
+
+    @property
     def num_dataset_samples(self) -> int:
         """Samples of all datasets."""
         return sum(dataset.num_samples for dataset in self._whole_datasets)
@@ -396,6 +401,8 @@ class RunData:
         """Training documents that are left out, because they are longer than a sample."""
         self.records = records
         """What a document of conversations is; None for plain text and images."""
+        self.names_samples = records in ("pairs", "labels")
+        """Whether batches of tokens have `sample_ids`, for what is stored of each sample."""
         self._train, self._validation, self._validation_parts = train, validation, validation_parts
         self._document_masking = document_masking
 
@@ -431,8 +438,8 @@ class RunData:
         if self.records in NUMBERED_RECORDS:
             return _make_text_batch(rows, located, self.records == "rewards")
         batch = self._make_token_batch(rows, located)
-        if self.records in ("pairs", "labels"):
-            before = self._train.num_dataset_samples if pool is self._validation else 0
+        if self.names_samples:
+            before = self._first_validation_id if pool is self._validation else 0
             batch["sample_ids"] = before + pool.find_sample_ids(first, count)
         return batch
 
@@ -484,7 +491,13 @@ class RunData:
     @property
     def num_sample_ids(self) -> int:
         """All `sample_ids` are below it."""
-        return self._train.num_dataset_samples + self._validation.num_dataset_samples
+        return self._first_validation_id + self._validation.num_dataset_samples
+
+    @property
+    def _first_validation_id(self) -> int:
+        """0 where the validation set is a part of the same samples: packed ones are of documents of its own."""
+        is_part = self.padding_fraction is None and self._train.locations == self._validation.locations
+        return 0 if is_part else self._train.num_dataset_samples
 
 
 def _make_text_batch(rows: ValueArray, located: list[DocumentRanges], has_margins: bool) -> Batch:

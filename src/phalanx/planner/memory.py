@@ -122,6 +122,7 @@ class TrainingOptions:
     offload: bool = False
     loss_mode: LossMode = "whole"
     momentum: float = 0.9
+    has_ema: bool = False
 
 
 DEFAULT_OPTIONS = TrainingOptions()
@@ -150,7 +151,9 @@ def estimate_memory_by_rank(scenario: Scenario, options: TrainingOptions = DEFAU
             loss_mode = "chunked"  # ranks that divide the vocabulary never have all logits
         elif not is_cpu(scenario.cluster.node.accelerator):
             loss_mode = "fused"  # one kernel from the logits to their gradient (train/ops/cross_entropy_kernel.py)
-    optimizer_state = optimizer_state_of(options.optimizer, options.state_dtype, options.offload, options.momentum)
+    optimizer_state = optimizer_state_of(
+        options.optimizer, options.state_dtype, options.offload, options.momentum, options.has_ema
+    )
     stages, pipeline = split_into_stages(scenario), scenario.parallelism.pipeline
     estimates = []
     for rank in range(pipeline):

@@ -58,22 +58,26 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """How an optimizer keeps its state: `moments` bytes for each parameter; `offloaded`: in the host's memory."""
+    """How an optimizer keeps its state: `moments` bytes for each parameter; `offloaded`: in the host's memory. The
+    moving average of the weights is always with these."""
 
     bytes_per_parameter: float
     offloaded: bool
+    ema_bytes_per_parameter: float = 0.0
 
 
 NO_OPTIMIZER_STATE = OptimizerState(0.0, True)
 """The optimizer that keeps the least state."""
 
 
-def optimizer_state_of(optimizer: str, state_dtype: str, offload: bool, momentum: float = 0.9) -> OptimizerState:
+def optimizer_state_of(
+    optimizer: str, state_dtype: str, offload: bool, momentum: float = 0.9, has_ema: bool = False
+) -> OptimizerState:
     """The optimizer state for the names of a recipe. Raises KeyError for an unknown optimizer or format."""
     bytes_per_moment = BYTES_PER_MOMENT[state_dtype] if optimizer == "adamw" else BYTES_PER_MOMENT["fp32"]
     # lars and muon have their buffer at momentum 0, too
     num_moments = 0 if optimizer == "sgd" and not momentum else MOMENTS_BY_OPTIMIZER[optimizer]
-    return OptimizerState(num_moments * bytes_per_moment, offload)
+    return OptimizerState(num_moments * bytes_per_moment, offload, 4.0 if has_ema else 0.0)
 
 
 def count_parameters(scenario: Scenario, segments: Iterable[tuple[ModelSegment, int]]) -> ParameterCounts:
@@ -113,6 +117,7 @@ def state_bytes_of(scenario: Scenario, parameters: ParameterCounts, optimizer_st
     state_bytes = (
         0.0 if optimizer_state.offloaded else master_bytes + fp32_grad_copy_bytes + optimizer_state.bytes_per_parameter
     )
+    state_bytes += optimizer_state.ema_bytes_per_parameter
     optimizer_count, gradient_count, weight_count = (sharded_count(scenario, parameters, level) for level in (1, 2, 3))
     trained_share = 1.0 - parameters.frozen_share
     return StateBytes(

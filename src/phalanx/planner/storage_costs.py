@@ -56,7 +56,8 @@ def checkpoint_bytes_of(recipe: Recipe, trainable_parameters: int, frozen_parame
     """Bytes of a checkpoint: all weights in fp32, and the optimizer's state of those that are trained."""
     optimizer = recipe.optimizer
     state = optimizer_state_of(optimizer.name, optimizer.state_dtype, optimizer.offload, optimizer.momentum)
-    return round((4 + state.bytes_per_parameter) * trainable_parameters + 4 * frozen_parameters)
+    ema_bytes = 0 if optimizer.ema_decay is None else 4
+    return round((4 + state.bytes_per_parameter + ema_bytes) * trainable_parameters + 4 * frozen_parameters)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,10 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield from _find_location_problems("init_from", recipe.init_from, folder)
     if isinstance(recipe.task, DistillationConfig):
         yield from _find_location_problems("task.teacher", recipe.task.teacher, folder)
+        if recipe.task.on_policy and (recipe.data.chat is None or recipe.data.packing != "single"):
+            yield "task.on_policy", "is for conversations, one in a sample: give data.chat={} and data.packing=single"
+        if recipe.task.teacher_top_k is not None and recipe.data.prepare == "stream":
+            yield "task.teacher_top_k", "is for data that are prepared before the first step: give data.prepare=first"
     if recipe.task_kind == "embedding" and recipe.batch.micro_size == "auto":
         yield "batch.micro_size", "found auto; the negatives of embedding are those of a micro-batch: give a number"
     yield from find_device_problems(recipe)
@@ -304,5 +308,9 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"true goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
             "worker holds",
         )
+    if recipe.evaluation.weights == "ema" and recipe.optimizer.ema_decay is None:
+        yield "evaluation.weights", "ema is the moving average of optimizer.ema_decay, which is null: give it, as 0.999"
+    if recipe.optimizer.ema_decay is not None and recipe.local_sgd is not None:
+        yield "optimizer.ema_decay", "goes without local_sgd, in which workers have weights of their own: give one"
     if recipe.memory.chunked_loss is True and recipe.task_kind == "classification":
         yield "memory.chunked_loss", "true is for language models, and the task is classification: use auto or false"

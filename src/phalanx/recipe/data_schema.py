@@ -229,6 +229,9 @@ class EvaluationConfig(ConfigModel):
     max_samples: Count = Field(512, description="At most this many samples of the validation set are scored.")
     source: DataSource | None = None
     """Separate validation data, instead of a fraction of the training data."""
+    weights: Literal["model", "ema"] = "model"
+    """Weights that are evaluated, exported and talked with: the model's, or their moving average
+    (`optimizer.ema_decay`)."""
     early_stop: EarlyStopConfig | None = Field(
         None, description="End the run when the model no longer improves on the validation set. null: never."
     )

@@ -68,8 +68,10 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
                 else "the teacher is not divided"
             )
             yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}: {why}"
-    if recipe.task_kind == "grpo" and parallelism.world != parallelism.replicate:
-        yield "parallelism", "grpo samples with a whole model on each worker: give parallelism.replicate only"
+    samples = recipe.task_kind == "grpo" or getattr(recipe.task, "on_policy", 0.0) > 0
+    if samples and parallelism.world != parallelism.replicate:
+        what = "grpo" if recipe.task_kind == "grpo" else "on_policy"
+        yield "parallelism", f"{what} samples with a whole model on each worker: give parallelism.replicate only"
     if (seq_len := recipe.data.seq_len) % parallelism.context:
         yield "parallelism.context", f"found {parallelism.context}, which must divide data.seq_len = {seq_len}"
 

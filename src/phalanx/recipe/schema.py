@@ -114,6 +114,9 @@ class DistillationConfig(ConfigModel):
     """`distillation`."""
     teacher: str
     """The teacher: a run, or `hf:PATH` of a Hugging Face directory. It has the same tokens."""
+    teacher_top_k: Count | None = None
+    """Store this many of the teacher's largest log-probabilities for each target before the first step, and train
+    without the teacher; all others are one class. null: the teacher runs next to the student."""
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """What is minimized: KL(teacher, student), KL(student, teacher), or the generalised Jensen-Shannon divergence."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.5
@@ -122,6 +125,19 @@ class DistillationConfig(ConfigModel):
     """Both distributions are softened by it, and the loss is multiplied by its square."""
     data_loss_weight: Annotated[float, Field(ge=0, lt=1), NUMBER_NOT_BOOL] = 0.0
     """Weight of the cross-entropy with the data; the divergence has the rest."""
+    on_policy: Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL] = 0.0
+    """Share of the micro-batches in which the student's own answers replace those of the data (GKD's lambda). Each
+    sample is a conversation: data.packing: single."""
+    max_new_tokens: Count = 32
+    """For `on_policy`: longest answer, in tokens."""
+
+    @model_validator(mode="after")
+    def _check_on_policy(self) -> Self:
+        if self.on_policy and (self.teacher_top_k is not None or self.data_loss_weight):
+            raise ValueError(
+                "on_policy: goes without teacher_top_k and data_loss_weight, which are of the data's answers"
+            )
+        return self
 
 
 class GrpoConfig(ConfigModel):
@@ -274,6 +290,10 @@ class OptimizerConfig(ConfigModel):
     momentum: Fraction = Field(0.9, description="Momentum of sgd, muon and lars.")
     max_grad_norm: PositiveNumber | None = 1.0
     """Gradient clipping: limit on the norm of the whole gradient; null: no limit."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] | None = None
+    """Keep an exponential moving average (EMA) of the weights with this decay, such as 0.999, in fp32: 4 bytes for each
+    trained parameter. It begins with the weights after the first step. `evaluation.weights` says which are used. Not in
+    a loop of one's own. null: none."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of adamw's moments: 8, 4 or about 2 bytes for each parameter. `int8` quantizes in blocks. `bf16` and
     `int8` round stochastically."""

@@ -72,7 +72,7 @@ class Run:
     tensorboard = _PathOf("tensorboard")
     """Directory of TensorBoard's event files."""
     reference = _PathOf("reference.safetensors")
-    """Log-probabilities of the model before the first step, for losses that compare with it."""
+    """Log-probabilities that a loss compares with: of the model before the first step, or of a stored teacher."""
     result = _PathOf("result.json")
     tokenizer = _PathOf("tokenizer.json")
     """The tokenizer.json of a model that needs one."""

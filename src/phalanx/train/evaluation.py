@@ -118,7 +118,9 @@ class EvaluationPolicy(TrainerCallback):
         context, recipe = self._context, self._context.recipe
         assert context.loss_module is not None
         context.heartbeat.record(self._phase)
-        with context.parallel_model.use_global_params():
+        is_ema = recipe.evaluation.weights == "ema"
+        averages = context.optimizer.use_ema() if is_ema else contextlib.nullcontext()
+        with context.parallel_model.use_global_params(), averages:
             result = evaluate(
                 context.loss_module,
                 data,

@@ -24,7 +24,7 @@ from phalanx.storage.url import is_url
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step
 from phalanx.train.checkpoint.durable import best_checkpoint_file
 from phalanx.train.checkpoint.format import format_checkpoint_name, list_checkpoints, read_manifest
-from phalanx.train.checkpoint.load import find_newest_good, load_tensors, recipe_in
+from phalanx.train.checkpoint.load import choose_weights, find_newest_good, load_tensors, recipe_in
 from phalanx.train.checkpoint.load_plan import check_nothing_left, load_model_tensors
 from phalanx.train.checkpoint.store_fetch import StoreSource
 from phalanx.train.code_trust import HUGGING_FACE_PREFIX, check_trusted, list_user_code
@@ -55,9 +55,15 @@ class TrainedModel:
 
 
 def load_trained_model(
-    run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False
+    run: Run,
+    step: int | None,
+    best: bool,
+    device: torch.device,
+    trusted: bool = False,
+    weights: str | None = None,
 ) -> TrainedModel:
-    """Load the model from the run's checkpoint of `step`, from its best one, or from its newest good one.
+    """Load the model from the run's checkpoint of `step`, from its best one, or from its newest good one. `weights` as
+    in `choose_weights`.
 
     Raises UsageError if there is no such checkpoint, or if the run needs code that this user has not trained with and
     `trusted` is not set; DataError if the checkpoint is damaged.
@@ -65,7 +71,7 @@ def load_trained_model(
     if step is not None and best:
         raise UsageError(f"--step {step} and --best: give one of them")
     checkpoint, notes = choose_checkpoint(run, step, best)
-    manifest = read_manifest(checkpoint)
+    manifest = choose_weights(read_manifest(checkpoint), weights, checkpoint)
     if "model" not in manifest.meta and "data_info" not in run.read_json_or_empty(run.plan):
         raise UsageError(
             f"{run.path}: was trained by a loop of its own, and only that script can build the model; "
@@ -83,7 +89,7 @@ def load_trained_model(
     names = [*get_model_tensors(model), *(EXTRA_STATE_PREFIX + name for name in find_extra_state_modules(model))]
     check_nothing_left(manifest.tensors, names, str(checkpoint))
     with torch.no_grad():
-        load_model_tensors(model, load_tensors(checkpoint, names), str(checkpoint))
+        load_model_tensors(model, load_tensors(checkpoint, names, manifest), str(checkpoint))
     return TrainedModel(
         model.eval(),
         recipe,

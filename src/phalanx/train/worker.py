@@ -53,7 +53,7 @@ from phalanx.train.distributed.run_announcement import come_together, telling_ot
 from phalanx.train.hf.image_processor import find_image_inputs
 from phalanx.train.model_builder import describe_model
 from phalanx.train.precision import set_matmul_precision
-from phalanx.train.preference_reference import ensure_reference
+from phalanx.train.reference import ensure_reference
 from phalanx.train.reporter import make_reporter
 from phalanx.train.resume import make_result, report_start, resume_training
 from phalanx.train.step_timer import HostStepTimer

@@ -181,6 +181,8 @@ def test_sharded_weights_take_sixteen_bytes_for_each_parameter_over_the_shards()
         ({"state_dtype": "int8"}, 2.06),
         ({"offload": True}, 0.0),
         ({"optimizer": "lamb"}, 8.0),
+        ({"has_ema": True}, 12.0),
+        ({"offload": True, "has_ema": True}, 4.0),
     ],
 )
 def test_optimizers_differ_in_what_they_keep(keywords: dict[str, object], bytes_each: float) -> None:

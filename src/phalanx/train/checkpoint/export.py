@@ -44,7 +44,7 @@ from phalanx.train.adapters.names import adapted_weight_name, adapter_names, is_
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
-from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.load import choose_weights, load_tensors
 from phalanx.train.checkpoint.peft_files import write_peft_adapter
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS, QUANTIZATION_KEY
@@ -68,6 +68,7 @@ def export_huggingface(
     notes: NoteFn | None = None,
     dtype: str | None = None,
     form: QuantizedForm | Literal["peft"] | None = None,
+    weights: str | None = None,
 ) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
@@ -76,14 +77,14 @@ def export_huggingface(
     directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads it, and
     the run's tokenizer. With a quantized `form` its linear layers are quantized; with peft only the adapter is written
     (`peft_files.py`). `out` appears atomically. At most one file is in memory at a time. `notes` receives messages
-    about files that were copied or skipped.
+    about files that were copied or skipped. `weights` as in `choose_weights`. The parameters are those of the command.
 
     Raises UsageError if `out` exists, the disk is full or `form` does not fit the model, CorruptCheckpointError, which
     names a bad file of the checkpoint, and DataError if adapters or tensors cannot be converted back to their original
     form, or a weight is too large for the dtype."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out}: exists already; export writes a new directory")
-    manifest = read_manifest(checkpoint)
+    manifest = choose_weights(read_manifest(checkpoint), weights, checkpoint)
     if not any(is_weight_name(name) for name in manifest.tensors):
         raise DataError(f"{checkpoint}: holds no model weights")
     temporary = make_temporary_path(out.absolute(), f"export-{os.getpid()}")

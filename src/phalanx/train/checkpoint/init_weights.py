@@ -47,9 +47,9 @@ class SafetensorsWeights:
                 continue
             first, *others = self.names[name]
             for block in local_tensor.global_blocks.blocks:
-                part = self.source.read(first, block.global_offset, block.extent)
+                part = self.source.read_grown(first, block.global_offset, block.extent)
                 for other in others:
-                    if not torch.equal(part, self.source.read(other, block.global_offset, block.extent)):
+                    if not torch.equal(part, self.source.read_grown(other, block.global_offset, block.extent)):
                         raise make_tie_mismatch_error(self.source, first, other)
                 _store(part, block.slice_local(local_tensor.tensor), local_tensors.get(f"{name}_int8_scale"))
 

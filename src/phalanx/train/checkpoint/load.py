@@ -20,7 +20,7 @@ import torch
 import xxhash
 from pydantic import ValidationError
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, UsageError
 from phalanx.recipe import ResolvedRecipe
 from phalanx.run import Run
 from phalanx.safe_files import open_regular
@@ -53,6 +53,18 @@ class _ByteSpan(NamedTuple):
     start: int
     end: int
     target: Bytes
+
+
+def choose_weights(manifest: CheckpointManifest, weights: str | None, path: Path) -> CheckpointManifest:
+    """Return the manifest with the moving averages in place of the weights that have one, if `weights` is `ema`; None:
+    if the recipe evaluated those. Raises UsageError if there are none."""
+    tensors, chosen = manifest.tensors, weights or manifest.meta.get("recipe", {}).get("evaluation", {}).get("weights")
+    averages = {name: record for name in tensors if (record := tensors.get(f"optimizer/{name}/ema")) is not None}
+    if chosen != "ema":
+        return manifest
+    if not averages:
+        raise UsageError(f"{path}: has no moving average of the weights; train with optimizer.ema_decay, such as 0.999")
+    return manifest.model_copy(update={"tensors": tensors | averages})
 
 
 def load_tensors(

@@ -124,7 +124,8 @@ def check_data_fits(architecture: Architecture, facts: DataInfo) -> None:
     if facts.vocab_size is not None and vocab is not None and facts.vocab_size > vocab:
         raise RecipeError(
             f"data.tokenizer: has {facts.vocab_size} tokens, but the model's vocabulary has {vocab}; "
-            "use the tokenizer.json that belongs to the model"
+            "use the tokenizer.json that belongs to the model, or give model.args.vocab_size="
+            f"{-(-facts.vocab_size // 64) * 64}: rows of new tokens begin as the mean of the others"
         )
     if facts.seq_len is not None and longest is not None and facts.seq_len > longest:
         raise RecipeError(f"data.seq_len: {facts.seq_len} tokens, but the model has positions for {longest} only")

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
-from phalanx.train.adapters.names import is_added_name
+from phalanx.train.adapters.names import has_adapter, is_added_name
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
-from phalanx.train.hf.inputs import install_input_adapter
+from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.safetensors_reader import (
     WeightReader,
     copy_tensor_into,
@@ -169,10 +169,34 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
     tensors = get_model_tensors(model)
     for name, names in found.items():
         for file_name in names:
-            if source.shape(file_name) != tuple(tensors[name].shape):
-                shapes = f"{list(source.shape(file_name))}, {kind} by its {HF_CONFIG_FILE} {list(tensors[name].shape)}"
+            shape, expected = source.shape(file_name), tuple(tensors[name].shape)
+            if shape == expected:
+                continue
+            vocabulary = _find_vocabulary_tensors(model)
+            if name in vocabulary and shape[1:] == expected[1:] and shape[0] < expected[0]:
+                if not vocabulary[name]:
+                    raise RecipeError(
+                        f"model.args.vocab_size: adds {expected[0] - shape[0]} rows to {name}, which the adapter "
+                        f"leaves frozen; name its module in adapter.modules_to_save: [{name.split('.')[-2]}]"
+                    )
+                source.grown.add(file_name)
+            else:
+                shapes = f"{list(shape)}, {kind} by its {HF_CONFIG_FILE} {list(expected)}"
                 raise DataError(f"{source.files[file_name]}: {file_name} has shape {shapes}")
     return {name: names for name, names in found.items() if names}
+
+
+def _find_vocabulary_tensors(model: nn.Module) -> dict[str, bool]:
+    """Return the names of tensors with a row for each token, and whether training changes them."""
+    if not is_transformers_model(model):
+        return {}
+    layers = {id(layer): layer for layer in (model.get_input_embeddings(), model.get_output_embeddings())}  # type: ignore[operator]
+    return {
+        f"{prefix}.{name}": parameter.requires_grad or has_adapter(module)
+        for prefix, module in model.named_modules()
+        if id(module) in layers
+        for name, parameter in module.named_parameters(recurse=False)
+    }
 
 
 def load_weights(model: nn.Module, source: WeightReader, names: Mapping[str, list[str]]) -> None:

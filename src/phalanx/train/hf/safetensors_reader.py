@@ -6,7 +6,7 @@ checkpoints.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,20 @@ class WeightReader:
 
     path: Path
     files: Mapping[str, Path]
+    grown: set[str] = field(default_factory=set, kw_only=True)
+    """Tensors of which the model has more rows, for new tokens."""
+
+    def read_grown(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """`read` of a block that may have rows beyond the file's: they are the mean of all rows, as transformers'
+        `resize_token_embeddings` has it but for noise. It does not depend on how the tensor is divided."""
+        if name not in self.grown:
+            return self.read(name, offset, extent)
+        num_rows = self.shape(name)[0]
+        start = min(offset[0], num_rows)
+        old = self.read(name, (start, *offset[1:]), (min(extent[0], num_rows - start), *extent[1:]))
+        mean = self.read(name).double().mean(0, keepdim=True).to(old.dtype)
+        new = mean[tuple(slice(a, a + n) for a, n in zip((0, *offset[1:]), (1, *extent[1:]), strict=True))]
+        return torch.cat([old, new.expand(extent[0] - len(old), *extent[1:])])
 
     @property
     def names(self) -> frozenset[str]:
@@ -150,7 +164,7 @@ def find_tied_names(model: nn.Module) -> dict[str, str]:
 def copy_tensor_into(target: Tensor, source: WeightReader, name: str) -> None:
     """Overwrite `target` with a whole tensor, converted to its dtype. Raises DataError if the shapes differ."""
     shape = source.shape(name)
-    if shape != tuple(target.shape):
+    if shape != tuple(target.shape) and name not in source.grown:
         raise DataError(f"{source.files[name]}: {name} has shape {list(shape)}, the model's has {list(target.shape)}")
     with torch.no_grad():
-        target.copy_(source.read(name))
+        target.copy_(source.read_grown(name, (0,) * target.dim(), target.shape))

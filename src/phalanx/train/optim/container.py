@@ -6,12 +6,14 @@ these are is decided on the whole model, by name, before it is divided: a pipeli
 last.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.compat import call_foreach
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import OptimizerConfig
 from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, first_row, to_local
@@ -156,6 +158,8 @@ STATE_ENTRIES: dict[type[torch.optim.Optimizer], frozenset[str]] = {
 }
 """State tensors that each kind of optimizer keeps for a parameter."""
 
+EMA_ENTRY = "ema"
+"""State entry of a parameter's moving average, with any kind of optimizer."""
 SETTINGS_PREFIX = "settings/"
 """Prefix of the logical names of state that belongs to no parameter."""
 StateEntries = dict[str, Tensor]
@@ -171,6 +175,9 @@ class OptimizerContainer:
     """
 
     unused_state: list[str]
+    ema: dict[nn.Parameter, Tensor]
+    """Moving averages of the weights, fp32, of this worker's parts: none before the first step, or without a decay."""
+    ema_decay: float | None = None
 
     def __init__(
         self,
@@ -182,7 +189,7 @@ class OptimizerContainer:
         norm_fn: NormFn = compute_norms,
         muon_matrices: Collection[str] | None = None,
     ):
-        self.unused_state = []
+        self.unused_state, self.ema, self.ema_decay = [], {}, spec.ema_decay
         if muon_matrices is None:
             muon_matrices = select_muon_matrices(model, spec)
         self.parameter_names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -196,12 +203,40 @@ class OptimizerContainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_ratio"]
             optimizer.step()
+        if self.ema_decay is not None:
+            self._update_ema(self.ema_decay)
+
+    @torch.no_grad()
+    def _update_ema(self, decay: float) -> None:
+        weights = {parameter: to_local(parameter).detach().float() for parameter in self.parameter_names}
+        for parameter, weight in weights.items():
+            if parameter not in self.ema:
+                self.ema[parameter] = weight.clone()
+        call_foreach("lerp_", [self.ema[parameter] for parameter in weights], list(weights.values()), 1 - decay)
+
+    @contextmanager
+    def use_ema(self) -> Iterator[None]:
+        """Return a context in which the parameters are their moving averages."""
+        self._swap_ema()
+        try:
+            yield
+        finally:
+            self._swap_ema()
+
+    @torch.no_grad()
+    def _swap_ema(self) -> None:
+        for parameter, average in self.ema.items():
+            weight = to_local(parameter).detach()
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
 
     @property
     def supports_scaled_step(self) -> bool:
         """Whether `step_scaled` is supported."""
         kinds = (torch.optim.AdamW, torch.optim.SGD)
-        return all(type(optimizer) in kinds and optimizer.param_groups[0].get("fused") for optimizer in self.optimizers)
+        fused = (type(each) in kinds and each.param_groups[0].get("fused") for each in self.optimizers)
+        return self.ema_decay is None and all(fused)  # the host knows which steps are skipped
 
     def step_scaled(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Step with gradients divided by `divisor`, or do nothing if `skip` is 1 (fp32 0-d, on the parameters' device).
@@ -224,7 +259,7 @@ class OptimizerContainer:
             for parameter, name in self.parameter_names.items()
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
-        }
+        } | {f"{OPTIMIZER_PREFIX}{self.parameter_names[p]}/{EMA_ENTRY}": average for p, average in self.ema.items()}
 
     def group_settings(self) -> dict[str, Tensor]:
         """Return state that belongs to no parameter, by logical name, as new tensors."""
@@ -235,6 +270,7 @@ class OptimizerContainer:
 
     def forget(self) -> None:
         """Drop the whole state."""
+        self.ema.clear()
         for part in self.optimizers:
             for entries in part.state.values():
                 entries.clear()
@@ -263,7 +299,10 @@ class OptimizerContainer:
             if value.dim() and value.shape != expected:
                 shapes = f"{list(value.shape)}, the model's parameter has {list(expected)}"
                 raise DataError(f"{where}: {key} has shape {shapes}")
-            found.setdefault(parameter, {})[entry] = to_local(value)
+            if entry != EMA_ENTRY:
+                found.setdefault(parameter, {})[entry] = to_local(value)
+            elif self.ema_decay is not None:
+                self.ema[parameter] = match_memory_format(to_local(parameter), to_local(value))
         self.unused_state = []
         for parameter, entries in found.items():
             owner = owners[parameter]

@@ -68,7 +68,7 @@ class UserOptimizer(OptimizerContainer):
                 f"session.prepare: the optimizer leaves out {len(missing)} parameters that require a gradient, such as "
                 f"{missing[0]}; give it all, or freeze these in build() by requires_grad_(False)"
             )
-        self.optimizers, self.unused_state = [optimizer], []
+        self.optimizers, self.unused_state, self.ema = [optimizer], [], {}
         self._initial_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.base_lr = max(self._initial_lrs)
         if self.base_lr <= 0:

@@ -6,6 +6,7 @@ packed sequences never changes the gradient beyond rounding. Do not divide in a 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data import DataInfo, load_tokenizer
+from phalanx.data import DataInfo, Tokenizer, load_tokenizer
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.tokenizers import find_stop_tokens
 from phalanx.errors import RecipeError
@@ -143,7 +144,8 @@ def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torc
         from phalanx.train.tasks.distillation import Distillation
         from phalanx.train.tasks.teacher import load_teacher
 
-        return Distillation(recipe.task, load_teacher(recipe.task.teacher, folder, facts, device))
+        load = partial(load_teacher, recipe.task.teacher, folder, facts, device)
+        return Distillation(recipe.task, load, _open_chat_tokenizer(recipe, folder)[1] if recipe.task.on_policy else ())
     if isinstance(recipe.task, GrpoConfig):
         return _open_grpo(recipe.task, recipe, folder)
     task = load_task(recipe.task, folder)
@@ -155,11 +157,16 @@ def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torc
 def _open_grpo(config: GrpoConfig, recipe: Recipe, folder: Path | None) -> Task:
     from phalanx.train.tasks.grpo import Grpo
 
+    tokenizer, ends = _open_chat_tokenizer(recipe, folder)
+    return Grpo(config, import_object(config.reward, folder, key="task.reward"), tokenizer, ends)
+
+
+def _open_chat_tokenizer(recipe: Recipe, folder: Path | None) -> tuple[Tokenizer, list[int]]:
+    """Return the tokenizer of the data, and the tokens that end an answer."""
     dataset = open_dataset_files(str(recipe.data.sources[0].prepared)).directory
     tokenizer, directory = load_tokenizer(dataset), huggingface_directory(recipe.model.build, folder)
-    ends = {tokenizer.separator_token, *([] if directory is None else find_stop_tokens(directory))} - {None}
-    reward = import_object(config.reward, folder, key="task.reward")
-    return Grpo(config, reward, tokenizer, [end for end in ends if end is not None])
+    ends = {tokenizer.separator_token, *([] if directory is None else find_stop_tokens(directory))}
+    return tokenizer, [end for end in ends if end is not None]
 
 
 def load_task(spec: str | TaskConfig, folder: Path | None) -> Task:

@@ -43,9 +43,12 @@ class Grpo:
         [b g, s] with answers as targets, `advantages` and `rewards` [b g], and `sampled_log_probs` [b g, s]."""
         # Random numbers of the micro-batch in training; in an evaluation the same ones each time.
         seed = int(torch.randint(2**62, ()) if torch.is_grad_enabled() else batch["tokens"].sum())
-        samples = list(map(_split_sample, batch["tokens"], batch["targets"]))
+        samples = list(map(split_sample, batch["tokens"], batch["targets"]))
         prompts = [prompt for prompt, _ in samples for _ in range(self.config.group_size)]
-        tokens, targets, log_probs = self._sample(model, prompts, seed)
+        config, ends = self.config, self._end_tokens
+        tokens, targets, log_probs = sample_answers(
+            model, prompts, seed, config.max_new_tokens, config.temperature, ends
+        )
         texts = [self._decode(row[row != IGNORED_TARGET]) for row in targets]
         asked = [self._decode(prompt) for prompt in prompts]
         wanted = [self._decode(answer) for _, answer in samples for _ in range(self.config.group_size)]
@@ -82,34 +85,6 @@ class Grpo:
             "log_prob_difference": (difference.sum(), count),
         }
 
-    @torch.no_grad()
-    def _sample(self, model: nn.Module, prompts: Sequence[Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Answer prompts: tokens and targets int64 [n, s], log-probabilities of the targets fp32 [n, s]."""
-        device, num_new = prompts[0].device, self.config.max_new_tokens
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        size = int(lengths.max()) + num_new
-        tokens = torch.zeros(len(prompts), size, dtype=torch.int64, device=device)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        targets = torch.full_like(tokens, IGNORED_TARGET)
-        log_probs = torch.zeros(tokens.shape, device=device)
-        generator = torch.Generator().manual_seed(seed)
-        rows, is_open = torch.arange(len(prompts)), torch.ones(len(prompts), dtype=torch.bool)
-        for number in range(num_new):
-            at = lengths + number - 1
-            args, kwargs = self.inputs({"tokens": tokens})
-            logits = get_logits(model(*args, **kwargs))
-            weights = (logits[rows, at].float().cpu() / self.config.temperature).softmax(-1)
-            drawn = torch.multinomial(weights, 1, generator=generator)[:, 0]
-            chosen = torch.where(is_open, drawn, IGNORED_TARGET).to(device)
-            targets[rows, at] = chosen
-            log_probs[rows, at] = compute_token_log_probs(logits, targets)[rows, at]
-            tokens[rows, at + 1] = chosen.clamp(min=0)
-            is_open &= ~torch.isin(drawn, torch.tensor(self._end_tokens))
-            if not is_open.any():
-                break
-        return tokens, targets, log_probs
-
     def _decode(self, tokens: Tensor) -> str:
         return self._tokenizer.decode([token for token in tokens.tolist() if token not in self._end_tokens])
 
@@ -129,7 +104,42 @@ class Grpo:
         return numbers
 
 
-def _split_sample(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def sample_answers(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    seed: int,
+    max_new_tokens: int,
+    temperature: float,
+    end_tokens: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Have a model answer prompts: tokens and targets int64 [n, s], log-probabilities of the targets fp32 [n, s]."""
+    device = prompts[0].device
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    size = int(lengths.max()) + max_new_tokens
+    tokens = torch.zeros(len(prompts), size, dtype=torch.int64, device=device)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    targets = torch.full_like(tokens, IGNORED_TARGET)
+    log_probs = torch.zeros(tokens.shape, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    rows, is_open = torch.arange(len(prompts)), torch.ones(len(prompts), dtype=torch.bool)
+    for number in range(max_new_tokens):
+        at = lengths + number - 1
+        logits = get_logits(model(tokens))
+        weights = (logits[rows, at].float().cpu() / temperature).softmax(-1)
+        drawn = torch.multinomial(weights, 1, generator=generator)[:, 0]
+        chosen = torch.where(is_open, drawn, IGNORED_TARGET).to(device)
+        targets[rows, at] = chosen
+        log_probs[rows, at] = compute_token_log_probs(logits, targets)[rows, at]
+        tokens[rows, at + 1] = chosen.clamp(min=0)
+        is_open &= ~torch.isin(drawn, torch.tensor(list(end_tokens)))
+        if not is_open.any():
+            break
+    return tokens, targets, log_probs
+
+
+def split_sample(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the prompt and the answer of a sample, [s] tokens with one answer as targets."""
     at = (targets != IGNORED_TARGET).nonzero()[:, 0]
     if not len(at):

@@ -23,6 +23,9 @@ from phalanx.train.hf.inputs import get_logits
 from phalanx.train.ops.linear_cross_entropy import IGNORED_TARGET, get_current_vocab_shard, linear_log_probs
 from phalanx.train.tasks import TensorBatch, add_auxiliary_loss
 
+LOG_PROBS = "log_probs"
+"""Name of the log-probabilities in a stored reference."""
+
 
 @dataclass(frozen=True)
 class SequenceScores:
@@ -69,6 +72,10 @@ class Preference:
     def __init__(self, config: PreferenceConfig):
         self.config = config
         self.reference: Tensor | None = None
+
+    def set_reference(self, reference: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take what the run stored before its first step."""
+        self.reference = reference[LOG_PROBS].to(device)
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch["tokens"],), {"documents": batch["documents"]}
