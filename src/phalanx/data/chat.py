@@ -8,7 +8,8 @@ those that drop reasoning do, gives a sequence for each assistant message: what 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.bad_rows import BadRowError
-from phalanx.data.chat_template import ChatTemplate, Message, Span, TemplateRenderer
+from phalanx.data.chat_images import (
+    ImageProcessor,
+    count_images,
+    find_images,
+    is_image,
+    pack_files,
+    put_images,
+    read_image_file,
+)
+from phalanx.data.chat_template import ChatTemplate, Message, RenderedChat, Span, TemplateRenderer
 from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT, TOKEN_MASK
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.errors import RecipeError
@@ -49,19 +59,23 @@ class ChatPlan:
     config: ChatConfig
     template: ChatTemplate | None
     """None: records have `prompt` and `completion` as plain text only."""
+    processor: Mapping[str, str] | None = None
+    """The settings of the model's processor, by file; None: conversations have no images."""
 
     def to_json(self) -> str:
         """Return it for the cache's key and the processes that prepare data."""
-        used_later = {"too_long"}  # when documents are packed
+        left_out = {"too_long", "images"}  # used later, when documents are packed; and said by the processor
         template = None if self.template is None else asdict(self.template)
-        return json.dumps({"config": self.config.model_dump(exclude=used_later), "template": template}, sort_keys=True)
+        values = {"config": self.config.model_dump(exclude=left_out), "template": template}
+        values |= {} if self.processor is None else {"processor": dict(self.processor)}
+        return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "ChatPlan":
         """Return what `to_json` wrote."""
         values = json.loads(text)
         template = None if values["template"] is None else ChatTemplate(**values["template"])
-        return cls(ChatConfig.model_validate(values["config"]), template)
+        return cls(ChatConfig.model_validate(values["config"]), template, values.get("processor"))
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,8 @@ class Conversation:
     completion: str = ""
     tools: Sequence[Any] | None = None
     variables: Mapping[str, Any] | None = None
+    images: Sequence[str] = ()
+    """What stands for each image in the text."""
 
 
 def read_conversations(record: Any, records: str) -> list[tuple[Conversation, bool]]:
@@ -163,13 +179,15 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     role, content = values.get("role"), values.get("content", "")
     if role not in ROLES:
         raise BadRowError("with an unknown role", f"{where}.role: found {role!r}, expected one of {', '.join(ROLES)}")
+    text = content
     if isinstance(content, list):
-        content = "".join(_part_text(where, part) for part in content)
-    if not isinstance(content, str):
+        text = "".join("" if is_image(part) else _part_text(where, part) for part in content)
+        content = content if any(map(is_image, content)) else text
+    if not isinstance(text, str):
         raise BadRowError("without text", f"{where}.content: expected text, found {type(content).__name__}")
     if calls := values.get("tool_calls"):
         values["tool_calls"] = [_read_tool_call(where, call) for call in calls]
-    elif role == "assistant" and not content.strip():
+    elif role == "assistant" and not text.strip():
         raise BadRowError("with an empty answer", f"{where}: the assistant's message is empty")
     return {**values, "content": content}
 
@@ -213,20 +231,25 @@ class _TrainedText:
 
     text: str
     spans: tuple[Span, ...]
+    num_images: int = 0
 
 
 class ChatEncoder:
-    """Turns the records of one source into documents of marked tokens."""
+    """Turns the records of one source into documents of marked tokens; with a processor of images each is followed by
+    a document of image files."""
 
-    def __init__(self, plan: ChatPlan, tokenizer: Tokenizer):
-        self._config, self._tokenizer = plan.config, tokenizer
+    def __init__(self, plan: ChatPlan, tokenizer: Tokenizer, images: ImageProcessor | None = None):
+        self._config, self._tokenizer, self._images = plan.config, tokenizer, images
         self._renderer = None if plan.template is None else TemplateRenderer(plan.template)
-        names = sorted(filter(None, tokenizer.control_tokens.values()), key=len, reverse=True)
-        self._control_names = re.compile("|".join(map(re.escape, names))) if names else None
+        names = [] if plan.config.allow_special_tokens else list(filter(None, tokenizer.control_tokens.values()))
+        names = sorted([*names, *([] if images is None else [images.token])], key=len, reverse=True)
+        self._hidden_names = re.compile("|".join(map(re.escape, names))) if names else None
 
-    def encode(self, record: Any) -> list[MarkedTokens]:
-        """Return the documents [n] of a record; a pair is one document of two sequences. Raises BadRowError for a
-        record that cannot be trained on."""
+    def encode(self, record: Any, data_file: str = "") -> list[MarkedTokens]:
+        """Return the documents [n] of a record of `data_file`; a pair is one document of two sequences. Raises
+        BadRowError for a record that cannot be trained on."""
+        if self._images is not None:
+            return list(self._encode_with_images(self._images, record, data_file))
         sequences = [
             [self._mark(text, names, is_rejected) for text in texts]
             for conversation, is_rejected in read_conversations(record, self._config.records)
@@ -235,6 +258,14 @@ class ChatEncoder:
         if self._config.records == "pairs":
             return [np.concatenate([texts[-1] for texts in sequences])]
         return [tokens for texts in sequences for tokens in texts]
+
+    def _encode_with_images(self, images: ImageProcessor, record: Any, data_file: str) -> Iterator[MarkedTokens]:
+        [(conversation, _)] = read_conversations(record, self._config.records)
+        files = [read_image_file(source, data_file) for source in find_images(conversation.messages, record)]
+        texts, names = self._render(replace(conversation, images=images.expand(files)))
+        for trained in texts:
+            yield self._mark(trained, names, False)
+            yield pack_files(files[: trained.num_images])
 
     def encode_prompt(self, messages: Sequence[Message]) -> Prompt:
         """Return messages as the template renders them up to where the assistant writes. Names of control tokens in
@@ -273,19 +304,18 @@ class ChatEncoder:
 
     def _render_messages(self, messages: list[dict[str, Any]], conversation: Conversation) -> Iterator[_TrainedText]:
         assert self._renderer is not None
-        tools, variables = conversation.tools, conversation.variables
-        whole = self._renderer.render(messages, tools, variables)
+        whole, num_images = self._render_text(messages, conversation), count_images(messages)
         if self._config.train_on == "all":
-            yield _TrainedText(whole.text, ((0, len(whole.text)),))
+            yield _TrainedText(whole.text, ((0, len(whole.text)),), num_images)
             return
         first_user = next(number for number, message in enumerate(messages) if message["role"] == "user")
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > first_user]
         spans: list[Span] = []
         for number in answers[-1:] if self._config.train_on == "last" or self._config.records == "pairs" else answers:
-            before = self._renderer.render(messages[:number], tools, variables, add_generation_prompt=True).text
-            through = self._renderer.render(messages[: number + 1], tools, variables).text
+            before = self._render_text(messages[:number], conversation, add_generation_prompt=True).text
+            through = self._render_text(messages[: number + 1], conversation).text
             if not through.startswith(before):  # a template without a generation prompt, or with another one
-                before = self._renderer.render(messages[:number], tools, variables).text
+                before = self._render_text(messages[:number], conversation).text
             if not through.startswith(before):
                 raise BadRowError(
                     "refused by the chat template",
@@ -296,30 +326,55 @@ class ChatEncoder:
             if whole.text.startswith(through):
                 spans.append((len(before), len(through)))
             else:  # an earlier message is rendered otherwise once another follows
-                yield _TrainedText(through, ((len(before), len(through)),))
+                yield _TrainedText(through, ((len(before), len(through)),), count_images(messages[: number + 1]))
         if spans:
             tagged = tuple(span for span in whole.generated if any(a <= span[0] < b for a, b in spans))
-            yield _TrainedText(whole.text, tagged or tuple(spans))
+            yield _TrainedText(whole.text, tagged or tuple(spans), num_images)
+
+    def _render_text(
+        self, messages: Sequence[Message], conversation: Conversation, add_generation_prompt: bool = False
+    ) -> RenderedChat:
+        """The text of messages, with what stands for their images."""
+        assert self._renderer is not None
+        token, images = None if self._images is None else self._images.token, conversation.images
+        expand = str if token is None else partial(put_images, token=token, images=images[: count_images(messages)])
+        tools, variables = conversation.tools, conversation.variables
+        return self._renderer.render(messages, tools, variables, add_generation_prompt, expand)
 
     def _hide_in_message(self, message: Message, names: list[str]) -> dict[str, Any]:
         dropped = "reasoning_content" if self._config.reasoning == "drop" else None
         return {
             key: self._hide_control_names(value, names) if isinstance(value, str) and key != "role" else value
             for key, value in message.items()
-            if key != dropped
-        }
+            if key not in (dropped, "content")
+        } | {"content": self._hide_in_content(message["content"], names)}
+
+    def _hide_in_content(self, content: Any, names: list[str]) -> Any:
+        """Content for the template: a text, or with a processor of images a list of parts."""
+        if self._images is None and isinstance(content, str):
+            return self._hide_control_names(content, names)
+        if self._images is None:
+            why = "found a part of type image; give data.chat.images: true for a vision-language model"
+            raise BadRowError("with a part that is no text", why, RecipeError)
+        parts = [{"text": content}] if isinstance(content, str) else content
+        return [
+            {"type": "image"}
+            if is_image(part)
+            else {"type": "text", "text": self._hide_control_names(part["text"], names)}
+            for part in parts
+        ]
 
     def _hide_control_names(self, text: str, names: list[str]) -> str:
         """Replace names of control tokens by marks, which `_encode` takes for text."""
         text = text.translate(_RESERVED_CHARACTERS)
-        if self._config.allow_special_tokens or self._control_names is None:
+        if self._hidden_names is None:
             return text
 
         def hide(match: re.Match[str]) -> str:
             names.append(match[0])
             return f"\ufdd0{len(names) - 1}\ufdd1"
 
-        return self._control_names.sub(hide, text)
+        return self._hidden_names.sub(hide, text)
 
     def _mark(self, trained: _TrainedText, names: list[str], is_rejected: bool) -> MarkedTokens:
         tokens, starts = self._encode(trained.text, names)
@@ -336,6 +391,8 @@ class ChatEncoder:
             if self._config.train_on != "all":
                 behind = self._end_of_turn(is_control, int(first), int(behind), trained)
             in_loss[first:behind] = True
+        if self._images is not None:  # also where the whole text is trained on
+            in_loss &= [self._tokenizer.control_tokens.get(token) != self._images.token for token in tokens.tolist()]
         num_tokens, tokens = len(tokens), self._begin_document(tokens)
         in_loss = np.concatenate([np.zeros(len(tokens) - num_tokens, np.bool_), in_loss])
         if not in_loss.any():

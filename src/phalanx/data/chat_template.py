@@ -5,7 +5,7 @@ date in their own text. A record may give one in `chat_template_kwargs`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,9 @@ class TemplateRenderer:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
+        expand: Callable[[str], str] = str,
     ) -> RenderedChat:
-        """Render messages. Raises BadRowError if the template refuses them."""
+        """Render messages, and `expand` the text. Raises BadRowError if the template refuses them."""
         template = self._template if tools is None else self._tool_template
         values = {**self._special_tokens, **(variables or {})}
         try:
@@ -143,7 +144,7 @@ class TemplateRenderer:
             )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             raise BadRowError("refused by the chat template", f"the chat template fails: {error}") from None
-        return RenderedChat(*_cut_generation_marks(text))
+        return RenderedChat(*_cut_generation_marks(expand(text)))
 
 
 _GENERATION_BEGIN, _GENERATION_END = "\ufdd2", "\ufdd3"

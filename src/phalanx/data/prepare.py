@@ -389,6 +389,7 @@ def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: P
         vocab=tokenizer.vocab_size,
         tokenizer=describe_tokenizer(tokenizer, folder),
         records=None if chat is None else chat.config.records,
+        processor=None if chat is None or chat.processor is None else dict(chat.processor),
     )
 
 

@@ -112,6 +112,9 @@ class ChatConfig(ConfigModel):
     They are counted in the log and the report."""
     allow_special_tokens: bool = False
     """Whether the name of a control token in a message becomes that token. false: it is text."""
+    images: bool = False
+    """Whether messages have images, which the processor in the tokenizer's directory prepares for the model. One
+    conversation a sample; `docs/how-to/images.md`."""
     records: Literal["chat", "pairs", "labels"] = "chat"
     """What a record holds: a conversation, a chosen and a rejected one, or one with a label. The task sets it."""
 
@@ -180,6 +183,11 @@ class DataConfig(ConfigModel):
     def _check_chat(self) -> Self:
         if self.chat is not None and self.packing is None:
             raise ValueError("chat: conversations are kept whole; expected packing: whole or single")
+        if self.chat is not None and self.chat.images:
+            if self.packing != "single":
+                raise ValueError("chat: conversations with images are not packed; expected packing: single")
+            if self.chat.records != "chat" or self.chat.too_long == "truncate":
+                raise ValueError("chat: images go with records: chat, and with too_long: drop or error")
         is_alone = self.packing == "single" and self.chat is not None and self.chat.records == "chat"
         if self.chat is not None and not is_alone and not self.document_masking:
             raise ValueError("chat: the conversations of a sample are kept separate; expected document_masking: true")
