@@ -82,6 +82,7 @@ class Samples:
         self.num_validation_samples = len(next(iter(self._validation.values()))) if held_out else 0
         self.info = DataInfo("tokens", VOCAB, None, SEQUENCE, None)
         self.fingerprint = "0" * 32
+        self.has_images = self.has_text_only = False
         self.asked: list[tuple[int, int]] = []
 
     def read_training(self, consumed: int, count: int) -> Batch:

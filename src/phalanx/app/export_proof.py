@@ -4,7 +4,7 @@ of its own, and compare, on samples of the run's own data, on the CPU in fp32.""
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from phalanx.data import IGNORE_INDEX, open_data
+from phalanx.data.chat_images import IMAGE_INPUT, pack_files
 from phalanx.data.tokenizers import load_run_tokenizer
 from phalanx.errors import DataError, PhalanxError
 from phalanx.recipe.imports import huggingface_location
@@ -50,6 +51,8 @@ class Reference:
     scores: Tensor
     has_loss: bool
     text: TextFacts | None
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
+    """Image inputs of a vision-language model, by the names of a batch, and the packed `files` that they come from."""
 
 
 def compute_reference(run: Run, step: int, trust_code: bool, weights: str | None = None) -> Reference:
@@ -64,29 +67,38 @@ def compute_reference(run: Run, step: int, trust_code: bool, weights: str | None
     is_text, num_validation = trained.facts.kind == "tokens", data.num_validation_samples
     count = NUM_TOKENS // min(trained.facts.seq_len or NUM_TOKENS, MAX_SAMPLE_TOKENS) if is_text else NUM_IMAGES
     count = min(count, num_validation or data.num_train_samples)
-    batch = data.read_validation(0, count) if num_validation else data.read_training(0, count)
+    first, width, files = 0, MAX_SAMPLE_TOKENS, list[bytes]()
+    if data.has_images:  # one sample with images, whole: its tokens and its images belong together
+        files_of = [data.read_files(number, bool(num_validation)) for number in range(count)]
+        first = next((number for number, each in enumerate(files_of) if each), 0)
+        count, width, files = 1, trained.facts.seq_len or 0, files_of[first]
+    batch = data.read_validation(first, count) if num_validation else data.read_training(first, count)
     tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+    vision = {name: tensor for name, tensor in tensors.items() if name.startswith(IMAGE_INPUT)}
+    if files:
+        vision["files"] = torch.frombuffer(bytearray(pack_files(files).tobytes()), dtype=torch.uint8)
     if "sequences" in tensors:
         tokens, mask, _ = split_texts(tensors)
         inputs = tokens[:count, : min(MAX_SAMPLE_TOKENS, int(mask.sum(1).min()))].contiguous()
         targets = tensors.get("labels", inputs)  # of classes; of others there is no loss
     elif is_text:
-        inputs, targets = (tensors[name][:, :MAX_SAMPLE_TOKENS].contiguous() for name in ("tokens", "targets"))
+        inputs, targets = (tensors[name][:, :width].contiguous() for name in ("tokens", "targets"))
     else:
         task = Classification()
         task.normalization = trained.image_normalization
         (inputs,), targets = task.inputs(tensors)[0], tensors["labels"]
-    scores, has_logits = compute_scores(trained.model, inputs)
+    scores, has_logits = compute_scores(trained.model, inputs, vision)
     has_loss = has_logits and targets.shape == scores.shape[:-1]
     text = _describe_text(run, inputs) if is_text and run.tokenizer.is_file() else None
-    return Reference(trained.recipe.model.build, inputs, targets, tensors.get("images"), scores, has_loss, text)
+    images = tensors.get("images")
+    return Reference(trained.recipe.model.build, inputs, targets, images, scores, has_loss, text, vision)
 
 
 def prove_export(reference: Reference, directory: Path, form: QuantizedForm | None, dtype: str) -> list[ProofCheck]:
     """Reload an export and compare it with its checkpoint. `dtype`: that of most of its weights."""
     is_huggingface = huggingface_location(reference.build) is not None
     prompts, num_tokens = list[list[int]](), reference.inputs.shape[1]
-    if is_huggingface and reference.has_loss and reference.images is None:
+    if is_huggingface and reference.has_loss and reference.images is None and not reference.vision:
         prompts = reference.inputs[:NUM_PROMPTS, : min(MAX_PROMPT_TOKENS, (num_tokens + 1) // 2)].tolist()
     max_new_tokens = min(MAX_NEW_TOKENS, num_tokens - len(prompts[0])) if prompts else 0
     with tempfile.TemporaryDirectory(prefix="phalanx-export-") as scratch:
@@ -120,7 +132,8 @@ def _describe_text(run: Run, inputs: Tensor) -> TextFacts:
 def _reload(request: ReloadRequest, reference: Reference, is_huggingface: bool) -> tuple[ReloadReply, Tensor | None]:
     """Have a request answered in a process of its own; without scores if the export cannot be loaded."""
     function = reload.reload_with_transformers if is_huggingface else reload.reload_with_builder
-    tensors = {"inputs": reference.inputs} | ({} if reference.images is None else {"images": reference.images})
+    tensors = {"inputs": reference.inputs, **reference.vision}
+    tensors |= {} if reference.images is None else {"images": reference.images}
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, Path(request.scratch, reload.INPUTS_FILE))
     process, file = CallProcess(), Path(request.scratch, reload.SCORES_FILE)
     try:
@@ -162,7 +175,7 @@ def _compare_with_own_reader(
 ) -> Iterator[ProofCheck]:
     """Compare with our own model of the same files: what transformers reads is what was meant."""
     model = load_export(Path(request.directory), form)
-    own, _ = compute_scores(model, reference.inputs)
+    own, _ = compute_scores(model, reference.inputs, reference.vision)
     rounds_inputs = form is not None and form.round_inputs is not None
     tolerance = ROUNDED_INPUTS_TOLERANCE if rounds_inputs else SAME_WEIGHTS_TOLERANCE
     largest = float((scores - own).abs().max() / own.abs().max())

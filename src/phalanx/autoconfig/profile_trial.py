@@ -47,7 +47,7 @@ from phalanx.train.ops.random_draws import seed_everything
 from phalanx.train.optim.container import trainable_parameters
 from phalanx.train.precision import autocast_context
 from phalanx.train.step_callbacks import new_buffer, other_parameter
-from phalanx.train.tasks import LanguageModeling, Task
+from phalanx.train.tasks import LanguageModeling, Task, drop_images
 from phalanx.train.train_step import to_device
 
 FLOPS_RULE = (
@@ -121,7 +121,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
     now = snapshot_weight_versions(model, with_values)
     if with_values and isinstance(task, LanguageModeling):  # a failing forward has already raised
         with autocast_context(precision, device):
-            check_causal(model, task, to_device(data.read_training(0, 1), device))
+            check_causal(model, task, drop_images(to_device(data.read_training(0, 1), device)))
             if payload.get("context", 1) > 1:
                 check_split(model, task, to_device(data.read_training(0, 1), device))
     parameters = sum(p.numel() for p in trainable_parameters(model).values())

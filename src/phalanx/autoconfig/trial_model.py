@@ -21,7 +21,7 @@ from phalanx.train.loss import LossFn, LossSums
 from phalanx.train.model_builder import build_model, check_model_fits_memory
 from phalanx.train.ops.blocks import find_blocks
 from phalanx.train.optim.param_groups import check_groups
-from phalanx.train.tasks import Task, TensorBatch, check_model_config, open_task
+from phalanx.train.tasks import Task, TensorBatch, check_images, check_model_config, open_task
 
 
 def open_trial(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, Task, RunData]:
@@ -35,6 +35,7 @@ def open_trial(payload: dict[str, Any], load: bool = True) -> tuple[nn.Module, T
     model = build_model(recipe.model, data.info, folder, recipe.seed, device, recipe.adapter, load=load)
     task = open_task(recipe, folder, data.info, device)
     check_model_config(task, model)
+    check_images(model, data)
     check_groups(model, recipe.optimizer)
     return model.train(), task, data
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -16,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.bad_rows import BadRowError
-from phalanx.data.chat_template import ChatTemplate, Message, Span, TemplateRenderer
+from phalanx.data.chat_images import (
+    ImageProcessor,
+    count_images,
+    find_images,
+    is_image,
+    pack_files,
+    put_images,
+    read_image_file,
+)
+from phalanx.data.chat_template import ChatTemplate, Message, RenderedChat, Span, TemplateRenderer
 from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT, TOKEN_MASK
 from phalanx.data.text_records import encode_texts, margin_to_number
 from phalanx.data.tokenizers import Tokenizer
@@ -55,23 +65,25 @@ class ChatPlan:
     config: ChatConfig
     template: ChatTemplate | None
     """None: records have `prompt` and `completion` as plain text only."""
+    processor: Mapping[str, str] | None = None
+    """The settings of the model's processor, by file; None: conversations have no images."""
 
     def to_json(self) -> str:
         """Return it for the cache's key and the processes that prepare data."""
-        used_later = {"too_long"}  # when documents are packed
+        left_out = {"too_long", "images"}  # used later, when documents are packed; and said by the processor
         if self.config.classes is None:
-            used_later |= {"classes"}  # as the keys of conversations have always been
+            left_out |= {"classes"}  # as the keys of conversations have always been
         template = None if self.template is None else asdict(self.template)
-        return json.dumps(
-            {"config": self.config.model_dump(mode="json", exclude=used_later), "template": template}, sort_keys=True
-        )
+        values = {"config": self.config.model_dump(mode="json", exclude=left_out), "template": template}
+        values |= {} if self.processor is None else {"processor": dict(self.processor)}
+        return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "ChatPlan":
         """Return what `to_json` wrote."""
         values = json.loads(text)
         template = None if values["template"] is None else ChatTemplate(**values["template"])
-        return cls(ChatConfig.model_validate(values["config"]), template)
+        return cls(ChatConfig.model_validate(values["config"]), template, values.get("processor"))
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,8 @@ class Conversation:
     completion: str = ""
     tools: Sequence[Any] | None = None
     variables: Mapping[str, Any] | None = None
+    images: Sequence[str] = ()
+    """What stands for each image in the text."""
 
 
 def read_conversations(record: Any, records: str) -> list[tuple[Conversation, bool]]:
@@ -173,13 +187,15 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     role, content = values.get("role"), values.get("content", "")
     if role not in ROLES:
         raise BadRowError("with an unknown role", f"{where}.role: found {role!r}, expected one of {', '.join(ROLES)}")
+    text = content
     if isinstance(content, list):
-        content = "".join(_part_text(where, part) for part in content)
-    if not isinstance(content, str):
+        text = "".join("" if is_image(part) else _part_text(where, part) for part in content)
+        content = content if any(map(is_image, content)) else text
+    if not isinstance(text, str):
         raise BadRowError("without text", f"{where}.content: expected text, found {type(content).__name__}")
     if calls := values.get("tool_calls"):
         values["tool_calls"] = [_read_tool_call(where, call) for call in calls]
-    elif role == "assistant" and not content.strip():
+    elif role == "assistant" and not text.strip():
         raise BadRowError("with an empty answer", f"{where}: the assistant's message is empty")
     return {**values, "content": content}
 
@@ -223,20 +239,25 @@ class _TrainedText:
 
     text: str
     spans: tuple[Span, ...]
+    num_images: int = 0
 
 
 class ChatEncoder:
-    """Turns the records of one source into documents of marked tokens."""
+    """Turns the records of one source into documents of marked tokens; with a processor of images each is followed by
+    a document of image files."""
 
-    def __init__(self, plan: ChatPlan, tokenizer: Tokenizer):
-        self._config, self._tokenizer = plan.config, tokenizer
+    def __init__(self, plan: ChatPlan, tokenizer: Tokenizer, images: ImageProcessor | None = None):
+        self._config, self._tokenizer, self._images = plan.config, tokenizer, images
         self._renderer = None if plan.template is None else TemplateRenderer(plan.template, plan.config.date)
-        names = sorted(filter(None, tokenizer.control_tokens.values()), key=len, reverse=True)
-        self._control_names = re.compile("|".join(map(re.escape, names))) if names else None
+        names = [] if plan.config.allow_special_tokens else list(filter(None, tokenizer.control_tokens.values()))
+        names = sorted([*names, *([] if images is None else [images.token])], key=len, reverse=True)
+        self._hidden_names = re.compile("|".join(map(re.escape, names))) if names else None
 
-    def encode(self, record: Any) -> list[MarkedTokens]:
-        """Return the documents [n] of a record; a pair is one document of two sequences. Raises BadRowError for a
-        record that cannot be trained on."""
+    def encode(self, record: Any, data_file: str = "") -> list[MarkedTokens]:
+        """Return the documents [n] of a record of `data_file`; a pair is one document of two sequences. Raises
+        BadRowError for a record that cannot be trained on."""
+        if self._images is not None:
+            return list(self._encode_with_images(self._images, record, data_file))
         if self._config.records in ("classes", "texts"):
             return [encode_texts(record, self._config.classes, self._tokenizer)]
         sequences = [
@@ -249,6 +270,14 @@ class ChatEncoder:
         if self._config.records == "pairs":
             return [np.concatenate([texts[-1] for texts in sequences])]
         return [tokens for texts in sequences for tokens in texts]
+
+    def _encode_with_images(self, images: ImageProcessor, record: Any, data_file: str) -> Iterator[MarkedTokens]:
+        [(conversation, _)] = read_conversations(record, self._config.records)
+        files = [read_image_file(source, data_file) for source in find_images(conversation.messages, record)]
+        texts, names = self._render(replace(conversation, images=images.expand(files)))
+        for trained in texts:
+            yield self._mark(trained, names, False)
+            yield pack_files(files[: trained.num_images])
 
     def encode_prompt(self, messages: Sequence[Message]) -> Prompt:
         """Return messages as the template renders them up to where the assistant writes. Names of control tokens in
@@ -288,16 +317,15 @@ class ChatEncoder:
 
     def _render_messages(self, messages: list[dict[str, Any]], conversation: Conversation) -> Iterator[_TrainedText]:
         assert self._renderer is not None
-        tools, variables = conversation.tools, conversation.variables
-        whole = self._renderer.render(messages, tools, variables)
+        whole, num_images = self._render_text(messages, conversation), count_images(messages)
         if self._config.train_on == "all":
-            yield _TrainedText(whole.text, ((0, len(whole.text)),))
+            yield _TrainedText(whole.text, ((0, len(whole.text)),), num_images)
             return
         first_user = next(number for number, message in enumerate(messages) if message["role"] == "user")
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > first_user]
         spans: list[Span] = []
         for number in answers[-1:] if self._config.train_on == "last" or self._config.records in PAIRS else answers:
-            through = self._renderer.render(messages[: number + 1], tools, variables).text
+            through = self._render_text(messages[: number + 1], conversation).text
             before = self._find_prompt(messages[:number], conversation, through)
             if not through.startswith(before):
                 raise BadRowError(
@@ -313,10 +341,20 @@ class ChatEncoder:
             if whole.text.startswith(through):
                 spans.append((len(before), len(through)))
             else:  # an earlier message is rendered otherwise once another follows
-                yield _TrainedText(through, ((len(before), len(through)),))
+                yield _TrainedText(through, ((len(before), len(through)),), count_images(messages[: number + 1]))
         if spans:
             tagged = tuple(span for span in whole.generated if any(a <= span[0] < b for a, b in spans))
-            yield _TrainedText(whole.text, tagged or tuple(spans))
+            yield _TrainedText(whole.text, tagged or tuple(spans), num_images)
+
+    def _render_text(
+        self, messages: Sequence[Message], conversation: Conversation, add_generation_prompt: bool = False
+    ) -> RenderedChat:
+        """The text of messages, with what stands for their images."""
+        assert self._renderer is not None
+        token, images = None if self._images is None else self._images.token, conversation.images
+        expand = str if token is None else partial(put_images, token=token, images=images[: count_images(messages)])
+        tools, variables = conversation.tools, conversation.variables
+        return self._renderer.render(messages, tools, variables, add_generation_prompt, expand)
 
     def _find_prompt(self, messages: list[dict[str, Any]], conversation: Conversation, through: str) -> str:
         """Return the text before an assistant's message, which follows `messages` in the rendering `through`.
@@ -324,13 +362,12 @@ class ChatEncoder:
         A prompt may begin what the message does not have, such as `<think>`: then only what it shares with any message
         comes before.
         """
-        assert self._renderer is not None
-        tools, variables = conversation.tools, conversation.variables
-        prompt = self._renderer.render(messages, tools, variables, add_generation_prompt=True).text
+        prompt = self._render_text(messages, conversation, add_generation_prompt=True).text
         if through.startswith(prompt):
             return prompt
-        before = self._renderer.render(messages, tools, variables).text
-        other = self._renderer.render([*messages, _OTHER_ANSWER], tools, variables).text
+        before = self._render_text(messages, conversation).text
+        answer = {**_OTHER_ANSWER, "content": self._hide_in_content(_OTHER_ANSWER["content"], [])}
+        other = self._render_text([*messages, answer], conversation).text
         same = takewhile(lambda letters: len(set(letters)) == 1, zip(prompt, other, through, strict=False))
         header = _PARTIAL_TAG.sub("", "".join(letters[0] for letters in same))
         return header if header.startswith(before) else before
@@ -340,8 +377,23 @@ class ChatEncoder:
         return {
             key: value if key == "role" else self._hide_in_texts(value, names)
             for key, value in message.items()
-            if key != dropped
-        }
+            if key not in (dropped, "content")
+        } | {"content": self._hide_in_content(message["content"], names)}
+
+    def _hide_in_content(self, content: Any, names: list[str]) -> Any:
+        """Content for the template: a text, or with a processor of images a list of parts."""
+        if self._images is None and isinstance(content, str):
+            return self._hide_control_names(content, names)
+        if self._images is None:
+            why = "found a part of type image; give data.chat.images: true for a vision-language model"
+            raise BadRowError("with a part that is no text", why, RecipeError)
+        parts = [{"text": content}] if isinstance(content, str) else content
+        return [
+            {"type": "image"}
+            if is_image(part)
+            else {"type": "text", "text": self._hide_control_names(part["text"], names)}
+            for part in parts
+        ]
 
     def _hide_in_texts(self, value: Any, names: list[str]) -> Any:
         if isinstance(value, str):
@@ -355,14 +407,14 @@ class ChatEncoder:
     def _hide_control_names(self, text: str, names: list[str]) -> str:
         """Replace names of control tokens by marks, which `_encode` takes for text."""
         text = text.translate(_RESERVED_CHARACTERS)
-        if self._config.allow_special_tokens or self._control_names is None:
+        if self._hidden_names is None:
             return text
 
         def hide(match: re.Match[str]) -> str:
             names.append(match[0])
             return f"\ufdd0{len(names) - 1}\ufdd1"
 
-        return self._control_names.sub(hide, text)
+        return self._hidden_names.sub(hide, text)
 
     def _mark(self, trained: _TrainedText, names: list[str], is_rejected: bool) -> MarkedTokens:
         tokens, starts = self._encode(trained.text, names)
@@ -379,6 +431,8 @@ class ChatEncoder:
             if self._config.train_on != "all":
                 behind = self._end_of_turn(is_control, starts, int(first), int(behind), trained)
             in_loss[first:behind] = True
+        if self._images is not None:  # also where the whole text is trained on
+            in_loss &= [self._tokenizer.control_tokens.get(token) != self._images.token for token in tokens.tolist()]
         num_tokens, tokens = len(tokens), self._begin_document(tokens)
         in_loss = np.concatenate([np.zeros(len(tokens) - num_tokens, np.bool_), in_loss])
         if not in_loss.any():

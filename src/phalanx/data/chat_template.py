@@ -7,7 +7,7 @@ day: without it templates use the date in their own text, or fail. A record may 
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,9 @@ class TemplateRenderer:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
+        expand: Callable[[str], str] = str,
     ) -> RenderedChat:
-        """Render messages. Raises BadRowError if the template refuses them."""
+        """Render messages, and `expand` the text. Raises BadRowError if the template refuses them."""
         template = self._template if tools is None else self._tool_template
         values = {**self._special_tokens, **(variables or {})}
         try:
@@ -150,7 +151,7 @@ class TemplateRenderer:
                 raise BadRowError("without a date", _MISSING_DATE_MESSAGE, RecipeError) from None
             raise BadRowError("refused by the chat template", f"the chat template fails: {error}") from None
         text = _ESCAPED_MARK.sub(lambda match: chr(int(match[1], 16)), text)
-        return RenderedChat(*_cut_generation_marks(text))
+        return RenderedChat(*_cut_generation_marks(expand(text)))
 
 
 _MISSING_DATE_MESSAGE = (

@@ -1,5 +1,6 @@
 """Verify every byte of a dataset directory (`verify_dataset`), and describe its content (`inspect_dataset`)."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from phalanx.data.bad_rows import count_skipped
+from phalanx.data.chat_images import unpack_files
 from phalanx.data.dataset_files import DatasetFiles, open_dataset_files
 from phalanx.data.manifest import (
     LABEL_BYTES,
@@ -144,27 +146,40 @@ def _inspect_conversations(files: DatasetFiles, manifest: DatasetManifest, first
     """Describe conversations: how long they are, the share of tokens in the loss, and the first ones as pieces of text,
     each with whether it is in the loss."""
     lengths: list[int] = []
+    stride = 1 if manifest.processor is None else 2  # every second document has image files
     for entry in manifest.shards:
         files.fetch(entry.sidecar)
         starts = read_sidecar(files.directory, entry).documents
-        lengths += np.diff([*starts, entry.count]).tolist()
+        lengths += np.diff([*starts, entry.count]).tolist()[::stride]
     first.verify_range(0, len(first.values))
     tokenizer, edges = load_tokenizer(files.directory), [*first.document_starts, len(first.values)]
+    parts = [first.values[start:stop] for start, stop in pairwise(edges[: SHOWN_CONVERSATIONS * stride + 1])]
+    skipped = int(manifest.records in NUMBERED_RECORDS)
+    shown = [show_marked_tokens(tokenizer, values[skipped:]) for values in parts[::stride]]
+    if stride == 2:
+        shown = [_show_images(*each) for each in zip(shown, map(unpack_files, parts[1::2]), strict=True)]
+    tokens = [first.values[start:stop] for start, stop in list(pairwise(edges))[::2]] if stride == 2 else [first.values]
     half, most, longest = np.quantile(lengths, [0.5, 0.95, 1], method="higher").tolist()
     return {
-        "num_documents": manifest.documents,
+        "count": sum(lengths),
+        "num_documents": len(lengths),
         "vocab_size": manifest.vocab,
         "tokenizer": tokenizer.name,
         "records": manifest.records,
-        "loss_fraction": round(float(np.mean(first.values & LOSS_BIT != 0)), 4),
+        "loss_fraction": round(float(np.mean(np.concatenate(tokens) & LOSS_BIT != 0)), 4),
         "median_document_tokens": half,
         "p95_document_tokens": most,
         "max_document_tokens": longest,
-        "conversations": [
-            show_marked_tokens(tokenizer, first.values[start + int(manifest.records in NUMBERED_RECORDS) : stop])
-            for start, stop in pairwise(edges[: SHOWN_CONVERSATIONS + 1])
-        ],
+        "conversations": shown,
     }
+
+
+def _show_images(pieces: list[tuple[str, bool]], files: list[bytes]) -> list[tuple[str, bool]]:
+    """Return the pieces of a conversation with its image files before it, and repeated control tokens as a count."""
+    listed = "".join(f"[image {number}: {len(file):,} bytes]\n" for number, file in enumerate(files, 1))
+    repeated = re.compile("(\u27e6[^\u27e7]*\u27e7)\\1+")
+    short = [(repeated.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text), on) for text, on in pieces]
+    return [(listed, False), *short]
 
 
 def show_marked_tokens(tokenizer: Tokenizer, values: ValueArray) -> list[tuple[str, bool]]:

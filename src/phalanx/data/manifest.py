@@ -67,6 +67,9 @@ class DatasetManifest:
     records: Literal["chat", "pairs", "labels", "rewards", "classes", "texts"] | None = None
     """What a document of conversations is; its values are tokens with LOSS_BIT, SEQUENCE_BIT and REJECTED_BIT. Those of
     NUMBERED_RECORDS begin with a number (`text_records.py`)."""
+    processor: dict[str, str] | None = None
+    """Settings of the processor of images, by file. Every second document then has the image files of the one before
+    it (`chat_images.py`)."""
 
     @property
     def count(self) -> int:
@@ -95,8 +98,9 @@ class DatasetManifest:
 
     def _body(self) -> dict[str, Any]:
         fields = asdict(self)
-        if self.records is None:
-            del fields["records"]  # as fingerprints of plain text have always been
+        for key in ("records", "processor"):
+            if fields[key] is None:
+                del fields[key]  # as fingerprints of plain text have always been
         return {"format": DATASET_FORMAT, **fields}
 
     def write(self, folder: Path) -> None:
@@ -177,6 +181,9 @@ def _validate_manifest(manifest: DatasetManifest) -> None:
         is_tokenizer_description(manifest.tokenizer, manifest.vocab or 0) if tokens else manifest.tokenizer is None
     ):
         raise ValueError(f"tokenizer {manifest.tokenizer}")
+    settings = {} if manifest.processor is None else manifest.processor
+    if not all(isinstance(text, str) and Path(name).name == name for name, text in settings.items()):
+        raise ValueError("processor: expected texts by file name")
     for shard in manifest.shards:
         if not all(re.fullmatch(_SHARD_FILE_REGEX, str(name)) for name in (shard.file, shard.sidecar)):
             raise ValueError(f"files {shard.file!r}, {shard.sidecar!r}")

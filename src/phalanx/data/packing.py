@@ -50,8 +50,10 @@ def list_documents(folder: Path, manifest: DatasetManifest, holdout_fraction: fl
             raise DataError(f"{folder / entry.sidecar}: documents begin where the shard has no tokens")
         shards.append(TokenRanges(np.full(len(edges) - 1, number, np.int32), edges[:-1], edges[1:]))
         num_documents = max(num_documents - int(continues), 0)
-        document_numbers.append(np.arange(num_documents, num_documents + len(edges) - 1))
-        num_documents += len(edges) - 1
+        if manifest.processor is not None:  # every second document has image files
+            shards[-1] = shards[-1].select(np.arange(0, len(edges) - 1, 2))
+        document_numbers.append(np.arange(num_documents, num_documents + len(shards[-1].start)))
+        num_documents += len(shards[-1].start)
     documents = TokenRanges(
         np.concatenate([shard.shard for shard in shards]),
         np.concatenate([shard.start for shard in shards]),
@@ -63,6 +65,12 @@ def list_documents(folder: Path, manifest: DatasetManifest, holdout_fraction: fl
     is_validation[permute(np.arange(count, dtype=np.uint64), num_documents, key).astype(np.int64)] = True
     chosen, has_tokens = is_validation[np.concatenate(document_numbers)], documents.stop > documents.start
     return documents.select(has_tokens & ~chosen), documents.select(has_tokens & chosen)
+
+
+def has_text_only(folder: Path, manifest: DatasetManifest) -> bool:
+    """Return whether a conversation of a dataset with images has none: the document of its files is one value."""
+    edges = ([*read_sidecar(folder, entry).documents, entry.count] for entry in manifest.shards)
+    return any((np.diff(each)[1::2] == 1).any() for each in edges)
 
 
 @dataclass(frozen=True)

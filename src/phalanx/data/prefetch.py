@@ -55,7 +55,10 @@ class RankBatch:
 
 
 class SampleSource(Protocol):
-    """What a feed needs of `RunData`."""
+    """What a feed needs of `RunData`. `has_images`: a batch has arrays with rows for images, which cannot be cut."""
+
+    @property
+    def has_images(self) -> bool: ...
 
     def read_training(self, consumed: int, count: int) -> Batch: ...
 
@@ -126,7 +129,7 @@ class Prefetcher(Iterator[list[Batch]]):
         micro_batches, micro_size = self._rank_batch.micro_batches, self._rank_batch.micro_size
         step = self._next_sample
         self._next_sample += self._rank_batch.global_size
-        if micro_batches.step > 1:
+        if micro_batches.step > 1 or self._data.has_images:
             return [self._data.read_training(step + number * micro_size, micro_size) for number in micro_batches]
         batch = self._data.read_training(step + micro_batches.start * micro_size, len(micro_batches) * micro_size)
         return [

@@ -392,6 +392,7 @@ def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: P
         records=None if chat is None else chat.config.records,
         classes=None if classes is None else len(classes),
         labels=classes,
+        processor=None if chat is None or chat.processor is None else dict(chat.processor),
     )
 
 

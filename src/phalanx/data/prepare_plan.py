@@ -19,6 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
 from phalanx.data.chat import ChatEncoder, ChatPlan
+from phalanx.data.chat_images import ImageProcessor, read_processor_files
 from phalanx.data.chat_template import NoChatTemplateError, join_contents, load_chat_template
 from phalanx.data.images import find_idx_pair, find_image_dir, find_webdataset, read_idx_records, read_image_record
 from phalanx.data.manifest import (
@@ -194,10 +195,11 @@ def _make_chat_plan(data: DataConfig, chat: ChatConfig, kind: str, recipe_dir: P
     if isinstance(data.tokenizer, str) and data.tokenizer != "bytes":
         path = localize_tokenizer(data.tokenizer, recipe_dir)
         directory = path if path.is_dir() else path.parent
+    processor = read_processor_files(directory) if chat.images else None
     try:
-        return ChatPlan(chat, load_chat_template(own, directory))
+        return ChatPlan(chat, load_chat_template(own, directory), processor)
     except NoChatTemplateError:
-        return ChatPlan(chat, None)
+        return ChatPlan(chat, None, processor)
 
 
 _KINDS_WITH_RECORDS = ("jsonl", "parquet", "arrow")
@@ -280,7 +282,9 @@ class PieceWriter:
             self._tokenizer = known or load_tokenizer("bytes")
         self._chat_encoder = None
         if job.chat is not None and self._tokenizer is not None:
-            self._chat_encoder = ChatEncoder(ChatPlan.from_json(job.chat), self._tokenizer)
+            chat = ChatPlan.from_json(job.chat)
+            images = None if chat.processor is None else ImageProcessor(chat.processor, Path(job.tokenizer or ""))
+            self._chat_encoder = ChatEncoder(chat, self._tokenizer, images)
 
     def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> None:
         """Write the piece as shard `number`, and an entry file next to it that marks it as finished."""
@@ -353,7 +357,7 @@ class PieceWriter:
                 for record, place, num_bytes in iterate_records(part, self._job.kind, self.bad_rows):
                     written = writer.num_written
                     try:
-                        documents = encoder.encode(record)
+                        documents = encoder.encode(record, part.path)
                     except BadRowError as error:
                         self.bad_rows.add(error, part.path, place)
                         documents = []

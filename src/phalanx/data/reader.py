@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
+from phalanx.data.chat_images import ImageProcessor, unpack_files
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import (
     LABEL_BYTES,
@@ -29,6 +30,7 @@ from phalanx.data.manifest import (
     REJECTED_BIT,
     SEQUENCE_BIT,
     TOKEN_MASK,
+    TOKENIZER_FILE,
     DatasetManifest,
     narrowest_token_dtype,
     read_manifest,
@@ -43,7 +45,14 @@ from phalanx.data.order import (
     reduce_weights,
     weigh_by_size,
 )
-from phalanx.data.packing import LongDocuments, PackedWindows, TokenRanges, list_documents, pack_documents
+from phalanx.data.packing import (
+    LongDocuments,
+    PackedWindows,
+    TokenRanges,
+    has_text_only,
+    list_documents,
+    pack_documents,
+)
 from phalanx.data.shard import MappedShard, ValueArray, check_shard_size
 from phalanx.data.stream import StreamedDataset, StreamOrder, is_stream
 from phalanx.data.text_records import numbers_to_margins
@@ -58,7 +67,8 @@ Batch = dict[str, npt.NDArray[Any]]
 """`tokens`, `targets` int64 [b, s] (-100 = no target) and, with document masking, `documents` int32 [b, s] (number of
 the document within the sample); or `images` uint8 [b, h, w, c] and `labels` int64 [b]. For preferences each sequence is
 a document; `rejected` bool [b, s] says of its tokens which it is, and `sample_ids` int64 [b] name the samples. Of whole
-texts `sequences` int32 [b, s] numbers those of a sample (-1: padding); `labels` int64 [b] or `margins` fp32 [b]."""
+texts `sequences` int32 [b, s] numbers those of a sample (-1: padding); `labels` int64 [b] or `margins` fp32 [b]. Of
+conversations with images also what the model takes of them, in arrays with names that begin with IMAGE_INPUT."""
 
 IGNORE_INDEX = -100
 PADDING_TOKEN = 0  # any would do: it is no target, and no earlier token attends to it
@@ -259,6 +269,17 @@ class SampleReader:
             located.append([(shard.document_starts, start, stop) for shard, start, stop in ranges])
         return rows, located
 
+    def read_image_files(self, first_sample: int, count: int) -> list[list[bytes]]:
+        """Return the image files of each of those samples, one conversation each: the document behind its tokens."""
+        files = []
+        for ((shard, start, _),) in self._locate_samples(first_sample, count):
+            begins = shard.document_starts
+            at = bisect_right(begins, start)
+            begin, stop = begins[at], begins[at + 1] if at + 1 < len(begins) else len(shard.values)
+            shard.verify_range(begin, stop)
+            files.append(unpack_files(shard.values[begin:stop]))
+        return files
+
     def read_images(self, first_sample: int, count: int) -> tuple[ValueArray, ValueArray]:
         """The bytes of the labels [n, LABEL_BYTES] and the pixels [n, values] of those samples, each in one copy."""
         labels = np.empty((count, LABEL_BYTES), np.uint8)
@@ -387,6 +408,8 @@ class RunData:
         num_cut_documents: int = 0,
         num_dropped_documents: int = 0,
         records: str | None = None,
+        processor: ImageProcessor | None = None,
+        has_text_only: bool = False,
     ):
         self.info = info
         self.fingerprint = fingerprint
@@ -403,12 +426,20 @@ class RunData:
         """What a document of conversations is; None for plain text and images."""
         self.names_samples = records in ("pairs", "labels")
         """Whether batches of tokens have `sample_ids`, for what is stored of each sample."""
+        self.has_text_only = has_text_only
+        """Whether some conversations of data with images have none."""
         self._train, self._validation, self._validation_parts = train, validation, validation_parts
-        self._document_masking = document_masking
+        self._document_masking, self._processor = document_masking, processor
+        self.has_images = processor is not None
+        """Whether they are conversations with images."""
 
     def read_training(self, first_sample: int, count: int) -> Batch:
         """The run's samples number consumed .. consumed + count - 1. Epochs follow one another without end."""
         return self._read_batch(self._train, first_sample, count)
+
+    def read_files(self, sample: int, is_validation: bool) -> list[bytes]:
+        """Return the image files of a training or validation sample."""
+        return (self._validation if is_validation else self._train).read_image_files(sample, 1)[0]
 
     def count_units(self, first_sample: int, count: int) -> int:
         """Tokens of those training samples, without padding, or images."""
@@ -438,6 +469,8 @@ class RunData:
         if self.records in NUMBERED_RECORDS:
             return _make_text_batch(rows, located, self.records == "rewards")
         batch = self._make_token_batch(rows, located)
+        if self._processor is not None:
+            batch |= self._processor.make_inputs(pool.read_image_files(first, count), batch["tokens"])
         if self.names_samples:
             before = self._first_validation_id if pool is self._validation else 0
             batch["sample_ids"] = before + pool.find_sample_ids(first, count)
@@ -533,6 +566,7 @@ class _Source:
     padding_fraction: float | None = None
     num_cut: int = 0
     num_dropped: int = 0
+    has_text_only: bool = False
 
     @property
     def num_training(self) -> int:
@@ -590,6 +624,8 @@ def open_data(
         if source.padding_fraction is not None
     ]
     schedule = MixtureSchedule(mixture.stages, global_size, seed)
+    settings = datasets[0].manifest.processor
+    tokenizer = open_dataset_files(data.sources[0].prepared or "").directory / TOKENIZER_FILE
     return RunData(
         info,
         xxh3_128_hexdigest(json.dumps(fingerprint_inputs, sort_keys=True).encode()),
@@ -610,6 +646,8 @@ def open_data(
         num_cut_documents=sum(source.num_cut for source in sources),
         num_dropped_documents=sum(source.num_dropped for source in sources),
         records=datasets[0].manifest.records,
+        processor=None if settings is None else ImageProcessor(settings, tokenizer),
+        has_text_only=any(source.has_text_only for source in [*sources, *scored]),
     )
 
 
@@ -638,6 +676,8 @@ def _open_source(
         return _Source((stream, window_order), (StreamedDataset(directory, data.seq_len), window_order))
     with name_recipe_key(key):
         dataset = PreparedDataset(location, data.seq_len)
+    if dataset.manifest.processor is not None and not (data.chat is not None and data.chat.images):
+        raise RecipeError(f"{key}: {location} has conversations with images; give data.chat.images: true")
     if data.packing is not None and dataset.manifest.kind == "tokens":
         return _open_packed(dataset, data, holdout_fraction, seed)
     if not dataset.num_samples:
@@ -682,6 +722,7 @@ def _open_packed(dataset: PreparedDataset, data: data_schema.DataConfig, holdout
         train.padding_fraction,
         train.num_cut,
         train.num_dropped,
+        has_text_only=manifest.processor is not None and has_text_only(folder, manifest),
     )
 
 
@@ -700,6 +741,7 @@ def _mixing_requirements(manifest: DatasetManifest) -> dict[str, Any]:
         "kind": manifest.kind,
         "vocab": manifest.vocab,
         "records": manifest.records,
+        "images": manifest.processor and xxh3_128_hexdigest(json.dumps(manifest.processor, sort_keys=True).encode()),
         "tokenizer": tokenizer.get("xxh3", tokenizer.get("name")),
         "shape": manifest.shape,
         "classes": manifest.classes,

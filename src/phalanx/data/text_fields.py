@@ -1,5 +1,6 @@
 """The text of a record by `text_field`: a field's name, or the way to a nested one, as in `choices[0].text`."""
 
+import base64
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -46,7 +47,7 @@ def encode_field(record: Any, field: str) -> bytes:
         cure = "; of one array, jq -c '.[]' makes lines" if isinstance(record, list) else ""
         raise BadRowError("without a JSON object", f"expected a JSON object, found {type(record).__name__}{cure}")
     if field == WHOLE_RECORD:
-        return json.dumps(record, ensure_ascii=False, default=str).encode(errors="surrogatepass")
+        return json.dumps(record, ensure_ascii=False, default=_to_text).encode(errors="surrogatepass")
     value: Any = record
     for step in [field] if field in record else split_field(field):
         try:
@@ -63,6 +64,11 @@ def encode_field(record: Any, field: str) -> bytes:
         what = "null" if value is None else type(value).__name__
         raise BadRowError("without text", f"{field!r} should be text, found {what}")
     return value.encode(errors="surrogatepass")  # halves of pairs are no UTF-8, which is counted
+
+
+def _to_text(value: Any) -> str:
+    """A value of a table that JSON does not have: bytes as a data URL, others as Python shows them."""
+    return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
 
 
 def format_names(names: Iterable[str]) -> str:

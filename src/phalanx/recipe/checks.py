@@ -127,6 +127,7 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield "batch.micro_size", "found auto; the negatives of embedding are those of a micro-batch: give a number"
     yield from find_device_problems(recipe)
     yield from _adapter(recipe)
+    yield from _images_in_messages(recipe)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
     num_groups = num_workers
@@ -158,6 +159,17 @@ def _adapter(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "adapter.init", "pissa is a start from the model's weights, and adapter.init_from names another: give one"
     if adapter.base_dtype == "int8":
         yield "adapter.init", "pissa changes the weights that adapter.base_dtype: int8 freezes in 8 bits: give one"
+
+
+def _images_in_messages(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Tasks and parallelisms that conversations with images go with."""
+    if recipe.data.chat is None or not recipe.data.chat.images:
+        return
+    if recipe.task_kind in BUILT_IN_TASKS and recipe.task_kind not in ("chat", "language-modeling"):
+        yield "data.chat.images", f"is for task: chat, and the task is {recipe.task_kind}: leave it out"
+    for name in ("tensor", "pipeline", "context", "expert"):
+        if isinstance(recipe.parallelism, Parallelism) and getattr(recipe.parallelism, name) > 1:
+            yield f"parallelism.{name}", "does not divide a model of images: use replicate and shard"
 
 
 def _promised(recipe: Recipe) -> str:

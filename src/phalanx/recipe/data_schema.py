@@ -117,6 +117,9 @@ class ChatConfig(ConfigModel):
     of their preparation."""
     allow_special_tokens: bool = False
     """Whether the name of a control token in a message becomes that token. false: it is text."""
+    images: bool = False
+    """Whether messages have images, which the processor in the tokenizer's directory prepares for the model. One
+    conversation a sample; `docs/how-to/images.md`."""
     records: Literal["chat", "pairs", "labels", "rewards", "classes", "texts"] = "chat"
     """What a record holds: a conversation, a chosen and a rejected one (`rewards`: perhaps with a margin), or one with
     a label; a text with the name of its class, or texts to embed. The task sets it."""
@@ -188,6 +191,11 @@ class DataConfig(ConfigModel):
     def _check_chat(self) -> Self:
         if self.chat is not None and self.packing is None:
             raise ValueError("chat: conversations are kept whole; expected packing: whole or single")
+        if self.chat is not None and self.chat.images:
+            if self.packing != "single":
+                raise ValueError("chat: conversations with images are not packed; expected packing: single")
+            if self.chat.records != "chat" or self.chat.too_long == "truncate":
+                raise ValueError("chat: images go with records: chat, and with too_long: drop or error")
         if self.chat is not None and self.chat.records in ("rewards", "texts") and self.chat.too_long == "truncate":
             raise ValueError("chat.too_long: truncate would cut the last text of a record; expected drop or error")
         is_alone = self.packing == "single" and self.chat is not None and self.chat.records not in ("pairs", "labels")

@@ -585,6 +585,8 @@ class Recipe(ConfigModel):
         implied: dict[str, Any] = {"packing": "whole", "document_masking": True}
         if kind == "grpo" and isinstance(chat, dict):
             implied, chat = {"packing": "single"}, {**chat, "train_on": "last"}
+        if isinstance(chat, dict) and chat.get("images"):
+            implied = {"packing": "single"}
         return {**values, "data": {**implied, **data, "chat": chat}}
 
     @model_validator(mode="before")

@@ -40,7 +40,7 @@ from phalanx.train.ops.random_draws import HeldSlices, MicroBatchSeeds, Runs
 from phalanx.train.optim.container import OptimizerContainer, select_muon_matrices
 from phalanx.train.precision import AUTOCAST_DTYPES, GradScaler, autocast_context
 from phalanx.train.step_metrics import num_metric_slots
-from phalanx.train.tasks import LanguageModeling, Task, check_model_config, open_task
+from phalanx.train.tasks import LanguageModeling, Task, check_images, check_model_config, drop_images, open_task
 from phalanx.train.train_context import TrainContext, WorkerProcess
 from phalanx.train.train_step import GradientAccumulator, to_device
 
@@ -111,6 +111,7 @@ def build_context(
         recipe.model, data.info, folder, recipe.seed, device, recipe.adapter, load=False, init_weights=init_weights
     )
     check_model_config(task, model)
+    check_images(model, data, mesh.fsdp_size)
     initial_weights = _find_initial_weights(recipe, folder, model) if init_weights else None
     adapter, peft_adapter = recipe.adapter if init_weights else None, None
     if adapter is not None and adapter.init_from is not None:
@@ -184,7 +185,7 @@ def make_lm_head(model: nn.Module, task: Task, data: RunData) -> LMHead | None:
     if head_loss is None or not _head_loss_matches_loss(task):
         return None
     device = next(model.parameters()).device
-    sample = to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device)
+    sample = drop_images(to_device(data.read_training(0, 1), torch.device("cpu") if device.type == "meta" else device))
     # In fp32 a GPU has no kernel for grouped heads that keeps no scores, [heads, s, s] of them.
     device = next(iter(sample.values())).device
     with autocast_context("bf16", device) if device_kind_of(device.type).is_gpu else contextlib.nullcontext():

@@ -45,6 +45,8 @@ class MapDatasetSource:
     """The interface that a feed needs, for a map-style dataset (`len` and `[i]`): `read_training` returns samples in
     the order of the run."""
 
+    has_images = False
+
     def __init__(self, dataset: Any, fingerprint: str, seed: int, collate: CollateFn = default_collate):
         self._dataset, self._collate = dataset, collate
         self._order = ShuffleOrder(len(dataset), 0, fingerprint, seed)

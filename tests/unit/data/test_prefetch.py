@@ -11,6 +11,8 @@ from phalanx.data import Prefetcher, RankBatch
 class Counting:
     """Samples that are their own number; `broken` raises from that sample on."""
 
+    has_images = False
+
     def __init__(self, broken=None):
         self.broken = broken
         self.asked = []

@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from phalanx.data.chat_images import ImageProcessor, read_processor_files, select_image_inputs, unpack_files
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception, import_object
 from phalanx.run.companions import GENERATION_CONFIG_FILE, TOKENIZER_FILE
 from phalanx.train.hf.config import get_text_config, import_transformers
@@ -23,11 +25,13 @@ from phalanx.train.hf.inputs import find_logits
 from phalanx.train.hf.safetensors_reader import find_tied_names, open_weight_reader
 
 INPUTS_FILE, SCORES_FILE = "inputs.safetensors", "scores.safetensors"
-"""`inputs` (tokens [n, s] or pixel values [n, c, h, w]), with these `images` (uint8 [n, h, w, c]); and `scores`."""
+"""`inputs` (tokens [n, s] or pixel values [n, c, h, w]), with these `images` (uint8 [n, h, w, c]); and `scores`. Of a
+vision-language model also its image inputs, by the names of a batch, and the packed `files` that they come from."""
 AUTO_CLASSES = {"CausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM"}
 AUTO_CLASSES |= {"ForSequenceClassification": "AutoModelForSequenceClassification"}
 AUTO_CLASSES |= {"ForImageClassification": "AutoModelForImageClassification"}
 """Classes with which users load architectures, by how the names of these end."""
+IMAGE_TEXT_CLASS = "AutoModelForImageTextToText"
 GREETING = [{"role": "user", "content": "Hello"}]
 SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PIXEL_TOLERANCE = 1e-4
@@ -91,11 +95,12 @@ def reload_with_transformers(payload: dict[str, Any]) -> dict[str, Any]:
     def check_model() -> Iterator[ProofCheck]:
         architecture = load(transformers.AutoConfig).architectures[0]
         names = (name for ending, name in AUTO_CLASSES.items() if architecture.endswith(ending))
-        loader = getattr(transformers, next(names, architecture))
+        loader = getattr(transformers, IMAGE_TEXT_CLASS if "files" in tensors else next(names, architecture))
         model, info = load(loader, dtype=torch.float32, output_loading_info=True)
         kind = f"{architecture} by {loader.__name__}, transformers {transformers.__version__}"
         yield _check_names(kind, {str(name) for names in info.values() for name in names})
-        save_file({"scores": compute_scores(model.eval(), tensors["inputs"])[0]}, Path(request.scratch, SCORES_FILE))
+        scores, _ = compute_scores(model.eval(), tensors["inputs"], tensors)
+        save_file({"scores": scores}, Path(request.scratch, SCORES_FILE))
         if request.prompts and model.can_generate():
             reply.end_tokens = ends = _as_list(model.generation_config.eos_token_id)
             if request.text is not None and (own := set(request.text.ends)):
@@ -119,11 +124,21 @@ def reload_with_transformers(payload: dict[str, Any]) -> dict[str, Any]:
         found = f"largest difference from the inputs of training {largest:.2g}, tolerance {PIXEL_TOLERANCE:g}"
         yield ProofCheck("image processor", largest <= PIXEL_TOLERANCE, found)
 
+    def check_processor() -> Iterator[ProofCheck]:
+        files = unpack_files(np.frombuffer(tensors["files"].numpy().tobytes(), np.uint32))
+        processor = ImageProcessor(read_processor_files(directory), directory / TOKENIZER_FILE)
+        inputs = processor.make_inputs([files], tensors["inputs"].numpy())
+        same = all(name in inputs and np.array_equal(inputs[name], x) for name, x in tensors.items() if ":" in name)
+        found = f"what it makes of the images of a sample is {'' if same else 'not '}that of training"
+        yield ProofCheck("processor", same, found)
+
     parts: dict[str, Callable[[], Iterator[ProofCheck]]] = {"load": check_model, "special tokens": check_special_tokens}
     if (text := request.text) is not None:
         parts["tokenizer"] = lambda: compare_text(text, load(transformers.AutoTokenizer))
     if "images" in tensors:
         parts["image processor"] = check_image_processor
+    if "files" in tensors:
+        parts["processor"] = check_processor
     for name, check in parts.items():
         try:
             with redirect_stderr(io.StringIO()):  # the progress bars of libraries
@@ -146,13 +161,13 @@ def reload_with_builder(payload: dict[str, Any]) -> dict[str, Any]:
     return asdict(ReloadReply([_check_names(request.build, unmatched)]))
 
 
-def compute_scores(model: nn.Module, inputs: Tensor) -> tuple[Tensor, bool]:
+def compute_scores(model: nn.Module, inputs: Tensor, vision: Mapping[str, Tensor] | None = None) -> tuple[Tensor, bool]:
     """Return the logits of inputs [n, ...] in fp32, or the hidden states of a model without an output layer, and
-    whether they are logits. One sample is computed at a time."""
+    whether they are logits. One sample is computed at a time; `vision` has the images of the only one."""
     rows, has_logits = [], True
     with torch.no_grad():
         for sample in inputs:
-            output = model(sample[None])
+            output = model(sample[None], **select_image_inputs(vision or {}))
             logits = find_logits(output)
             has_logits = logits is not None
             rows.append((output[0] if logits is None else logits).float())

@@ -5,6 +5,7 @@ trainer divides once, by the number of terms of the global batch, so splitting a
 packed sequences never changes the gradient beyond rounding. Do not divide in a task.
 """
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data import DataInfo, Tokenizer, load_tokenizer
+from phalanx.data import DataInfo, RunData, Tokenizer, load_tokenizer
+from phalanx.data.chat_images import IMAGE_INPUT, select_image_inputs
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.tokenizers import find_stop_tokens
 from phalanx.errors import RecipeError
@@ -57,7 +59,8 @@ class LanguageModeling:
 
     def inputs(self, batch: TensorBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         documents = batch.get("documents")
-        return (batch["tokens"],), {} if documents is None else {"documents": documents}
+        documents_or_none = {} if documents is None else {"documents": documents}
+        return (batch["tokens"],), {**select_image_inputs(batch), **documents_or_none}
 
     def loss(self, output: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"]
@@ -77,6 +80,26 @@ class LanguageModeling:
             vocab_size=vocabulary.size,
         )
         return losses, (targets != -100).sum()
+
+
+def drop_images(batch: TensorBatch) -> TensorBatch:
+    """Return a batch without its images, of which a vision-language model then sees the tokens only."""
+    return {name: x for name, x in batch.items() if not name.startswith(IMAGE_INPUT)}
+
+
+def check_images(model: nn.Module, data: RunData, num_shards: int = 1) -> None:
+    """Raise RecipeError for data with images and a model that takes none, as those of transformers ignore what they do
+    not know; and where ranks that share weights could differ in whether they have images."""
+    if data.has_text_only and num_shards > 1:
+        raise RecipeError(
+            f"parallelism.shard: found {num_shards}, expected 1 where conversations with and without images are mixed: "
+            "only some ranks would gather the weights that see; use parallelism.replicate"
+        )
+    if data.has_images and "pixel_values" not in inspect.signature(model.forward).parameters:
+        raise RecipeError(
+            f"data.chat.images: {type(model).__name__} takes no images (pixel_values); train a vision-language model, "
+            "or leave data.chat.images out"
+        )
 
 
 class AssistantTokens(LanguageModeling):
