@@ -178,7 +178,7 @@ class TextClassificationConfig(ConfigModel):
 
     kind: Literal["text-classification"] = "text-classification"
     """`text-classification`."""
-    classes: Annotated[list[str], Field(min_length=2)]
+    classes: list[str]
     """Names of the classes in the model's order. A `label` is one of them, or its number from 0 on."""
 
 
@@ -604,6 +604,10 @@ def _expand_text_task(values: dict[str, Any], kind: str, task: Any) -> dict[str,
     """Write out what a task of whole texts implies: its records, and the architecture of a Hugging Face model."""
     classes = task.get("classes") if isinstance(task, dict) else getattr(task, "classes", None)
     data, model = values.get("data", {}), values.get("model", {})
+    if kind == "text-classification" and (not isinstance(classes, list) or len(set(map(str, classes))) < 2):
+        raise ValueError(
+            "task: text-classification needs `classes`, 2 names at least: {kind: text-classification, classes: [a, b]}"
+        )
     if isinstance(data, dict):
         chat = data.get("chat") or {}
         chat = {**chat, "records": RECORDS_OF_TASKS[kind], "classes": classes} if isinstance(chat, dict) else chat
