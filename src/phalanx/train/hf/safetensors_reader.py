@@ -167,4 +167,5 @@ def copy_tensor_into(target: Tensor, source: WeightReader, name: str) -> None:
     if shape != tuple(target.shape) and name not in source.grown:
         raise DataError(f"{source.files[name]}: {name} has shape {list(shape)}, the model's has {list(target.shape)}")
     with torch.no_grad():
-        target.copy_(source.read_grown(name, (0,) * target.dim(), target.shape))
+        is_grown = name in source.grown
+        target.copy_(source.read_grown(name, (0,) * target.dim(), target.shape) if is_grown else source.read(name))
