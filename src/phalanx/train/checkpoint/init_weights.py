@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
-from phalanx.train.adapters.int8_base import quantize
-from phalanx.train.adapters.names import MAGNITUDE_NAME, is_adapter_name, is_added_name
+from phalanx.train.adapters.names import MAGNITUDE_NAME, get_whole_shape, is_adapter_name, is_added_name, scale_name
+from phalanx.train.adapters.quantized_base import quantize
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
@@ -46,12 +46,14 @@ class SafetensorsWeights:
             if name not in self.names:
                 continue
             first, *others = self.names[name]
+            scale = local_tensors.get(scale_name(name))
             for block in local_tensor.global_blocks.blocks:
-                part = self.source.read(first, block.global_offset, block.extent)
+                where = () if scale is not None else (block.global_offset, block.extent)  # each worker has it whole
+                part = self.source.read(first, *where)
                 for other in others:
-                    if not torch.equal(part, self.source.read(other, block.global_offset, block.extent)):
+                    if not torch.equal(part, self.source.read(other, *where)):
                         raise make_tie_mismatch_error(self.source, first, other)
-                _store(part, block.slice_local(local_tensor.tensor), local_tensors.get(f"{name}_int8_scale"))
+                _store(part, block.slice_local(local_tensor.tensor), scale)
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,10 @@ class CheckpointWeights:
             for block in local_tensor.global_blocks.blocks:
                 target = part = block.slice_local(local_tensor.tensor)
                 if part.dtype != record.torch_dtype:
-                    part = torch.empty(block.extent, dtype=record.torch_dtype)
-                    converted.append((part, target, local_tensors.get(f"{name}_int8_scale")))
+                    scale = local_tensors.get(scale_name(name))
+                    shape = block.extent if scale is None else record.shape
+                    part = torch.empty(shape, dtype=record.torch_dtype)
+                    converted.append((part, target, scale))
                 requested.append((name, block.global_offset, part))
         extra = [name for name in self.manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)]
         load_blocks(self.path, requested, self.manifest)
@@ -127,7 +131,7 @@ def open_initial_weights(
         record = manifest.tensors.get(name)
         if record is None and not is_added_name(name):
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
-        if record is not None and record.shape != tuple(tensor.shape):
+        if record is not None and record.shape not in (get_whole_shape(name, tensors), tuple(tensor.shape)):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
     model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
     if left := [name for name in find_unused_entries(model, model_names) if name not in adapter_names]:
@@ -152,7 +156,7 @@ def find_newest_checkpoint(where: Path) -> Path:
 def _store(value: Tensor, target: Tensor, scale: LocalTensor | None) -> None:
     """Copy a value that was read into a parameter, quantized if that is."""
     if scale is not None and value.is_floating_point():
-        value, scales = quantize(value)
+        value, scales = quantize(value, target.dtype)
         scale.tensor.copy_(scales)
     target.copy_(value)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
-from phalanx.train.adapters.names import is_added_name
+from phalanx.train.adapters.names import get_whole_shape, is_added_name
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
@@ -137,8 +137,8 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
     tensors = get_model_tensors(model)
     for name, names in found.items():
         for file_name in names:
-            if source.shape(file_name) != tuple(tensors[name].shape):
-                shapes = f"{list(source.shape(file_name))}, {kind} by its {HF_CONFIG_FILE} {list(tensors[name].shape)}"
+            if source.shape(file_name) != (shape := get_whole_shape(name, tensors)):
+                shapes = f"{list(source.shape(file_name))}, {kind} by its {HF_CONFIG_FILE} {list(shape)}"
                 raise DataError(f"{source.files[file_name]}: {file_name} has shape {shapes}")
     return {name: names for name, names in found.items() if names}
 
