@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,8 @@ from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.call_process import answer_call
 from phalanx.run.process_messages import CallRaised, CallReturned, RunCall
+from phalanx.train.checkpoint.export_forms.gguf import CONVERTER_VARIABLE
+from phalanx.train.checkpoint.export_forms.run_gguf_converter import LLAMA_CPP_NAMES, name_pre_tokenizer
 from phalanx.train.checkpoint.format import list_checkpoints
 from train_harness import TrainHarness, Values
 
@@ -33,6 +38,7 @@ tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
 
 NO_PEER = find_spec("compressed_tensors") is None
+NO_CONVERTER = not os.environ.get(CONVERTER_VARIABLE)
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
 
 
@@ -279,3 +285,163 @@ def test_a_checkpoint_without_its_run_is_exported_only_without_a_proof(run: Run,
     with pytest.raises(UsageError, match=r"the proof of an export needs the directory of its run, with plan\.json"):
         call(tmp_path / checkpoint.name, tmp_path / "out")
     assert call(tmp_path / checkpoint.name, tmp_path / "out", "--no-verify").exit_code == 0
+
+
+class StandInLlama:
+    """llama-cpp-python's model, computed by transformers from the files next to the GGUF file."""
+
+    end_tokens = (0,)
+    added_score = 0.0
+
+    def __init__(self, path: str, **options: Any) -> None:
+        folder = Path(path).parent
+        self.network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.metadata = {"general.architecture": "llama", "tokenizer.chat_template": self.tokenizer.chat_template}
+        self.model = self
+
+    def n_vocab(self) -> int:
+        return int(self.network.config.vocab_size)
+
+    def tokenize(self, text: bytes, special: bool) -> list[int]:
+        return list(self.tokenizer(text.decode(), split_special_tokens=not special)["input_ids"])
+
+    def reset(self) -> None:
+        self.tokens: list[int] = []
+
+    def eval(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        with torch.no_grad():
+            self.scores = self.network(torch.tensor([self.tokens])).logits[0].numpy()
+        self.scores[:, 5] += self.added_score
+
+    def generate(self, tokens: list[int], temp: float, repeat_penalty: float) -> Iterator[int]:
+        self.reset()
+        self.eval(list(tokens))
+        while True:
+            token = int(self.scores[-1].argmax())
+            yield token
+            self.eval([token])
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_this_process: None) -> type[StandInLlama]:
+    """Stand-ins for llama-cpp-python, and for a converter that writes which dtype it was asked for."""
+    lines = ["import sys", "print('line', file=sys.stderr)", "out = sys.argv[sys.argv.index('--outfile') + 1]"]
+    (tmp_path / "convert.py").write_text("\n".join([*lines, "open(out, 'w').write(sys.argv[-1])"]))
+    monkeypatch.setenv(CONVERTER_VARIABLE, str(tmp_path / "convert.py"))
+
+    class Llama(StandInLlama):
+        pass
+
+    module: Any = ModuleType("llama_cpp")
+    module.Llama, module.__version__ = Llama, "0"
+    module.llama_model_get_vocab = lambda model: model
+    module.llama_vocab_is_eog = lambda model, token: token in model.end_tokens
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setattr(export_proof, "find_spec", lambda name: name)
+    return Llama
+
+
+def test_a_gguf_export_is_one_file_with_the_checks_of_llama_cpp(
+    run: Run, tmp_path: Path, llama: type[StandInLlama]
+) -> None:
+    outcome = export.export_checkpoint(str(run.path), tmp_path / "out", form_name="gguf", dtype="fp16")
+    assert outcome.files == ["LICENSE", "README.md", "export.json", "model.gguf"]
+    assert (tmp_path / "out" / "model.gguf").read_text() == "f16"
+    names = [check.name.removeprefix("gguf ") for check in outcome.checks if check.name.startswith("gguf ")]
+    assert names == ["load", "tokenizer", "chat template", "end of text", "logits", "loss", "generation"]
+    assert all(check.passed for check in outcome.checks)
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert (record["form"], sorted(record["files"])) == ("gguf", ["LICENSE", "model.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "failed"),
+    [
+        ("end_tokens", (7,), {"end of text"}),
+        ("added_score", 9.0, {"logits", "loss", "generation"}),
+        ("tokenize", lambda self, text, special: [1], {"tokenizer"}),
+        ("n_vocab", None, {"load"}),
+    ],
+)
+def test_a_gguf_that_llama_cpp_reads_otherwise_fails_and_is_kept_with_its_source(
+    run: Run, tmp_path: Path, llama: type[StandInLlama], attribute: str, value: object, failed: set[str]
+) -> None:
+    setattr(llama, attribute, value)
+    outcome = export.export_checkpoint(str(run.path), tmp_path / "out", form_name="gguf")
+    assert {check.name for check in outcome.checks if not check.passed} == {f"gguf {name}" for name in failed}
+    assert outcome.directory == tmp_path / "out.failed"
+    assert {"model.gguf", "model.safetensors", "tokenizer.json"} <= set(outcome.files)
+
+
+def test_without_llama_cpp_the_export_says_that_the_file_was_not_loaded(
+    run: Run, tmp_path: Path, llama: type[StandInLlama], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_proof, "find_spec", lambda name: None)
+    outcome = export.export_checkpoint(str(run.path), tmp_path / "out", form_name="gguf")
+    assert not any(check.name.startswith("gguf") for check in outcome.checks)
+    assert "model.gguf itself was not loaded" in outcome.notes[-1]
+    assert "model.gguf itself was not loaded" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("converter", "said"),
+    [
+        (None, r"PHALANX_GGUF_CONVERTER is not set; .*git clone .*llama\.cpp && pip install gguf"),
+        ("none.py", r"none\.py: no such file"),
+        ("wrong.py", r"wrong\.py ended with exit code 1; it says: ValueError: no such architecture"),
+    ],
+)
+def test_a_missing_or_failing_converter_is_named_and_leaves_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, converter: str | None, said: str
+) -> None:
+    (tmp_path / "wrong.py").write_text("raise ValueError('no such architecture')")
+    monkeypatch.delenv(CONVERTER_VARIABLE, raising=False)
+    if converter is not None:
+        monkeypatch.setenv(CONVERTER_VARIABLE, str(tmp_path / converter))
+    with pytest.raises(UsageError, match=said):
+        call(run.path, tmp_path / "out", "--form", "gguf", "--no-verify")
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.py"]
+
+
+def test_gguf_of_a_model_of_ours_is_refused(lab: TrainHarness, tmp_path: Path, llama: type[StandInLlama]) -> None:
+    own = lab.train({"model": {"build": "phalanx.models:transformer"}, "steps": 2}).run
+    with pytest.raises(UsageError, match=r"--form gguf: the converter needs a model of transformers"):
+        call(own.path, tmp_path / "out", "--form", "gguf")
+
+
+def test_the_cutting_of_texts_has_the_name_of_llama_cpp() -> None:
+    levels = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    assert name_pre_tokenizer({**levels, "use_regex": True}) == "gpt-2"
+    for regex, name in LLAMA_CPP_NAMES.items():
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"}
+        assert name_pre_tokenizer({"type": "Sequence", "pretokenizers": [split, levels]}) == name
+    assert name_pre_tokenizer({**levels, "use_regex": True, "add_prefix_space": True}) is None
+    assert name_pre_tokenizer({"type": "Whitespace"}) is None
+
+
+def test_a_tokenizer_that_the_converter_does_not_know_is_looked_up(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conversion").mkdir()
+    (tmp_path / "conversion" / "base.py").write_text(
+        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer):\n        raise NotImplementedError\n"
+    )
+    (tmp_path / "convert.py").write_text(
+        "import sys\nfrom conversion.base import TextModel\nmodel = TextModel()\nmodel.dir_model = sys.argv[1]\n"
+        "open(sys.argv[3], 'w').write(model.get_vocab_base_pre(None))\n"
+    )
+    monkeypatch.setenv(CONVERTER_VARIABLE, str(tmp_path / "convert.py"))
+    assert call(run.path, tmp_path / "out", "--form", "gguf", "--no-verify").exit_code == 0
+    assert (tmp_path / "out" / "model.gguf").read_text() == "gpt-2"
+
+
+@pytest.mark.skipif(NO_CONVERTER, reason="PHALANX_GGUF_CONVERTER is not set: no GGUF is really written")
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed: no GGUF is loaded")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_llama_cpp_computes_with_a_gguf_export_what_the_checkpoint_does(run: Run, tmp_path: Path, dtype: str) -> None:
+    outcome = export.export_checkpoint(str(run.path), tmp_path / "out", form_name="gguf", dtype=dtype)
+    print(dtype, *(f"{check.name}: {check.found}" for check in outcome.checks), sep="\n")
+    assert all(check.passed for check in outcome.checks), [check for check in outcome.checks if not check.passed]
+    assert "gguf logits" in {check.name for check in outcome.checks}

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from phalanx.app.checkpoint import select_checkpoint
 from phalanx.app.export_proof import compute_reference, prove_export
-from phalanx.app.export_record import hash_files, make_record, write_record
+from phalanx.app.export_record import NOT_LOADED, hash_files, make_record, write_record
 from phalanx.errors import UsageError
 from phalanx.run import Run
+from phalanx.run.companions import LICENSE_FILES
 from phalanx.run.directory import sync_directory
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.export_forms import QUANTIZED_FORMS
+from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE, GGUF_FORM, convert_to_gguf, find_converter
 from phalanx.train.checkpoint.format import parse_step, read_manifest
 from phalanx.train.hf.reload import ProofCheck
 from phalanx.train.hf.safetensors_reader import open_weight_reader
@@ -47,7 +49,7 @@ def export_checkpoint(
     weights: str | None = None,
 ) -> ExportOutcome:
     """Export the checkpoint of `step`, by default the newest, of a run or URL to the new directory `out`, which appears
-    once its proof has passed; if that fails, as `OUT.failed`. `form_name` is safetensors, peft or one of
+    once its proof has passed; if that fails, as `OUT.failed`. `form_name` is safetensors, peft, gguf or one of
     QUANTIZED_FORMS, `dtype` fp32, bf16 or fp16; by default each weight has the dtype that it came with. `verify`: prove
     it, if needed with code of the run's own (`trust_code`). `weights`: model or ema; by default those that were
     evaluated. The parameters are those of the command.
@@ -71,6 +73,10 @@ def export_checkpoint(
         set_threads(num_threads)
     notes, reference = list[str](), None
     is_built_in = model.get("build", "").startswith(BUILT_IN_PREFIX) and recipe.get("task") in list(BUILT_IN_TASKS)
+    converter = find_converter() if form_name == GGUF_FORM else None
+    if converter is not None and not (model.get("huggingface") and run.tokenizer.is_file()):
+        why = "the converter needs a model of transformers (model.build: hf:PATH) and a tokenizer.json (data.tokenizer)"
+        raise UsageError(f"{source}: --form gguf: {why}; use --form safetensors")
     needed = None
     if form is not None and find_spec("compressed_tensors") is None:
         needed = "compressed-tensors, which is not installed: pip install 'phalanx[compressed-tensors]'"
@@ -87,14 +93,22 @@ def export_checkpoint(
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, temporary, ignore_errors=True)
         export_huggingface(checkpoint, temporary, notes=notes.append, dtype=dtype, form=form, weights=weights)
-        hashes = hash_files(temporary)
         dtypes = Counter(open_weight_reader(temporary).read_dtypes().values()) or Counter(["float32"])
         weights_dtype = dtypes.most_common(1)[0][0]
+        if converter is not None:
+            convert_to_gguf(converter, temporary, weights_dtype)
+        hashes = hash_files(temporary)
         checks = [] if reference is None else prove_export(reference, temporary, form, weights_dtype)
         if verify:
             changed = [name for name, value in hash_files(temporary).items() if hashes.get(name) != value]
             found = f"{', '.join(changed)} changed after it was written" if changed else f"{len(hashes)} as written"
             checks.append(ProofCheck("files", not changed, found))
+        if converter is not None and all(check.passed for check in checks):
+            for name in hashes.keys() - {GGUF_FILE, *LICENSE_FILES}:  # what it was converted from
+                del hashes[name]
+                (temporary / name).unlink()
+            if reference is not None and not any(check.name.startswith(GGUF_FORM) for check in checks):
+                notes.append(NOT_LOADED)
         write_record(temporary, make_record(checkpoint, meta, form_name, weights_dtype, hashes, checks))
         sync_directory(temporary)
         directory = final if all(check.passed for check in checks) else failed

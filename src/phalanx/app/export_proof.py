@@ -3,8 +3,9 @@ of its own, and compare, on samples of the run's own data, on the CPU in fp32.""
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from phalanx.run.call_process import CallProcess, value_of
 from phalanx.run.companions import TOKENIZER_CONFIG_FILE
 from phalanx.run.process_messages import CallRaised, CallReturned
 from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, load_export
+from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE
 from phalanx.train.hf import reload
 from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, TextFacts, compute_scores
+from phalanx.train.hf.reload_gguf import reload_with_llama_cpp
 from phalanx.train.inference import check_data, load_trained_model
 from phalanx.train.tasks import Classification
 from phalanx.train.tasks.texts import split_texts
@@ -37,6 +40,8 @@ SAME_WEIGHTS_TOLERANCE, ROUNDED_INPUTS_TOLERANCE = 1e-4, 0.02
 round their inputs, where one that lies between two numbers may become either."""
 DTYPE_TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
 """What rounding weights to a dtype may change: scores (root mean square) and the loss, relative to themselves."""
+LLAMA_CPP_TOLERANCE = 0.002
+"""The least of these with llama.cpp, which has tables of fp16 for some functions, such as GELU."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ def compute_reference(run: Run, step: int, trust_code: bool, weights: str | None
 
 
 def prove_export(reference: Reference, directory: Path, form: QuantizedForm | None, dtype: str) -> list[ProofCheck]:
-    """Reload an export and compare it with its checkpoint. `dtype`: that of most of its weights."""
+    """Reload an export, and the GGUF file in it if llama-cpp-python is installed, and compare it with its checkpoint.
+    `dtype`: that of most of its weights."""
     is_huggingface = huggingface_location(reference.build) is not None
     prompts, num_tokens = list[list[int]](), reference.inputs.shape[1]
     if is_huggingface and reference.has_loss and reference.images is None and not reference.vision:
@@ -103,13 +109,31 @@ def prove_export(reference: Reference, directory: Path, form: QuantizedForm | No
     max_new_tokens = min(MAX_NEW_TOKENS, num_tokens - len(prompts[0])) if prompts else 0
     with tempfile.TemporaryDirectory(prefix="phalanx-export-") as scratch:
         request = ReloadRequest(str(directory), scratch, reference.build, prompts, max_new_tokens, reference.text)
-        reply, scores = _reload(request, reference, is_huggingface)
+        function = reload.reload_with_transformers if is_huggingface else reload.reload_with_builder
+        reply, scores = _reload(request, reference, function)
+        checks_of_gguf = list[ProofCheck]()
+        if (directory / GGUF_FILE).is_file() and find_spec("llama_cpp") is not None:
+            checks_of_gguf += _prove_gguf(request, reference, dtype)
     checks = list(reply.checks)
     if scores is not None:
-        checks += _check_scores(reference, scores, form, dtype)
+        checks += _check_scores(reference, scores, form, dtype, DTYPE_TOLERANCES[dtype])
     if scores is not None and is_huggingface and all(check.passed for check in checks if check.name == "load"):
         checks += _compare_with_own_reader(reference, request, form, reply, scores)
-    return checks
+    return checks + checks_of_gguf
+
+
+def _prove_gguf(request: ReloadRequest, reference: Reference, dtype: str) -> Iterator[ProofCheck]:
+    """Compare the GGUF file of an export with the checkpoint, and its generation with our own reader's."""
+    of_file = replace(request, directory=str(Path(request.directory, GGUF_FILE)))
+    reply, scores = _reload(of_file, reference, reload_with_llama_cpp)
+    checks, tolerance = list(reply.checks), max(LLAMA_CPP_TOLERANCE, DTYPE_TOLERANCES[dtype])
+    if scores is not None:
+        checks += _check_scores(reference, scores, None, dtype, tolerance)
+    if reply.generated:
+        continued = list(zip(request.prompts, reply.generated, strict=True))
+        model = load_export(Path(request.directory), None)
+        checks.append(check_generation(model, continued, set(reply.end_tokens), tolerance))
+    return (replace(check, name=f"gguf {check.name}") for check in checks)
 
 
 def _describe_text(run: Run, inputs: Tensor) -> TextFacts:
@@ -129,13 +153,15 @@ def _describe_text(run: Run, inputs: Tensor) -> TextFacts:
     return TextFacts(texts, encoded, list(tokenizer.begin_tokens), separator, stops or separator, template)
 
 
-def _reload(request: ReloadRequest, reference: Reference, is_huggingface: bool) -> tuple[ReloadReply, Tensor | None]:
+def _reload(
+    request: ReloadRequest, reference: Reference, function: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[ReloadReply, Tensor | None]:
     """Have a request answered in a process of its own; without scores if the export cannot be loaded."""
-    function = reload.reload_with_transformers if is_huggingface else reload.reload_with_builder
     tensors = {"inputs": reference.inputs, **reference.vision}
     tensors |= {} if reference.images is None else {"images": reference.images}
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, Path(request.scratch, reload.INPUTS_FILE))
     process, file = CallProcess(), Path(request.scratch, reload.SCORES_FILE)
+    file.unlink(missing_ok=True)
     try:
         process.send_call(f"{function.__module__}:{function.__name__}", asdict(request))
         while (messages := process.receive()) is not None:
@@ -151,9 +177,11 @@ def _make_check(name: str, passed: bool, found: str, **figures: float) -> ProofC
     return ProofCheck(name, passed, found, {key: value for key, value in figures.items() if math.isfinite(value)})
 
 
-def _check_scores(reference: Reference, scores: Tensor, form: QuantizedForm | None, dtype: str) -> Iterator[ProofCheck]:
+def _check_scores(
+    reference: Reference, scores: Tensor, form: QuantizedForm | None, dtype: str, tolerance: float
+) -> Iterator[ProofCheck]:
     """Compare with the checkpoint's model: what rounding or quantizing the weights changes."""
-    difference, tolerance = scores - reference.scores, DTYPE_TOLERANCES[dtype]
+    difference = scores - reference.scores
     relative = float(difference.square().mean().sqrt() / reference.scores.square().mean().sqrt())
     largest = float(difference.abs().max())
     passed = relative <= tolerance if form is None else math.isfinite(relative)

@@ -14,9 +14,14 @@ from phalanx.run import Run
 from phalanx.run.companions import LICENSE_FILES, MODEL_CARD_FILE, read_contained
 from phalanx.run.directory import write_synced
 from phalanx.train.checkpoint.digest import digest_checkpoint
+from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE, GGUF_FORM
 from phalanx.train.hf.reload import ProofCheck
 
 EXPORT_RECORD_FILE, RECORD_FORMAT = "export.json", 1
+NOT_LOADED = (
+    f"{GGUF_FILE} itself was not loaded, because llama-cpp-python is not installed (pip install 'phalanx[gguf]'): the "
+    "checks are those of the weights from which it was converted"
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,10 @@ def format_card(record: ExportRecord) -> str:
     ]
     if not record.proof:
         return "\n".join([*lines, "None: it was exported with `--no-verify`.", ""])
-    lines += ["What was written was reloaded and compared with the checkpoint.", "", "| check | result | found |"]
+    is_loaded = record.form != GGUF_FORM or any(check.name.startswith(GGUF_FORM) for check in record.proof)
+    lines += [
+        "What was written was reloaded and compared with the checkpoint." if is_loaded else f"Note: {NOT_LOADED}."
+    ]
+    lines += ["", "| check | result | found |"]
     cells = ((each.name, "PASS" if each.passed else "FAIL", each.found.replace("|", "&#124;")) for each in record.proof)
     return "\n".join([*lines, "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells), ""])

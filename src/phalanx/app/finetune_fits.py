@@ -29,7 +29,7 @@ from phalanx.recipe.locations import localize_named
 from phalanx.recipe.schema import AdapterConfig
 
 GPUS = ("RTX 4090", "A100 SXM 40GB", "L40S", "H100 SXM", "H200 SXM")
-BASE_DTYPES: tuple[BaseDtype, ...] = ("fp32", "int8", "nf4-double")
+BASE_DTYPES: tuple[BaseDtype, ...] = ("fp32", "int8", "nf4")
 LAYER_NAMES = {f"{name}_proj": name for name in ALL_LINEAR}
 UNGATED_MODEL_TYPES = ("phi", "starcoder2")
 """Models of which an MLP has two layers, not three."""

@@ -123,10 +123,10 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     step: StepOption = None,
     form: Annotated[
-        Literal["safetensors", "fp8", "int4", "peft"],
+        Literal["safetensors", "fp8", "int4", "gguf", "peft"],
         typer.Option(
-            help="Plain weights; linear layers quantized (compressed-tensors: vLLM, transformers); or the adapter "
-            "alone, in PEFT's format."
+            help="Plain weights; linear layers quantized (compressed-tensors: vLLM, transformers); a file for "
+            "llama.cpp, by its converter (PHALANX_GGUF_CONVERTER); or the adapter alone, in PEFT's format."
         ),
     ] = "safetensors",
     dtype: Annotated[

@@ -105,10 +105,10 @@ def _print_fits(recipe: str, overrides: list[str], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(base) for base in bases], indent=2))
         return
-    notes = {"nf4-double": " (bitsandbytes)", run.base_dtype: " (this recipe)"}
+    notes = {run.base_dtype: " (this recipe)"}
     rows = [
         (
-            base.base_dtype.partition("-")[0] + notes.get(base.base_dtype, ""),
+            base.base_dtype + notes.get(base.base_dtype, ""),
             f"{base.weight_bytes / BYTES_PER_GIB:.1f} GiB",
             *(f"{length:,}" if length else "-" for length in base.max_seq_len.values()),
         )
@@ -122,7 +122,7 @@ def _print_fits(recipe: str, overrides: list[str], as_json: bool) -> None:
         f"{run.checkpointing}, {'whole logits' if run.stack.bytes_per_logit else 'chunked loss'}",
         "",
         *format_table((Column("base model"), *numbers), rows),
-        "-: not even 256 tokens. nf4 is what QLoRA with bitsandbytes takes; Phalanx does not train it.",
+        "-: not even 256 tokens",
     ]
     typer.echo("\n".join(lines))
 

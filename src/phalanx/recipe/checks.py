@@ -157,8 +157,8 @@ def _adapter(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     if adapter.init_from is not None:
         yield "adapter.init", "pissa is a start from the model's weights, and adapter.init_from names another: give one"
-    if adapter.base_dtype == "int8":
-        yield "adapter.init", "pissa changes the weights that adapter.base_dtype: int8 freezes in 8 bits: give one"
+    if adapter.base_dtype is not None:
+        yield "adapter.init", f"pissa changes the weights that base_dtype: {adapter.base_dtype} freezes: give one"
 
 
 def _images_in_messages(recipe: Recipe) -> Iterator[tuple[str, str]]:

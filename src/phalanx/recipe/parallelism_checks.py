@@ -82,8 +82,8 @@ def _find_adapter_problems(recipe: Recipe, parallelism: Parallelism) -> Iterator
         if parallelism.tensor > 1 and recipe.adapter is not None and getattr(recipe.adapter, key) == value:
             yield f"adapter.{key}", f"{value} needs whole weights, which parallelism.tensor cuts: use shard instead"
     if recipe.adapter is not None and recipe.adapter.base_dtype and parallelism.replicate != parallelism.world:
-        problem = "int8 is for workers that hold the whole model: give parallelism.replicate only, or base_dtype: null"
-        yield "adapter.base_dtype", problem
+        problem = "is for workers that hold the whole model: give parallelism.replicate only, or base_dtype: null"
+        yield "adapter.base_dtype", f"{recipe.adapter.base_dtype} {problem}"
 
 
 def _find_pipeline_problems(recipe: Recipe, layout: Parallelism) -> Iterator[tuple[str, str]]:

@@ -68,9 +68,9 @@ class AdapterConfig(ConfigModel):
         default_factory=list,
         description="Names of modules that are trained in full, or their last parts, such as `lm_head` or `norm`.",
     )
-    base_dtype: Literal["int8"] | None = None
+    base_dtype: Literal["int8", "nf4"] | None = None
     """Format of the frozen weights of linear layers in the blocks. `int8`: about 1 byte a parameter, with a scale for
-    each 64; on one process and replicas. null: that of the model."""
+    each 64; `nf4`: about 0.56 bytes, by bitsandbytes; on one process and replicas. null: that of the model."""
     init_from: str | None = None
     """Adapter to start from: a directory or URL in PEFT's format, of the same kind, rank, alpha and layers."""
 

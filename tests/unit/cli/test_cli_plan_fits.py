@@ -54,22 +54,22 @@ def test_a_table_says_which_70b_base_fits_where(capsys: pytest.CaptureFixture[st
     assert "RTX 4090 24 GiB" in lines[3]
     assert lines[4].split()[:3] == ["fp32", "(this", "recipe)"]
     assert lines[4].split()[-5:] == ["-"] * 5
-    assert lines[6].split()[2:6] == ["35.6", "GiB", "-", "-"]
-    assert all(length.replace(",", "").isdigit() for length in lines[6].split()[6:])
+    assert lines[6].split()[:5] == ["nf4", "38.6", "GiB", "-", "-"]
+    assert all(length.replace(",", "").isdigit() for length in lines[6].split()[5:])
     assert not list(Path().glob("*.planned.yaml"))
 
 
 def test_more_memory_and_fewer_bits_allow_longer_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = read_lengths(capsys)
     assert all(values == sorted(values) for values in lengths.values())
-    assert lengths["fp32"][-1] < lengths["int8"][-1] < lengths["nf4-double"][-1]
+    assert lengths["fp32"][-1] < lengths["int8"][-1] < lengths["nf4"][-1]
 
 
 @pytest.mark.parametrize("override", ["memory.activation_checkpointing=none", "memory.chunked_loss=false"])
 def test_what_takes_memory_shortens_sequences(override: str, capsys: pytest.CaptureFixture[str]) -> None:
     vocabulary = "model.args={vocab_size: 256000}"
     lengths, shorter = read_lengths(capsys, vocabulary), read_lengths(capsys, vocabulary, override)
-    assert 0 < shorter["nf4-double"][-1] < lengths["nf4-double"][-1]
+    assert 0 < shorter["nf4"][-1] < lengths["nf4"][-1]
 
 
 @pytest.mark.parametrize(

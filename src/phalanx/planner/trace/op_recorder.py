@@ -382,5 +382,5 @@ class OpRecorder:
                 self.segment.parameter_elements[name] = self.parameters[name].numel()
                 if not self.parameters[name].requires_grad:
                     self.segment.frozen_names.add(name)
-                if self.parameters[name].dtype == torch.int8:
+                if self.parameters[name].dtype in (torch.int8, torch.uint8):
                     self.segment.int8_names.add(name)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.int8_base import read_weight
 from phalanx.train.adapters.lora import adapt_weight, adapter_scale, compute_output_norms, order_factors
+from phalanx.train.adapters.names import SCALE_NAME
+from phalanx.train.adapters.quantized_base import read_weight
 from phalanx.train.adapters.targets import AdapterTarget, find_adapter_targets
 
 NUM_POWER_ITERATIONS = 16
@@ -50,7 +51,7 @@ def compute_principal_factors(matrix: Tensor, rank: int, scale: float) -> tuple[
 
 
 def _read_base(target: AdapterTarget) -> Tensor:
-    return read_weight(target.module) if target.weight.dtype == torch.int8 else _read_whole(target.weight)
+    return read_weight(target.module) if hasattr(target.module, SCALE_NAME) else _read_whole(target.weight)
 
 
 def _read_whole(parameter: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.int8_base import quantize_base, read_weight
 from phalanx.train.adapters.names import (
     LORA_A_NAME,
     LORA_B_NAME,
@@ -32,6 +31,7 @@ from phalanx.train.adapters.names import (
     adapter_names,
     is_adapter_name,
 )
+from phalanx.train.adapters.quantized_base import quantize_base, read_weight
 from phalanx.train.adapters.targets import (
     CONVOLUTIONS,
     AdapterTarget,
@@ -66,8 +66,8 @@ def add_adapters(model: nn.Module, spec: AdapterConfig, generator: torch.Generat
             target.module.register_forward_hook(
                 partial(_add_adapter_output, scale=adapter_scale(spec), dropout=spec.dropout)
             )
-    if spec.base_dtype == "int8":
-        quantize_base(model)
+    if spec.base_dtype is not None:
+        quantize_base(model, spec.base_dtype)
     for user, its_targets in by_user.items():
         # Not by hooks: activation checkpointing repeats `forward` only.
         vars(user)["forward"] = partial(_forward_with_adapters, user.forward, its_targets, adapter_scale(spec))

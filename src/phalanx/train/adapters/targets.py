@@ -4,11 +4,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.names import adapted_weight_name, adapter_names, has_adapter, is_adapter_name, is_added_name
+from phalanx.train.adapters.names import (
+    adapted_weight_name,
+    adapter_names,
+    get_whole_shape,
+    has_adapter,
+    is_adapter_name,
+    is_added_name,
+)
 from phalanx.train.ops.blocks import (
     find_expert_stacks,
     find_router_names,
@@ -49,7 +57,7 @@ class AdapterTarget:
     @property
     def matrix_shape(self) -> tuple[int, ...]:
         """The shape of the weight as a matrix [rows, columns], or as a stack of them."""
-        shape = self.weight.shape
+        shape = torch.Size(get_whole_shape(self.attribute, dict(self.module.named_parameters(recurse=False))))
         return tuple(shape) if self.is_stack else (shape[0], shape[1:].numel())
 
     @property

@@ -38,9 +38,15 @@ from phalanx.run.companions import (
     read_contained,
 )
 from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
-from phalanx.train.adapters.int8_base import dequantize
 from phalanx.train.adapters.lora import adapter_scale, merge_adapters
-from phalanx.train.adapters.names import adapted_weight_name, adapter_names, is_adapter_name, is_added_name
+from phalanx.train.adapters.names import (
+    adapted_weight_name,
+    adapter_names,
+    is_adapter_name,
+    is_added_name,
+    scale_name,
+)
+from phalanx.train.adapters.quantized_base import dequantize
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
@@ -167,9 +173,10 @@ class _ExportPlan:
     def count_bytes(self, tensor: TensorRecord) -> int:
         """Return the bytes of a checkpoint's tensor in an export."""
         dtype = self.dtypes.main
-        if tensor.torch_dtype == torch.int8:  # a quantized weight
+        if tensor.torch_dtype in (torch.int8, torch.uint8):  # a quantized weight, in uint8 two in a byte
             dtype = dtype or torch.float32
-        elif dtype is None or not tensor.torch_dtype.is_floating_point:
+            return math.prod(tensor.shape) * dtype.itemsize * (2 if tensor.torch_dtype == torch.uint8 else 1)
+        if dtype is None or not tensor.torch_dtype.is_floating_point:
             return tensor.nbytes
         return math.prod(tensor.shape) * dtype.itemsize
 
@@ -331,7 +338,7 @@ def _make_group_tensors(
 
     adapters = [name for weight in group for name in adapter_names(weight) if name in manifest.tensors]
     sources = [plan.source_names.get(name, name) for name in group]
-    scales = {name: scale for name in sources if (scale := f"{name}_int8_scale") in manifest.tensors}
+    scales = {name: scale for name in sources if (scale := scale_name(name)) in manifest.tensors}
     loaded = load_tensors(checkpoint, [*sources, *adapters, *scales.values()], manifest=manifest)
     loaded |= {name: dequantize(loaded[name], loaded[scale]) for name, scale in scales.items()}
     tensors = {name: loaded[plan.source_names.get(name, name)] for name in group} | {

@@ -5,8 +5,9 @@ parameters, and an `InitialWeights` (safetensors of a Hugging Face directory or 
 them block by block. No worker ever holds the whole model. To resume a run, see `restore.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
-from phalanx.train.adapters.int8_base import quantize
-from phalanx.train.adapters.names import MAGNITUDE_NAME, is_adapter_name, is_added_name
+from phalanx.train.adapters.names import MAGNITUDE_NAME, get_whole_shape, is_adapter_name, is_added_name, scale_name
+from phalanx.train.adapters.quantized_base import quantize
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries
@@ -46,12 +47,16 @@ class SafetensorsWeights:
             if name not in self.names:
                 continue
             first, *others = self.names[name]
+            scale = local_tensors.get(scale_name(name))
             for block in local_tensor.global_blocks.blocks:
-                part = self.source.read_grown(first, block.global_offset, block.extent)
+                read: Callable[[str], Tensor] = self.source.read  # of a quantized base each worker has all
+                if scale is None:
+                    read = partial(self.source.read_grown, offset=block.global_offset, extent=block.extent)
+                part = read(first)
                 for other in others:
-                    if not torch.equal(part, self.source.read_grown(other, block.global_offset, block.extent)):
+                    if not torch.equal(part, read(other)):
                         raise make_tie_mismatch_error(self.source, first, other)
-                _store(part, block.slice_local(local_tensor.tensor), local_tensors.get(f"{name}_int8_scale"))
+                _store(part, block.slice_local(local_tensor.tensor), scale)
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,10 @@ class CheckpointWeights:
             for block in local_tensor.global_blocks.blocks:
                 target = part = block.slice_local(local_tensor.tensor)
                 if part.dtype != record.torch_dtype:
-                    part = torch.empty(block.extent, dtype=record.torch_dtype)
-                    converted.append((part, target, local_tensors.get(f"{name}_int8_scale")))
+                    scale = local_tensors.get(scale_name(name))
+                    shape = block.extent if scale is None else record.shape
+                    part = torch.empty(shape, dtype=record.torch_dtype)
+                    converted.append((part, target, scale))
                 requested.append((name, block.global_offset, part))
         extra = [name for name in self.manifest.tensors if name.startswith(EXTRA_STATE_PREFIX)]
         load_blocks(self.path, requested, self.manifest)
@@ -127,7 +134,7 @@ def open_initial_weights(
         record = manifest.tensors.get(name)
         if record is None and not is_added_name(name) and name not in (new_head or ()):
             raise DataError(f"{path}: has no tensor {name!r}, which the model needs")
-        if record is not None and record.shape != tuple(tensor.shape):
+        if record is not None and record.shape not in (get_whole_shape(name, tensors), tuple(tensor.shape)):
             raise DataError(f"{path}: {name} has shape {list(record.shape)}, the model's has {list(tensor.shape)}")
     model_names = [name for name in manifest.tensors if not name.startswith(OPTIMIZER_PREFIX)]
     left = [name for name in find_unused_entries(model, model_names) if name not in adapter_names]
@@ -153,7 +160,7 @@ def find_newest_checkpoint(where: Path) -> Path:
 def _store(value: Tensor, target: Tensor, scale: LocalTensor | None) -> None:
     """Copy a value that was read into a parameter, quantized if that is."""
     if scale is not None and value.is_floating_point():
-        value, scales = quantize(value)
+        value, scales = quantize(value, target.dtype)
         scale.tensor.copy_(scales)
     target.copy_(value)
 

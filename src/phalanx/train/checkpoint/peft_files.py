@@ -256,7 +256,7 @@ def _list_layer_tensors(name: str, target: AdapterTarget) -> Iterator[_TensorLay
         yield f"{name}.lora_B.weight", (weight.shape[0], rank, *ones), (0, 1)
         yield f"{name}.lora_magnitude_vector", (1, weight.shape[0], *ones), (0,)
     else:
-        outputs, inputs = weight.shape[::-1] if target.is_transposed else weight.shape
+        outputs, inputs = target.matrix_shape[::-1] if target.is_transposed else target.matrix_shape
         dims = (1, 0) if target.is_transposed else (0, 1)
         yield f"{name}.lora_A.weight", (rank, inputs), dims
         yield f"{name}.lora_B.weight", (outputs, rank), dims

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
-from phalanx.train.adapters.names import has_adapter, is_added_name
+from phalanx.train.adapters.names import get_whole_shape, has_adapter, is_added_name
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
@@ -169,7 +169,7 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
     tensors = get_model_tensors(model)
     for name, names in found.items():
         for file_name in names:
-            shape, expected = source.shape(file_name), tuple(tensors[name].shape)
+            shape, expected = source.shape(file_name), get_whole_shape(name, tensors)
             if shape == expected:
                 continue
             vocabulary = _find_vocabulary_tensors(model)
