@@ -3,7 +3,7 @@ of its own, and compare, on samples of the run's own data, on the CPU in fp32.""
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from phalanx.app.prune import prune_trained
 from phalanx.data import IGNORE_INDEX, open_data
 from phalanx.data.tokenizers import load_run_tokenizer
 from phalanx.errors import DataError, PhalanxError
@@ -22,6 +23,9 @@ from phalanx.run.call_process import CallProcess, value_of
 from phalanx.run.companions import TOKENIZER_CONFIG_FILE
 from phalanx.run.process_messages import CallRaised, CallReturned
 from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, load_export
+from phalanx.train.checkpoint.export_forms.int4 import INT4_FORM
+from phalanx.train.checkpoint.export_forms.quantization_aware import Int4AwareLinear
+from phalanx.train.checkpoint.pruning import PruningPlan, PruningRequest
 from phalanx.train.hf import reload
 from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, TextFacts, compute_scores
 from phalanx.train.inference import check_data, load_trained_model
@@ -49,17 +53,25 @@ class Reference:
     scores: Tensor
     has_loss: bool
     text: TextFacts | None
+    pruning: PruningPlan | None = None
+    pruning_checks: Sequence[ProofCheck] = ()
 
 
-def compute_reference(run: Run, step: int, trust_code: bool) -> Reference:
-    """Compute what the export of a checkpoint is compared with. Raises UsageError or DataError where the run's model or
-    data cannot be used."""
+def compute_reference(
+    run: Run, step: int, trust_code: bool, form: QuantizedForm | None, request: PruningRequest | None
+) -> Reference:
+    """Compute what the export of a checkpoint in a form is compared with, pruned by a `request`. Weights are rounded
+    only if the model was trained for this form. Raises UsageError or DataError where the run's model or data cannot be
+    used."""
     try:
         trained = load_trained_model(run, step, False, torch.device("cpu"), trust_code)
         check_data(trained.recipe)
     except PhalanxError as error:
         raise type(error)(f"{error}; the proof of an export needs it, or export with --no-verify") from None
+    for layer in (module for module in trained.model.modules() if isinstance(module, Int4AwareLinear)):
+        layer.rounds_weight = form is INT4_FORM
     data = open_data(trained.recipe.data, trained.recipe.evaluation, trained.recipe.seed)
+    pruning, pruning_checks = (None, []) if request is None else prune_trained(trained, data, request)
     is_text, num_validation = trained.facts.kind == "tokens", data.num_validation_samples
     count = NUM_TOKENS // min(trained.facts.seq_len or NUM_TOKENS, MAX_SAMPLE_TOKENS) if is_text else NUM_IMAGES
     count = min(count, num_validation or data.num_train_samples)
@@ -74,7 +86,8 @@ def compute_reference(run: Run, step: int, trust_code: bool) -> Reference:
     scores, has_logits = compute_scores(trained.model, inputs)
     has_loss = has_logits and targets.shape == scores.shape[:-1]
     text = _describe_text(run, inputs) if is_text and run.tokenizer.is_file() else None
-    return Reference(trained.recipe.model.build, inputs, targets, tensors.get("images"), scores, has_loss, text)
+    build, images = trained.recipe.model.build, tensors.get("images")
+    return Reference(build, inputs, targets, images, scores, has_loss, text, pruning, pruning_checks)
 
 
 def prove_export(reference: Reference, directory: Path, form: QuantizedForm | None, dtype: str) -> list[ProofCheck]:
@@ -87,7 +100,7 @@ def prove_export(reference: Reference, directory: Path, form: QuantizedForm | No
     with tempfile.TemporaryDirectory(prefix="phalanx-export-") as scratch:
         request = ReloadRequest(str(directory), scratch, reference.build, prompts, max_new_tokens, reference.text)
         reply, scores = _reload(request, reference, is_huggingface)
-    checks = list(reply.checks)
+    checks = [*reference.pruning_checks, *reply.checks]
     if scores is not None:
         checks += _check_scores(reference, scores, form, dtype)
     if scores is not None and is_huggingface and all(check.passed for check in checks if check.name == "load"):

@@ -118,6 +118,8 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         yield from _find_location_problems("task.teacher", recipe.task.teacher, folder)
     yield from find_device_problems(recipe)
     yield from _adapter(recipe)
+    if recipe.model.quantization_aware is not None:
+        yield from _quantization_aware(recipe)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
     num_groups = num_workers
@@ -149,6 +151,19 @@ def _adapter(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "adapter.init", "pissa is a start from the model's weights, and adapter.init_from names another: give one"
     if adapter.base_dtype == "int8":
         yield "adapter.init", "pissa changes the weights that adapter.base_dtype: int8 freezes in 8 bits: give one"
+
+
+def _quantization_aware(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Layers that round their weights as an INT4 export does."""
+    key, layout = "model.quantization_aware", recipe.parallelism
+    if huggingface_location(recipe.model.build) is None:
+        yield key, f"is for an export to INT4, which needs a model that came with model.build: {HF_PREFIX}PATH"
+    if recipe.adapter is not None:
+        yield key, "rounds weights that are trained, and an adapter leaves them as they are: give one"
+    if recipe.precision == "fp8":
+        yield key, "and precision: fp8 round the same layers: give one"
+    if isinstance(layout, Parallelism) and (layout.replicate * layout.shard != layout.world or layout.expert > 1):
+        yield key, "needs whole weights: give parallelism.replicate and shard only"
 
 
 def _promised(recipe: Recipe) -> str:
