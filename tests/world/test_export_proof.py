@@ -29,10 +29,14 @@ from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.call_process import answer_call
 from phalanx.run.process_messages import CallRaised, CallReturned, RunCall
+from phalanx.train.checkpoint.export_forms.compressed_tensors import load_export
 from phalanx.train.checkpoint.export_forms.gguf import CONVERTER_VARIABLE
+from phalanx.train.checkpoint.export_forms.int4 import INT4_FORM, round_weight
+from phalanx.train.checkpoint.export_forms.quantization_aware import Int4AwareLinear
 from phalanx.train.checkpoint.export_forms.run_gguf_converter import LLAMA_CPP_NAMES, name_pre_tokenizer
 from phalanx.train.checkpoint.format import list_checkpoints
-from train_harness import TrainHarness, Values
+from phalanx.train.inference import load_trained_model
+from train_harness import HarnessRun, TrainHarness, Values
 
 tiny: Any = pytest.importorskip("tiny_huggingface")
 transformers: Any = pytest.importorskip("transformers")
@@ -42,7 +46,7 @@ NO_CONVERTER = not os.environ.get(CONVERTER_VARIABLE)
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
 
 
-def train(lab: TrainHarness, kind: str, **changes: Any) -> Run:
+def train(lab: TrainHarness, kind: str, workers: int = 1, **changes: Any) -> Run:
     """A run of a tiny model that came in bf16 with a tokenizer, a chat template and a license."""
     origin = lab.folder / f"origin-{kind}"
     if not origin.exists():
@@ -62,7 +66,7 @@ def train(lab: TrainHarness, kind: str, **changes: Any) -> Run:
         "steps": 6,
         **changes,
     }
-    return lab.train(recipe).run
+    return lab.train(recipe, workers).run
 
 
 @pytest.fixture(scope="module")
@@ -445,3 +449,37 @@ def test_llama_cpp_computes_with_a_gguf_export_what_the_checkpoint_does(run: Run
     print(dtype, *(f"{check.name}: {check.found}" for check in outcome.checks), sep="\n")
     assert all(check.passed for check in outcome.checks), [check for check in outcome.checks if not check.passed]
     assert "gguf logits" in {check.name for check in outcome.checks}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_pruned_model_is_smaller_proved_and_says_what_it_kept(run: Run, tmp_path: Path) -> None:
+    arguments = ["prune", str(run.path), str(tmp_path / "out"), "--intermediate", "0.5", "--layers", "1"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "FAIL" not in result.output
+    assert f"phalanx train RECIPE model.build=hf:{tmp_path / 'out'}" in result.output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["intermediate_size"], config["num_hidden_layers"]) == (128, 1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert re.search(r"\| kept \| PASS \| 128 of 256 channels, \d+\.\d% of the importance; 1 of 2 blocks", card)
+    assert re.search(r"\| pruning \| PASS \| validation loss \d\.\d+ before, \d\.\d+ after", card)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(("parallelism", "workers"), [({"replicate": 2}, 2), ({"shard": 2}, 2)])
+def test_an_int4_export_holds_the_weights_that_int4_aware_training_computed_with(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: Values, workers: int
+) -> None:
+    monkeypatch.setattr(train_harness, "BASE_RECIPE", {**train_harness.BASE_RECIPE, "model": {}})
+    model = {"build": "hf:origin-llama", "quantization_aware": "int4"}
+    alone = HarnessRun(train(lab, "llama", model=model), 0, "")
+    divided = HarnessRun(train(lab, "llama", workers, model=model, parallelism=parallelism), 0, "")
+    assert max(divided.relative_differences(alone)) < 1e-5
+    outcome = export.export_checkpoint(str(divided.run.path), tmp_path / "out", form_name="int4", verify=False)
+    trained = load_trained_model(divided.run, None, False, torch.device("cpu")).model
+    exported = load_export(outcome.directory, INT4_FORM)
+    layers = {name: layer for name, layer in trained.named_modules() if isinstance(layer, Int4AwareLinear)}
+    assert len(layers) == 7 * tiny.LAYERS
+    for name, layer in layers.items():
+        assert layer.scale_dtype == torch.bfloat16  # that of the files, and so of the export
+        assert torch.equal(round_weight(layer.weight, layer.scale_dtype), exported.get_submodule(name).weight)

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.data import open_data
+from phalanx.data import RunData, open_data
 from phalanx.errors import UsageError
 from phalanx.run import Run
-from phalanx.train.distributed.environment import dist_env_from_environment
+from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment
 from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.evaluation import EvaluationResult, evaluate
 from phalanx.train.inference import TrainedModel, check_data, given_device, load_trained_model
 from phalanx.train.loss import LossFn, LossModule
 from phalanx.train.reference import load_reference
-from phalanx.train.tasks import AssistantTokens, Classification, load_task
+from phalanx.train.tasks import AssistantTokens, Classification, Task, load_task
 from phalanx.train.tasks.preference import Preference
 
 ReportWarning = Callable[[str], None]
@@ -79,13 +79,21 @@ def evaluate_run(
         task.normalization = trained.image_normalization
     if isinstance(task, Preference) and (reference := load_reference(run, data.fingerprint)) is not None:
         task.set_reference(reference, dist_env.device)
+    result = score_model(trained, task, data, dist_env, max_samples or data.num_validation_samples)
+    return CheckpointScores(trained.checkpoint.name, recipe.task_kind, result)
+
+
+def score_model(
+    trained: TrainedModel, task: Task, data: RunData, dist_env: DistEnv, max_samples: int
+) -> EvaluationResult:
+    """Score a model on at most `max_samples` of the validation set, in this process."""
     result = evaluate(
-        LossModule(trained.model, LossFn(task, recipe.precision, dist_env.device)),
+        LossModule(trained.model, LossFn(task, trained.recipe.precision, dist_env.device)),
         data,
         dist_env=dist_env,
         mesh=make_single_worker_mesh(),
-        max_samples=max_samples or data.num_validation_samples,
-        micro_size=recipe.batch.micro_size,
+        max_samples=max_samples,
+        micro_size=trained.recipe.batch.micro_size,
     )
     assert result is not None  # nothing asks it to stop
-    return CheckpointScores(trained.checkpoint.name, recipe.task_kind, result)
+    return result

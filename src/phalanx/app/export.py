@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,6 +19,8 @@ from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.export_forms import QUANTIZED_FORMS
 from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE, GGUF_FORM, convert_to_gguf, find_converter
 from phalanx.train.checkpoint.format import parse_step, read_manifest
+from phalanx.train.checkpoint.pruning import PruningRequest as PruningRequest
+from phalanx.train.checkpoint.pruning import find_family
 from phalanx.train.hf.reload import ProofCheck
 from phalanx.train.hf.safetensors_reader import open_weight_reader
 from phalanx.train.inference import set_threads
@@ -47,12 +48,13 @@ def export_checkpoint(
     verify: bool = True,
     trust_code: bool = False,
     weights: str | None = None,
+    request: PruningRequest | None = None,
 ) -> ExportOutcome:
     """Export the checkpoint of `step`, by default the newest, of a run or URL to the new directory `out`, which appears
     once its proof has passed; if that fails, as `OUT.failed`. `form_name` is safetensors, peft, gguf or one of
     QUANTIZED_FORMS, `dtype` fp32, bf16 or fp16; by default each weight has the dtype that it came with. `verify`: prove
     it, if needed with code of the run's own (`trust_code`). `weights`: model or ema; by default those that were
-    evaluated. The parameters are those of the command.
+    evaluated. A `request` makes the model smaller. The many parameters are the options of the commands.
 
     Raises UsageError if `out` exists, the form does not fit the model or what the proof needs is not there, and
     DataError if the checkpoint or the run's data are damaged."""
@@ -72,6 +74,7 @@ def export_checkpoint(
     if isinstance(num_threads := recipe.get("num_threads"), int) and num_threads > 0:
         set_threads(num_threads)
     notes, reference = list[str](), None
+    family = None if request is None else find_family(model)
     is_built_in = model.get("build", "").startswith(BUILT_IN_PREFIX) and recipe.get("task") in list(BUILT_IN_TASKS)
     converter = find_converter() if form_name == GGUF_FORM else None
     if converter is not None and not (model.get("huggingface") and run.tokenizer.is_file()):
@@ -80,21 +83,21 @@ def export_checkpoint(
     needed = None
     if form is not None and find_spec("compressed_tensors") is None:
         needed = "compressed-tensors, which is not installed: pip install 'phalanx[compressed-tensors]'"
-    elif model.get("huggingface") and not run.plan.is_file():
+    elif (model.get("huggingface") or family is not None) and not run.plan.is_file():
         needed = "the directory of its run, with plan.json: give that"
     if verify and needed:
         raise UsageError(f"{source}: the proof of an export needs {needed}, or export with --no-verify")
-    if verify and (model.get("huggingface") or (is_built_in and run.plan.is_file())):
-        reference = compute_reference(run, parse_step(checkpoint.absolute()), trust_code, weights)
+    if verify and (model.get("huggingface") or family is not None or (is_built_in and run.plan.is_file())):
+        reference = compute_reference(run, parse_step(checkpoint.absolute()), trust_code, weights, form, request)
     elif verify:
         notes.append("not compared with the checkpoint's model: only the run's directory or own code can call it")
     temporary = make_temporary_path(final, "unproved")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, temporary, ignore_errors=True)
-        export_huggingface(checkpoint, temporary, notes=notes.append, dtype=dtype, form=form, weights=weights)
-        dtypes = Counter(open_weight_reader(temporary).read_dtypes().values()) or Counter(["float32"])
-        weights_dtype = dtypes.most_common(1)[0][0]
+        pruning = None if reference is None else reference.pruning
+        export_huggingface(checkpoint, temporary, None, notes.append, dtype, form, weights, pruning)
+        weights_dtype = open_weight_reader(temporary).find_main_dtype()
         if converter is not None:
             convert_to_gguf(converter, temporary, weights_dtype)
         hashes = hash_files(temporary)
@@ -115,4 +118,11 @@ def export_checkpoint(
         os.rename(temporary, directory)
         undo.pop_all()
     sync_directory(directory.parent)
-    return ExportOutcome(checkpoint, directory, sorted(file.name for file in directory.iterdir()), notes, checks)
+    if pruning is not None and directory is final:
+        sizes = " ".join(f"model.args.{key}={size}" for key, size in pruning.describe_args().items())
+        start = f"model.build=hf:{final}" if model.get("huggingface") else f"init_from=hf:{final} {sizes}"
+        notes.append(
+            f"recover the loss: phalanx train RECIPE {start} 'task={{kind: distillation, teacher: {run.path}}}'"
+        )
+    files = sorted(file.name for file in directory.iterdir())
+    return ExportOutcome(checkpoint, directory, files, notes, checks)

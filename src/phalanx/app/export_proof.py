@@ -3,7 +3,7 @@ of its own, and compare, on samples of the run's own data, on the CPU in fp32.""
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from phalanx.app.prune import prune_trained
 from phalanx.data import IGNORE_INDEX, open_data
 from phalanx.data.chat_images import IMAGE_INPUT, pack_files
 from phalanx.data.tokenizers import load_run_tokenizer
@@ -25,6 +26,9 @@ from phalanx.run.companions import TOKENIZER_CONFIG_FILE
 from phalanx.run.process_messages import CallRaised, CallReturned
 from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, load_export
 from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE
+from phalanx.train.checkpoint.export_forms.int4 import INT4_FORM
+from phalanx.train.checkpoint.export_forms.quantization_aware import Int4AwareLinear
+from phalanx.train.checkpoint.pruning import PruningPlan, PruningRequest
 from phalanx.train.hf import reload
 from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, TextFacts, compute_scores
 from phalanx.train.hf.reload_gguf import reload_with_llama_cpp
@@ -58,17 +62,30 @@ class Reference:
     text: TextFacts | None
     vision: Mapping[str, Tensor] = field(default_factory=dict)
     """Image inputs of a vision-language model, by the names of a batch, and the packed `files` that they come from."""
+    pruning: PruningPlan | None = None
+    pruning_checks: Sequence[ProofCheck] = ()
 
 
-def compute_reference(run: Run, step: int, trust_code: bool, weights: str | None = None) -> Reference:
-    """Compute what the export of a checkpoint is compared with. Raises UsageError or DataError where the run's model or
-    data cannot be used."""
+def compute_reference(
+    run: Run,
+    step: int,
+    trust_code: bool,
+    weights: str | None = None,
+    form: QuantizedForm | None = None,
+    request: PruningRequest | None = None,
+) -> Reference:
+    """Compute what the export of a checkpoint in a form is compared with, pruned by a `request`. Weights are rounded
+    only if the model was trained for this form. Raises UsageError or DataError where the run's model or data cannot be
+    used."""
     try:
         trained = load_trained_model(run, step, False, torch.device("cpu"), trust_code, weights)
         check_data(trained.recipe)
     except PhalanxError as error:
         raise type(error)(f"{error}; the proof of an export needs it, or export with --no-verify") from None
+    for layer in (module for module in trained.model.modules() if isinstance(module, Int4AwareLinear)):
+        layer.rounds_weight = form is INT4_FORM
     data = open_data(trained.recipe.data, trained.recipe.evaluation, trained.recipe.seed)
+    pruning, pruning_checks = (None, []) if request is None else prune_trained(trained, data, request)
     is_text, num_validation = trained.facts.kind == "tokens", data.num_validation_samples
     count = NUM_TOKENS // min(trained.facts.seq_len or NUM_TOKENS, MAX_SAMPLE_TOKENS) if is_text else NUM_IMAGES
     count = min(count, num_validation or data.num_train_samples)
@@ -95,8 +112,8 @@ def compute_reference(run: Run, step: int, trust_code: bool, weights: str | None
     scores, has_logits = compute_scores(trained.model, inputs, vision)
     has_loss = has_logits and targets.shape == scores.shape[:-1]
     text = _describe_text(run, inputs) if is_text and run.tokenizer.is_file() else None
-    images = tensors.get("images")
-    return Reference(trained.recipe.model.build, inputs, targets, images, scores, has_loss, text, vision)
+    build, images = trained.recipe.model.build, tensors.get("images")
+    return Reference(build, inputs, targets, images, scores, has_loss, text, vision, pruning, pruning_checks)
 
 
 def prove_export(reference: Reference, directory: Path, form: QuantizedForm | None, dtype: str) -> list[ProofCheck]:
@@ -114,7 +131,7 @@ def prove_export(reference: Reference, directory: Path, form: QuantizedForm | No
         checks_of_gguf = list[ProofCheck]()
         if (directory / GGUF_FILE).is_file() and find_spec("llama_cpp") is not None:
             checks_of_gguf += _prove_gguf(request, reference, dtype)
-    checks = list(reply.checks)
+    checks = [*reference.pruning_checks, *reply.checks]
     if scores is not None:
         checks += _check_scores(reference, scores, form, dtype, DTYPE_TOLERANCES[dtype])
     if scores is not None and is_huggingface and all(check.passed for check in checks if check.name == "load"):

@@ -4,7 +4,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,9 @@ from phalanx import formatting
 from phalanx.cli.options import JsonOption, StepOption, TrustCodeOption, print_warning
 from phalanx.errors import DataError, ExitCode
 from phalanx.text_table import Column, format_table
+
+if TYPE_CHECKING:
+    from phalanx.app.export import ExportOutcome
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="List, verify, digest, copy, remove and export checkpoints."
@@ -148,7 +151,33 @@ def export(
     the files are kept as OUT.failed, and the exit code is 65."""
     from phalanx.app.export import export_checkpoint
 
-    outcome = export_checkpoint(path, out, step, form, dtype, verify, trust_code, weights)
+    _print_export(export_checkpoint(path, out, step, form, dtype, verify, trust_code, weights), out, as_json)
+
+
+@app.command()
+def prune(
+    path: PathArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
+    intermediate: Annotated[
+        float | None, typer.Option(help="Share of the inner channels of each feed-forward to keep, such as 0.5.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of blocks to keep.")] = None,
+    step: StepOption = None,
+    trust_code: TrustCodeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Export a smaller model: the channels and blocks that matter most for the run's data.
+
+    Writes and proves what `export` does. Train from OUT with the task `distillation` to recover the loss. For
+    phalanx.models:transformer, Llama, Mistral, Qwen2, Qwen3 and GPT-2."""
+    from phalanx.app.export import PruningRequest, export_checkpoint
+
+    request = PruningRequest(intermediate, layers)
+    _print_export(export_checkpoint(path, out, step, trust_code=trust_code, request=request), out, as_json)
+
+
+def _print_export(outcome: "ExportOutcome", out: Path, as_json: bool) -> None:
+    """Print what was exported and proved. Raises DataError if a check failed."""
     failed = ", ".join(check.name for check in outcome.checks if not check.passed)
     if as_json:
         facts = {"path": str(outcome.checkpoint), "out": str(outcome.directory), "files": outcome.files}

@@ -128,6 +128,8 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
     yield from find_device_problems(recipe)
     yield from _adapter(recipe)
     yield from _images_in_messages(recipe)
+    if recipe.model.quantization_aware is not None:
+        yield from _quantization_aware(recipe)
     yield from _optimizer(recipe)
     yield from _grad_sync(recipe)
     num_groups = num_workers
@@ -170,6 +172,19 @@ def _images_in_messages(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in ("tensor", "pipeline", "context", "expert"):
         if isinstance(recipe.parallelism, Parallelism) and getattr(recipe.parallelism, name) > 1:
             yield f"parallelism.{name}", "does not divide a model of images: use replicate and shard"
+
+
+def _quantization_aware(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Layers that round their weights as an INT4 export does."""
+    key, layout = "model.quantization_aware", recipe.parallelism
+    if huggingface_location(recipe.model.build) is None:
+        yield key, f"is for an export to INT4, which needs a model that came with model.build: {HF_PREFIX}PATH"
+    if recipe.adapter is not None:
+        yield key, "rounds weights that are trained, and an adapter leaves them as they are: give one"
+    if recipe.precision == "fp8":
+        yield key, "and precision: fp8 round the same layers: give one"
+    if isinstance(layout, Parallelism) and (layout.replicate * layout.shard != layout.world or layout.expert > 1):
+        yield key, "needs whole weights: give parallelism.replicate and shard only"
 
 
 def _promised(recipe: Recipe) -> str:

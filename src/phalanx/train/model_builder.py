@@ -20,12 +20,14 @@ from phalanx.recipe.imports import describe_message, fill_arguments
 from phalanx.recipe.locations import huggingface_directory
 from phalanx.recipe.schema import AdapterConfig, ModelConfig
 from phalanx.train.adapters.lora import add_adapters
+from phalanx.train.checkpoint.export_forms.quantization_aware import make_int4_aware
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
 from phalanx.train.distributed.module_state import check_model_can_be_saved, get_persistent_buffers
 from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
+from phalanx.train.hf.safetensors_reader import open_weight_reader
 from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
 from phalanx.train.ops.random_draws import derive_seed, seed_everything
 
@@ -84,6 +86,8 @@ def build_model(
     if adapter is not None:
         add_adapters(model, adapter, torch.Generator().manual_seed(derive_seed(seed, "adapter")))
         _check_head_is_trained(model)
+    if spec.quantization_aware is not None and directory is not None:
+        make_int4_aware(model, getattr(torch, open_weight_reader(directory).find_main_dtype()))
     if spec.embedding_noise is not None:
         _add_embedding_noise(model, spec.embedding_noise, facts.seq_len)
     return model

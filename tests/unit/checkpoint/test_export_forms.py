@@ -122,7 +122,7 @@ def test_a_layer_that_groups_do_not_divide_is_not_quantized(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("gpt2", {}, "GPT2LMHeadModel has no nn.Linear .*in its blocks, so it cannot be quantized; use safe"),
+        ("gpt2", {}, "GPT2LMHeadModel has no nn.Linear .*in its blocks, so it cannot be quantized; use --form safe"),
         ("llama", {"hidden_size": 32, "intermediate_size": 48}, "with a multiple of 128 inputs"),
     ],
 )

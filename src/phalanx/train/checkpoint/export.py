@@ -52,6 +52,7 @@ from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedFo
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import choose_weights, load_tensors
 from phalanx.train.checkpoint.peft_files import write_peft_adapter
+from phalanx.train.checkpoint.pruning import PruningPlan
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS, QUANTIZATION_KEY
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
@@ -75,6 +76,7 @@ def export_huggingface(
     dtype: str | None = None,
     form: QuantizedForm | Literal["peft"] | None = None,
     weights: str | None = None,
+    pruning: PruningPlan | None = None,
 ) -> Path:
     """Write the model's weights to the new directory `out`: `model.safetensors`, or several files of at most
     `file_bytes` with `model.safetensors.index.json`; and `config.json` if the checkpoint's metadata has the recipe's
@@ -82,8 +84,9 @@ def export_huggingface(
     the original. Adapters are merged; a tied weight with an adapter is untied. A model that came from a Hugging Face
     directory gets the original tensor names, number of tensors and config.json, so that `from_pretrained` reads it, and
     the run's tokenizer. With a quantized `form` its linear layers are quantized; with peft only the adapter is written
-    (`peft_files.py`). `out` appears atomically. At most one file is in memory at a time. `notes` receives messages
-    about files that were copied or skipped. `weights` as in `choose_weights`. The parameters are those of the command.
+    (`peft_files.py`); with `pruning` only what that keeps. `out` appears atomically. At most one file is in memory at a
+    time. `notes` receives messages about files that were copied or skipped. `weights` as in `choose_weights`. The
+    parameters are those of the command.
 
     Raises UsageError if `out` exists, the disk is full or `form` does not fit the model, CorruptCheckpointError, which
     names a bad file of the checkpoint, and DataError if adapters or tensors cannot be converted back to their original
@@ -101,7 +104,8 @@ def export_huggingface(
             if form == "peft":
                 write_peft_adapter(checkpoint, manifest, temporary)
             else:
-                _write_export(checkpoint, manifest, temporary, file_bytes, notes or (lambda note: None), dtype, form)
+                note = notes or (lambda text: None)
+                _write_export(checkpoint, manifest, temporary, file_bytes, note, dtype, form, pruning)
             sync_directory(temporary)
             os.rename(temporary, out)
             undo.pop_all()
@@ -189,13 +193,15 @@ def _write_export(
     notes: NoteFn,
     dtype: str | None,
     form: QuantizedForm | None,
+    pruning: PruningPlan | None,
 ) -> None:
     origin = manifest.meta.get("model", {}).get("huggingface", {})
     dtypes = _choose_dtypes(origin, dtype)
+    config = manifest.meta.get("model")
     if origin:
-        _write_json(folder / HF_CONFIG_FILE, _config_with_dtype(origin["config"], dtypes.main or torch.float32))
-    elif "model" in manifest.meta:
-        _write_json(folder / HF_CONFIG_FILE, manifest.meta["model"])
+        config = _config_with_dtype(origin["config"], dtypes.main or torch.float32)
+    if config is not None:
+        _write_json(folder / HF_CONFIG_FILE, config if pruning is None else pruning.edit_config(config))
     plan = replace(_plan_export(manifest, origin, folder), dtypes=dtypes)
     if form is not None:
         plan = _quantize_plan(plan, form, origin, folder)
@@ -209,7 +215,8 @@ def _write_export(
         tensors: dict[str, Tensor] = {}
         for group in groups:
             for name, tensor in _make_group_tensors(checkpoint, manifest, plan, group).items():
-                tensors |= plan.convert(name, tensor)
+                for key, part in plan.convert(name, tensor).items():
+                    tensors |= {key: part} if pruning is None else pruning.convert(key, part)
         _save_tensors(tensors, folder / file)
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
         with open(folder / file, "rb") as written:

@@ -8,7 +8,6 @@ such a model. Nothing here writes files.
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -251,9 +250,7 @@ def describe_for_export(directory: Path, args: Mapping[str, Any], facts: DataInf
 def _describe_files(model: nn.Module, source: WeightReader) -> dict[str, Any]:
     """Return the `dtype` that most of the files' tensors have, the `dtypes` of others, the tensors that the model keeps
     in fp32 whatever the dtype, and the size of the largest file if there are several."""
-    dtypes = source.read_dtypes()
-    counts = Counter(dtypes.values())
-    dtype = counts.most_common(1)[0][0] if counts else "float32"
+    dtypes, dtype = source.read_dtypes(), source.find_main_dtype()
     patterns = [*_read_patterns(model, "_keep_in_fp32_modules"), *_read_patterns(model, "_keep_in_fp32_modules_strict")]
     kept = [name for name in dtypes if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in patterns)]
     paths = set(source.files.values())

@@ -5,6 +5,7 @@ checkpoints.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,10 @@ class WeightReader:
                 dtypes = {name: file.get_slice(name).get_dtype() for name, its in self.files.items() if its == path}
             found |= {name: FLOAT_DTYPES[dtype] for name, dtype in dtypes.items() if dtype in FLOAT_DTYPES}
         return found
+
+    def find_main_dtype(self) -> str:
+        """Return the dtype that most tensors of floating-point numbers have; float32 if there are none."""
+        return next((dtype for dtype, _ in Counter(self.read_dtypes().values()).most_common(1)), "float32")
 
     def read(self, name: str, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Tensor:
         """Read the block of `extent` elements from `offset` in each dimension, as a new CPU tensor in the file's dtype;

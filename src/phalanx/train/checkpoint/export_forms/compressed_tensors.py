@@ -61,7 +61,8 @@ def choose_layers(form: QuantizedForm, model: nn.Module) -> tuple[list[str], lis
     if experts or not chosen:
         multiple = f" with a multiple of {form.group_size} inputs" if form.group_size > 1 else ""
         why = f"fused experts ({experts})" if experts else f"no nn.Linear{multiple} in its blocks"
-        raise UsageError(f"--form: {type(model).__name__} has {why}, so it cannot be quantized; use safetensors")
+        fix = "use --form safetensors, and model.quantization_aware: null"
+        raise UsageError(f"{type(model).__name__} has {why}, so it cannot be quantized; {fix}")
     return [name for name in linear if name in chosen], [name for name in linear if name not in chosen]
 
 

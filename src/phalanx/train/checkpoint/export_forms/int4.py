@@ -27,6 +27,13 @@ def quantize_weight(weight: Tensor, scale_dtype: torch.dtype) -> dict[str, Tenso
     return {PACKED_SUFFIX: pack_codes(codes), SCALE_SUFFIX: scale.squeeze(-1), SHAPE_SUFFIX: shape}
 
 
+def round_weight(weight: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """Return the weight [out, in] that is read back once it is quantized, in its own dtype."""
+    groups = weight.float().unflatten(1, (-1, GROUP_SIZE))
+    scale = choose_scales(groups, scale_dtype).float()
+    return _round_to_codes(groups, scale).mul_(scale).flatten(1).to(weight.dtype)
+
+
 def choose_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
     """Choose the scale of each group of weights [out, groups, 128] with the least squared error: [out, groups, 1]."""
     largest = groups.abs().amax(-1, keepdim=True) / MAX_CODE
