@@ -3,7 +3,7 @@
 Functions with a `model` argument work on any file that users write by hand, and do not load the recipe's schema.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from phalanx.recipe.yaml_loader import KeyPath, format_key
 JsonSchema = dict[str, Any]
 ModelClass = type[BaseModel]
 _FORMAT_TEXTS = {
+    "date": "a date such as 2026-01-31",
     "date-time": "a time such as 2026-11-28T10:00:00Z",
     "power": "a power with its unit, such as 45 kW",
     "power-rate": "a change of power with its unit, such as 1 MW/s",
@@ -70,11 +71,18 @@ def iterate_variants(schema: JsonSchema) -> Iterator[JsonSchema]:
         yield schema
 
 
-def find_schema(key: KeyPath, model: ModelClass) -> JsonSchema | None:
-    """The schema of one key; None when there is no such key, or it may hold anything."""
+def _choose_variants(schema: JsonSchema, kinds: Collection[object]) -> list[JsonSchema]:
+    """The forms of a value; of mappings with a `kind` only those of these kinds, if there are any."""
+    variants = list(iterate_variants(schema))
+    of_kinds = [each for each in variants if each.get("properties", {}).get("kind", {}).get("const") in kinds]
+    return of_kinds or variants
+
+
+def find_schema(key: KeyPath, model: ModelClass, kinds: Collection[object] = ()) -> JsonSchema | None:
+    """The schema of one key; None when there is no such key, or it may hold anything. `kinds` of the mappings above."""
     schema: JsonSchema = _inlined_schema(model)
     for part in key:
-        for variant in iterate_variants(schema):
+        for variant in _choose_variants(schema, kinds):
             if isinstance(part, str):
                 others = variant.get("additionalProperties")
                 child = variant.get("properties", {}).get(part, others if isinstance(others, dict) else None)
@@ -88,9 +96,9 @@ def find_schema(key: KeyPath, model: ModelClass) -> JsonSchema | None:
     return schema
 
 
-def child_keys(key: KeyPath, model: ModelClass) -> list[str]:
-    """Names of the keys that may stand below `key`."""
-    variants = iterate_variants(find_schema(key, model) or {})
+def child_keys(key: KeyPath, model: ModelClass, kinds: Collection[object] = ()) -> list[str]:
+    """Names of the keys that may stand below `key`, a mapping of one of these kinds."""
+    variants = _choose_variants(find_schema(key, model, kinds) or {}, kinds)
     return [
         name
         for variant in variants

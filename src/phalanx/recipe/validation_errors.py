@@ -5,7 +5,7 @@ reported once.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,8 +81,10 @@ def _key_of_error(error: ErrorDetails, value: Any) -> KeyPath:
     key: KeyPath = ()
     last = len(error["loc"]) - 1
     for index, part in enumerate(error["loc"]):
-        if isinstance(value, dict) and (part in value or (index == last and error["type"] == "missing")):
-            value = value.get(part)
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif index == last and error["type"] == "missing" and isinstance(value, dict | str):
+            pass  # a text stands for a mapping with that `kind`
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
         else:
@@ -103,9 +105,9 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
         return f"{name}: unknown key{_suggest_key(key, model)}"
     match error["type"]:
         case "extra_forbidden":
-            return f"{name}: unknown key{_suggest_key(key, model)}"
+            return f"{name}: unknown key{_suggest_key(key, model, error['loc'])}"
         case "missing":
-            return f"{name}: missing, expected {describe_expected(find_schema(key, model) or {})}"
+            return f"{name}: missing, expected {describe_expected(find_schema(key, model, error['loc']) or {})}"
         case "union_tag_invalid":
             context = error["ctx"]
             expected = context["expected_tags"].replace("'", "")
@@ -116,7 +118,7 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
             return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
     start = f"{name}: " if name else ""
     finite_text = " that is finite" if error["type"] == "finite_number" else ""
-    schema = find_schema(key, model) or {}
+    schema = find_schema(key, model, error["loc"]) or {}
     names = [name for variant in iterate_variants(schema) for name in variant.get("enum", ())]
     nearest = suggest_nearest(error["input"], names) if isinstance(error["input"], str) else ""
     expected = describe_expected(schema)
@@ -125,11 +127,11 @@ def _describe_error(key: KeyPath, error: ErrorDetails, model: ModelClass) -> str
     return f"{start}found {describe_value(error['input'])}, expected {expected}{finite_text}{nearest}"
 
 
-def _suggest_key(key: KeyPath, model: ModelClass) -> str:
+def _suggest_key(key: KeyPath, model: ModelClass, kinds: Collection[object] = ()) -> str:
     """Suggest the key that was meant: the highest with its name elsewhere, else one with nearly its name here, else all
     keys that are allowed here."""
-    name, here = str(key[-1]), child_keys(key[:-1], model)
-    same_name = [other for other in iterate_keys(model) if other[-1] == name]
+    name, here = str(key[-1]), child_keys(key[:-1], model, kinds)
+    same_name = [other for other in iterate_keys(model) if other[-1] == name and other != key]
     min_depth = min(map(len, same_name), default=0)  # a key without its path is rarely a deeply nested one
     other_keys = [format_key(other) for other in same_name if len(other) == min_depth]
     if other_keys:
