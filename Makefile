@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test parity test-faults test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
+.PHONY: help venv lock audit train test parity test-fine-tuning test-faults test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
 	bench gpu-session-kit clean
 
 help: ## List the targets.
@@ -70,8 +70,11 @@ test-faults: venv ## Test that runs survive injected faults and damaged files: a
 	$(BIN)/python $(PYTEST_ON_BOTH_CORES) tests/soak tests/chaos tests/fuzz fleet/tests/fuzz
 
 parity: venv ## Compare every parallelism with one process: pairs of models, precisions, optimizers, dropout and data.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py \
-		tests/world/test_conversations.py
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py
+
+test-fine-tuning: venv ## Test conversations, preferences, teachers, images, whole texts and new tokens in every combination.
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(addprefix tests/world/test_,conversations.py \
+		image_conversations.py whole_texts.py new_tokens.py)
 
 # A Slurm serves one process of pytest; everything else has ports and directories of its own.
 ON_SLURM := $(wildcard tests/cluster/test_slurm_*.py fleet/tests/cluster/test_slurm_*.py)

@@ -21,7 +21,7 @@ from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 transformers: Any = pytest.importorskip("transformers")
 
 SLOW = pytest.mark.slow
-"""Runs that `make parity` has and `make test` has not."""
+"""Runs that `make test-fine-tuning` has and `make test` has not."""
 LR, BETA, NUM_STEPS = 0.5, 0.2, 3
 TASKS: dict[str, tuple[str, Any]] = {
     "chat": ("chat", "chat"),
@@ -82,10 +82,10 @@ def curves(run: HarnessRun) -> list[float]:
         pytest.param("chat", {"context": 2}, 2, marks=SLOW),
         pytest.param("chat", {"pipeline": 2}, 2, marks=SLOW),
         pytest.param("dpo", {"replicate": 2}, 2, marks=SLOW),
-        ("dpo", {"shard": 2}, 2),
+        pytest.param("dpo", {"shard": 2}, 2, marks=SLOW),
         ("dpo", {"tensor": 2}, 2),
         pytest.param("kto", {"shard": 2}, 2, marks=SLOW),
-        ("distillation", {"shard": 2}, 2),
+        pytest.param("distillation", {"shard": 2}, 2, marks=SLOW),
         pytest.param("distillation", {"tensor": 2}, 2, marks=SLOW),
     ],
     ids=str,
@@ -101,9 +101,9 @@ def test_a_parallelism_has_the_losses_of_one_process(
 @pytest.mark.parametrize(
     "name",
     [
-        "chat",
+        pytest.param("chat", marks=SLOW),
         "dpo",
-        "stored-teacher",
+        pytest.param("stored-teacher", marks=SLOW),
         "on-policy",
         pytest.param("distillation", marks=SLOW),
         pytest.param("grpo", marks=SLOW),
@@ -115,7 +115,7 @@ def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness, name: str) -> N
     assert killed.digest == lab.train_reference(recipe(name)).digest
 
 
-@pytest.mark.parametrize("name", ["dpo", "stored-teacher", pytest.param("on-policy", marks=SLOW)])
+@pytest.mark.parametrize("name", ["dpo", *(pytest.param(name, marks=SLOW) for name in ("stored-teacher", "on-policy"))])
 def test_elastic_runs_with_a_reference_or_answers_of_their_own_have_the_same_bits_on_any_number_of_replicas(
     lab: TrainHarness, name: str
 ) -> None:
@@ -123,7 +123,7 @@ def test_elastic_runs_with_a_reference_or_answers_of_their_own_have_the_same_bit
     assert two.digest == alone.digest
 
 
-@pytest.mark.parametrize(("parallelism", "workers"), [({}, 1), ({"shard": 2}, 2)], ids=str)
+@pytest.mark.parametrize(("parallelism", "workers"), [({}, 1), pytest.param({"shard": 2}, 2, marks=SLOW)], ids=str)
 def test_a_stored_teacher_of_all_tokens_has_the_losses_of_one_that_runs(
     lab: TrainHarness, parallelism: Values, workers: int
 ) -> None:
@@ -134,6 +134,7 @@ def test_a_stored_teacher_of_all_tokens_has_the_losses_of_one_that_runs(
     torch.testing.assert_close(torch.tensor(curves(stored)), torch.tensor(curves(online)), rtol=1e-5, atol=1e-6)
 
 
+@SLOW
 def test_the_reference_of_a_run_at_a_url_follows_it_to_another_machine(
     lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

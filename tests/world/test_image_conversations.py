@@ -20,7 +20,7 @@ from vision_inputs import save_vision_model, write_image_chats
 transformers: Any = pytest.importorskip("transformers")
 
 SLOW = pytest.mark.slow
-"""Runs that `make parity` has and `make test` has not."""
+"""Runs that `make test-fine-tuning` has and `make test` has not."""
 LR, NUM_STEPS = 0.5, 3
 
 
@@ -105,7 +105,7 @@ def test_losses_are_those_of_a_loop_over_the_processor_and_the_model_of_transfor
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("parallelism", [{"replicate": 2}, {"shard": 2}], ids=str)
+@pytest.mark.parametrize("parallelism", [pytest.param({"replicate": 2}, marks=SLOW), {"shard": 2}], ids=str)
 def test_a_divided_run_has_the_losses_of_one_process(lab: TrainHarness, parallelism: Values) -> None:
     alone, divided = lab.train_reference(recipe()), lab.train(recipe(parallelism=parallelism), 2)
     torch.testing.assert_close(torch.tensor(curves(divided)), torch.tensor(curves(alone)), rtol=1e-5, atol=1e-6)
@@ -131,6 +131,7 @@ def test_conversations_without_images_have_the_same_bits_on_two_replicas(lab: Tr
     assert "parallelism.shard: found 2, expected 1" in sharded.message
 
 
+@SLOW
 def test_adapters_of_the_language_model_leave_the_vision_tower_as_it_is_and_merge_into_an_export(
     lab: TrainHarness, tmp_path: Path
 ) -> None:

@@ -54,7 +54,8 @@ def train(lab: TrainHarness, workers: int = 1, **changes: Any) -> HarnessRun:
     return run
 
 
-@pytest.mark.parametrize("base", ["tied", pytest.param("base", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["tied", "base"])
 def test_a_model_with_new_tokens_is_exported_with_its_tokenizer(lab: TrainHarness, base: str, tmp_path: Path) -> None:
     run = train(lab, base=base)
     outcome = export_checkpoint(str(run.run.path), tmp_path / "out")

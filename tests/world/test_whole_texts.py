@@ -19,7 +19,7 @@ from train_harness import HarnessRun, TrainHarness, Values, plan_fault
 transformers: Any = pytest.importorskip("transformers")
 
 SLOW = pytest.mark.slow
-"""Runs that `make parity` has and `make test` has not."""
+"""Runs that `make test-fine-tuning` has and `make test` has not."""
 CLASSES = {"kind": "text-classification", "classes": ["cold", "warm"]}
 TASKS: dict[str, tuple[str, Any]] = {
     "reward": ("pairs", {"kind": "reward", "center_rewards_coefficient": 0.01}),
