@@ -166,7 +166,7 @@ def prune(
     trust_code: TrustCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Export a smaller model: only the channels and blocks that matter most.
+    """Export a smaller model, without what matters least.
 
     Writes and proves what `export` does. Train from OUT with the task `distillation` to recover the loss. For
     phalanx.models:transformer, Llama, Mistral, Qwen2, Qwen3 and GPT-2."""
