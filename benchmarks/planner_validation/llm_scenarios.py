@@ -90,11 +90,12 @@ def cluster_of(run: PublishedRun) -> Cluster:
 
 @lru_cache(maxsize=512)
 def profile_of_shape(shape: DecoderShape) -> ModelProfile:
-    """The profile of a decoder of this shape."""
+    """The profile of a decoder of this shape. Two of its equal blocks are traced, and counted as all of them."""
+    layers = min(shape.layers, shape.dense_layers + 2)
     common = {
         "vocab_size": shape.vocab_size,
         "seq_len": shape.seq_len,
-        "layers": shape.layers,
+        "layers": layers,
         "hidden_size": shape.hidden_size,
         "num_heads": shape.num_heads,
         "num_kv_heads": shape.num_kv_heads,
@@ -123,7 +124,10 @@ def profile_of_shape(shape: DecoderShape) -> ModelProfile:
         model = build_on_meta(make)
     except ValueError as error:  # sizes that fit no such model
         raise CannotPredict(str(error)) from None
-    return profile_model(model, language_modeling_forward(shape.vocab_size, shape.seq_len), shape.seq_len)
+    profile = profile_model(model, language_modeling_forward(shape.vocab_size, shape.seq_len), shape.seq_len)
+    *before, blocks, head = profile.segments
+    repeated = replace(blocks, repeats=blocks.repeats + shape.layers - layers)
+    return replace(profile, segments=(*before, repeated, head))
 
 
 def _default_micro_size(run: PublishedRun) -> int:

@@ -466,7 +466,9 @@ def test_a_pruned_model_is_smaller_proved_and_says_what_it_kept(run: Run, tmp_pa
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(("parallelism", "workers"), [({"replicate": 2}, 2), ({"shard": 2}, 2)])
+@pytest.mark.parametrize(
+    ("parallelism", "workers"), [pytest.param({"replicate": 2}, 2, marks=pytest.mark.slow), ({"shard": 2}, 2)]
+)
 def test_an_int4_export_holds_the_weights_that_int4_aware_training_computed_with(
     lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: Values, workers: int
 ) -> None:
