@@ -1,11 +1,12 @@
 """The one place for names that torch does not promise to keep. Nothing else may use them."""
 
+import logging
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,22 @@ def reduce_scatter_into(
     return work
 
 
-def fake_tensor_mode(symbols: bool = True) -> "AbstractContextManager[object]":
+@contextmanager
+def fake_tensor_mode(symbols: bool = True) -> Iterator[object]:
     """A context in which new tensors have shape, dtype and device but no data, and operations only follow these. Where
-    code asks for a value it gets a symbol, or without `symbols` an exception."""
+    code asks for a value it gets a symbol, or without `symbols` an exception. torch logs no traceback of an operation
+    that fails: the exception is the caller's."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     env = ShapeEnv() if symbols else None
-    mode: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    return mode
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, torch_log.disabled = torch_log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=env) as mode:
+            yield mode
+    finally:
+        torch_log.disabled = was_disabled
 
 
 def scaled_mm(

@@ -174,7 +174,7 @@ def draw_finetuning_recipe(rng: random.Random) -> RecipeSample:
         "task": task,
         "data": data,
         "evaluation": {"every": rng.choice([None, 5]), "holdout_fraction": 0.2},
-        "batch": {"global_size": 6, "micro_size": rng.choice([1, 2])},
+        "batch": {"global_size": 12, "micro_size": rng.choice([1, 2])},
         "steps": rng.randint(20, 60),
         "optimizer": _optimizer(rng),
         "precision": weighted(rng, {"fp32": 3, "bf16": 2}),
@@ -190,11 +190,11 @@ def draw_finetuning_recipe(rng: random.Random) -> RecipeSample:
         kind = rng.choice(["lora", "rslora", "dora"])
         init = "pissa" if kind == "lora" and rng.random() < 0.5 else "default"
         recipe["adapter"] = {"kind": kind, "init": init, "rank": 2, "dropout": rng.choice([0.0, 0.1])}
-    if world > 1:
-        recipe["parallelism"] = {weighted(rng, {"replicate": 3, "shard": 2, "tensor": 1}): world}
     if determinism == "elastic":
         recipe["batch"]["micro_size"] = 1
         return RecipeSample(recipe, world, tuple(sorted({world, *rng.sample([1, 2, 3], 2)})))
+    if world > 1:
+        recipe["parallelism"] = {weighted(rng, {"replicate": 3, "shard": 2, "tensor": 1}): world}
     return RecipeSample(recipe, world, (world,))
 
 

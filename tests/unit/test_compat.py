@@ -83,3 +83,9 @@ def test_a_c_compiler_and_pythons_headers_are_looked_for_as_triton_does(
     assert compat.has_compiler()
     (tmp_path / "Python.h").unlink()
     assert not compat.has_compiler()
+
+
+def test_an_operation_that_fails_on_fake_tensors_logs_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    with compat.fake_tensor_mode(), pytest.raises(RuntimeError, match="storage"):
+        torch.empty(2).set_(torch.UntypedStorage(8))
+    assert "Traceback" not in capfd.readouterr().err
