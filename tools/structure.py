@@ -30,7 +30,7 @@ BUDGETS = {
     "src/phalanx/models": 1_220,
     "src/phalanx/observe": 4_170,
     "src/phalanx/planner": 4_810,
-    "src/phalanx/recipe": 3_210,
+    "src/phalanx/recipe": 3_220,
     "src/phalanx/run": 3_220,
     "src/phalanx/serve": 2_130,
     "src/phalanx/storage": 1_870,
