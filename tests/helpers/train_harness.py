@@ -30,7 +30,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.yaml_loader import to_yaml
 from phalanx.run import Event, Run, read_events, select_final_steps
-from phalanx.run.event_types import RunEvent, StepDone, WorkerFailure, WorkerStarted
+from phalanx.run.event_types import EvaluationDone, RunEvent, StepDone, WorkerFailure, WorkerStarted
 from phalanx.run.messages import drain, send
 from phalanx.run.process_messages import SendSignal
 
@@ -97,6 +97,15 @@ class HarnessRun:
     def losses(self) -> list[float]:
         """Of each step, from the attempt that counts."""
         return [event.loss for event in select_final_steps(self.events)]
+
+    @property
+    def curves(self) -> list[float]:
+        """Losses, gradient norms, and what evaluations found, of a run that is done."""
+        assert self.code == ExitCode.DONE, self.message
+        evaluations = self.events_of_kind(EvaluationDone)
+        metrics = [value for event in evaluations for value in event.metrics.values() if value is not None]
+        norms = [event.grad_norm for event in self.events_of_kind(StepDone)]
+        return [*self.losses, *norms, *(event.loss or 0.0 for event in evaluations), *metrics]
 
     def relative_differences(self, other: "HarnessRun") -> list[float]:
         """How far the loss of each step is from that of another run, as a share of it; both are done."""

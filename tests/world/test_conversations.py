@@ -16,7 +16,7 @@ from phalanx.data import open_data
 from phalanx.errors import ExitCode, PhalanxError
 from phalanx.recipe.load import load_resolved_recipe
 from phalanx.run.event_types import EvaluationDone, StepDone
-from train_harness import HarnessRun, TrainHarness, Values, plan_fault
+from train_harness import TrainHarness, Values, plan_fault
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -68,13 +68,6 @@ def recipe(name: str, **changes: Any) -> Values:
     }
 
 
-def curves(run: HarnessRun) -> list[float]:
-    assert run.code == ExitCode.DONE, run.message
-    steps, scored = run.events_of_kind(StepDone), run.events_of_kind(EvaluationDone)
-    metrics = [value for event in scored for value in event.metrics.values() if value is not None]
-    return [*run.losses, *(step.grad_norm for step in steps), *(event.loss or 0.0 for event in scored), *metrics]
-
-
 @pytest.mark.parametrize(
     ("name", "parallelism", "workers"),
     [
@@ -95,7 +88,7 @@ def test_a_parallelism_has_the_losses_of_one_process(
 ) -> None:
     alone = lab.train_reference(recipe(name))
     divided = lab.train(recipe(name, parallelism=parallelism), workers)
-    torch.testing.assert_close(torch.tensor(curves(divided)), torch.tensor(curves(alone)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(divided.curves), torch.tensor(alone.curves), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +124,7 @@ def test_a_stored_teacher_of_all_tokens_has_the_losses_of_one_that_runs(
     task = {**TASKS["stored-teacher"][1], "teacher_top_k": num_tokens}
     stored = lab.train(recipe("stored-teacher", task=task, parallelism=parallelism or "auto"), workers)
     online = lab.train_reference(recipe("distillation"))
-    torch.testing.assert_close(torch.tensor(curves(stored)), torch.tensor(curves(online)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(stored.curves), torch.tensor(online.curves), rtol=1e-5, atol=1e-6)
 
 
 @SLOW

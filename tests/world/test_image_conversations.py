@@ -13,8 +13,8 @@ import train_harness as harness_module
 from chat_inputs import save_chat_model
 from phalanx.app.export import export_checkpoint
 from phalanx.errors import ExitCode, PhalanxError
-from phalanx.run.event_types import EvaluationDone, StepDone
-from train_harness import HarnessRun, TrainHarness, Values, plan_fault
+from phalanx.run.event_types import StepDone
+from train_harness import TrainHarness, Values, plan_fault
 from vision_inputs import save_vision_model, write_image_chats
 
 transformers: Any = pytest.importorskip("transformers")
@@ -52,12 +52,6 @@ def recipe(data: Values | None = None, **changes: Any) -> Values:
         "checkpoint": {"every": 2},
         **changes,
     }
-
-
-def curves(run: HarnessRun) -> list[float]:
-    assert run.code == ExitCode.DONE, run.message
-    steps, scored = run.events_of_kind(StepDone), run.events_of_kind(EvaluationDone)
-    return [*run.losses, *(step.grad_norm for step in steps), *(event.loss or 0.0 for event in scored)]
 
 
 def expected_loss(folder: Path, model: Any) -> torch.Tensor:
@@ -108,7 +102,7 @@ def test_losses_are_those_of_a_loop_over_the_processor_and_the_model_of_transfor
 @pytest.mark.parametrize("parallelism", [pytest.param({"replicate": 2}, marks=SLOW), {"shard": 2}], ids=str)
 def test_a_divided_run_has_the_losses_of_one_process(lab: TrainHarness, parallelism: Values) -> None:
     alone, divided = lab.train_reference(recipe()), lab.train(recipe(parallelism=parallelism), 2)
-    torch.testing.assert_close(torch.tensor(curves(divided)), torch.tensor(curves(alone)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(divided.curves), torch.tensor(alone.curves), rtol=1e-5, atol=1e-6)
 
 
 def test_a_killed_run_ends_with_the_same_bits(lab: TrainHarness) -> None:

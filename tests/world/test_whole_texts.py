@@ -10,11 +10,10 @@ import torch
 
 import train_harness as harness_module
 from chat_inputs import write_chat_inputs
-from phalanx.errors import ExitCode, PhalanxError
-from phalanx.run.event_types import EvaluationDone, StepDone
+from phalanx.errors import PhalanxError
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.inference import load_trained_model
-from train_harness import HarnessRun, TrainHarness, Values, plan_fault
+from train_harness import TrainHarness, Values, plan_fault
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -57,13 +56,6 @@ def recipe(name: str, **changes: Any) -> Values:
     }
 
 
-def curves(run: HarnessRun) -> list[float]:
-    assert run.code == ExitCode.DONE, run.message
-    steps, scored = run.events_of_kind(StepDone), run.events_of_kind(EvaluationDone)
-    metrics = [value for event in scored for value in event.metrics.values() if value is not None]
-    return [*run.losses, *(step.grad_norm for step in steps), *(event.loss or 0.0 for event in scored), *metrics]
-
-
 @pytest.mark.parametrize(
     ("name", "parallelism"),
     [
@@ -78,7 +70,7 @@ def curves(run: HarnessRun) -> list[float]:
 )
 def test_a_parallelism_has_the_losses_of_one_process(lab: TrainHarness, name: str, parallelism: Values) -> None:
     alone, divided = lab.train_reference(recipe(name)), lab.train(recipe(name, parallelism=parallelism), 2)
-    torch.testing.assert_close(torch.tensor(curves(divided)), torch.tensor(curves(alone)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(divided.curves), torch.tensor(alone.curves), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["reward", "classes", pytest.param("embedding", marks=SLOW)])

@@ -76,10 +76,10 @@ def export_checkpoint(
     notes, reference = list[str](), None
     family = None if request is None else find_family(model)
     is_built_in = model.get("build", "").startswith(BUILT_IN_PREFIX) and recipe.get("task") in list(BUILT_IN_TASKS)
-    converter = find_converter() if form_name == GGUF_FORM else None
-    if converter is not None and not (model.get("huggingface") and run.tokenizer.is_file()):
+    if form_name == GGUF_FORM and not (model.get("huggingface") and run.tokenizer.is_file()):
         why = "the converter needs a model of transformers (model.build: hf:PATH) and a tokenizer.json (data.tokenizer)"
         raise UsageError(f"{source}: --form gguf: {why}; use --form safetensors")
+    converter = find_converter() if form_name == GGUF_FORM else None
     needed = None
     if form is not None and find_spec("compressed_tensors") is None:
         needed = "compressed-tensors, which is not installed: pip install 'phalanx[compressed-tensors]'"

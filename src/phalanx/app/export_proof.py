@@ -89,11 +89,15 @@ def compute_reference(
     is_text, num_validation = trained.facts.kind == "tokens", data.num_validation_samples
     count = NUM_TOKENS // min(trained.facts.seq_len or NUM_TOKENS, MAX_SAMPLE_TOKENS) if is_text else NUM_IMAGES
     count = min(count, num_validation or data.num_train_samples)
-    first, width, files = 0, MAX_SAMPLE_TOKENS, list[bytes]()
+    first = 0
+    width = MAX_SAMPLE_TOKENS
+    files: list[bytes] = []
     if data.has_images:  # one sample with images, whole: its tokens and its images belong together
         files_of = [data.read_files(number, bool(num_validation)) for number in range(count)]
         first = next((number for number, each in enumerate(files_of) if each), 0)
-        count, width, files = 1, trained.facts.seq_len or 0, files_of[first]
+        count = 1
+        width = trained.facts.seq_len or 0
+        files = files_of[first]
     batch = data.read_validation(first, count) if num_validation else data.read_training(first, count)
     tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
     vision = {name: tensor for name, tensor in tensors.items() if name.startswith(IMAGE_INPUT)}

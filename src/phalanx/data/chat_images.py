@@ -54,7 +54,9 @@ def find_images(messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
     """Return what names each image of messages. A part without a source is the next of the record's `images` (or
     `image`). Raises BadRowError unless these are as many as such parts."""
     column = record.get("images", record.get("image"))
-    waiting = iter(column if isinstance(column, list) else [] if column is None else [column])
+    if not isinstance(column, list):
+        column = [] if column is None else [column]
+    waiting = iter(column)
     parts = (part for message in messages for part in message["content"] if is_image(part))
     sources = [source if (source := _find_source(part)) is not None else next(waiting, None) for part in parts]
     if None in sources:

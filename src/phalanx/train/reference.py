@@ -166,7 +166,9 @@ def _score_sequences(context: TrainContext, loss_module: LossModule, task: Prefe
 def _score_teacher(context: TrainContext, task: Distillation, top_k: int, data: RunData) -> Reference:
     """Score all targets with the teacher, divided over data-parallel ranks: its `top_k` largest log-probabilities. The
     first worker of a node has them in the host's memory."""
-    dist_env, mesh, run = context.dist_env, context.parallel_model.mesh, context.run
+    dist_env = context.dist_env
+    mesh = context.parallel_model.mesh
+    run = context.run
     size, rounds = _list_rounds(context, data)
     counts = torch.zeros(data.num_sample_ids + 1, dtype=torch.int64, device=dist_env.device)
     for first, batch in _read_own_batches(context, data):
