@@ -21,7 +21,7 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
-    "src/phalanx/app": 4_810,
+    "src/phalanx/app": 4_820,
     "src/phalanx/autoconfig": 3_020,
     "src/phalanx/cli": 3_140,
     "src/phalanx/cluster": 5_120,
@@ -35,7 +35,7 @@ BUDGETS = {
     "src/phalanx/serve": 2_130,
     "src/phalanx/storage": 1_870,
     "src/phalanx/telemetry": 1_400,
-    "src/phalanx/train": 24_950,
+    "src/phalanx/train": 24_960,
     "fleet/src": 17_400,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
