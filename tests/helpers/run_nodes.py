@@ -37,7 +37,9 @@ class Nodes:
         _, errors = leader.communicate(timeout=seconds)
         for member in members:
             out, said = member.communicate(timeout=90)
+            print(out, said)  # pytest shows it when the test fails
             assert member.returncode == leader.returncode, (errors, out, said)
+        print(errors)
         return HarnessRun(self.run, leader.returncode, errors)
 
 

@@ -97,7 +97,8 @@ class HeartbeatWriter:
         """Something of PLACES has ended."""
         self._count += 1
         fields = (self._pid, self._count, self.step, PHASE_NAMES.index(phase), self._clock(), self.busy_s)
-        _SLOT_STRUCT.pack_into(self._memory, self._offset, *fields)
+        # one copy: `pack_into` clears the slot first, and a reader would see the worker's last sign at time 0
+        self._memory[self._offset : self._offset + _SLOT_STRUCT.size] = _SLOT_STRUCT.pack(*fields)
 
 
 class NullHeartbeat:

@@ -1,6 +1,7 @@
 """Signs of life: what workers write is what the agent reads, each in its own place."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,21 @@ def test_a_forked_worker_is_heard(pulses: HeartbeatTable) -> None:
     beat = pulses.read(1)
     assert beat is not None
     assert (beat.pid, beat.phase) == (child, "data_wait")
+
+
+def test_a_heartbeat_is_whole_while_the_next_is_written(pulses: HeartbeatTable) -> None:
+    HeartbeatWriter(pulses.fd, 0).record("forward")
+    child = os.fork()
+    if not child:
+        writer = HeartbeatWriter(pulses.fd, 0)
+        while True:
+            writer.record("forward")
+    try:
+        found = {heartbeat and heartbeat.t > 0.0 for heartbeat in (pulses.read(0) for _ in range(200_000))}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert found == {True}
 
 
 def test_what_workers_do_has_a_name(pulses: HeartbeatTable) -> None:
