@@ -309,7 +309,7 @@ def replay(faults: Path, name: str) -> list[str]:
             capture_output=True,
             text=True,
         )
-        return [] if done.returncode == 0 else [done.stdout.strip().splitlines()[-1]]
+        return [] if done.returncode == 0 else re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M) or [done.stdout]
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         shutil.copytree(faults, Path(scratch) / "faults2", ignore=shutil.ignore_patterns("runs"))
         if (faults.parent / "faults").is_dir():
