@@ -40,7 +40,9 @@ class DataSource(ConfigModel):
 
     model_config = ConfigDict(title="Source")
 
-    text: str | list[str] | None = Field(None, description="Glob(s) or URLs of text files; .gz and .xz are unpacked.")
+    text: str | list[str] | None = Field(
+        None, description="Glob(s) or URLs of text files; .gz, .bz2, .xz and .zst are unpacked."
+    )
     jsonl: str | list[str] | None = Field(None, description="Glob(s) or URLs of JSON lines; `text_field` has the text.")
     parquet: str | list[str] | None = Field(None, description="Glob(s) or URLs of Parquet; `text_field` is the column.")
     arrow: str | list[str] | None = Field(
