@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.cluster.spec import LocationSpeed, Measurements, StorageSpec
-from phalanx.planner.storage_costs import StorageDemand, StoredData, predict_storage_demand
+from phalanx.planner.storage_costs import StorageDemand, predict_storage_demand
 from phalanx.recipe import Recipe
 
 SPEEDS = [
@@ -14,7 +14,7 @@ SPEEDS = [
     LocationSpeed(location="s3://team/data", read_gbps=0.1),
 ]
 MEASURED = Measurements(when="2026-11-30T12:00:00+0000", key={}, locations=SPEEDS)
-DATA = StoredData("s3://team/data", 80 << 20)
+DATA = "s3://team/data"
 
 
 def cluster(**values: Any) -> Cluster:
@@ -22,7 +22,7 @@ def cluster(**values: Any) -> Cluster:
     return load_cluster("dgx-h100:4").model_copy(update={"storage": storage, "measured": MEASURED, **values})
 
 
-def demand(data: StoredData | None = None, where: Cluster | None = None, **checkpoint: Any) -> StorageDemand:
+def demand(data: str | None = None, where: Cluster | None = None, **checkpoint: Any) -> StorageDemand:
     recipe = Recipe.model_validate({"checkpoint": {"in_memory_every": None, **checkpoint}})
     return predict_storage_demand(recipe, where or cluster(), 32, 16 * 10**9, 2e9, data)
 
@@ -47,24 +47,3 @@ def test_what_was_not_measured_is_unknown() -> None:
 def test_data_come_from_the_storage_of_the_cluster_or_from_their_url() -> None:
     assert demand().available_bytes_per_s == pytest.approx(4e9)
     assert demand(DATA).available_bytes_per_s == pytest.approx(0.4e9)
-
-
-def test_an_upload_takes_a_request_a_block_and_some_a_rank() -> None:
-    upload = demand(upload={"to": "s3://team/run"}).upload
-    assert upload is not None
-    assert upload.num_requests == -(-16 * 10**9 // (16 << 20)) + 2 * 32 + 4
-    assert upload.usd == pytest.approx(upload.num_requests * 0.005 / 1000)
-
-
-def test_each_node_downloads_the_data_once() -> None:
-    first_epoch = demand(DATA).first_epoch
-    assert first_epoch is not None
-    assert first_epoch.num_requests == 4 * 10  # 8 MiB each
-    assert first_epoch.usd == pytest.approx(40 * 0.0004 / 1000)
-    assert first_epoch.egress_usd == pytest.approx(4 * 0.0839 * 0.09, rel=0.01)
-
-
-def test_a_store_without_list_prices_has_none() -> None:
-    upload = demand(upload={"to": "file:///store"}).upload
-    assert upload is not None
-    assert upload.usd is None
