@@ -18,7 +18,6 @@ from phalanx.planner.finetune_memory import (
     estimate_finetune_memory,
     find_longest_sequence,
     with_preference_pairs,
-    with_teacher,
 )
 from phalanx.planner.finetune_memory import _block_bytes as block_bytes
 
@@ -73,15 +72,6 @@ def test_an_online_reference_costs_a_model_unless_adapters_can_be_disabled() -> 
 
 def test_a_pair_takes_the_activations_of_two_samples() -> None:
     assert allocated_gib(with_preference_pairs(QLORA, "cached")) == allocated_gib(replace(QLORA, micro_size=2))
-
-
-def test_a_teacher_costs_its_weights_and_where_logits_are_whole_its_probabilities() -> None:
-    teacher_bytes = 2 * 32 * LLAMA_2_7B.block_weights + 4 * LLAMA_2_7B.outer_weights
-    chunked = estimate_finetune_memory(with_teacher(QLORA, LLAMA_2_7B)).allocated
-    assert chunked - estimate_finetune_memory(QLORA).allocated == pytest.approx(teacher_bytes)
-    whole = replace(QLORA, stack=FineTuningStack())
-    difference = estimate_finetune_memory(with_teacher(whole, LLAMA_2_7B)).temporaries
-    assert difference - estimate_finetune_memory(whole).temporaries == 4 * 2048 * 32000
 
 
 def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
