@@ -61,11 +61,6 @@ class CatalogEntry:
     values: Mapping[str, Any]
 
 
-def list_names(kind: CatalogKind) -> list[str]:
-    """Return the full names of all entries of a kind, in file order."""
-    return list(_load_entries(kind))
-
-
 def list_entries(kind: CatalogKind) -> list[CatalogEntry]:
     """Return all entries of a kind, in file order."""
     return list(_load_entries(kind).values())

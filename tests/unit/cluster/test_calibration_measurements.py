@@ -54,11 +54,6 @@ def test_what_a_device_multiplies_is_drawn_on_it(monkeypatch: pytest.MonkeyPatch
     assert set(drawn) == {"meta"}
 
 
-def test_a_pool_says_when_it_is_too_small() -> None:
-    with pytest.raises(ValueError, match="pool of 16"):
-        ColdBufferPool("cpu", 64).take_tensor(17)
-
-
 def test_caches_are_counted_once_however_many_cores_share_them(tmp_path: Path) -> None:
     for core in range(4):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index3"
@@ -109,6 +104,15 @@ def test_products_are_measured(watch: BenchTimer) -> None:
         (64, "tn", "fp32"),
         (64, "tn", "bf16"),
     ]
+
+
+@pytest.mark.parametrize(("seconds", "best"), [(8, 32), (0.5, 16)])  # a size that takes too long is the last
+def test_the_rate_of_square_products_is_that_of_the_best_size(seconds: float, best: int) -> None:
+    threads, ticks = torch.get_num_threads(), itertools.count()
+    timer = BenchTimer(clock=lambda: float(next(ticks)))  # each run takes a second
+    rates = gemm.measure_matmul("cpu", threads + 1, seconds, timer, sizes=(16, 32))
+    assert rates["bf16"] == pytest.approx(2 * best**3 / 1e12)
+    assert torch.get_num_threads() == threads
 
 
 def test_additions_are_measured(watch: BenchTimer) -> None:

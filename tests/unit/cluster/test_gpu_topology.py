@@ -1,12 +1,21 @@
 """Links of GPUs, with a library that is made up."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from phalanx.cluster.gpu_topology import GpuLinks, choose_scale_up, discover_gpu_links, pcie_gbps
+from phalanx.cluster.gpu_topology import (
+    GpuLinks,
+    bind_to_local_cores,
+    choose_scale_up,
+    discover_gpu_links,
+    find_local_cores,
+    pcie_gbps,
+)
 
 
 class NVMLError(Exception):
@@ -96,3 +105,43 @@ def test_else_the_slowest_pcie_link_counts() -> None:
 def test_one_gpu_has_no_network() -> None:
     assert choose_scale_up((GpuLinks("0000:01:00.0", lanes=16, max_pcie_generation=4),)) is None
     assert choose_scale_up((GpuLinks("a"), GpuLinks("b"))) is None
+
+
+GPU = "0000:1b:00.0"
+
+
+def machine(root: Path, cores: str) -> Path:
+    folder = root / "sys/bus/pci/devices" / GPU
+    folder.mkdir(parents=True)
+    (folder / "local_cpulist").write_text(f"{cores}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0-3,8-9", {0, 1, 2, 3, 8, 9}), ("5", {5}), ("", set())],
+)
+def test_the_kernels_list_is_read(tmp_path: Path, text: str, expected: set[int]) -> None:
+    assert find_local_cores(GPU, machine(tmp_path, text)) == expected
+
+
+def test_of_a_device_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
+    assert find_local_cores(GPU, tmp_path) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("near", "allowed", "expected"),
+    [
+        ("0-3", range(8), {0, 1, 2, 3}),
+        ("0-3", range(2, 6), {2, 3}),
+        ("0-7", range(8), None),  # one NUMA node
+        ("0-3", range(4, 8), None),  # the launcher gave cores of the other one
+        ("", range(8), None),
+    ],
+)
+def test_a_process_stays_on_cores_that_are_near_and_allowed(
+    tmp_path: Path, near: str, allowed: Collection[int], expected: set[int] | None
+) -> None:
+    asked: list[Collection[int]] = []
+    bind_to_local_cores(GPU, machine(tmp_path, near), allowed, asked.append)
+    assert asked == ([] if expected is None else [expected])

@@ -128,7 +128,7 @@ def test_a_measurement_that_was_killed_leaves_nothing_and_names_the_place(tmp_pa
 
 
 def test_a_context_arrives_as_it_was_sent(tmp_path: Path) -> None:
-    context = CheckContext(tmp_path, locations=(place("s3://b/c", True),))
+    context = CheckContext(tmp_path, uid=7, expected_devices=8, locations=(place("s3://b/c", True),))
     assert CheckContext.from_json(context.as_json()) == context
 
 
