@@ -1,5 +1,6 @@
 """Seconds of a step: parts that add up, and what more bandwidth, more ranks and other layouts must do to them."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from phalanx.planner.model_profile import Affine, AttentionOp, Gemm, ModelProfil
 from phalanx.planner.pipeline import balance_stages, split_into_stages
 from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, Scenario, SoftwareStack, transport_of
 from phalanx.planner.segment_costs import ShardSpec, segment_work
-from phalanx.planner.step_time import StepBreakdown, predict_step_time
+from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, format_breakdown, predict_step_time
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Parallelism
 
@@ -375,3 +376,18 @@ def test_rows_of_experts_meet_where_their_expert_is() -> None:
     flops = 2 * expert.count.fixed * expert.m.evaluate(1) * expert.n.fixed * expert.k.fixed
     assert away <= here  # as many rows in fewer, taller products
     assert away > flops / H100.peak_flops
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_breakdown_sums_to_the_whole_and_leaves_out_what_takes_nothing() -> None:
+    text = format_breakdown(StepBreakdown(gemm=3.0, optimizer=0.9, pipeline_bubble=0.1), width=20)
+    shares = [float(found[1]) for line in text.splitlines() if (found := re.search(r"([0-9.]+)%", line))]
+    assert shares == [75.0, 2.5, 22.5, 100.0]
+    assert len(text.splitlines()) == 4
+    assert "75.0%  " + "#" * 15 in text
+
+
+def test_every_part_has_words() -> None:
+    assert set(BREAKDOWN_LABELS) == set(vars(StepBreakdown()))
