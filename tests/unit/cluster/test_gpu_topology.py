@@ -1,7 +1,7 @@
 """Links of GPUs, with a library that is made up."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,6 @@ class Library:
     answers: bool = True
     open: int = 0
     NVMLError: Any = NVMLError
-    asked: list[str] = field(default_factory=list)
 
     def nvmlInit(self) -> None:
         if not self.answers:
@@ -40,31 +39,21 @@ class Library:
     def nvmlShutdown(self) -> None:
         self.open -= 1
 
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:{'3B' if handle else '1A'}:00.0".encode())
-
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
         if link >= self.links:
             raise NVMLError
         return 1
 
-    def nvmlDeviceGetNvLinkVersion(self, handle: int, link: int) -> int:
-        return 4
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
-        return 8 if handle else 16
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
-        return 16
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
-        return 5
+    def __getattr__(self, name: str) -> Any:
+        return {
+            "nvmlDeviceGetCount": lambda: 2,
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"00000000:{'13'[gpu]}{'AB'[gpu]}:00.0".encode()),
+            "nvmlDeviceGetNvLinkVersion": lambda gpu, link: 4,
+            "nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 8 if gpu else 16,
+            "nvmlDeviceGetMaxPcieLinkWidth": lambda gpu: 16,
+            "nvmlDeviceGetMaxPcieLinkGeneration": lambda gpu: 5,
+        }[name]
 
 
 def test_pcie_is_counted_one_way_without_its_coding() -> None:
