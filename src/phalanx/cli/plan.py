@@ -211,22 +211,15 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
 
 
 def _format_storage(demand: "StorageDemand") -> list[str]:
-    """Format the data rate, the time to save by tier, and what stores are asked."""
+    """Format the data rate, and the time to save by tier."""
     available = demand.available_bytes_per_s
-    place = "storage" if demand.first_epoch is None else demand.first_epoch.url
+    place = demand.data_url or "storage"
     text = f"{place} gives {format_bytes(available)}/s" if available else f"{place} {NOT_MEASURED_TEXT}"
     saves = ", ".join(f"{tier} {format_duration(seconds)}" for tier, seconds in demand.save_s.items())
-    lines = [
+    return [
         f"data       needs {format_bytes(demand.data_bytes_per_s)}/s; {text}",
         f"saving     {format_bytes(demand.checkpoint_bytes)}: {saves}",
     ]
-    for cost, of in ((demand.upload, "a save"), (demand.first_epoch, "the first epoch")):
-        if cost is not None:
-            parts = [f"{cost.num_requests:,} requests {of}"]
-            parts += [f"{format_significant(cost.usd)} USD"] if cost.usd is not None else []
-            parts += [f"egress {format_significant(cost.egress_usd)} USD"] if cost.egress_usd is not None else []
-            lines.append(f"store      {cost.url}: {', '.join(parts)}")
-    return lines
 
 
 def _predict_carbon_kg(run_plan: "RunPlan") -> float | None:

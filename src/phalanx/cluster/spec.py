@@ -133,11 +133,6 @@ class StorageSpec(StrictModel):
     write_gbps: Figure | None = None
     node_read_gbps: Figure | None = None
     node_write_gbps: Figure | None = None
-    write_requests_usd: Figure | None = None
-    read_requests_usd: Figure | None = None
-    """Price of 1,000 requests to a store."""
-    egress_usd: Figure | None = None
-    """Price of a GB that leaves the region of a store."""
 
 
 class LocationSpeed(StrictModel):
@@ -186,8 +181,8 @@ class GemmTiming(StrictModel):
 
 
 class OpTiming(StrictModel):
-    """Time of one operation of a kind: `bytes` that it reads and writes, `flops` if it computes.
-    `calibration/memory_ops.py` lists the kinds."""
+    """Time of one operation of a kind ("reference", "add"): `bytes` that it reads and writes, `flops` if it
+    computes."""
 
     kind: str
     precision: Precision
