@@ -107,4 +107,4 @@ def test_names_choose_checks() -> None:
 
 def test_quick_leaves_out_what_measures() -> None:
     left = {each.name for each in HEALTH_CHECKS} - {each.name for each in choose_checks([], [], True)}
-    assert left == {"matmul", "storage"}
+    assert left == {"matmul", "all-reduce", "storage"}

@@ -55,6 +55,12 @@ HEALTH_CHECKS = (
     HealthCheck("disk", host.check_disk_space),
     HealthCheck("leaked-resources", host.check_leaked_resources),
     HealthCheck("matmul", matmul.check_matmul, timeout_s=120.0, is_benchmark=True),
+    HealthCheck(
+        "all-reduce",
+        network.check_all_reduce,
+        timeout_s=network.ALL_REDUCE_TIMEOUT_S + 30.0,
+        is_benchmark=True,
+    ),
     HealthCheck("storage", storage.check_storage, timeout_s=60.0, is_benchmark=True),
 )
 

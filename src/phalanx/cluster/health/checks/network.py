@@ -1,18 +1,27 @@
-"""Check `network`: whether the host name of this machine resolves to an address that other machines can reach, and
-whether the interfaces that gloo and NCCL are configured to use exist.
+"""Checks of the network. `network`: whether the host name of this machine resolves to an address that other machines
+can reach, and whether the interfaces that gloo and NCCL are configured to use exist. `all-reduce`: its bandwidth
+between the GPUs of this node, by all_reduce_perf of nccl-tests or rccl-tests, if it is in PATH.
 
 Gloo listens on the address of the host name. If that is 127.0.1.1, workers of other nodes cannot connect.
 """
 
 import ipaddress
 import os
+import re
+import shutil
 import socket
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from phalanx.cluster.health.finding import CheckContext, FindingValue, HealthFinding, HealthVerdict, worst_verdict
 from phalanx.cluster.nics import Nic, discover_nics, find_missing_interfaces
+from phalanx.formatting import format_bytes
 
 ResolveName = Callable[[str], list[str]]
+ALL_REDUCE_TIMEOUT_S = 120.0
+ALL_REDUCE_SIZE = "1G"
+"""Large enough that bandwidth counts and not latency."""
 
 
 def resolve_addresses(name: str) -> list[str]:
@@ -68,3 +77,48 @@ def evaluate_interfaces(nics: tuple[Nic, ...], environ: Mapping[str, str]) -> He
         verdicts.append(HealthVerdict.WARN)
         texts.insert(0, f"{len(down)} of {len(rdma)} RDMA ports are down: {', '.join(down)}; see cable and switch")
     return HealthFinding("network/links", worst_verdict(verdicts), "; ".join(texts), figures)
+
+
+def check_all_reduce(context: CheckContext) -> list[HealthFinding]:
+    """Measure an all-reduce over the GPUs of this node; no finding where there are fewer than two."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2:
+        return []
+    return [measure_all_reduce(num_gpus)]
+
+
+def measure_all_reduce(num_gpus: int) -> HealthFinding:
+    """Run all_reduce_perf on this number of GPUs."""
+    make_finding = partial(HealthFinding, "all-reduce")
+    command = ["all_reduce_perf", "-b", ALL_REDUCE_SIZE, "-e", ALL_REDUCE_SIZE, "-g", str(num_gpus)]
+    if shutil.which(command[0]) is None:
+        return make_finding(HealthVerdict.UNKNOWN, "not measured: all_reduce_perf (nccl-tests) is not in PATH")
+    returncode, output = _run_tool(command, ALL_REDUCE_TIMEOUT_S)
+    bandwidth = re.search(r"^# Avg bus bandwidth\s*:\s*([\d.]+)", output, re.MULTILINE)
+    if returncode or bandwidth is None:
+        return make_finding(HealthVerdict.ERROR, f"all_reduce_perf failed: {_last_line(output)}")
+    if not re.search(r"^# Out of bounds values\s*:\s*0 OK", output, re.MULTILINE):
+        return make_finding(
+            HealthVerdict.FAIL, "all_reduce_perf found wrong sums: a GPU or a link between GPUs is broken"
+        )
+    bytes_per_s = float(bandwidth[1]) * 1e9
+    reason = f"{format_bytes(bytes_per_s)}/s bus bandwidth over {num_gpus} GPUs, by all_reduce_perf"
+    return make_finding(HealthVerdict.PASS, reason, {"bus_bytes_per_s": bytes_per_s})
+
+
+def _run_tool(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    """Run a tool. Returns its exit code and what it printed."""
+    try:
+        process = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"no result within {timeout_s:.0f} s"
+    return process.returncode, process.stdout.decode(errors="replace")
+
+
+def _last_line(output: str) -> str:
+    lines = output.strip().splitlines()
+    return lines[-1].strip() if lines else "it printed nothing"
