@@ -16,6 +16,8 @@ from phalanx.autoconfig.model_profile import profile_model
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
 from phalanx.data.cache import expect_data_info, prepare_all_sources
+from phalanx.data.dataset_files import open_dataset_files
+from phalanx.data.manifest import read_manifest
 from phalanx.data.reader import open_data
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
@@ -32,6 +34,7 @@ from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, predict_s
 from phalanx.planner.storage_costs import (
     CheckpointPlan,
     StorageDemand,
+    StoredData,
     add_storage_stalls,
     checkpoint_bytes_of,
     plan_checkpoints,
@@ -229,7 +232,8 @@ def plan_run(
     found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
     if not found.candidates:
         raise RecipeError(describe_no_fit(recipe, found, target_cluster, num_devices, memory_limit))
-    run_plan = _build_plan(recipe, target_cluster, num_devices, profile, found, rates, facts.bytes_per_sample)
+    data = _find_stored_data(recipe)
+    run_plan = _build_plan(recipe, target_cluster, num_devices, profile, found, rates, facts.bytes_per_sample, data)
     return replace(run_plan, epochs=_count_epochs(recipe, loaded.recipe_dir))
 
 
@@ -272,6 +276,14 @@ def load_sized_cluster(named: str | Cluster, num_gpus: int | None, folder: Path 
     )
 
 
+def _find_stored_data(recipe: Recipe) -> StoredData | None:
+    """The prepared dataset that the recipe's first source names by URL."""
+    source = recipe.data.sources[0]
+    if source.prepared is None or not is_url(source.prepared):
+        return None
+    return StoredData(source.prepared, read_manifest(open_dataset_files(source.prepared).directory).bytes)
+
+
 def _build_plan(
     recipe: Recipe,
     cluster: Cluster,
@@ -280,6 +292,7 @@ def _build_plan(
     found: SearchResult,
     rates: DeviceCosts,
     sample_bytes: int,
+    data: StoredData | None,
 ) -> RunPlan:
     nodes = -(-num_devices // cluster.node.count)
     checkpoint_plan = plan_checkpoints(cluster, nodes, profile.num_parameters, found.candidates[0].step_s)
@@ -304,15 +317,7 @@ def _build_plan(
     wall_s = recipe.steps * best.step_s / productive
     num_frozen = sum(segment.repeats * segment.weights.frozen_count for segment in profile.segments)
     checkpoint_bytes = checkpoint_bytes_of(recipe, profile.num_parameters - num_frozen, num_frozen)
-    prepared = recipe.data.sources[0].prepared
-    demand = predict_storage_demand(
-        recipe,
-        cluster,
-        num_devices,
-        checkpoint_bytes,
-        read_bytes / best.step_s,
-        prepared if prepared is not None and is_url(prepared) else None,
-    )
+    demand = predict_storage_demand(recipe, cluster, num_devices, checkpoint_bytes, read_bytes / best.step_s, data)
     load = min(1.0, 0.3 + 0.7 * best.breakdown.gemm / best.step_s)  # products draw the most
     energy = predict_run_energy(cluster, wall_s, nodes, load)
     cost = estimate_run_cost(wall_s, num_devices, cluster.prices, energy)

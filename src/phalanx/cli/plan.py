@@ -211,15 +211,22 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
 
 
 def _format_storage(demand: "StorageDemand") -> list[str]:
-    """Format the data rate, and the time to save by tier."""
+    """Format the data rate, the time to save by tier, and what stores are asked."""
     available = demand.available_bytes_per_s
-    place = demand.data_url or "storage"
+    place = "storage" if demand.first_epoch is None else demand.first_epoch.url
     text = f"{place} gives {format_bytes(available)}/s" if available else f"{place} {NOT_MEASURED_TEXT}"
     saves = ", ".join(f"{tier} {format_duration(seconds)}" for tier, seconds in demand.save_s.items())
-    return [
+    lines = [
         f"data       needs {format_bytes(demand.data_bytes_per_s)}/s; {text}",
         f"saving     {format_bytes(demand.checkpoint_bytes)}: {saves}",
     ]
+    for cost, of in ((demand.upload, "a save"), (demand.first_epoch, "the first epoch")):
+        if cost is not None:
+            parts = [f"{cost.num_requests:,} requests {of}"]
+            parts += [f"{format_significant(cost.usd)} USD"] if cost.usd is not None else []
+            parts += [f"egress {format_significant(cost.egress_usd)} USD"] if cost.egress_usd is not None else []
+            lines.append(f"store      {cost.url}: {', '.join(parts)}")
+    return lines
 
 
 def _predict_carbon_kg(run_plan: "RunPlan") -> float | None:

@@ -133,6 +133,11 @@ class StorageSpec(StrictModel):
     write_gbps: Figure | None = None
     node_read_gbps: Figure | None = None
     node_write_gbps: Figure | None = None
+    write_requests_usd: Figure | None = None
+    read_requests_usd: Figure | None = None
+    """Price of 1,000 requests to a store."""
+    egress_usd: Figure | None = None
+    """Price of a GB that leaves the region of a store."""
 
 
 class LocationSpeed(StrictModel):

@@ -47,15 +47,17 @@ def test_the_best_layouts_are_printed_with_time_and_memory(capsys: pytest.Captur
         assert any(line.startswith(word) for line in lines)
 
 
-def test_data_rate_and_saving_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_rate_and_saving_are_printed_with_the_requests_to_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(BATCH, *HERE, "checkpoint.upload.to=s3://team/run") == 0
     lines = capsys.readouterr().out.splitlines()
     (data,) = [line for line in lines if line.startswith("data  ")]
     (saving,) = [line for line in lines if line.startswith("saving")]
+    (store,) = [line for line in lines if line.startswith("store")]
     assert data.startswith("data       needs ")
     assert data.endswith("/s; storage not measured")
     assert saving.startswith("saving     9.45 MB: memory ")
     assert saving.endswith("disk not measured, store not measured")
+    assert store == "store      s3://team/run: 3,076 requests a save, 0.0154 USD"
 
 
 @pytest.mark.parametrize(("options", "name"), [([], "recipe.planned.yaml"), (["--in-place"], "recipe.yaml")])

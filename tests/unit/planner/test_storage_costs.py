@@ -1,26 +1,16 @@
-"""What storage adds to a step, checkpoint intervals and goodput, and what a run asks of its storage."""
-
-from collections.abc import Callable
-from typing import Any
+"""What storage adds to a step: data that come too slowly, and a share of each checkpoint."""
 
 import pytest
 
-from phalanx.cluster import Cluster, load_cluster
-from phalanx.cluster.spec import LocationSpeed, Measurements, Reliability, StorageSpec
+from phalanx.cluster import load_cluster
+from phalanx.cluster.spec import Reliability, StorageSpec
 from phalanx.planner.step_time import StepBreakdown
 from phalanx.planner.storage_costs import (
-    StorageDemand,
     add_storage_stalls,
     checkpoint_stall_seconds,
-    daly_interval,
     data_stall_seconds,
-    job_mtbf_seconds,
     plan_checkpoints,
-    predict_storage_demand,
-    productive_share,
-    young_interval,
 )
-from phalanx.recipe import Recipe
 
 CLUSTER = load_cluster("dgx-h100:4").model_copy(
     update={
@@ -68,108 +58,3 @@ def test_slower_storage_saves_less_often_and_costs_more() -> None:
     assert slower is not None
     assert fast.interval_s < slower.interval_s
     assert fast.productive > slower.productive
-
-
-# --- intervals and goodput: published optima, Daly's complete model, rates that fleets reported -----------------------
-
-HOUR, MINUTE = 3600.0, 60.0
-SAVE, RESTART = 5 * MINUTE, 10 * MINUTE  # of Daly's figures 3 to 5
-
-
-def most(of: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one hill is highest: golden-section search."""
-    ratio = (5**0.5 - 1) / 2
-    while high - low > 1e-6 * high:
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, right) if of(left) > of(right) else (left, high)
-    return (low + high) / 2
-
-
-@pytest.mark.parametrize(
-    ("hours", "daly", "young"), [(24.0, 116.7, 120.0), (6.0, 56.7, 60.0), (0.25, 9.14, 12.2)], ids=str
-)
-def test_intervals_are_those_that_the_paper_prints(hours: float, daly: float, young: float) -> None:
-    assert daly_interval(SAVE, hours * HOUR) / MINUTE == pytest.approx(daly, abs=0.05)
-    assert young_interval(SAVE, hours * HOUR) / MINUTE == pytest.approx(young, abs=0.05)
-
-
-@pytest.mark.parametrize("save_over_mean", [0.001, 0.01, 0.1, 0.5, 1.0])
-def test_dalys_interval_is_as_good_as_the_best_of_the_complete_model(save_over_mean: float) -> None:
-    save = save_over_mean * HOUR
-    best = most(lambda tau: productive_share(tau, save, RESTART, HOUR), 1.0, 20 * HOUR)
-    assert daly_interval(save, HOUR) == pytest.approx(best, rel=0.02)
-    reached = productive_share(daly_interval(save, HOUR), save, RESTART, HOUR)
-    assert reached == pytest.approx(productive_share(best, save, RESTART, HOUR), rel=2e-4)
-
-
-def test_a_save_longer_than_twice_the_mean_time_between_failures_takes_that_time_as_interval() -> None:
-    assert daly_interval(2.5 * HOUR, HOUR) == HOUR
-
-
-def test_five_minute_saves_and_restarts_leave_little_at_a_hundred_thousand_devices() -> None:
-    assert productive_share(daly_interval(SAVE, 0.3 * HOUR), SAVE, 5 * MINUTE, 0.3 * HOUR) < 0.5
-
-
-def test_without_a_stall_more_frequent_saves_are_always_better() -> None:
-    shares = [productive_share(tau, 0.0, MINUTE, HOUR) for tau in (60.0, 600.0, 6000.0)]
-    assert shares == sorted(shares, reverse=True)
-
-
-def test_nothing_is_productive_when_no_interval_ever_ends() -> None:
-    assert productive_share(1e6, 1.0, 1.0, 1.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("rate", "nodes", "hours"),
-    [
-        (6.50, 16384 // 8, 1.8),  # Meta's projection for 16,384 devices
-        (3.79, 2048, 3.09),  # Llama 3
-    ],
-)
-def test_the_time_between_failures_is_that_of_fleets(rate: float, nodes: int, hours: float) -> None:
-    found = job_mtbf_seconds(Reliability(failures_per_1000_node_days=rate), nodes)
-    assert found is not None
-    assert found / HOUR == pytest.approx(hours, abs=0.01)
-    assert job_mtbf_seconds(Reliability(), nodes) is None
-
-
-# --- what a run asks of its storage -----------------------------------------------------------------------------------
-
-SPEEDS = [
-    LocationSpeed(location="s3://team/run", write_gbps=0.5),
-    LocationSpeed(location="s3://team/data", read_gbps=0.1),
-]
-MEASURED = Measurements(when="2026-11-30T12:00:00+0000", key={}, locations=SPEEDS)
-DATA = "s3://team/data"
-
-
-def cluster(**values: Any) -> Cluster:
-    storage = StorageSpec(read_gbps=10, node_read_gbps=1, node_write_gbps=2)
-    return load_cluster("dgx-h100:4").model_copy(update={"storage": storage, "measured": MEASURED, **values})
-
-
-def demand(data: str | None = None, where: Cluster | None = None, **checkpoint: Any) -> StorageDemand:
-    recipe = Recipe.model_validate({"checkpoint": {"in_memory_every": None, **checkpoint}})
-    return predict_storage_demand(recipe, where or cluster(), 32, 16 * 10**9, 2e9, data)
-
-
-def test_a_checkpoint_takes_longer_on_each_further_tier() -> None:
-    save_s = demand(upload={"to": "s3://team/run"}).save_s
-    assert list(save_s) == ["memory", "disk", "store"]
-    assert save_s["disk"] == pytest.approx(2.0)  # 4 nodes write 2 GB/s each
-    assert save_s["store"] == pytest.approx(8.0)
-    assert save_s["memory"] == pytest.approx(16 / 32 / 64, rel=0.1)  # each GPU copies its part to the host
-
-
-def test_a_limit_of_the_upload_is_a_limit() -> None:
-    assert demand(upload={"to": "s3://team/run", "max_bandwidth": 1e8}).save_s["store"] == pytest.approx(160.0)
-
-
-def test_what_was_not_measured_is_unknown() -> None:
-    unknown = demand(DATA, cluster(storage=StorageSpec(), measured=None), upload={"to": "s3://team/run"})
-    assert (unknown.available_bytes_per_s, unknown.save_s["disk"], unknown.save_s["store"]) == (None, None, None)
-
-
-def test_data_come_from_the_storage_of_the_cluster_or_from_their_url() -> None:
-    assert demand().available_bytes_per_s == pytest.approx(4e9)
-    assert demand(DATA).available_bytes_per_s == pytest.approx(0.4e9)
