@@ -120,8 +120,8 @@ def compare_variants(variants: Sequence[SimulatedVariant]) -> ComparisonTable:
         if not all(math.isnan(spread.mean) for spread in spreads):
             rows.append([row.title, *(_format_cell(spread, row.write) for spread in spreads)])
     head = (
-        f"{base.num_nodes} nodes with {base.num_devices} accelerators, {base.settings.days:g} days, policy "
-        f"{base.settings.policy}, {format_plural(len(base.results), 'seed')}: mean (.05 to .95)"
+        f"{base.num_nodes} nodes with {base.num_devices} accelerators, {base.settings.days:g} days, "
+        f"{format_plural(len(base.results), 'seed')}: mean (.05 to .95)"
     )
     problems = [
         f"{variant.label}: {each.level.label} may draw {each.committed_w / 1e3:,.0f} kW, its budget is "
@@ -143,7 +143,6 @@ def _list_notes(variants: Sequence[SimulatedVariant]) -> list[str]:
     notes = [
         "ETTR: productive over all device time of jobs from their first start, waits after failures included.",
     ]
-    notes += dict.fromkeys(note for each in variants for note in each.recipe_notes)
     fixed = next((each for each in variants if each.site_hours.plant is None), None)
     if fixed is not None:
         site = fixed.settings.site

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.errors import UsageError
 from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.fleet_file import FleetFile, expand_entries, expand_names
-from phalanx_fleet.power_tree import NO_PARENT, NodePower, PowerTree
+from phalanx_fleet.power_tree import NodePower, PowerTree
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
 from phalanx_fleet.simulate.failures import (
     NodeHistory,
@@ -21,7 +21,6 @@ from phalanx_fleet.simulate.failures import (
 from phalanx_fleet.simulate.job_source import make_costs, sample_jobs
 from phalanx_fleet.simulate.job_state import SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import make_policy
 from phalanx_fleet.simulate.power_model import (
     SAVE_ACTIVITY,
     add_histories,
@@ -98,7 +97,7 @@ class SimulationResult:
 
 
 def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings) -> list[NodeTypeGroup]:
-    """Return the nodes of each kind, with the racks that the settings add."""
+    """Return the nodes of each kind."""
     batches = _find_batches(settings)
     racks = expand_entries(fleet.racks)
     if unknown := [rack for rack in batches if rack not in racks]:
@@ -107,14 +106,11 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
     for index, node in enumerate(tree.nodes):
         by_rack.setdefault(node.rack, []).append(index)
     groups: dict[str, NodeTypeGroup] = {}
-    entries = list(by_rack.items())
-    for number, (rack, members) in enumerate([*entries, *entries[-1:] * settings.extra_racks]):
+    for rack, members in by_rack.items():
         first = tree.nodes[members[0]]
         group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))
         batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
-        above = _list_levels(tree, rack)
-        if number >= len(entries):
-            above[0] += f"+{number - len(entries) + 1}"
+        above = [level.label for level in tree.list_levels(members[0])]
         group.nodes.extend(NodeHistory(batch, age, place / len(members), tuple(above)) for place in range(len(members)))
         groups[first.type_name] = NodeTypeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
     return list(groups.values())
@@ -131,15 +127,6 @@ def _find_batches(settings: SimulationSettings) -> dict[str, tuple[str | None, f
         for rack in racks:
             if (other := found.setdefault(rack, (name, entry.age_years))[0]) != name:
                 raise UsageError(f"simulate.batches.{name}.racks: {rack} is of batch {other}, too")
-    return found
-
-
-def _list_levels(tree: PowerTree, index: int) -> list[str]:
-    """Return a level and all above it."""
-    found = []
-    while index != NO_PARENT:
-        found.append(tree.levels[index].label)
-        index = tree.levels[index].parent
     return found
 
 
@@ -203,7 +190,7 @@ def _simulate_once(
         )
         failures = merge_level_failures(failures, level_failures, group.nodes)
         last_s = math.inf if trace is not None and index == 0 else until_s
-        outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s).run()
+        outcome = ClusterSimulation(pool, jobs, failures, last_s).run()
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():
