@@ -224,7 +224,7 @@ def keep_own_node(fleet: Path) -> None:
     file = HelperFile(allow=AllowedPeers(users=[pwd.getpwuid(os.getuid()).pw_name]), devices=found.settings.devices)
     with _lock_devices(record.with_suffix(".lock")):
         try:
-            keeper = NodeKeeper(node, open_cap_devices(file.devices, node), RecordStore(record))
+            keeper = NodeKeeper(node, open_cap_devices(file.devices), RecordStore(record))
         except CapError as error:
             raise UsageError(str(error)) from None
         helper = NodeHelper(node, keeper, power_state_dir(found) / "node-audit.jsonl", PeerList(file.allow))
@@ -269,7 +269,7 @@ def _make_keeper(file: HelperFile, is_read_only: bool = False) -> NodeKeeper:
     record = file.state / "record.json"
     starts_lowest = file.without_record == "lowest" and not record.exists()
     try:
-        devices = open_cap_devices(file.devices, file.node)
+        devices = open_cap_devices(file.devices)
         return NodeKeeper(
             file.node, devices, RecordStore(record), starts_lowest=starts_lowest, is_read_only=is_read_only
         )

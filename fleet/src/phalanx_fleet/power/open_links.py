@@ -29,7 +29,7 @@ from phalanx_fleet.power_settings import CapDeviceSettings
 
 KEEPER_START_TIMEOUT_S = 30.0
 """A start of Python, and of the driver's library."""
-OpenDevices = Callable[[CapDeviceSettings, str], Sequence[CapDevice]]
+OpenDevices = Callable[[CapDeviceSettings], Sequence[CapDevice]]
 
 
 def open_links(
@@ -62,7 +62,7 @@ def open_links(
     if own:
         return HelperLinks(own)
     try:
-        devices = open_devices(fleet.settings.devices, here)
+        devices = open_devices(fleet.settings.devices)
         if is_read_only:
             return LocalLinks({here: NodeKeeper(here, devices, RecordStore(record_path(fleet)), is_read_only=True)})
     except CapError as error:

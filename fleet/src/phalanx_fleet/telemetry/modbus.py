@@ -13,8 +13,14 @@ from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.telemetry.liquid_limits import STATE_COLUMNS, check_liquid_value
-from phalanx_fleet.telemetry.modbus_map import ModbusEntry, RegisterPoint, find_units, to_base_unit
+from phalanx_fleet.telemetry.modbus_map import (
+    STATE_COLUMNS,
+    ModbusEntry,
+    RegisterPoint,
+    check_liquid_value,
+    find_units,
+    to_base_unit,
+)
 from phalanx_fleet.telemetry.polling import PollingThread, StartPolling
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 
