@@ -13,12 +13,11 @@ import numpy as np
 from fleet_bars import Bar, Comparison, MissingDataError, measure_all
 from fleet_plant import measure_plant_bars
 from phalanx_fleet.thermal.device_models import read_device_series
-from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries
+from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values
 from phalanx_fleet.thermal.fit import (
     find_plateau,
     fit_device,
     fit_thermal_model,
-    follow_inlet,
 )
 from phalanx_fleet.thermal.heat_check import HeatCause, check_heat
 from phalanx_fleet.thermal.model_file import ThermalModelFile
@@ -38,6 +37,7 @@ THERMAL_PART = "thermal"
 CHECK_EVERY_S = 7 * DAY_S
 FIXED_T0 = "fixed T0"
 DRAWN_EVERY = 25
+MIN_INLET_SAMPLES = 6
 """Hours from one point of the picture to the next."""
 
 
@@ -79,6 +79,19 @@ def _split(series: DeviceSeries) -> tuple[DeviceSeries, DeviceSeries]:
     return series.select(series.time_s < middle), series.select(series.time_s >= middle)
 
 
+def _follow_inlet(series: DeviceSeries, t0_c: float, r_k_per_w: float) -> Values:
+    """Return T0 at each sample: the median of T - R P over the 7 days before it, without itself, or that of the kind
+    where these have too few samples."""
+    rest = series.temperature_c - r_k_per_w * series.power_w
+    starts = np.searchsorted(series.time_s, series.time_s - 7 * DAY_S)
+    return np.array(
+        [
+            np.median(rest[start:index]) if index - start >= MIN_INLET_SAMPLES else t0_c
+            for index, start in enumerate(starts)
+        ]
+    )
+
+
 def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
     model, problems = fit_thermal_model([_split(each)[0] for each in hourly])
     bars = [Bar(THERMAL_PART, "steady heat, fit to the first half", "data", each, None) for each in problems]
@@ -91,7 +104,7 @@ def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
             later &= ~plateau.is_throttled
         rest = series.temperature_c - kind.r_k_per_w * series.power_w
         for label, t0 in (
-            ("T0 from its last 7 days", follow_inlet(series, kind.t0_c, kind.r_k_per_w)),
+            ("T0 from its last 7 days", _follow_inlet(series, kind.t0_c, kind.r_k_per_w)),
             (FIXED_T0, np.full(len(rest), kind.t0_c)),
         ):
             errors = (rest - t0)[later]

@@ -13,7 +13,6 @@ NODE_RATE_KEYS = (
     "per_1000_node_days",
     "per_1000_device_years",
     "batch_factors",
-    "position_factors",
     "age_factors",
 )
 RATE_KEYS = ("per_1000_node_days", "per_1000_device_years", "per_1000_level_years")
@@ -92,8 +91,6 @@ class FailureEntry(StrictModel):
     repair_sigma: Deviation = 0.5
     batch_factors: dict[str, Measure] = Field(default_factory=dict)
     """Factors of the rate for nodes of batches."""
-    position_factors: list[Measure] = Field(default_factory=list, max_length=100)
-    """Factors of the rate by position in the rack, from the first node to the last: one for each part of it."""
     age_factors: dict[Annotated[float, Field(ge=0, le=1000)], Measure] = Field(default_factory=dict)
     """Factors of the rate from an age in years on."""
 

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Protocol
 
 from phalanx.errors import DataError
 from phalanx.run.directory import write_json
@@ -28,16 +27,6 @@ class CapRecord(TypedMessage, kw_only=False):
     original_w: tuple[float, ...] = ()
     enforced_w: tuple[float, ...] = ()
     revert_w: tuple[float, ...] = ()
-
-
-class CapRecordStore(Protocol):
-    """Keeps the record of a node."""
-
-    def load(self) -> CapRecord | None:
-        """Return the record; None without one."""
-
-    def save(self, record: CapRecord) -> None:
-        """Write the record. Raises OSError."""
 
 
 class RecordStore:

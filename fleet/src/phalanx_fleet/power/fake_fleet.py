@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx_fleet.power.cap_record import CapRecord
+from phalanx_fleet.power.cap_record import CapRecord, RecordStore
 from phalanx_fleet.power.devices import CapError, CapLimits
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power.node_keeper import NodeKeeper
@@ -115,7 +115,7 @@ class FakeCapDevice:
 
 
 @dataclass
-class MemoryStore:
+class MemoryStore(RecordStore):
     """Keeps a node's record; `fails`: the disk is full."""
 
     record: CapRecord | None = None

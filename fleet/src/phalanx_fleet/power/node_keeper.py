@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from phalanx.run.boot_clock import seconds_since_boot
-from phalanx_fleet.power.cap_record import CapRecord, CapRecordStore
+from phalanx_fleet.power.cap_record import CapRecord, RecordStore
 from phalanx_fleet.power.devices import CapDevice, CapError, CapLimits
 from phalanx_fleet.power.messages import DeviceCap, NodeReport, NodeRequest
 from phalanx_fleet.power_settings import MAX_LEASE_S
@@ -42,7 +42,7 @@ class NodeKeeper:
         self,
         node: str,
         devices: Sequence[CapDevice],
-        store: CapRecordStore,
+        store: RecordStore,
         now: Callable[[], float] = seconds_since_boot,
         session: str | None = None,
         starts_lowest: bool = False,

@@ -48,7 +48,7 @@ JobTrace = Sequence[tuple[float, int, float]]
 """Submission in seconds, devices, seconds of each job."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class NodeTypeGroup:
     """Equal nodes of a fleet."""
 
@@ -111,8 +111,8 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
         group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))
         batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
         above = [level.label for level in tree.list_levels(members[0])]
-        group.nodes.extend(NodeHistory(batch, age, place / len(members), tuple(above)) for place in range(len(members)))
-        groups[first.type_name] = NodeTypeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
+        group.nodes.extend([NodeHistory(batch, age, tuple(above))] * len(members))
+        group.num_racks += 1
     return list(groups.values())
 
 

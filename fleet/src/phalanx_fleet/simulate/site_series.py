@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError, UsageError
-from phalanx_fleet.csv_table import check_names, open_csv
+from phalanx_fleet.csv_table import check_names, open_csv, read_number
 from phalanx_fleet.site_settings import HourlyFile, SiteConditions
 from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
@@ -27,6 +27,7 @@ MOST_MISSING_SHARE = 0.05
 """Of the hours of a file. Single hours are missing in published series (8 of a year), weeks are not."""
 PRICE_COLUMNS = {"price_per_kwh": 1.0, "price_per_mwh": 1e-3}
 CARBON_COLUMNS = {"carbon_g_per_kwh": 1.0}
+VALUE_LIMITS = (-1e6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def read_hourly_column(entry: HourlyFile, folder: Path, factors: dict[str, float
         for line, row in table.iterate(names):
             if (entry.site is None or row["site"] == entry.site) and row[found[0]].strip():
                 times.append(row["time"])
-                values.append(_read_value(path, line, found[0], row[found[0]]))
+                values.append(read_number(path, line, found[0], row[found[0]], VALUE_LIMITS))
     return align_hours(path, times, factors[found[0]] * np.array([values]))
 
 
@@ -191,13 +192,3 @@ def _read_hour(path: Path, text: str) -> int:
     if rest_s:
         raise DataError(f"{path}: time {text!r}: expected whole hours of UTC")
     return int(hour)
-
-
-def _read_value(path: Path, line: int, name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = np.nan
-    if not abs(value) <= 1e6:
-        raise DataError(f"{path}:{line}: {name} {text!r}: expected a number")
-    return value

@@ -17,8 +17,7 @@ from typing import Literal
 
 from phalanx.safe_files import parse_json
 from phalanx.std_streams import escape_control_chars
-from phalanx_fleet.telemetry.json_values import read_number
-from phalanx_fleet.telemetry.service_reading import RackSample
+from phalanx_fleet.telemetry.service_reading import RackSample, read_number
 
 METADATA_ROOT, VALUE_ROOT = "BMS/v1/PUB/Metadata/", "BMS/v1/PUB/Value/"
 METADATA_PREFIX, VALUE_PREFIX = f"{METADATA_ROOT}Rack/", f"{VALUE_ROOT}Rack/"

@@ -2,9 +2,8 @@
 
 Steady heat, T = T0 + R P, from hours or minutes: R comes from differences within weeks of one device, so that neither a
 slow change of the inlet nor its place in the server or hall counts as resistance. T0 is the mean over these weeks and
-devices: an inlet that is not measured drifts with the season, so a device's T0 is followed from its own last days
-(`follow_inlet`), and is no constant of it. Where the inlet of all devices of a kind is measured, T = T_inlet + dT0 + R
-P is fitted, too: dT0 does not drift.
+devices: an inlet that is not measured drifts with the season. Where the inlet of all devices of a kind is measured,
+T = T_inlet + dT0 + R P is fitted, too: dT0 does not drift.
 
 Throttling: at its busy end a healthy device has its power pinned, by its cap, and its temperature floats with the
 inlet. One that throttles has its temperature pinned, and its power floats below the cap.
@@ -31,8 +30,6 @@ held within 5 %; an A100 that throttles: 11 K."""
 MAX_THROTTLED_MARGIN_K = 0.5
 """Margin as a whole number of kelvins: 0 is at the limit."""
 FIT_WINDOW_S = 28 * DAY_S
-INLET_WINDOW_S = 7 * DAY_S
-MIN_INLET_SAMPLES = 6
 MIN_POWER_SPREAD_W = 10.0
 """Standard deviation of power within windows, below which a device says nothing about R."""
 MIN_FIT_SAMPLES = 24
@@ -181,19 +178,6 @@ def _fit_within_windows(series: DeviceSeries) -> DeviceFit | None:
     if slope <= 0:
         return None
     return DeviceFit(slope, power, temperature, mean_power, mean_temperature, float(np.quantile(series.power_w, 0.998)))
-
-
-def follow_inlet(series: DeviceSeries, t0_c: float, r_k_per_w: float) -> Values:
-    """Return T0 at each sample: the median of T - R P over the 7 days before it, without itself, or that of the kind
-    where these have too few samples."""
-    rest = series.temperature_c - r_k_per_w * series.power_w
-    starts = np.searchsorted(series.time_s, series.time_s - INLET_WINDOW_S)
-    return np.array(
-        [
-            np.median(rest[start:index]) if index - start >= MIN_INLET_SAMPLES else t0_c
-            for index, start in enumerate(starts)
-        ]
-    )
 
 
 def fit_thermal_model(series: Sequence[DeviceSeries]) -> tuple[ThermalModelFile, list[str]]:

@@ -9,7 +9,7 @@ from fake_heat import MAX_POWER_W, R_K_PER_W, T0_C, make_hours
 from phalanx.errors import DataError
 from phalanx_fleet.thermal.device_heat import find_t0
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, average_steady
-from phalanx_fleet.thermal.fit import fit_steady, fit_thermal_model, follow_inlet
+from phalanx_fleet.thermal.fit import fit_steady, fit_thermal_model
 from phalanx_fleet.thermal.heat_check import HeatCause, check_heat
 
 
@@ -51,14 +51,6 @@ def test_a_device_at_rest_says_nothing_of_its_resistance() -> None:
     idle = series.select(series.power_w < 100)
     with pytest.raises(DataError, match="power varies by less than 10 W"):
         fit_steady([idle])
-
-
-def test_the_inlet_is_followed_from_the_days_before() -> None:
-    rise = np.linspace(0, 10, 84 * 24)
-    series = make_hours(84, inlet_rise_k=rise)
-    errors = (series.temperature_c - follow_inlet(series, T0_C, R_K_PER_W) - R_K_PER_W * series.power_w)[48:]
-    assert abs(errors.mean()) < 0.6  # half of what it rises in 7 days
-    assert np.sqrt(np.mean(errors**2)) < 1.5
 
 
 def test_minutes_are_averaged_to_hours_where_there_are_days() -> None:
