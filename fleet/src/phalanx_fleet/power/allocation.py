@@ -314,7 +314,8 @@ def _list_rungs(group: _Group, job: PoweredJob) -> list[_Rung]:
     """Speeds of a job, lowest first; only those from which no later one gains more per watt."""
     start = {name: group.min_caps_w[name] for name in group.types}
     lowest = _speed_of(job, start)
-    wanted = np.array(sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *_measured_speeds(group, job)}))
+    measured = {speed for name in group.types for speed in job.curves[name].speeds}
+    wanted = np.array(sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *measured}))
     caps = {
         name: np.clip(job.curves[name].find_caps(wanted), start[name], group.max_caps_w[name]) for name in group.types
     }
@@ -331,10 +332,6 @@ def _list_rungs(group: _Group, job: PoweredJob) -> list[_Rung]:
         hull.append(index)
     listed = {name: each.tolist() for name, each in caps.items()}
     return [_Rung(points[i][0], {name: each[i] for name, each in listed.items()}, watts[i]) for i in hull]
-
-
-def _measured_speeds(group: _Group, job: PoweredJob) -> set[float]:
-    return {speed for name in group.types for speed in job.curves[name].speeds}
 
 
 def _gain(first: tuple[float, float], second: tuple[float, float]) -> float:

@@ -21,13 +21,12 @@ from typing import IO
 
 from phalanx.errors import UsageError
 from phalanx_fleet.audit_log import write_audit
-from phalanx_fleet.power.cap_record import RecordStore
 from phalanx_fleet.power.control import load_power_fleet, power_state_dir
 from phalanx_fleet.power.devices import CapError
 from phalanx_fleet.power.helper_file import AllowedPeers, HelperFile, PeerList
 from phalanx_fleet.power.local_devices import open_cap_devices
 from phalanx_fleet.power.messages import MAX_LINE_BYTES, NodeReport, NodeRequest, WireError, format_line, parse_request
-from phalanx_fleet.power.node_keeper import NodeKeeper
+from phalanx_fleet.power.node_keeper import NodeKeeper, RecordStore
 from phalanx_fleet.power.open_links import record_path
 
 CHECK_INTERVAL_S = 1.0

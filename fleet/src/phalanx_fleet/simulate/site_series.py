@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from phalanx.errors import DataError, UsageError
 from phalanx_fleet.csv_table import check_names, open_csv, read_number
 from phalanx_fleet.site_settings import HourlyFile, SiteConditions
-from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
 from phalanx_fleet.thermal.series_csv import MAX_TIME_S, parse_time
 from phalanx_fleet.thermal.weather import read_weather
@@ -76,12 +75,6 @@ class SiteHours:
     def list_series(self) -> list[HourlySeries]:
         """Return those that there are."""
         return [each for each in (self.weather, self.price, self.carbon) if each is not None]
-
-    def find_outside(self, count: int) -> tuple[Values, Values]:
-        """Return the dry and the wet bulb of the first hours."""
-        assert self.weather is not None
-        dry, wet = self.weather.select(self.start_hour, count)
-        return dry, wet
 
 
 def load_site_hours(site: SiteConditions, cooling: CoolingPlant | None, folder: Path) -> SiteHours:

@@ -18,7 +18,7 @@ from pydantic import Field
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import UsageError
 from phalanx.telemetry.sample import HostSample, SourceUnavailableError
-from phalanx_fleet.node_values import sum_of_all
+from phalanx_fleet.latest_reading import sum_of_all
 from phalanx_fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials, parse_service_url
 from phalanx_fleet.telemetry.polling import PollingThread
 from phalanx_fleet.telemetry.redfish_values import (
