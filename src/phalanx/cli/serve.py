@@ -30,7 +30,9 @@ def serve_pages(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8420,
     allow_actions: Annotated[
         bool,
-        typer.Option("--allow-actions", help="Let a browser with the token cancel jobs and act on added pages."),
+        typer.Option(
+            "--allow-actions", help="Let a browser with the token chat with models, cancel jobs and act on added pages."
+        ),
     ] = False,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Show the pages to every user of this machine, without the token.")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from phalanx.serve.run_routes import RunRoutes
 
 STATIC_DIR = Path(__file__).parent / "static"
-LIVE_SCRIPT = STATIC_DIR / "live.js"
+SCRIPTS = (STATIC_DIR / "live.js", STATIC_DIR / "chat.js")
 DASHBOARD_FILE = STATIC_DIR / "grafana.json"
 
 
@@ -59,7 +59,7 @@ class Server:
     def __post_init__(self) -> None:
         styles, scripts = (pages.style for pages in self.added), (pages.script for pages in self.added)
         self._css = "".join((read_page_css(), (STATIC_DIR / "serve.css").read_text(), *styles)).encode()
-        self._script = "".join((read_page_script(), LIVE_SCRIPT.read_text(), *scripts)).encode()
+        self._script = "".join((read_page_script(), *map(Path.read_text, SCRIPTS), *scripts)).encode()
         self._names: dict[str, str] = {}
         static_version = hashlib.sha256(self._css + self._script).hexdigest()[:12]
         tabs = [tab for pages in self.added for tab in pages.tabs]
@@ -98,6 +98,7 @@ class Server:
             Route("/stream/runs", self.stream_runs),
             Route("/run/{id}", on_first_request(lambda: self.run_routes.show_run)),
             Route("/run/{id}/stream", on_first_request(lambda: self.run_routes.stream_run)),
+            Route("/run/{id}/chat", on_first_request(lambda: self.run_routes.answer_chat), methods=["POST"]),
             Route("/run/{id}/logs", on_first_request(lambda: self.run_routes.show_logs)),
             Route("/compare", on_first_request(lambda: self.run_routes.show_comparison)),
             Route("/jobs", self.show_jobs),

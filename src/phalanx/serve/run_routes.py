@@ -12,6 +12,8 @@ from phalanx.observe.compare import compare_runs, render_comparison_body
 from phalanx.observe.html_report.chart import Chart, render_chart_rows
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
+from phalanx.serve.access import describe_refusal
+from phalanx.serve.chat_routes import ChatProcess, answer_chat, render_chat
 from phalanx.serve.live_run import LiveRuns, render_reading_note, render_run
 from phalanx.serve.log_pages import render_log_tail, render_logs
 from phalanx.serve.page_context import Message, PageContext
@@ -28,6 +30,7 @@ class RunRoutes:
     index: RunIndex
     context: PageContext
     live_runs: LiveRuns = field(default_factory=LiveRuns)
+    chat: ChatProcess = field(default_factory=ChatProcess)
 
     async def show_run(self, request: Request) -> Response:
         """The page of a run."""
@@ -39,6 +42,8 @@ class RunRoutes:
             return self.context.render("Run", "Runs", render_problem(str(run.path), str(error)), status=422)
         address = f"run/{request.path_params['id']}"
         body = await run_in_threadpool(render_run, page, run, address)
+        refusal = describe_refusal(self.context.access, request)
+        body += await run_in_threadpool(render_chat, run, address, refusal)
         return self.context.render(page.title, "Runs", body, f"{address}/stream")
 
     async def stream_run(self, request: Request) -> Response:
@@ -73,6 +78,12 @@ class RunRoutes:
             return self._missing_run()
         body = await run_in_threadpool(render_logs, run, request.path_params["id"], request.query_params.get("log"))
         return self.context.render("Logs", "Runs", body)
+
+    async def answer_chat(self, request: Request) -> Response:
+        """The answer to the messages of a page."""
+        if (run := self.index.find_run(request.path_params["id"])) is None:
+            return self._missing_run()
+        return await answer_chat(self.chat, self.context.access, request, run)
 
     async def show_comparison(self, request: Request) -> Response:
         """The runs that were ticked, side by side."""
