@@ -232,7 +232,7 @@ def test_a_column_is_sorted_by_keyboard_and_stays_sorted_while_the_list_is_renew
     assert page.evaluate("document.querySelector('[aria-sort]').getAttribute('aria-sort')") == "descending"
 
 
-def test_a_run_is_shown_with_its_nodes_and_its_log_while_it_is_renewed(
+def test_a_run_is_shown_over_time_with_its_nodes_and_its_log_while_it_is_renewed(
     page: Page, serve: ServeProcess, runs: Path
 ) -> None:
     maker = Maker(runs / "alive").start().steps(1, 30)
@@ -242,9 +242,13 @@ def test_a_run_is_shown_with_its_nodes_and_its_log_while_it_is_renewed(
     page.visit(f"{serve.base}/")
     wait_until(lambda: "alive" in text_of(page, "#runs"))
     open_run(page, serve, "alive")
+    assert text_of(page, ".axis [aria-current]") == "step"
+    page.evaluate("[...document.querySelectorAll('.axis a')].find((link) => link.innerText === 'time').click()")
+    wait_until(lambda: text_of(page, ".axis [aria-current]") == "time")
     ends = "drawnCharts.map((chart) => chart.plot.scales.x.max)"
     before = wait_until(lambda: page.evaluate(ends))
     assert "CPU power, W" in text_of(page, "#charts")
+    assert len(set(before)) == 1
     maker.steps(31, 200)
     (maker.path / "logs" / "attempt-0-rank-0.log").write_text("a line that was added\n")
     wait_until(lambda: page.evaluate(ends)[0] > before[0])

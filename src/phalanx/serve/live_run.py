@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx import formatting
 from phalanx.errors import DataError
-from phalanx.observe.history import HistoryBuilder, RunHistory, as_float
+from phalanx.observe.history import Floats, HistoryBuilder, RunHistory, as_float
 from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_report_body, render_sections
 from phalanx.observe.html_report.run_charts import build_run_charts
@@ -34,6 +34,23 @@ CATCH_UP_BUDGET_S = 2.0
 MAX_OPEN_RUNS = 16
 MAX_OPEN_STEPS = 2_000_000
 """Steps of all open runs together: some 300 MB. The run that was asked for last stays open, however long it is."""
+X_NAMES = ("step", "time", "units")
+"""Values of `x` in the address of a run's page; the first is the default."""
+SECONDS_LABEL = "seconds"
+"""`x_label` of charts over seconds since the start, before they are rescaled; all others are over steps."""
+TIME_UNITS = (("hours", 3600.0, 5.0), ("minutes", 60.0, 5.0), (SECONDS_LABEL, 1.0, 0.0))
+"""Label, seconds, and the number of them from which on an axis counts them."""
+
+
+@dataclass(frozen=True)
+class XAxes:
+    """Values that belong together, ascending: those of the start, and of the end of each step. `time` is seconds since
+    the start; `units` are tokens, or samples."""
+
+    step: Floats
+    time: Floats
+    units: Floats
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -44,9 +61,14 @@ class RunPage:
     title: str
     sections: Mapping[str, str]
     charts: Sequence[Chart]
-    """Over steps, those of nodes over minutes."""
+    """Over steps, those of nodes over seconds."""
+    axes: XAxes
     share_read: float
     """Share of the events that are read."""
+
+    def rescale_charts(self, x_name: str) -> Sequence[Chart]:
+        """The charts over one of X_NAMES."""
+        return rescale_charts(self.charts, self.axes, x_name)
 
 
 class LiveRun:
@@ -122,15 +144,17 @@ class LiveRun:
         if charts:
             self._node_charts.read()
             charts += self._node_charts.build(history.first_event_at or 0.0, now)
-        return RunPage(version, summary.run_info.name, sections, charts, share_read)
+        axes = make_axes(history, summary.speed.unit)
+        return RunPage(version, summary.run_info.name, sections, charts, axes, share_read)
 
 
-def render_run(page: RunPage, run: Run, address: str) -> str:
-    """The page of a run: the report, and the end of a log."""
+def render_run(page: RunPage, run: Run, address: str, x_name: str) -> str:
+    """The page of a run: the report, its charts over one of X_NAMES, and the end of a log."""
     note = f'<div id="reading">{render_reading_note(page)}</div>'
+    choice = render_axis_choice(page.axes.unit, x_name, address)
     logs = f'<h2>Log</h2><div id="log-tail">{render_log_tail(run)}</div>'
     logs += f'<p><a href="{escape(address)}/logs">Logs of all workers</a></p>'
-    return note + render_report_body(page.sections, page.charts) + logs
+    return note + render_report_body(page.sections, page.rescale_charts(x_name), choice) + logs
 
 
 def render_reading_note(page: RunPage) -> str:
@@ -223,12 +247,12 @@ class NodeCharts:
                 continue
 
     def build(self, start: float, end: float) -> Iterator[Chart]:
-        """Yield charts of the minutes between two times (unix seconds). Their x is minutes since `start`."""
+        """Yield charts of the minutes between two times (unix seconds). Their x is seconds since `start`."""
         for quantity in GPU_QUANTITIES if self._has_gpus else HOST_QUANTITIES:
             minutes = sorted(item for item in self._values.get(quantity, {}).items() if start <= item[0] <= end)
             if not minutes:
                 continue
-            x = np.array([(time - start) / 60 for time, _ in minutes])
+            x = np.array([time - start for time, _ in minutes])
             is_single = all(value.num_readings == 1 for _, value in minutes)
             series = [
                 ChartSeries(
@@ -247,7 +271,7 @@ class NodeCharts:
                 (0.0, float(x[-1])),
                 linear_range([each.y for each in series], from_zero=True),
                 unit=f"{quantity.unit} (estimated)" if is_estimate else quantity.unit,
-                x_label="minutes",
+                x_label=SECONDS_LABEL,
             )
 
     def _add(self, minute: NodeMinute) -> None:
@@ -269,3 +293,54 @@ class NodeCharts:
         count = before.num_readings + 1
         mean = before.mean + (value - before.mean) / count
         minutes[time] = ValueRollup(min(before.min, value), mean, max(before.max, value), count)
+
+
+def make_axes(history: RunHistory, unit: str) -> XAxes:
+    """The axes of a run. Where the clock was set back, time stays the same."""
+    steps, start = history.steps, history.first_event_at or 0.0
+    columns = (steps.step, np.maximum.accumulate(steps.time - start), np.cumsum(np.nan_to_num(steps.tokens)))
+    step, time, units = (np.concatenate(([0.0], column)) for column in columns)
+    return XAxes(step, time, units, unit)
+
+
+def rescale_charts(charts: Sequence[Chart], axes: XAxes, name: str) -> list[Chart]:
+    """Charts over the axis `name` of X_NAMES. What was read after the last step has no step and no tokens: only the
+    axis of time shows it."""
+    end_s = max([float(axes.time[-1]), *(chart.x_range[1] for chart in charts if chart.x_label == SECONDS_LABEL)])
+    time_label, size = next((label, size) for label, size, least in TIME_UNITS if end_s / size >= least)
+    targets = {"step": (axes.step, "step"), "time": (axes.time / size, time_label), "units": (axes.units, axes.unit)}
+    target, label = targets[name]
+    x_range = (0.0, max(end_s / size if name == "time" else float(target[-1]), 1e-3))
+
+    def rescale(chart: Chart) -> Chart:
+        is_timed = chart.x_label == SECONDS_LABEL
+        if name == "step" and not is_timed:
+            return chart
+        source = axes.time if is_timed else axes.step
+
+        def convert(x: Floats) -> Floats:
+            return np.round(x / size if is_timed and name == "time" else np.interp(x, source, target), 4)
+
+        series = []
+        for line in chart.series:
+            kept = line.x <= (x_range[1] * size if is_timed and name == "time" else source[-1])
+            series.append(replace(line, x=convert(line.x[kept]), y=line.y[kept]))
+        marks = []
+        for mark in chart.marks:
+            # a restart is at the time of the first step after it: its own step has ended long before
+            x = mark.x + (mark.kind == "restart" and name == "time")
+            x, x_end = convert(np.array([x, x if mark.x_end is None else mark.x_end])).tolist()
+            marks.append(replace(mark, x=x, x_end=None if mark.x_end is None else x_end))
+        return replace(chart, series=series, marks=marks, x_range=x_range, x_label=label)
+
+    return [rescale(chart) for chart in charts]
+
+
+def render_axis_choice(unit: str, chosen: str, address: str) -> str:
+    """Links to the page of a run with another x axis."""
+    labels = {"step": "step", "time": "time", "units": unit}
+    links = " ".join(
+        f'<a href="{escape(address)}?x={name}"{" aria-current=true" if name == chosen else ""}>{escape(label)}</a>'
+        for name, label in labels.items()
+    )
+    return f'<p class="note axis">x axis: {links}</p>'

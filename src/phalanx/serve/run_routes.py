@@ -14,7 +14,7 @@ from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
 from phalanx.serve.access import describe_refusal
 from phalanx.serve.chat_routes import ChatProcess, answer_chat, render_chat
-from phalanx.serve.live_run import LiveRuns, render_reading_note, render_run
+from phalanx.serve.live_run import X_NAMES, LiveRuns, render_reading_note, render_run
 from phalanx.serve.log_pages import render_log_tail, render_logs
 from phalanx.serve.page_context import Message, PageContext
 from phalanx.serve.pages import render_problem
@@ -40,17 +40,17 @@ class RunRoutes:
             page = await run_in_threadpool(self.live_runs.find(run).read_page)
         except DataError as error:
             return self.context.render("Run", "Runs", render_problem(str(run.path), str(error)), status=422)
-        address = f"run/{request.path_params['id']}"
-        body = await run_in_threadpool(render_run, page, run, address)
+        address, x_name = f"run/{request.path_params['id']}", _read_x_name(request)
+        body = await run_in_threadpool(render_run, page, run, address, x_name)
         refusal = describe_refusal(self.context.access, request)
         body += await run_in_threadpool(render_chat, run, address, refusal)
-        return self.context.render(page.title, "Runs", body, f"{address}/stream")
+        return self.context.render(page.title, "Runs", body, f"{address}/stream?x={x_name}")
 
     async def stream_run(self, request: Request) -> Response:
         """The parts of a run's page that change, and its charts."""
         if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
-        live = self.live_runs.find(run)
+        live, x_name = self.live_runs.find(run), _read_x_name(request)
         shown_titles, shown_version = [""], [0]
 
         async def read() -> Message:
@@ -66,7 +66,8 @@ class RunRoutes:
             message: Message = {"sections": sections}
             titles = " ".join(chart.full_title for chart in page.charts)
             if page.version != shown_version[0]:
-                message["charts"] = make_chart_message(page.charts, is_same=titles == shown_titles[0])
+                charts = await run_in_threadpool(page.rescale_charts, x_name)
+                message["charts"] = make_chart_message(charts, is_same=titles == shown_titles[0])
             shown_titles[0], shown_version[0] = titles, page.version
             return message
 
@@ -100,6 +101,11 @@ class RunRoutes:
     def _missing_run(self) -> Response:
         text = "No run with this address. It was moved or removed, or the server has not found it yet."
         return self.context.render("Run", "Runs", render_problem("No such run", text), status=404)
+
+
+def _read_x_name(request: Request) -> str:
+    name = request.query_params.get("x", "")
+    return name if name in X_NAMES else X_NAMES[0]
 
 
 def make_chart_message(charts: Sequence[Chart], is_same: bool) -> Message:

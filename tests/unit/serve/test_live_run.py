@@ -133,4 +133,4 @@ def test_a_minute_of_telemetry_is_on_the_page_while_a_step_takes_long(tmp_path: 
     add_minute(maker.path, "node-1", T0 + 600, watts=100.0)
     clock.now += 60
     (power,) = [chart for chart in live.read_page().charts if chart.title == "CPU power"]
-    assert power.series[0].x.tolist() == [10.5]
+    assert power.series[0].x.tolist() == [630.0]

@@ -40,16 +40,16 @@ def test_gpus_of_all_nodes_are_drawn_as_their_lowest_mean_and_highest(tmp_path: 
         write_minute(run, node, 60.0, {f"GPU-{node}": gpu}, cpu_power_w=90.0)
     lines = read_lines(run)
     assert list(lines) == ["GPU power, W", "GPU utilization, %", "GPU memory used, GB"]
-    assert lines["GPU power, W"] == {"highest": [(1.5, 600.0)], "mean": [(1.5, 450.0)], "lowest": [(1.5, 300.0)]}
-    assert lines["GPU utilization, %"]["mean"] == [(1.5, 50.0)]
-    assert lines["GPU memory used, GB"]["highest"] == [(1.5, pytest.approx(40.0))]
+    assert lines["GPU power, W"] == {"highest": [(90.0, 600.0)], "mean": [(90.0, 450.0)], "lowest": [(90.0, 300.0)]}
+    assert lines["GPU utilization, %"]["mean"] == [(90.0, 50.0)]
+    assert lines["GPU memory used, GB"]["highest"] == [(90.0, pytest.approx(40.0))]
 
 
 def test_a_machine_without_gpus_shows_its_cpus(tmp_path: Path) -> None:
     write_minute(Run(tmp_path), "n1", 0.0, cpu_power_w=90.0, cpu_utilization=0.25)
     assert read_lines(Run(tmp_path)) == {
-        "CPU power, W (estimated)": {"CPU power": [(0.5, 90.0)]},
-        "CPU utilization, %": {"CPU utilization": [(0.5, 25.0)]},
+        "CPU power, W (estimated)": {"CPU power": [(30.0, 90.0)]},
+        "CPU utilization, %": {"CPU utilization": [(30.0, 25.0)]},
     }
 
 
@@ -69,7 +69,7 @@ def test_minutes_outside_the_run_and_numbers_that_are_none_are_left_out(tmp_path
     for time, value, power_w in ((0.0, 0.1, 5.0), (120.0, 0.2, 5.0), (float("nan"), 0.3, 5.0), (180.0, 0.4, 1e308)):
         write_minute(run, "n1", time, cpu_utilization=value, cpu_power_w=power_w)
     lines = read_lines(run, start=100.0, end=1000.0)
-    assert lines["CPU utilization, %"] == {"CPU utilization": [(pytest.approx(50 / 60), 20.0)]}
+    assert lines["CPU utilization, %"] == {"CPU utilization": [(50.0, 20.0)]}
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.Mo
         write_minute(run, "n1", 60.0 * minute, cpu_utilization=0.5)
     monkeypatch.setattr(live_run, "MAX_READ_BYTES", 1000)
     (points,) = read_lines(run)["CPU utilization, %"].values()
-    assert points[-1][0] == 19.5
+    assert points[-1][0] == 60.0 * 19 + 30
     assert len(points) < 10
 
 

@@ -50,10 +50,10 @@ def render_sections(
     }
 
 
-def render_report_body(sections: Mapping[str, str], charts: Sequence[Chart]) -> str:
-    """The page without its frame. The charts stand behind the first section."""
+def render_report_body(sections: Mapping[str, str], charts: Sequence[Chart], above_charts: str = "") -> str:
+    """The page without its frame. The charts stand behind the first section, below the HTML `above_charts`."""
     elements = [f'<div id="{id}">{html}</div>' for id, html in sections.items()]
-    elements.insert(1, f'<h2>Course of the run</h2>\n<div id="charts">{render_charts(charts)}</div>')
+    elements.insert(1, f'<h2>Course of the run</h2>\n{above_charts}<div id="charts">{render_charts(charts)}</div>')
     return "\n".join(elements)
 
 
