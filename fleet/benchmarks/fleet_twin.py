@@ -1,8 +1,12 @@
 """Bars of the twin: stops, ETTR, checkpoint intervals, queues, power and speed. `fleet_validation.py` runs it."""
 
+import math
 import re
 import resource
+import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +18,44 @@ from phalanx_fleet.simulate.checkpointing import CheckpointCosts, choose_interva
 from phalanx_fleet.simulate.cluster_simulation import ClusterSimulation
 from phalanx_fleet.simulate.failures import NodeHistory, mean_node_rate, sample_failures
 from phalanx_fleet.simulate.fleet_simulation import NodeTypeGroup, SimulationResult, simulate_fleet
+from phalanx_fleet.simulate.job_source import read_job_trace
 from phalanx_fleet.simulate.job_state import SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
+from phalanx_fleet.simulate.policies import (
+    LeastServicePolicy,
+    SchedulingPolicy,
+    ShortestRemainingPolicy,
+)
 from phalanx_fleet.simulate.power_model import device_power, supply_power
-from phalanx_fleet.simulation_settings import FailureEntry, JobClassEntry, SimulationSettings
+from phalanx_fleet.simulation_settings import FailureEntry, JobClassEntry, PolicyName, SimulationSettings
+from published_policies import FinishTimeFairnessPolicy, RepackingSimulation, ShortestServicePolicy
 
 TWIN_PART = "twin"
+POLICIES: tuple[PolicyName, ...] = ("fifo", "srtf", "las")
 DGX_H100 = NodePower(8, 700, 75, 4600, 2300)
+MURI_POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "SRTF": ShortestRemainingPolicy,
+    "SRSF": ShortestServicePolicy,
+    "Tiresias-L": LeastServicePolicy,
+    "themis": FinishTimeFairnessPolicy,
+}
+"""By the names of their published results."""
+MURI_AT_ZERO = "_t0"
+"""Ending of a trace's name with all jobs submitted at 0."""
+MURI_POLICIES_AT_ZERO = ("SRTF", "SRSF", "Tiresias-L")
+"""Themis has no single optimum there (docs/benchmarks/notes/fleet.md)."""
+MURI_GPUS_PER_NODE = 8
+MURI_STEP_OVERHEAD = 1.015
+"""Time of an iteration in Muri's simulator over that in its traces (jobs.py)."""
+MURI_MODELS: dict[int, dict[int, float]] = {
+    1: {107: 7, 109: 7, 779: 4, 798: 4, 178: 10, 426: 10, 517: 38, 490: 5},
+    2: {191: 7, 205: 7, 881: 5, 850: 4, 195: 10, 464: 10, 525: 39, 495: 5},
+    4: {201: 8, 212: 8, 921: 5, 886: 5, 190: 10, 433: 10, 533: 39, 505: 6},
+    8: {214: 9, 226: 9, 1010: 7, 957: 5, 192: 10, 437: 10, 555: 46, 509: 6},
+    16: {332: 9, 302: 10, 1055: 7, 1006: 7, 244: 10, 491: 10, 567: 46, 525: 8},
+    32: {336: 10, 356: 10, 1059: 7, 1019: 8, 260: 10, 514: 10, 585: 46, 546: 8},
+}
+"""Seconds of a restart by GPUs and milliseconds of an iteration, which name the model (run_sim.py, jobs.py of Muri)."""
 DALY_SYSTEM = re.compile(r"d = ([\d.]+) min,.* M = ([\d.]+) min")
 LLAMA_RATE = 419 / 54 / 2048 * 1000
 """Unexpected interruptions per 1000 node-days of Llama 3 (arXiv 2407.21783)."""
@@ -52,6 +87,7 @@ def measure_bars(data: Path) -> list[Bar]:
             "stops and ETTR of Llama 3": _measure_llama,
             "Daly intervals": lambda: _measure_daly(data),
             "MTTF of RSC": _measure_mttf,
+            "Muri's traces": lambda: _measure_muri(data),
             "GPU power of Seren": lambda: _measure_seren(data),
             "power of Frontier": _measure_frontier,
             "mean power with checkpoints": lambda: _measure_swing(data),
@@ -146,12 +182,97 @@ def _measure_mttf() -> list[Bar]:
             costs = CheckpointCosts(choose_interval(60, 0, 1 / (mean_node_rate(causes, nodes, 8) * len(nodes))), 60)
             job = SimulatedJob(0, gpus, 1e9, costs)
             failures = sample_failures(causes, nodes, 8, until_s, np.random.default_rng(seed))
-            outcome = ClusterSimulation(NodePool(len(nodes), 8), [job], failures, until_s=until_s).run()
+            outcome = ClusterSimulation(
+                NodePool(len(nodes), 8), [job], SchedulingPolicy(), failures, until_s=until_s
+            ).run()
             stops += sum(outcome.stops_by_cause.values())
         bars.append(
             _within(f"MTTF of a job of {gpus:,} GPUs on RSC-1", 3 * days * 24 / stops, wanted_h, tolerance, " h")
         )
     return bars
+
+
+def _measure_muri(data: Path) -> list[Bar]:
+    """Each trace as it is submitted, and with all jobs submitted at 0, where the authors publish figures."""
+    goals = {
+        (row["trace"], row["policy"]): row
+        for row in read_rows(
+            data / "policy_results_muri.csv",
+            ("trace", "policy"),
+            ("gpus_in_cluster", "mean_jct_s", "makespan_s", "p99_jct_s"),
+        )
+    }
+    traces: dict[str, list[dict[str, str]]] = {}
+    numbers = ("job", "gpus", "submit_s", "iterations", "iteration_ms")
+    for row in read_rows(data / "jobs_muri_philly.csv", ("trace",), numbers):
+        traces.setdefault(row["trace"], []).append(row)
+    measures = {}
+    for trace, rows in sorted(traces.items()):
+        for suffix, policies in (("", MURI_POLICIES), (MURI_AT_ZERO, MURI_POLICIES_AT_ZERO)):
+            for name in policies:
+                goal = goals.get((trace + suffix, name))
+                if goal is not None or not suffix:
+                    measures[f"{name}, Muri {trace}{suffix}"] = partial(
+                        _measure_queue, trace + suffix, rows, name, goal
+                    )
+    return measure_all(TWIN_PART, measures)
+
+
+def _measure_queue(
+    trace: str, rows: Sequence[Mapping[str, str]], name: str, goal: Mapping[str, str] | None
+) -> list[Bar]:
+    if goal is None:
+        raise MissingDataError("policy_results_muri.csv: no row of this trace and policy")
+    if len(rows) != (num_jobs := 1 + max(int(row["job"]) for row in rows)):
+        raise MissingDataError(
+            f"jobs_muri_philly.csv: {len(rows)} of {num_jobs} jobs; the published figures are of all"
+        )
+    ordered = sorted(rows, key=lambda row: (float(row["submit_s"]), int(row["job"])))
+    jobs = [
+        SimulatedJob(
+            submit_s,
+            gpus,
+            duration_s,
+            CheckpointCosts(math.inf, restart_s=find_restart_s(gpus, float(row["iteration_ms"]))),
+        )
+        for row, (submit_s, gpus, duration_s) in zip(
+            ordered, replay_rows(ordered, trace.endswith(MURI_AT_ZERO)), strict=True
+        )
+    ]
+    num_nodes = int(goal["gpus_in_cluster"]) // MURI_GPUS_PER_NODE
+    if (most := max(job.devices for job in jobs)) > num_nodes * MURI_GPUS_PER_NODE:
+        raise MissingDataError(f"{trace}: a job needs {most} GPUs, and the cluster has {goal['gpus_in_cluster']}")
+    pool = NodePool(num_nodes, MURI_GPUS_PER_NODE)
+    outcome = RepackingSimulation(pool, jobs, MURI_POLICIES[name]()).run()
+    completion_s = np.array([(job.finish_s or math.nan) - job.submit_s for job in jobs])
+    return [
+        _within(f"{name}, Muri {trace}: {what}", float(reached), float(goal[column]), tolerance, " s")
+        for what, reached, column, tolerance in (
+            ("mean completion", completion_s.mean(), "mean_jct_s", 0.05),
+            ("makespan", outcome.end_s, "makespan_s", 0.03),
+            ("p99 of completion", np.percentile(completion_s, 99), "p99_jct_s", 0.2),
+        )
+    ]
+
+
+def replay_rows(rows: Sequence[Mapping[str, str]], at_zero: bool) -> list[tuple[float, int, float]]:
+    """Return submission, devices and duration of jobs as `phalanx simulate --replay` reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "jobs.csv"
+        lines = [
+            f"{0.0 if at_zero else float(row['submit_s'])},{row['gpus']},"
+            f"{int(row['iterations']) * float(row['iteration_ms']) / 1000 * MURI_STEP_OVERHEAD}"
+            for row in rows
+        ]
+        path.write_text("\n".join(["submit_s,gpus,duration_s", *lines]) + "\n")
+        return read_job_trace(path)
+
+
+def find_restart_s(num_gpus: int, iteration_ms: float) -> float:
+    """Return the restart of the model that this iteration names, or of the nearest one in the authors' table."""
+    gpus = min(MURI_MODELS, key=lambda known: abs(math.log2(known / num_gpus)))
+    models = MURI_MODELS[gpus]
+    return models[min(models, key=lambda known: abs(known - iteration_ms))]
 
 
 def _measure_seren(data: Path) -> list[Bar]:
@@ -202,9 +323,14 @@ def _measure_swing(data: Path) -> list[Bar]:
 
 
 def _measure_speed() -> list[Bar]:
+    return [bar for policy in POLICIES for bar in _measure_policy_speed(policy)]
+
+
+def _measure_policy_speed(policy: PolicyName) -> list[Bar]:
     settings = SimulationSettings(
         days=365,
         spares=0.02,
+        policy=policy,
         jobs={
             "all": JobClassEntry(
                 per_day=274,
@@ -227,14 +353,14 @@ def _measure_speed() -> list[Bar]:
     return [
         Bar(
             TWIN_PART,
-            f"1,000 nodes, 12 months, {result.num_jobs:,} jobs: time on a core",
+            f"1,000 nodes, 12 months, {result.num_jobs:,} jobs, {policy}: time on a core",
             "< 60 s",
             f"{seconds:.0f} s",
             seconds < 60,
         ),
         Bar(
             TWIN_PART,
-            "the same: highest memory",
+            f"the same, {policy} and those before: highest memory",
             "< 1,000 MiB",
             f"{mib:.0f} MiB",
             mib < 1000,

@@ -16,6 +16,7 @@ NODE_RATE_KEYS = (
     "age_factors",
 )
 RATE_KEYS = ("per_1000_node_days", "per_1000_device_years", "per_1000_level_years")
+PolicyName = Literal["fifo", "srtf", "las"]
 Share = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]
 Positive = Annotated[float, Field(gt=0, le=1e12), NUMBER_NOT_BOOL]
 Deviation = Annotated[float, Field(ge=0, le=10), NUMBER_NOT_BOOL]
@@ -120,6 +121,7 @@ class SimulationSettings(StrictModel):
     days: Annotated[float, Field(gt=0), NUMBER_NOT_BOOL] = 365.0
     seeds: int = Field(5, ge=1, le=1000)
     """Simulations, each with random numbers of its own."""
+    policy: PolicyName = "fifo"
     spares: Share = 0.0
     """Share of the nodes that is kept back for those in repair."""
     power_cap: Annotated[float, Field(gt=0.1, le=1), NUMBER_NOT_BOOL] = 1.0

@@ -1,4 +1,4 @@
-"""Events of jobs on nodes: order, backfill, failures, spares, and an account that adds up."""
+"""Events of jobs on nodes: order of policies, backfill, failures, spares, and an account that adds up."""
 
 import math
 
@@ -9,10 +9,12 @@ from phalanx_fleet.simulate.checkpointing import CheckpointCosts, choose_interva
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation, NodeFailure
 from phalanx_fleet.simulate.job_state import ProgressClock, SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
+from phalanx_fleet.simulate.policies import make_policy
 
 
-def run(jobs, nodes=2, failures=(), until_s=math.inf, spares=0) -> ClusterOutcome:
-    return ClusterSimulation(NodePool(nodes, 8, spares), jobs, failures, until_s).run()
+def run(jobs, policy="fifo", nodes=2, failures=(), until_s=math.inf, spares=0) -> ClusterOutcome:
+    pool = NodePool(nodes, 8, spares)
+    return ClusterSimulation(pool, jobs, make_policy(policy), failures, until_s).run()
 
 
 def test_a_job_above_a_node_gets_whole_nodes_and_a_small_one_the_fullest_node():
@@ -21,6 +23,26 @@ def test_a_job_above_a_node_gets_whole_nodes_and_a_small_one_the_fullest_node():
     assert pool.place(2) == ((0, 2),)
     assert pool.place(12) == ((1, 8), (2, 4))
     assert pool.place(8) is None
+
+
+def test_the_releases_that_a_place_needs_are_those_after_which_it_is_found():
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        pool = NodePool(6, 8)
+        tried = [(size, pool.place(size)) for size in rng.choice([1, 2, 3, 5, 8, 12, 13, 16, 20], 30).tolist()]
+        placements = [placed for _, placed in tried if placed is not None]
+        devices = next(size for size, placed in reversed(tried) if placed is None)
+        order = [placements[index] for index in rng.permutation(len(placements))[: rng.integers(1, 8)].tolist()]
+        needed = pool.count_needed(devices, order)
+        for number, placement in enumerate(order, 1):
+            assert pool.place(devices) is None
+            pool.release(placement)
+            if number == needed:
+                assert pool.place(devices) is not None
+                break
+        else:
+            assert needed is None
+            assert pool.place(devices) is None
 
 
 def test_there_is_a_place_again_after_a_repair():
@@ -36,6 +58,18 @@ def test_fifo_backfills_only_what_does_not_delay_the_first_that_waits():
     short, long = SimulatedJob(2, 8, 90), SimulatedJob(3, 8, 200)
     run([first, head, short, long])
     assert (short.first_start_s, head.first_start_s, long.first_start_s) == (2, 100, 150)
+
+
+def test_the_shortest_job_stops_a_longer_one():
+    long, short = SimulatedJob(0, 16, 100), SimulatedJob(10, 16, 20)
+    run([long, short], "srtf")
+    assert (short.finish_s, long.finish_s) == (30, 120)
+
+
+def test_a_job_with_little_service_stops_one_with_much():
+    old, new = SimulatedJob(0, 16, 10_000), SimulatedJob(5000, 16, 100)
+    run([old, new], "las")
+    assert (new.finish_s, old.finish_s) == (5100, 10_100)
 
 
 def test_a_failure_wastes_the_work_since_the_last_save():
@@ -81,8 +115,9 @@ def test_a_repair_of_a_node_outlasts_that_of_its_rack():
     assert job.finish_s == 20 + 5000 + 100
 
 
+@pytest.mark.parametrize("policy", ["fifo", "srtf", "las"])
 @pytest.mark.parametrize("clock", [None, ProgressClock(np.array([1.0, 0.5, 0.9]))])
-def test_states_of_device_time_add_up(clock):
+def test_states_of_device_time_add_up(policy, clock):
     rng = np.random.default_rng(1)
     costs = CheckpointCosts(600, 20, 0, 60)
     jobs = [
@@ -90,7 +125,7 @@ def test_states_of_device_time_add_up(clock):
         for at in np.sort(rng.uniform(0, 80_000, 150))
     ]
     failures = [NodeFailure(float(at), (int(rng.integers(6)),), 0, 5000.0) for at in np.sort(rng.uniform(0, 9e4, 30))]
-    outcome = run(jobs, nodes=6, failures=failures, until_s=90_000, spares=1)
+    outcome = run(jobs, policy, nodes=6, failures=failures, until_s=90_000, spares=1)
     assert outcome.time.total == pytest.approx(6 * 8 * 90_000, rel=1e-12)
     assert sum(outcome.stops_by_cause.values()) > 0
     assert (outcome.time.throttled > 0) == (clock is not None)
@@ -127,6 +162,13 @@ def test_a_failure_of_a_throttled_job_wastes_the_progress_since_the_last_save():
     assert outcome.time.wasted == pytest.approx(16 * 90)
     assert job.finish_s == pytest.approx(405 + 5 + 2 * (150 + 10))
     assert outcome.time.throttled == pytest.approx(16 * (200 + 160))
+
+
+def test_a_job_that_throttles_has_more_left_than_one_at_full_speed():
+    slow = SimulatedJob(0, 8, 10_000, clock=ProgressClock(np.full(9, 0.5)))
+    short = SimulatedJob(4000, 8, 7000)  # at 4000 s the other one has 8000 s left
+    run([slow, short], "srtf", nodes=1)
+    assert short.first_start_s == 4000
 
 
 def test_a_job_that_throttles_is_not_backfilled_where_it_would_delay_the_first_that_waits():

@@ -88,6 +88,7 @@ def variants_to_json(variants: Sequence["SimulatedVariant"]) -> list[dict[str, o
             "nodes": variant.num_nodes,
             "devices": variant.num_devices,
             "days": variant.settings.days,
+            "policy": variant.settings.policy,
             "seeds": [replace_nan(asdict(replace(result, hours=None))) for result in variant.results],
             "exceeded_budgets": [
                 {"level": each.level.label, "committed_w": each.committed_w, "budget_w": each.level.budget_w}

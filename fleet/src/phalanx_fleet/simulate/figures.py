@@ -120,8 +120,8 @@ def compare_variants(variants: Sequence[SimulatedVariant]) -> ComparisonTable:
         if not all(math.isnan(spread.mean) for spread in spreads):
             rows.append([row.title, *(_format_cell(spread, row.write) for spread in spreads)])
     head = (
-        f"{base.num_nodes} nodes with {base.num_devices} accelerators, {base.settings.days:g} days, "
-        f"{format_plural(len(base.results), 'seed')}: mean (.05 to .95)"
+        f"{base.num_nodes} nodes with {base.num_devices} accelerators, {base.settings.days:g} days, policy "
+        f"{base.settings.policy}, {format_plural(len(base.results), 'seed')}: mean (.05 to .95)"
     )
     problems = [
         f"{variant.label}: {each.level.label} may draw {each.committed_w / 1e3:,.0f} kW, its budget is "

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.errors import UsageError
 from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.fleet_file import FleetFile, expand_entries, expand_names
-from phalanx_fleet.power_tree import NodePower, PowerTree
+from phalanx_fleet.power_tree import NO_PARENT, NodePower, PowerTree
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
 from phalanx_fleet.simulate.failures import (
     NodeHistory,
@@ -21,6 +21,7 @@ from phalanx_fleet.simulate.failures import (
 from phalanx_fleet.simulate.job_source import make_costs, sample_jobs
 from phalanx_fleet.simulate.job_state import SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
+from phalanx_fleet.simulate.policies import make_policy
 from phalanx_fleet.simulate.power_model import (
     SAVE_ACTIVITY,
     add_histories,
@@ -130,6 +131,15 @@ def _find_batches(settings: SimulationSettings) -> dict[str, tuple[str | None, f
     return found
 
 
+def _list_levels(tree: PowerTree, index: int) -> list[str]:
+    """Return a level and all above it."""
+    found = []
+    while index != NO_PARENT:
+        found.append(tree.levels[index].label)
+        index = tree.levels[index].parent
+    return found
+
+
 def simulate_fleet(
     groups: Sequence[NodeTypeGroup],
     settings: SimulationSettings,
@@ -190,7 +200,7 @@ def _simulate_once(
         )
         failures = merge_level_failures(failures, level_failures, group.nodes)
         last_s = math.inf if trace is not None and index == 0 else until_s
-        outcome = ClusterSimulation(pool, jobs, failures, last_s).run()
+        outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s).run()
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():

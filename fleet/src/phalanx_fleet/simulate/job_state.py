@@ -1,9 +1,14 @@
-"""Jobs of the simulation: how far each is, where throttling slows some hours down."""
+"""Jobs of the simulation: how far each is, where throttling slows some hours down, and those that run in the order of
+their keys.
+"""
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx_fleet.simulate.checkpointing import CheckpointCosts
 from phalanx_fleet.simulate.node_pool import Placement
@@ -11,6 +16,9 @@ from phalanx_fleet.simulate.site_series import SECONDS_PER_HOUR
 from phalanx_fleet.thermal.device_series import Values
 
 NO_CHECKPOINTS = CheckpointCosts(float("inf"))
+FIRST_PROGRESS_S, CLOCK_NUMBER, JOB_ID, KEY_FIRST, KEY_SECOND = range(5)
+"""Rows of the table. Unused columns are NaN, which is not greater than anything."""
+JobKey = tuple[float, ...]
 
 
 class ProgressClock:
@@ -53,6 +61,8 @@ class SimulatedJob:
 
     remaining_s: float = field(init=False)
     """Work that is not done, as of the start of the attempt."""
+    attained_s: float = 0.0
+    """Seconds that it had its devices."""
     first_start_s: float | None = None
     finish_s: float | None = None
     attempt_start_s: float | None = None
@@ -60,6 +70,10 @@ class SimulatedJob:
     placement: Placement = ()
     version: int = 0
     """Counts starts and stops: an event of an earlier attempt is void."""
+    level: int = 0
+    """Queue of least attained service."""
+    order: float = 0.0
+    """Position in that queue."""
     num_stops: int = 0
     """Stops by failures."""
     waiting_since_s: float = 0.0
@@ -82,3 +96,96 @@ class SimulatedJob:
             return now_s + wall_s
         restart_s = self.costs.restart_s
         return self.clock.time_s(self.clock.progress_s(now_s + restart_s) + wall_s - restart_s)
+
+    def progress_s(self, now_s: float) -> float:
+        """Return the work done in the running attempt, without what saves block."""
+        if self.attempt_start_s is None:
+            return 0.0
+        return max(0.0, self.elapsed_s(now_s) - self.costs.restart_s)
+
+    def left_s(self, now_s: float) -> float:
+        """Return the work that is not done."""
+        return self.remaining_s - self.progress_s(now_s)
+
+
+class RunningJobs:
+    """Running jobs with keys that change only when they are set."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[JobKey, int]] = []
+        self._jobs: list[SimulatedJob] = []
+        self._key_of: dict[SimulatedJob, tuple[JobKey, int]] = {}
+
+    def add(self, job: SimulatedJob, job_id: int, key: JobKey) -> None:
+        """Add a job that starts now."""
+        place = bisect_left(self._keys, (key, job_id))
+        self._keys.insert(place, (key, job_id))
+        self._jobs.insert(place, job)
+        self._key_of[job] = (key, job_id)
+
+    def set_key(self, job: SimulatedJob, key: JobKey) -> None:
+        """Change the key of a job."""
+        job_id = self._key_of[job][1]
+        self.remove(job)
+        self.add(job, job_id, key)
+
+    def remove(self, job: SimulatedJob) -> None:
+        """Remove a job."""
+        place = bisect_left(self._keys, self._key_of.pop(job))
+        del self._keys[place]
+        del self._jobs[place]
+
+    def find_worse(self, key: JobKey, now_s: float) -> Sequence[SimulatedJob]:
+        """Return the jobs with a greater key, that with the greatest first."""
+        worse = self._jobs[bisect_right(self._keys, (key, math.inf)) :]
+        worse.reverse()
+        return worse
+
+
+class ProgressingJobs(RunningJobs):
+    """Running jobs of which the first part of the key falls by the seconds of their progress, each in a column that is
+    used again when it stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._columns: dict[SimulatedJob, int] = {}
+        self._job_in: list[SimulatedJob | None] = []
+        self._unused: list[int] = []
+        self._clock_numbers: dict[ProgressClock | None, int] = {None: 0}
+        self._table: NDArray[np.float64] = np.full((KEY_SECOND + 1, 64), np.nan)
+
+    def add(self, job: SimulatedJob, job_id: int, key: JobKey) -> None:
+        if self._unused:
+            column = self._unused.pop()
+            self._job_in[column] = job
+        else:
+            column = len(self._job_in)
+            self._job_in.append(job)
+            if column == self._table.shape[1]:
+                self._table = np.hstack([self._table, np.full_like(self._table, np.nan)])
+        self._columns[job] = column
+        first_step_s = (job.attempt_start_s or 0.0) + job.costs.restart_s
+        first_progress_s = first_step_s if job.clock is None else job.clock.progress_s(first_step_s)
+        clock_number = self._clock_numbers.setdefault(job.clock, len(self._clock_numbers))
+        self._table[:, column] = (first_progress_s, clock_number, job_id, *key)
+
+    def remove(self, job: SimulatedJob) -> None:
+        column = self._columns.pop(job)
+        self._job_in[column] = None
+        self._unused.append(column)
+        self._table[:, column] = np.nan
+
+    def find_worse(self, key: JobKey, now_s: float) -> Sequence[SimulatedJob]:
+        table = self._table[:, : len(self._job_in)]
+        progress_s = np.maximum(0.0, self._find_progress_s(table, now_s) - table[FIRST_PROGRESS_S])
+        first = table[KEY_FIRST] - progress_s
+        worse = np.flatnonzero((first > key[0]) | ((first == key[0]) & (table[KEY_SECOND] > key[1])))
+        order = np.lexsort((-table[JOB_ID, worse], -table[KEY_SECOND, worse], -first[worse]))
+        return [job for column in worse[order].tolist() if (job := self._job_in[column]) is not None]
+
+    def _find_progress_s(self, table: NDArray[np.float64], now_s: float) -> NDArray[np.float64] | float:
+        """Return the progress from the start of the simulation until now, by the clock of each job."""
+        if len(self._clock_numbers) == 1:  # none throttles
+            return now_s
+        by_clock = np.array([now_s if clock is None else clock.progress_s(now_s) for clock in self._clock_numbers])
+        return np.asarray(by_clock[np.nan_to_num(table[CLOCK_NUMBER]).astype(np.intp)])

@@ -1,6 +1,7 @@
 """Equal nodes of a cluster: which of their devices are free, which nodes are spare and which are in repair."""
 
 import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -79,6 +80,45 @@ class NodePool:
             self._set_free(node, self._free[node] - rest)
             chosen.append((node, rest))
         return tuple(chosen)
+
+    def count_needed(self, devices: int, placements: Iterable[Placement]) -> int | None:
+        """Return how many of these placements, from the first on, have to be released until there is a place for a job
+        that has none now. None if all of them do not suffice."""
+        per_node = self.devices_per_node
+        full, rest = divmod(devices, per_node)
+        num_whole, most = len(self._by_free[per_node]), 0
+        free: dict[int, int] = {}
+        for number, placement in enumerate(placements, 1):
+            for node, count in placement:
+                now = free[node] = free.get(node, self._free[node]) + count
+                num_whole += now == per_node
+                most = max(most, now)
+            if num_whole > full or (num_whole == full and (rest == 0 or (most >= rest and self._has_part(rest, free)))):
+                return number
+        return None
+
+    def _has_part(self, devices: int, free: Mapping[int, int]) -> bool:
+        """Return whether a node that is not whole has these devices, with those of some nodes as in `free`."""
+        per_node = self.devices_per_node
+        return any(devices <= count < per_node for count in free.values()) or any(
+            node not in free for nodes in self._by_free[devices:per_node] for node in nodes
+        )
+
+    def renew(self, placements: Iterable[Placement]) -> None:
+        """Put the nodes of these placements behind the others with as many free devices."""
+        for placement in placements:
+            for node, _ in placement:
+                if self._free[node]:
+                    self._set_free(node, self._free[node])
+
+    def take(self, placement: Placement) -> bool:
+        """Take these devices again; False, and nothing is taken, if some are not free."""
+        for node, count in placement:
+            if self._free[node] < count or node in self._down:
+                return False
+        for node, count in placement:
+            self._set_free(node, self._free[node] - count)
+        return True
 
     def release(self, placement: Placement) -> None:
         """Give devices back."""
