@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,16 @@ from fake_nvml import FakeGpu, FakeNvml
 from phalanx.cli.main import main
 from phalanx.cluster.health import HealthFinding, HealthVerdict
 from phalanx.cluster.health.runner import NodeHealthReport
+from phalanx.errors import UsageError
 from phalanx.jobs.backends import base
+from phalanx.jobs.backends.base import BackendNode
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.telemetry.host import HostSource
 from phalanx.telemetry.nvml import NvmlSource
 from phalanx_fleet import node_list as fleet
+from phalanx_fleet.commands.nodes import watch_nodes
+from phalanx_fleet.node_list import FleetReader, FleetSources
+from phalanx_fleet.node_states import NodeStates
 
 
 @pytest.fixture
@@ -141,6 +147,47 @@ def test_show_of_a_node_that_is_not_there_names_the_nearest(
 ) -> None:
     assert main(["nodes", "show", "n33", "--on", "slurm"]) == 64
     assert capsys.readouterr().err.startswith("error: n33: no such node; nearest are n3")
+
+
+def watch(backend: FakeNodeBackend, tmp_path: Path, sleep: Callable[[float], None]) -> None:
+    with NodeStates(tmp_path / "nodes.db") as states:
+        watch_nodes(FleetReader(FleetSources(backend), states), 2.0, sleep)  # type: ignore[arg-type]
+
+
+def test_watch_prints_the_nodes_until_ctrl_c(
+    backend: FakeNodeBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        backend.nodes["n1"] = replace(backend.nodes["n1"], state="allocated")
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(backend, tmp_path, sleep)
+    assert slept == [2.0, 2.0]
+    assert re.findall(r"n1 +healthy +(\w+)", capsys.readouterr().out) == ["idle", "allocated"]
+
+
+def test_watch_keeps_the_last_nodes_while_the_backend_does_not_answer(
+    backend: FakeNodeBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> list[BackendNode]:
+        raise UsageError("slurm does not answer")
+
+    def sleep(seconds: float) -> None:
+        if backend.list_nodes == fail:
+            raise KeyboardInterrupt
+        backend.list_nodes = fail  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(backend, tmp_path, sleep)
+    first, second = capsys.readouterr().out.split("\n\n")[:2]
+    assert "warning" not in first
+    assert "n3    no reading" in second
+    assert second.endswith("warning: slurm does not answer")
 
 
 def test_test_takes_a_report_of_another_node(

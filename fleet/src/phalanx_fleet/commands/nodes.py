@@ -3,10 +3,13 @@
 import contextlib
 import json
 import os
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -30,7 +33,7 @@ from phalanx_fleet.node_table import (
 
 if TYPE_CHECKING:
     from phalanx_fleet.fleet_node import FleetNode
-    from phalanx_fleet.node_list import FleetSources, FleetView, NodeDetails, NodeReading
+    from phalanx_fleet.node_list import FleetReader, FleetSources, FleetView, NodeDetails, NodeReading
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Show, drain, test and undrain nodes.")
 
@@ -64,6 +67,8 @@ FleetOption = Annotated[
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Node, as shown by `phalanx nodes ls`.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 HISTORY_COLUMNS = make_columns("SINCE", "STATE", "ACTOR", "REASON")
+PrintLinesFn = Callable[[list[str]], None]
+WATCH_INTERVAL_S = 5.0
 
 
 @app.callback()
@@ -77,6 +82,7 @@ def list_nodes(
     nodes: NodesOption = None,
     runs: RunsOption = None,
     fleet: FleetOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="List again every 5 s, until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List nodes.
@@ -88,7 +94,11 @@ def list_nodes(
     from phalanx_fleet.site_dir import open_node_states
 
     sources = _find_sources(on, nodes, runs)
+    if watch and as_json:
+        raise UsageError("--watch, --json: give one of the two")
     with open_node_states(fleet) as states, contextlib.closing(FleetReader(sources, states)) as reader:
+        if watch:
+            watch_nodes(reader)
         view = reader.read()
     now = time.time()
     if as_json:
@@ -331,3 +341,40 @@ def _reading_to_json(reading: "NodeReading") -> dict[str, Any]:
         labels = None if reasons is None else [text for each, text in SLOW_REASON_LABELS.items() if each in reasons]
         device["slow_reasons"] = labels
     return found
+
+
+def watch_nodes(
+    reader: "FleetReader",
+    interval_s: float = WATCH_INTERVAL_S,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> NoReturn:
+    """Print the nodes every `interval_s` seconds, until Ctrl-C. When the backend fails later, the ages of the last
+    readings grow.
+
+    Raises UsageError where the first reading fails.
+    """
+    view = reader.read()
+    with _open_display() as print_lines:
+        while True:
+            lines = [formatting.format_timestamp(now()), *format_fleet(view, now())]
+            print_lines([*lines, *(f"warning: {escape_control_chars(problem)}" for problem in view.problems)])
+            sleep(interval_s)
+            try:
+                view = reader.read()
+            except UsageError as error:
+                view.problems = [str(error)]
+
+
+@contextmanager
+def _open_display() -> Iterator[PrintLinesFn]:
+    """A function that replaces the lines on a terminal, and adds them elsewhere."""
+    if not sys.stdout.isatty():
+        yield lambda lines: print("\n".join([*lines, ""]), flush=True)
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=Console(), auto_refresh=False) as live:
+        yield lambda lines: live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.errors import UsageError
 from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.fleet_file import FleetFile, expand_entries, expand_names
-from phalanx_fleet.power_tree import NO_PARENT, NodePower, PowerTree
+from phalanx_fleet.power_tree import NodePower, PowerTree
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
 from phalanx_fleet.simulate.failures import (
     NodeHistory,
@@ -128,15 +128,6 @@ def _find_batches(settings: SimulationSettings) -> dict[str, tuple[str | None, f
         for rack in racks:
             if (other := found.setdefault(rack, (name, entry.age_years))[0]) != name:
                 raise UsageError(f"simulate.batches.{name}.racks: {rack} is of batch {other}, too")
-    return found
-
-
-def _list_levels(tree: PowerTree, index: int) -> list[str]:
-    """Return a level and all above it."""
-    found = []
-    while index != NO_PARENT:
-        found.append(tree.levels[index].label)
-        index = tree.levels[index].parent
     return found
 
 
