@@ -19,6 +19,7 @@ from phalanx_fleet.telemetry.mqtt import MqttOptions, open_mqtt
 from phalanx_fleet.telemetry.polling import start_call
 from phalanx_fleet.telemetry.prometheus import PrometheusOptions, open_prometheus
 from phalanx_fleet.telemetry.redfish import RedfishOptions, open_redfish
+from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading, ServiceSource
 
 FIRST_READ_TIMEOUT_S = 10.0
@@ -36,6 +37,7 @@ class ServiceOpeners:
     prometheus: Callable[[PrometheusOptions], ServiceSource] = open_prometheus
     redfish: Callable[[RedfishOptions], ServiceSource] = open_redfish
     mqtt: Callable[[MqttOptions], ServiceSource] = open_mqtt
+    redfish_cdu: Callable[[str, RedfishCduOptions], ServiceSource] = open_redfish_cdu
     modbus: Callable[[str, ModbusEntry], ServiceSource] = open_modbus
 
 
@@ -173,7 +175,10 @@ def _make_liquid_services(file: NodesFile, openers: ServiceOpeners) -> list[_Ser
         bus = file.mqtt
         services.append(_Service(bus.url, lambda: openers.mqtt(bus), SAMPLE_INTERVAL_S))
     for cdu in file.cdus:
-        if cdu.modbus is not None:
+        if cdu.redfish is not None:
+            open_cdu = partial(openers.redfish_cdu, cdu.id, cdu.redfish)
+            services.append(_Service(cdu.redfish.url, open_cdu, cdu.redfish.interval_s))
+        elif cdu.modbus is not None:
             open_device = partial(openers.modbus, cdu.id, cdu.modbus)
             services.append(_Service(cdu.modbus.url, open_device, cdu.modbus.interval_s))
     return services

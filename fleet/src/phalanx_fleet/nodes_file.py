@@ -1,24 +1,37 @@
 """The nodes file: which nodes a fleet has where no backend lists them, and where their readings come from."""
 
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import RecipeError
+from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx.recipe.validation_errors import join_problems, read_user_mapping, validate_value
 from phalanx.recipe.yaml_loader import location_of_key
 from phalanx_fleet.telemetry.modbus_map import ModbusEntry
 from phalanx_fleet.telemetry.mqtt import MqttOptions
 from phalanx_fleet.telemetry.redfish import RedfishOptions
+from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions
 
 
 class CduEntry(StrictModel):
-    """A coolant distribution unit. Without `modbus` it is read from the bus, by its object id."""
+    """A coolant distribution unit. Without `redfish` and `modbus` it is read from the bus, by its object id."""
 
     id: str
     """The building's object id; any name where there is no bus."""
     racks: tuple[str, ...] = ()
     """Location ids of the racks that it supplies."""
+    redfish: RedfishCduOptions | None = None
     modbus: ModbusEntry | None = None
+
+    @model_validator(mode="after")
+    def check_sources(self) -> "CduEntry":
+        """Refuse two sources."""
+        if self.redfish is not None and self.modbus is not None:
+            raise ValueError("found redfish and modbus, expected one of them")
+        return self
 
 
 class NodesFileEntry(StrictModel):
@@ -34,6 +47,13 @@ class NodesFileEntry(StrictModel):
     """The management controller of this node."""
 
 
+class CoolingResponseSettings(StrictModel):
+    """Limits of what is usual."""
+
+    min_flow_share: Annotated[float, Field(gt=0, lt=1), NUMBER_NOT_BOOL] = 0.2
+    """Of its usual flow, below which a rack or CDU has lost it."""
+
+
 class NodesFile(StrictModel):
     """A fleet."""
 
@@ -43,6 +63,8 @@ class NodesFile(StrictModel):
     """The bus with the racks."""
     cdus: tuple[CduEntry, ...] = ()
     """Coolant distribution units."""
+    cooling_response: CoolingResponseSettings = CoolingResponseSettings()
+    """What `phalanx thermal guard` knows of the nodes."""
 
 
 def load_nodes_file(path: Path) -> NodesFile:
@@ -58,11 +80,12 @@ def load_nodes_file(path: Path) -> NodesFile:
         if name in names[:index]
     ]:
         raise join_problems(problems)
-    bus_cdus = [each.id for each in found.cdus if each.modbus is None]
-    if bus_cdus and found.mqtt is None:
+    if (
+        bus_cdu := next((each.id for each in found.cdus if not (each.redfish or each.modbus)), None)
+    ) and not found.mqtt:
         raise RecipeError(
-            f"{location_of_key(locations, ('cdus',))}: cdus: {bus_cdus[0]} has no modbus, and there is no mqtt to read "
-            "it from"
+            f"{location_of_key(locations, ('cdus',))}: cdus: {bus_cdu} has neither modbus nor redfish, and there is no "
+            "mqtt to read it from"
         )
     return found
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from cdu_mockup import CDU, make_cdu
 from phalanx.telemetry.sample import HostSample, SourceUnavailableError
 from phalanx_fleet.telemetry.redfish import RedfishOptions, open_redfish
+from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
 from server_processes import find_free_port, find_program, make_certificate, run_server
 
 bcrypt = pytest.importorskip("bcrypt", reason="sushy-tools is not installed: pip install 'phalanx[dev]'")
@@ -227,3 +230,23 @@ def test_a_session_is_used_renewed_and_ended(
 def test_a_service_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(SourceUnavailableError, match="connection refused"):
         open_redfish(RedfishOptions(url=f"https://127.0.0.1:{find_free_port()}"), {})
+
+
+def test_a_cdu_is_read_and_a_leak_is_seen(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    port, folder = find_free_port(), tmp_path / "cdu"
+    write_tree(folder, make_cdu())
+    words = [str(STATIC), "-i", "127.0.0.1", "-p", str(port), "-m", str(folder)]
+    url = f"https://127.0.0.1:{port}"
+    with run_server([*words, "-c", str(certificate[0]), "-k", str(certificate[1])], port, tmp_path / "static.log"):
+        source = open_redfish_cdu("cdu-1", RedfishCduOptions(url=url, ca_file=certificate[0], interval_s=2.0), {})
+        try:
+            sample = source.read().racks[0]
+            assert (sample.supply_temperature_c, sample.flow_l_per_min, sample.has_leak) == (32.5, 180.0, False)
+            detector = f"{CDU}/LeakDetection/LeakDetectors/Floor"
+            write_tree(folder, {detector: {"DetectorState": "Critical"}})
+            deadline = time.monotonic() + 30
+            while source.read().racks[0].has_leak is not True:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            source.close()

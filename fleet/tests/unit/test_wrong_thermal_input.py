@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.errors import RecipeError
 from phalanx_fleet.nodes_file import load_nodes_file
 
 HEADER = "time,node,kind,power_w,core_temperature_c"
@@ -71,9 +70,17 @@ cdus:
 """
 
 
-def test_registers_that_cannot_be_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("scale: 0.1", "scale: 0", "set_point_c: scale: 0 makes every count 0"),
+        ("cdus:", "cooling_response: {min_flow_share: 2}\ncdus:", "min_flow_share: found 2"),
+    ],
+)
+def test_registers_and_heat_that_cannot_be_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, problem: str
+) -> None:
     (folder / "nodes.yml").write_text(NODES)
     load_nodes_file(folder / "nodes.yml")
-    (folder / "nodes.yml").write_text(NODES.replace("scale: 0.1", "scale: 0"))
-    with pytest.raises(RecipeError, match="set_point_c: scale: 0 makes every count 0"):
-        load_nodes_file(folder / "nodes.yml")
+    (folder / "nodes.yml").write_text(NODES.replace(old, new, 1))
+    assert problem in fails(capsys, "guard", "nodes.yml", "--for", "1")

@@ -1,8 +1,10 @@
-"""`phalanx thermal`: thermal models, and nodes that run hot, as tables and as JSON."""
+"""`phalanx thermal`: thermal models, nodes that run hot, lost cooling, as tables and as JSON."""
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +12,9 @@ import typer
 
 from phalanx.cli.options import print_warning
 from phalanx.errors import ExitCode, UsageError
+from phalanx.std_streams import escape_control_chars
 from phalanx.text_table import format_table
+from phalanx_fleet.commands.nodes import FleetOption
 from phalanx_fleet.node_table import make_columns
 
 if TYPE_CHECKING:
@@ -18,8 +22,9 @@ if TYPE_CHECKING:
     from phalanx_fleet.thermal.device_series import DeviceSeries
     from phalanx_fleet.thermal.heat_check import HeatCheck
     from phalanx_fleet.thermal.model_file import ThermalModelFile
+    from phalanx_fleet.thermal.response import ResponseEvent
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Find nodes that run hot.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Find nodes that run hot; guard cooling.")
 
 SourcesArgument = Annotated[
     list[Path], typer.Argument(metavar="SOURCE...", help="CSV files, run directories, or folders of runs.")
@@ -50,7 +55,7 @@ CHECK_COLUMNS = make_columns("NODE", "DEVICE", "KIND", *CHECK_NUMBERS, "FINDING"
 
 @app.callback()
 def group() -> None:
-    """Find nodes that run hot."""
+    """Find nodes that run hot; guard cooling."""
 
 
 @app.command()
@@ -192,6 +197,14 @@ def check_to_json(check: "HeatCheck") -> dict[str, Any]:
     }
 
 
+def format_response(event: "ResponseEvent") -> str:
+    """A line for an action: when, what, on what, and whether it worked."""
+    time_text = time.strftime("%H:%M:%S")
+    would = "" if event.is_done else "would "
+    problem = f": FAILED: {event.problem}" if event.problem else ""
+    return escape_control_chars(f"{time_text}  {would}{event.action}: {event.target}: {event.text}{problem}")
+
+
 def _device_to_json(device: "DeviceHeat") -> dict[str, Any]:
     """Values of the device, with those of its plateau by names of their own."""
     values = {name: value for name, value in asdict(device).items() if name not in ("plateau", "is_sudden")}
@@ -211,3 +224,39 @@ def _list_findings(check: "HeatCheck") -> Iterator[str]:
 
 def _format_kelvins(value: float | None) -> str:
     return "-" if value is None else f"{value:+.1f} K"
+
+
+@app.command()
+def guard(
+    nodes: Annotated[Path, typer.Argument(metavar="NODES", help="Nodes file with racks, and their sources.")],
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="BACKEND",
+            help="Backend of nodes and jobs: local, slurm or kubernetes.",
+        ),
+    ] = None,
+    fleet: FleetOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Act. Without it only what would be done is printed.")] = False,
+    duration: Annotated[
+        float | None, typer.Option("--for", min=1.0, max=1e9, metavar="SECONDS", help="End after this time.")
+    ] = None,
+) -> None:
+    """Respond when cooling is lost, until Ctrl-C.
+
+    Watch leaks, flow and temperature margins. Report a fault, drain its nodes, and have their jobs save and stop.
+    """
+    from phalanx.jobs.backends.base import open_node_backend
+    from phalanx_fleet.site_dir import open_node_states
+    from phalanx_fleet.thermal.guard import guard_cooling
+
+    open_backend = None if on is None else partial(open_node_backend, on)
+    if not yes:
+        typer.echo("dry run: nothing is drained or saved; --yes acts")
+    with open_node_states(fleet) as states:
+        for report in guard_cooling(nodes, open_backend, states, yes, duration):
+            for problem in report.problems:
+                print_warning(problem)
+            for event in report.events:
+                print(format_response(event), flush=True)

@@ -195,7 +195,9 @@ def _add_value(
         state = None if value is None else BINARY_STATES.get(value)
         found = state if is_first else _join_states(getattr(rack, kind.column), state)
     oldest_s = max((age for age in (rack.age_s, age_s) if age is not None), default=None)
-    return replace(rack, **{kind.column: found, "age_s": oldest_s})  # type: ignore[arg-type]
+    known = [age for age in (rack.ages_s.get(kind.column), age_s) if age is not None]
+    ages_s = {**rack.ages_s, kind.column: min(known)} if known else rack.ages_s
+    return replace(rack, **{kind.column: found, "age_s": oldest_s, "ages_s": ages_s})  # type: ignore[arg-type]
 
 
 def _join_states(one: bool | None, other: bool | None) -> bool | None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Generic, Protocol, Self, TypeVar
 
 from pydantic import Field
 
@@ -28,7 +29,7 @@ from phalanx_fleet.telemetry.redfish_values import (
     RedfishStatusError,
     RedfishUnreachableError,
     Resource,
-    count_failed_fans,
+    count_failed_rotors,
     find_first,
     get_link,
     get_list,
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 LATE_AFTER_INTERVALS = 3
 """A value that is older is missing."""
+SampleT = TypeVar("SampleT", covariant=True)
 FIELD_LABELS = {
     "node_power_w": "node power",
     "inlet_temperature_c": "inlet temperature",
@@ -60,8 +62,8 @@ CPU_CONTEXTS = ("CPU", "CPUSubsystem")
 """Values of PhysicalContext."""
 
 
-class RedfishOptions(StrictModel):
-    """How a node's controller is read."""
+class ControllerOptions(StrictModel):
+    """How a management controller is read."""
 
     url: str
     """Such as https://node1-bmc.example.com."""
@@ -74,43 +76,56 @@ class RedfishOptions(StrictModel):
     """Certificates that sign the controller's; without it, those of the system."""
     credentials_file: Path | None = None
     """In the form of .netrc; else PHALANX_REDFISH_USER and PHALANX_REDFISH_PASSWORD."""
+
+
+class RedfishOptions(ControllerOptions):
+    """How a node's controller is read."""
+
     chassis: str = ""
     """Id of the chassis that is the node; needed where several outermost ones have sensors."""
 
 
-class RedfishSource:
-    """The power, temperatures and fans of one node. `start_polling` calls a function at an interval in the background.
+class ResourceReader(Protocol[SampleT]):
+    """Reads what is wanted of one controller."""
+
+    def read(self) -> SampleT:
+        """Read all values. A value that is refused, null, absent or a blank code is None."""
+        ...
+
+
+class RedfishPoller(Generic[SampleT]):
+    """The newest values of a controller. `make_reader` finds where it has them; `start_polling` calls a function at an
+    interval in the background.
 
     Raises SourceUnavailableError where the controller does not answer at first; later its values are missing.
     """
 
     def __init__(
         self,
-        options: RedfishOptions,
+        options: ControllerOptions,
         client: "SushyClient",
+        make_reader: "Callable[[SushyClient], ResourceReader[SampleT]]",
         clock: Callable[[], float] = time.monotonic,
         start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
     ):
-        self.name = options.url
-        self._options, self._client, self._clock = options, client, clock
-        self._reader: ChassisReader | None = None
+        self._options, self._client, self._make_reader, self._clock = options, client, make_reader, clock
+        self._reader: ResourceReader[SampleT] | None = None
+        self._newest: tuple[float, SampleT] | None = None
         self._is_refused = False
         try:
-            self._newest: tuple[float, HostSample] | None = self._read_chassis()
+            self._newest = self._read_resources()
         except (RedfishUnreachableError, RedfishStatusError, RedfishLayoutError) as error:
             client.close()
             raise SourceUnavailableError(f"{options.url}: {error}") from error
-        lacking = [label for column, label in FIELD_LABELS.items() if getattr(self._newest[1], column) is None]
-        self.problems = [f"{options.url}: serves no {', no '.join(lacking)}"] if lacking else []
         self._polling = start_polling(self._poll, options.interval_s)
 
-    def read(self) -> ServiceReading:
-        """The newest values with their age. None of them where they are late."""
+    def read(self) -> tuple[SampleT | None, float]:
+        """Return the newest values and their age; None where they are late, or the controller does not answer."""
         newest = self._newest
-        age_s = 0.0 if newest is None else self._clock() - newest[0]
-        if newest is None or age_s > LATE_AFTER_INTERVALS * self._options.interval_s:
-            return ServiceReading(host=HostSample(), host_age_s=age_s)
-        return ServiceReading(host=newest[1], host_age_s=age_s)
+        if newest is None:
+            return None, 0.0
+        age_s = self._clock() - newest[0]
+        return (None if age_s > LATE_AFTER_INTERVALS * self._options.interval_s else newest[1]), age_s
 
     def close(self) -> None:
         """Stop asking, and end the session at the controller."""
@@ -122,21 +137,51 @@ class RedfishSource:
         if self._is_refused:
             return
         try:
-            self._newest = self._read_chassis()
+            self._newest = self._read_resources()
         except RedfishAccessError as error:
-            logger.warning("telemetry: %s: %s; it is asked no more, since this may lock the user", self.name, error)
+            logger.warning(
+                "telemetry: %s: %s; it is asked no more, since this may lock the user", self._options.url, error
+            )
             self._newest, self._is_refused = None, True
         except (RedfishUnreachableError, RedfishStatusError, RedfishLayoutError) as error:
             if self._newest is not None:
-                logger.info("telemetry: %s: %s", self.name, error)
+                logger.info("telemetry: %s: %s", self._options.url, error)
             self._newest, self._reader = None, None  # after a restart its resources may be others
 
-    def _read_chassis(self) -> tuple[float, HostSample]:
+    def _read_resources(self) -> tuple[float, SampleT]:
         """A time before the values were measured, and the values."""
         if self._reader is None:
-            self._reader = ChassisReader(self._client, self._options.chassis)
+            self._reader = self._make_reader(self._client)
         begin = self._clock()
         return begin, self._reader.read()
+
+
+class RedfishSource:
+    """The power, temperatures and fans of one node. Arguments and errors as of RedfishPoller."""
+
+    def __init__(
+        self,
+        options: RedfishOptions,
+        client: "SushyClient",
+        clock: Callable[[], float] = time.monotonic,
+        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
+    ):
+        self.name = options.url
+        self._poller = RedfishPoller(
+            options, client, lambda found: ChassisReader(found, options.chassis), clock, start_polling
+        )
+        first, _ = self._poller.read()
+        lacking = [label for column, label in FIELD_LABELS.items() if getattr(first, column, None) is None]
+        self.problems = [f"{options.url}: serves no {', no '.join(lacking)}"] if lacking else []
+
+    def read(self) -> ServiceReading:
+        """The newest values with their age. None of them where they are late."""
+        host, age_s = self._poller.read()
+        return ServiceReading(host=host or HostSample(), host_age_s=age_s)
+
+    def close(self) -> None:
+        """Stop asking, and end the session at the controller."""
+        self._poller.close()
 
 
 def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.environ) -> RedfishSource:
@@ -146,18 +191,24 @@ def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.en
         SourceUnavailableError: it does not answer, or refuses.
         UsageError: its address or credentials are wrong.
     """
-    address = parse_service_url("REDFISH", options.url, ("https", "http"))
-    check_ca_file("REDFISH", options.ca_file)
-    credentials = find_credentials("REDFISH", address.hostname or "", options.credentials_file, environment)
-    if credentials is not None and address.scheme == "http":
-        raise UsageError(f"{options.url}: a password is not sent without TLS; use https://")
-    return RedfishSource(options, SushyClient(options, credentials))
+    return RedfishSource(options, SushyClient.open(options, environment))
 
 
 class SushyClient:
     """Requests to a controller through sushy: a session, renewed when it expires, or basic authentication."""
 
-    def __init__(self, options: RedfishOptions, credentials: Credentials | None):
+    @classmethod
+    def open(cls, options: ControllerOptions, environment: Mapping[str, str] = os.environ) -> Self:
+        """Return a client of the controller that `options` names. UsageError where its address or credentials are
+        wrong."""
+        address = parse_service_url("REDFISH", options.url, ("https", "http"))
+        check_ca_file("REDFISH", options.ca_file)
+        credentials = find_credentials("REDFISH", address.hostname or "", options.credentials_file, environment)
+        if credentials is not None and address.scheme == "http":
+            raise UsageError(f"{options.url}: a password is not sent without TLS; use https://")
+        return cls(options, credentials)
+
+    def __init__(self, options: ControllerOptions, credentials: Credentials | None):
         try:
             import sushy
             import sushy.auth
@@ -259,7 +310,7 @@ class ChassisReader:
             node_power_w=self._read_power(environment),
             inlet_temperature_c=find_first(read_temperature(intake), *_find_temperatures(temperatures, INLET_CONTEXTS)),
             cpu_temperature_c=max(_find_temperatures(temperatures, CPU_CONTEXTS), default=None),
-            failed_fans=count_failed_fans(fans),
+            failed_fans=count_failed_rotors((each, each) for each in fans),
         )
 
     def _read_power(self, environment: Resource) -> float | None:

@@ -107,14 +107,21 @@ def get_optional(client: "SushyClient", path: str | None) -> Resource:
         return {}
 
 
-def count_failed_fans(fans: Iterable[Resource]) -> float | None:
-    """Count fans that do not turn or are reported as failed; None where there is none, or one of unknown state."""
-    states = [_is_fan_failed(fan) for fan in fans if read_state(fan) != "Absent"]
+def list_members(client: "SushyClient", resource: Resource, key: str) -> list[Resource]:
+    """Return the members of the collection that a key links to."""
+    paths = list_member_paths(get_optional(client, get_link(resource, key)))
+    return [get_optional(client, path) for path in paths]
+
+
+def count_failed_rotors(rotors: Iterable[tuple[Resource, Resource]]) -> float | None:
+    """Count fans or pumps that do not turn or are reported as failed; None where there is none, or one of unknown
+    state. `rotors`: each with what has its speed."""
+    states = [_is_rotor_failed(rotor, speed) for rotor, speed in rotors if read_state(rotor) != "Absent"]
     return None if not states or None in states else float(sum(map(bool, states)))
 
 
-def _is_fan_failed(fan: Resource) -> bool | None:
-    turns = find_first(read_enabled_number(fan, "Reading"), read_enabled_number(fan, "SpeedRPM"))
-    if get_resource(fan, "Status").get("Health") == "Critical" or turns == 0:
+def _is_rotor_failed(rotor: Resource, speed: Resource) -> bool | None:
+    turns = find_first(read_enabled_number(speed, "Reading"), read_enabled_number(speed, "SpeedRPM"))
+    if get_resource(rotor, "Status").get("Health") == "Critical" or turns == 0:
         return True
     return None if turns is None else False

@@ -1,7 +1,8 @@
 """What services outside a node give: readings of the node and of its rack, with their age."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from phalanx.telemetry.sample import SourceReading, TelemetrySource
@@ -9,8 +10,8 @@ from phalanx.telemetry.sample import SourceReading, TelemetrySource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RackSample:
-    """The liquid and power of a rack or of a coolant distribution unit (CDU), by the building management system
-    or by Modbus. Of a CDU: its secondary side, which the racks are on."""
+    """The liquid and power of a rack or of a coolant distribution unit (CDU), by the building management system, by
+    Modbus or by Redfish. Of a CDU: its secondary side, which the racks are on."""
 
     id: str
     """Of a rack its location id, which building and cluster share; of a CDU the building's object id."""
@@ -31,6 +32,8 @@ class RackSample:
     """Pumps of a CDU that do not turn, or that it reports as failed."""
     age_s: float | None = None
     """Seconds since the oldest of these values was measured; None without any."""
+    ages_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Of single values, where they are not all of one age."""
 
 
 @dataclass(frozen=True, slots=True)

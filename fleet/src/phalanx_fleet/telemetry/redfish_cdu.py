@@ -1,0 +1,158 @@
+"""Read a coolant distribution unit (CDU) from its Redfish resources: ThermalEquipment, CDUs. Nothing is written: a set
+point over Redfish has no heartbeat, so it would outlive what asked for it.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from phalanx_fleet.telemetry.modbus_map import check_liquid_value
+from phalanx_fleet.telemetry.polling import PollingThread
+from phalanx_fleet.telemetry.redfish import ControllerOptions, RedfishPoller, SushyClient
+from phalanx_fleet.telemetry.redfish_values import (
+    SERVICE_ROOT,
+    RedfishLayoutError,
+    Resource,
+    count_failed_rotors,
+    get_link,
+    get_optional,
+    get_resource,
+    list_member_paths,
+    list_members,
+    list_names,
+    read_enabled_number,
+    read_power,
+    read_state,
+)
+from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
+
+CONNECTOR_NUMBERS = {
+    "supply_temperature_c": ("SupplyTemperatureCelsius", "Reading", 1.0),
+    "return_temperature_c": ("ReturnTemperatureCelsius", "Reading", 1.0),
+    "set_point_c": ("SupplyTemperatureControlCelsius", "SetPoint", 1.0),
+    "differential_pressure_pa": ("DeltaPressurekPa", "Reading", 1000.0),
+}
+"""Of a coolant connector: the value, its property and key, and the factor to the base unit."""
+LEAK_STATES = {"OK": False, "Warning": True, "Critical": True}
+
+
+class RedfishCduOptions(ControllerOptions):
+    """How a CDU's controller is read."""
+
+    cdu: str = ""
+    """Id of the CDU at its controller; needed where it has several."""
+
+
+class CduReader:
+    """Reads the secondary side of one CDU, which the racks are on: all its connectors, pumps and leak detectors."""
+
+    def __init__(self, client: SushyClient, id: str, cdu_id: str = ""):
+        self._client, self._id = client, id
+        self._path = _find_cdu(client, cdu_id)
+
+    def read(self) -> RackSample:
+        """Read all values. A value that is refused, null, absent or a code is None."""
+        cdu = self._client.get(self._path)
+        connectors = list_members(self._client, cdu, "SecondaryCoolantConnectors")
+        pumps = list_members(self._client, cdu, "Pumps")
+        power = get_resource(get_optional(self._client, get_link(cdu, "EnvironmentMetrics")), "PowerWatts")
+        leak, fault = self._read_leak(cdu)
+        numbers = {column: _read_common(connectors, column) for column in CONNECTOR_NUMBERS}
+        return RackSample(
+            id=self._id,
+            name=str(cdu.get("Name", "")),
+            equipment="CDU",
+            flow_l_per_min=_sum_flows(connectors),
+            power_w=check_liquid_value("power_w", read_power(power, "Reading")),
+            has_leak=leak,
+            has_leak_sensor_fault=fault,
+            failed_pumps=count_failed_rotors((pump, get_resource(pump, "PumpSpeedPercent")) for pump in pumps),
+            **numbers,  # type: ignore[arg-type]  # columns of numbers alone
+        )
+
+    def _read_leak(self, cdu: Resource) -> tuple[bool | None, bool | None]:
+        """Whether a detector finds a leak, and whether one does not work; None of a CDU without detectors."""
+        detection = get_optional(self._client, get_link(cdu, "LeakDetection"))
+        detectors = list_members(self._client, detection, "LeakDetectors")
+        detectors = [each for each in detectors if read_state(each) != "Absent"]
+        if not detectors:
+            return None, None
+        states = [
+            LEAK_STATES.get(str(each.get("DetectorState"))) if read_state(each) == "Enabled" else None
+            for each in detectors
+        ]
+        is_faulty = None in states
+        return (True if True in states else None if is_faulty else False), is_faulty
+
+
+class RedfishCduSource:
+    """The liquid of one CDU; `id`: as samples have it. Other arguments, and errors, as of RedfishPoller."""
+
+    def __init__(
+        self,
+        id: str,
+        options: RedfishCduOptions,
+        client: SushyClient,
+        clock: Callable[[], float] = time.monotonic,
+        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
+    ):
+        self.name, self._id = options.url, id
+        self.problems: Sequence[str] = ()
+        self._poller = RedfishPoller(
+            options, client, lambda found: CduReader(found, id, options.cdu), clock, start_polling
+        )
+
+    def read(self) -> ServiceReading:
+        """The newest values with their age; none of them where they are late."""
+        sample, age_s = self._poller.read()
+        if sample is None:
+            return ServiceReading(racks=(RackSample(id=self._id, equipment="CDU"),))
+        return ServiceReading(racks=(replace(sample, age_s=max(0.0, age_s)),))
+
+    def close(self) -> None:
+        """Stop asking, and end the session at the controller."""
+        self._poller.close()
+
+
+def open_redfish_cdu(
+    id: str, options: RedfishCduOptions, environment: Mapping[str, str] = os.environ
+) -> RedfishCduSource:
+    """Open the CDU that `options` names. Errors as of `open_redfish`."""
+    return RedfishCduSource(id, options, SushyClient.open(options, environment))
+
+
+def _find_cdu(client: SushyClient, cdu_id: str) -> str:
+    equipment = get_optional(client, get_link(client.get(SERVICE_ROOT), "ThermalEquipment"))
+    paths = list_member_paths(get_optional(client, get_link(equipment, "CDUs")))
+    if cdu_id:
+        for path in paths:
+            if path.rstrip("/").rsplit("/", 1)[-1] == cdu_id:
+                return path
+        raise RedfishLayoutError(f"has no CDU {cdu_id}; it has {list_names(paths)}")
+    if len(paths) != 1:
+        wanted = f"set cdu to one of {list_names(paths)}" if paths else "it serves no ThermalEquipment with CDUs"
+        raise RedfishLayoutError(f"has {len(paths)} CDUs; {wanted}")
+    return paths[0]
+
+
+def _read_common(connectors: Sequence[Resource], column: str) -> float | None:
+    """The worst one of all connectors: the warmest, with the least pressure. None where one of them has none."""
+    key, number, factor = CONNECTOR_NUMBERS[column]
+    found = [_read_part(each, key, number) for each in connectors]
+    known = [value for value in found if value is not None]
+    if not known or len(known) < len(found):
+        return None
+    worst = min(known) if column == "differential_pressure_pa" else max(known)
+    return check_liquid_value(column, worst * factor)
+
+
+def _sum_flows(connectors: Sequence[Resource]) -> float | None:
+    found = [_read_part(each, "FlowLitersPerMinute", "Reading") for each in connectors]
+    known = [value for value in found if value is not None]
+    return check_liquid_value("flow_l_per_min", sum(known)) if known and len(known) == len(found) else None
+
+
+def _read_part(connector: Resource, key: str, number: str) -> float | None:
+    part = get_resource(connector, key)
+    return None if read_state(connector) != "Enabled" else read_enabled_number(part, number)
