@@ -86,7 +86,7 @@ def kind_of(run: PublishedRun, setup: Scenario) -> str:
 def zero_shot(runs: Sequence[Any]) -> list[Point]:
     """Every row with the constants that are shipped."""
     return [
-        (row["source"], row["gpu"], kind_of(run, setup), run.measured, predict_step_seconds(setup))
+        (row["source"], row["gpu"], kind_of(run, setup), run.step_s, predict_step_seconds(setup))
         for row, run, setup in runs
     ]
 
@@ -113,12 +113,12 @@ def _drawn(draw: int) -> list[Point]:
         order = numbers.permutation(len(members))
         chosen = [members[index] for index in order[:2]]
         factors = fit_stack_constants(
-            [MeasuredRun(setup, run.measured) for _, run, setup in chosen], predict_step_seconds
+            [MeasuredRun(setup, run.step_s) for _, run, setup in chosen], predict_step_seconds
         )
         for index in order[2:]:
             _, run, setup = members[index]
             points.append(
-                (source, gpu, kind_of(run, setup), run.measured, predict_step_seconds(scale_stack(setup, factors)))
+                (source, gpu, kind_of(run, setup), run.step_s, predict_step_seconds(scale_stack(setup, factors)))
             )
     return points
 

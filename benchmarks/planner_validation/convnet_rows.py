@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 from phalanx.cluster import catalog
-from phalanx.cluster.catalog import get_entry, list_names
+from phalanx.cluster.catalog import get_entry, list_entries
 from phalanx.cluster.spec import AcceleratorSpec, NodeSpec, Precision
 from phalanx.errors import RecipeError
 from planner_validation.cells import CannotPredict, Row
@@ -251,7 +251,7 @@ def _find_links(text: str) -> tuple[LinkKind, ...]:
 
 @cache
 def _default_node(name: str) -> NodeSpec | None:
-    nodes = (catalog.find_node(name) for name in list_names("nodes"))
+    nodes = (catalog.find_node(entry.name) for entry in list_entries("nodes"))
     return next((node for node in nodes if node.accelerator.name == name), None)
 
 

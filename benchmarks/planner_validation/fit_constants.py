@@ -56,7 +56,7 @@ def fit_stack_constants(runs: Sequence[MeasuredRun], predict: StepPredictor) -> 
     # Launches cost nothing as long as the device is busier, and then have no slope: begin once where they are slow.
     starts = [np.zeros(len(names)), np.where(np.array(names) == "launch_s", math.log(SLOW_LAUNCH_FACTOR), 0.0)]
     spreads = np.array(list(PRIOR_LOG_STD.values()))
-    found = [fit_map(predicted, measured, spreads, start) for start in starts]
+    found = [_fit_map(predicted, measured, spreads, start) for start in starts]
     _, best = min(found, key=lambda each: each[0])
     return dict(zip(names, np.exp(best).tolist(), strict=True))
 
@@ -67,21 +67,19 @@ def scale_stack(scenario: Scenario, factors: Mapping[str, float]) -> Scenario:
     return replace(scenario, stack=replace(scenario.stack, **moved))
 
 
-def fit_map(
+def _fit_map(
     predicted: Callable[[np.ndarray], np.ndarray],
     measured: np.ndarray,
     prior_std: np.ndarray,
     start: np.ndarray,
-    weights: np.ndarray | float = 1.0,
-    rounds: int = MAX_ITERATIONS,
 ) -> tuple[float, np.ndarray]:
     """The constants [c] that explain `measured` [n] best, given that each differs from 0 by `prior_std` [c], and the
-    cost of that; all in logarithms. `predicted`: from constants to [n]; `weights` of the measurements.
+    cost of that; all in logarithms. `predicted`: from constants to [n].
 
     Gauss-Newton, with residuals beyond three deviations counting less (Huber 1964).
     """
     constants = start
-    for _ in range(rounds):
+    for _ in range(MAX_ITERATIONS):
         now = predicted(constants)
         slopes = np.stack(
             [
@@ -92,7 +90,7 @@ def fit_map(
         )
         residuals = measured - now
         residual_weights = (
-            weights * np.minimum(1.0, 3 * RESIDUAL_LOG_STD / np.maximum(np.abs(residuals), 1e-9)) / RESIDUAL_LOG_STD**2
+            np.minimum(1.0, 3 * RESIDUAL_LOG_STD / np.maximum(np.abs(residuals), 1e-9)) / RESIDUAL_LOG_STD**2
         )
         normal = slopes.T @ (slopes * residual_weights[:, None]) + np.diag(1 / prior_std**2)
         change = np.linalg.solve(normal, slopes.T @ (residual_weights * residuals) - constants / prior_std**2)
@@ -101,4 +99,4 @@ def fit_map(
             break
     residuals = np.abs(measured - predicted(constants)) / RESIDUAL_LOG_STD
     huber = np.where(residuals < 3, 0.5 * residuals**2, 3 * residuals - 4.5)
-    return float((weights * huber).sum() + 0.5 * ((constants / prior_std) ** 2).sum()), constants
+    return float(huber.sum() + 0.5 * ((constants / prior_std) ** 2).sum()), constants

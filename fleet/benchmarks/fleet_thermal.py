@@ -13,19 +13,14 @@ import numpy as np
 from fleet_bars import Bar, Comparison, MissingDataError, measure_all
 from fleet_plant import measure_plant_bars
 from phalanx_fleet.thermal.device_models import read_device_series
-from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries
+from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values
 from phalanx_fleet.thermal.fit import (
     find_plateau,
     fit_device,
-    fit_steps,
     fit_thermal_model,
-    follow_inlet,
-    has_steps,
-    predict_rise,
 )
 from phalanx_fleet.thermal.heat_check import HeatCause, check_heat
 from phalanx_fleet.thermal.model_file import ThermalModelFile
-from phalanx_fleet.thermal.series_csv import read_series_csv
 
 HOURLY_FILES = "gpu_hourly_*.csv"
 HOURLY_COLUMNS = {
@@ -35,15 +30,14 @@ HOURLY_COLUMNS = {
     "power_w": "power_mean_w",
     "core_temperature_c": "temp_mean_c",
 }
-STEP_COLUMNS = {"time": "t_s", "node": "run", "device": "gpu", "core_temperature_c": "temp_junction_c"}
 PUBLISHED_R_K_PER_W = {"A40": 0.138, "H100-PCIe-80GB": 0.103, "RTX 6000 Ada": 0.141, "A100-PCIe-80GB": 0.222}
-MI300X_R_K_PER_W = 0.042
 THROTTLING_SERVER = "gpu07"
 """The one of these servers that throttles, an A100."""
 THERMAL_PART = "thermal"
 CHECK_EVERY_S = 7 * DAY_S
 FIXED_T0 = "fixed T0"
 DRAWN_EVERY = 25
+MIN_INLET_SAMPLES = 6
 """Hours from one point of the picture to the next."""
 
 
@@ -56,9 +50,6 @@ def measure_bars(data: Path) -> list[Bar]:
             {
                 "steady heat": lambda: _measure_steady(read()),
                 "resistances": lambda: _measure_resistances(read()),
-                "steps of MI300X": lambda: _measure_steps(
-                    read_series_csv(data / "mi300x_steps.csv", STEP_COLUMNS, "MI300X")
-                ),
                 "findings": lambda: _measure_findings(read()),
             },
         ),
@@ -88,6 +79,19 @@ def _split(series: DeviceSeries) -> tuple[DeviceSeries, DeviceSeries]:
     return series.select(series.time_s < middle), series.select(series.time_s >= middle)
 
 
+def _follow_inlet(series: DeviceSeries, t0_c: float, r_k_per_w: float) -> Values:
+    """Return T0 at each sample: the median of T - R P over the 7 days before it, without itself, or that of the kind
+    where these have too few samples."""
+    rest = series.temperature_c - r_k_per_w * series.power_w
+    starts = np.searchsorted(series.time_s, series.time_s - 7 * DAY_S)
+    return np.array(
+        [
+            np.median(rest[start:index]) if index - start >= MIN_INLET_SAMPLES else t0_c
+            for index, start in enumerate(starts)
+        ]
+    )
+
+
 def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
     model, problems = fit_thermal_model([_split(each)[0] for each in hourly])
     bars = [Bar(THERMAL_PART, "steady heat, fit to the first half", "data", each, None) for each in problems]
@@ -100,7 +104,7 @@ def _measure_steady(hourly: list[DeviceSeries]) -> list[Bar]:
             later &= ~plateau.is_throttled
         rest = series.temperature_c - kind.r_k_per_w * series.power_w
         for label, t0 in (
-            ("T0 from its last 7 days", follow_inlet(series, kind.t0_c, kind.r_k_per_w)),
+            ("T0 from its last 7 days", _follow_inlet(series, kind.t0_c, kind.r_k_per_w)),
             (FIXED_T0, np.full(len(rest), kind.t0_c)),
         ):
             errors = (rest - t0)[later]
@@ -140,34 +144,6 @@ def _measure_resistances(hourly: list[DeviceSeries]) -> list[Bar]:
                 abs(error) <= 0.15,
             )
         )
-    return bars
-
-
-def _measure_steps(steps: list[DeviceSeries]) -> list[Bar]:
-    busy = [each for each in steps if has_steps(each)]
-    if not busy:
-        raise MissingDataError("mi300x_steps.csv: no device of which the power varies")
-    nodes = {each.node: [one for one in busy if one.node == each.node] for each in busy}
-    fits = {"all": fit_steps(busy)} | {node: fit_steps(members) for node, members in nodes.items()}
-    bars = []
-    for series in busy:
-        for name, fit in fits.items():
-            if name == series.node:
-                continue
-            errors = series.temperature_c - predict_rise(series, fit)
-            rmse = float(np.std(errors))
-            bars.append(
-                make_bar(
-                    f"MI300X, steps of 5 s, {series.node} by the constants of {name}: rmse around its mean (K)",
-                    "<= 4.6",
-                    f"{rmse:.2f}",
-                    rmse <= 4.6,
-                )
-            )
-    total = fits["all"].r_k_per_w
-    off = total / MI300X_R_K_PER_W - 1
-    text = f"{total:.4f} K/W ({off:+.0%}), {fits['all'].tau_fast_s:g} s and {fits['all'].tau_slow_s:g} s"
-    bars.append(make_bar("MI300X: total R against .042 K/W", "within 15 %", text, abs(off) <= 0.15))
     return bars
 
 

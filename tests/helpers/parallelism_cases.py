@@ -1,7 +1,7 @@
 """The parity matrix as data: which runs are compared with one process. `world/test_parity.py` trains them, and the
-table of docs/how-to/parallelism.md is made of nothing else.
+table of docs/reference/parallelism.md is made of nothing else.
 
-    python tests/helpers/parallelism_cases.py          # write the table into docs/how-to/parallelism.md
+    python tests/helpers/parallelism_cases.py          # write the table into docs/reference/parallelism.md
 
 The runs cover each pair of values of two factors (a parallelism with a model, an optimizer with a precision, ...).
 Parallelisms of three dimensions and more are in one run each.
@@ -334,7 +334,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "parallelism.md"
 FIRST_CELL = "| workers | parallelism |"
 
 

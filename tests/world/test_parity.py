@@ -152,7 +152,7 @@ def test_a_checkpoint_is_the_same_state_under_another_parallelism(
 
 
 def test_the_table_in_the_docs_is_what_is_tested() -> None:
-    page = Path(__file__).parents[2] / "docs" / "how-to" / "parallelism.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "parallelism.md"
     assert parallelism_cases.table() in page.read_text(encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """Read a CSV file with a header, row by row. What the columns mean is up to the readers."""
 
 import csv
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,20 @@ def check_names(option: str, columns: Iterable[str], known: Sequence[str]) -> No
         if name not in known:
             near = suggest_nearest(name, known)
             raise UsageError(f"{option} {name}: no such value; expected one of {', '.join(known)}{near}")
+
+
+def read_number(path: Path, line: int, name: str, text: str | None, limits: tuple[float, float]) -> float:
+    """Return a value of a row; NaN where it is missing. DataError for what is no number, or outside the limits."""
+    if text is None or not text.strip():
+        return math.nan
+    low, high = limits
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.inf
+    if not (low <= value <= high or math.isnan(value)):
+        raise DataError(f"{path}:{line}: {name} {text!r}: expected a number from {low:g} to {high:g}")
+    return value
 
 
 def _check_widths(path: Path, rows: Iterable[tuple[int, list[str]]], width: int) -> Iterator[tuple[int, list[str]]]:

@@ -16,7 +16,7 @@ from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.validation_errors import describe_value, read_user_mapping, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import SourceLocations
 from phalanx_fleet.power_settings import PowerSettings
-from phalanx_fleet.power_units import Power, PowerRate
+from phalanx_fleet.power_units import Power
 from phalanx_fleet.simulation_settings import REPLAY_CLASS, SimulationSettings
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
 
@@ -52,8 +52,6 @@ class SiteEntry(StrictModel):
     """A site."""
 
     budget: Power | None = None
-    max_ramp: PowerRate | None = None
-    """How fast its power may rise: jobs resume one after the other."""
 
 
 class FeedEntry(StrictModel):

@@ -1,13 +1,16 @@
 """The newest reading of a node: power, cap and temperature margin, and how old they are. Pure."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups
-from phalanx.telemetry.sample import NodeSample, describe_slow_reasons
-from phalanx_fleet.node_values import find_slow_reasons, min_of_all, sum_of_all, sum_power
+from phalanx.telemetry.sample import DeviceSample, NodeSample, SlowReason, describe_slow_reasons
 
 LATE_AFTER_PERIODS = 3
 """Age in periods from which a reading is missing."""
+UNREMARKABLE_REASONS = SlowReason.IDLE | SlowReason.APPLICATION_CLOCKS
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ def reading_from_sample(sample: NodeSample, period_s: float) -> LatestReading:
 def reading_from_minute(minute: NodeMinute) -> LatestReading:
     """Return the reading of a minute: means, and the least margin."""
     host, devices = minute.host, list(minute.devices.values())
-    powers = [_mean(device, _power_column(device)) for device in devices]
+    powers = [
+        _mean(device, "power_mean_w" if "power_mean_w" in device.values else "power_instant_w") for device in devices
+    ]
     draw, parts = sum_power(_mean(host, "node_power_w"), _mean(host, "cpu_power_w"), powers)
     margins = (device.values.get("thermal_margin_c") for device in devices)
     return LatestReading(
@@ -80,10 +85,42 @@ def reading_from_minute(minute: NodeMinute) -> LatestReading:
     )
 
 
-def _power_column(device: Rollups) -> str:
-    return "power_mean_w" if "power_mean_w" in device.values else "power_instant_w"
-
-
 def _mean(rollups: Rollups, name: str) -> float | None:
     found = rollups.values.get(name)
     return None if found is None else found.mean
+
+
+def find_slow_reasons(devices: Iterable[DeviceSample]) -> SlowReason:
+    """Return why accelerators are slower than they could be."""
+    return reduce(or_, (each.slow_reasons or SlowReason(0) for each in devices), SlowReason(0)) & ~UNREMARKABLE_REASONS
+
+
+def sum_power(
+    node_w: float | None, cpu_w: float | None, device_powers_w: Sequence[float | None]
+) -> tuple[float | None, str | None]:
+    """Return watts, and what they cover."""
+    if node_w is not None:
+        return node_w, "node"
+    devices_w = sum_of_all(device_powers_w)
+    if device_powers_w and devices_w is None:
+        return None, None
+    if devices_w is None:
+        return (None, None) if cpu_w is None else (cpu_w, "CPU")
+    return (devices_w, "accelerators") if cpu_w is None else (devices_w + cpu_w, "CPU and accelerators")
+
+
+def sum_of_all(values: Iterable[float | None]) -> float | None:
+    """Return the sum; None without values."""
+    known = _take_all(values)
+    return sum(known) if known else None
+
+
+def min_of_all(values: Iterable[float | None]) -> float | None:
+    """Return the minimum; None without values."""
+    return min(_take_all(values), default=None)
+
+
+def _take_all(values: Iterable[float | None]) -> list[float]:
+    """Return the values; none where one is missing: the sum of some accelerators would be taken for that of all."""
+    found = list(values)
+    return [] if None in found else [value for value in found if value is not None]

@@ -12,7 +12,8 @@ from phalanx.jobs.backends.base import MAX_SUGGESTED_NAMES, BackendNode, NodeBac
 from phalanx.run import Run
 from phalanx.run.node_env import find_node_name
 from phalanx.run.telemetry_minutes import NodeMinute
-from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample
+from phalanx.telemetry.record import NodeSampler, open_local_sources
+from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, TelemetrySource
 from phalanx_fleet.evidence import (
     CoolingFinding,
     apply_evidence,
@@ -22,12 +23,33 @@ from phalanx_fleet.evidence import (
 )
 from phalanx_fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_readings, merge_state
 from phalanx_fleet.latest_reading import LatestReading, reading_from_minute, reading_from_sample
-from phalanx_fleet.local_node import NodeReading, read_local_node
 from phalanx_fleet.node_services import NodeServices, ServiceOpeners
 from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeChange, NodeState, NodeStates
 from phalanx_fleet.nodes_file import NodesFile, find_racks_of_nodes, load_nodes_file
 from phalanx_fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
 from phalanx_fleet.telemetry.service_reading import RackSample
+
+
+@dataclass(frozen=True)
+class NodeReading:
+    """A node now, and what cannot be read there, in words."""
+
+    node: str
+    sample: NodeSample
+    problems: tuple[str, ...]
+
+
+def read_local_node(
+    open_sources: Callable[[], tuple[Sequence[TelemetrySource], Sequence[str]]] = open_local_sources,
+    sleep: Callable[[float], None] = time.sleep,
+) -> NodeReading:
+    """Read this machine. Takes a second: some values are differences of two readings."""
+    sources, problems = open_sources()
+    node = find_node_name()
+    with contextlib.closing(NodeSampler(sources, node)) as sampler:
+        sampler.read()
+        sleep(SAMPLE_INTERVAL_S)
+        return NodeReading(node, sampler.read(), tuple(problems))
 
 
 @dataclass(frozen=True)

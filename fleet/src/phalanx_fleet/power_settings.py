@@ -8,23 +8,18 @@ from pydantic import AfterValidator, Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx_fleet.power_units import Power
-from phalanx_fleet.telemetry.redfish import RedfishOptions
 
 MAX_LEASE_S = 60.0
 LATE_AFTER_PERIODS = 3
 """Age in periods from which a report is missing."""
 DEFAULT_SOCKET = Path("/run/phalanx/power.sock")
-KIND_OF_KEY = {
-    **dict.fromkeys(("root", "packages", "package_power"), "rapl"),
-    **dict.fromkeys(("redfish", "max_cap"), "redfish"),
-}
-DeviceKind = Literal["nvml", "rapl", "redfish"]
+RAPL_KEYS = {"root", "packages", "package_power"}
 
 
 class CapDeviceSettings(StrictModel):
     """Devices of a node that may be capped."""
 
-    kind: DeviceKind = "nvml"
+    kind: Literal["nvml", "rapl"] = "nvml"
     ids: list[str] | None = Field(None, min_length=1)
     """Only these devices, such as GPU-5b0c...; without it all of this kind."""
     root: Path = Path("/")
@@ -33,15 +28,11 @@ class CapDeviceSettings(StrictModel):
     """CPU packages of a node, for rapl in a fleet file."""
     package_power: Power | None = None
     """Most power of one package, for rapl in a fleet file."""
-    redfish: RedfishOptions | None = None
-    """Management controller that limits a whole node, for redfish; {node} in `url` stands for its name."""
-    max_cap: Power | None = None
-    """Highest limit of a node, for redfish: a controller may not state it."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        if unused := [key for key in self.model_fields_set if KIND_OF_KEY.get(key, self.kind) != self.kind]:
-            raise ValueError(f"{min(unused)} is not for kind: {self.kind}; expected kind: {KIND_OF_KEY[min(unused)]}")
+        if self.kind != "rapl" and (unused := RAPL_KEYS.intersection(self.model_fields_set)):
+            raise ValueError(f"{min(unused)} is not for kind: {self.kind}; expected kind: rapl")
         return self
 
 

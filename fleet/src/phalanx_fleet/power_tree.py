@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from phalanx.cluster.catalog import find_node
@@ -43,14 +43,12 @@ class NodePower:
 
 @dataclass(frozen=True)
 class BudgetLevel:
-    """A part of the fleet with a budget. `parent` is an index into the tree's levels, and less than its own.
-    `max_ramp_w_per_s`: of a site, None without a limit."""
+    """A part of the fleet with a budget. `parent` is an index into the tree's levels, and less than its own."""
 
     kind: LevelKind
     name: str
     budget_w: float | None
     parent: int = NO_PARENT
-    max_ramp_w_per_s: float | None = None
 
     @property
     def label(self) -> str:
@@ -104,10 +102,6 @@ class PowerTree:
             level = self.levels[level].parent
         return found
 
-    def find_site(self, node: int) -> BudgetLevel:
-        """Return the site of a node, given by its index."""
-        return self.list_levels(node)[-1]
-
 
 def build_power_tree(fleet: FleetFile, locations: SourceLocations) -> PowerTree:
     """Return the tree of a fleet. Raises RecipeError with a line for each problem: a level that is not there, feeds
@@ -129,8 +123,7 @@ class _TreeBuilder:
     def build(self) -> PowerTree:
         fleet, nodes = self._fleet, []
         for name, (_, site) in self._expand("sites", fleet.sites).items():
-            index = self._add("site", name, site.budget, NO_PARENT)
-            self._levels[index] = replace(self._levels[index], max_ramp_w_per_s=site.max_ramp)
+            self._add("site", name, site.budget, NO_PARENT)
         self._add_feeds(self._expand("feeds", fleet.feeds))
         for name, (key, row) in self._expand("rows", fleet.rows).items():
             self._add("row", name, row.budget, self._find_level("feed", row.feed, ("rows", key, "feed")))

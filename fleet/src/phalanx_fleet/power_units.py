@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field
 from phalanx.recipe.validation_errors import describe_value
 
 WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
-RATE_PATTERN = re.compile(r"(.+)/s")
 POWER_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(W|kW|MW)")
 
 
@@ -20,27 +19,8 @@ def parse_power(value: Any) -> float:
     return float(found[1]) * WATTS_BY_UNIT[found[2]]
 
 
-def parse_power_rate(value: Any) -> float:
-    """Return the watts per second of a text such as "1 MW/s". ValueError for anything else."""
-    found = RATE_PATTERN.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise ValueError(
-            f"found {describe_value(value)}, expected a change of power with its unit (W/s, kW/s or MW/s), such as "
-            "1 MW/s"
-        )
-    if not (rate := parse_power(found[1])):
-        raise ValueError("found 0 W/s, with which nothing ever rises; leave it out for no limit")
-    return rate
-
-
 Power = Annotated[
     float,
     BeforeValidator(parse_power, json_schema_input_type=str),
     Field(json_schema_extra={"type": "string", "format": "power"}),
 ]
-PowerRate = Annotated[
-    float,
-    BeforeValidator(parse_power_rate, json_schema_input_type=str),
-    Field(json_schema_extra={"type": "string", "format": "power-rate"}),
-]
-"""A change of power with its unit: `1 MW/s`."""

@@ -13,7 +13,6 @@ NODE_RATE_KEYS = (
     "per_1000_node_days",
     "per_1000_device_years",
     "batch_factors",
-    "position_factors",
     "age_factors",
 )
 RATE_KEYS = ("per_1000_node_days", "per_1000_device_years", "per_1000_level_years")
@@ -39,8 +38,6 @@ class CheckpointEntry(StrictModel):
     stall_s: Measure = 2.0
     restart_s: Measure = 300.0
     """From a start to the first step."""
-    write_gbps: Positive | None = None
-    """GB/s with which a job that is a recipe writes; gives `save_s` and `stall_s`."""
 
 
 class JobClassEntry(StrictModel):
@@ -58,8 +55,6 @@ class JobClassEntry(StrictModel):
     """Median hours of work of a log-normal distribution."""
     hours: dict[Annotated[int, Field(gt=0)], Positive] = Field(default_factory=dict)
     """Median hours by number of accelerators, instead of `median_h`."""
-    recipe: str | None = None
-    """Recipe file, relative to the fleet file: the planner predicts `hours`, and the time of a save."""
     sigma: Deviation = 0.0
     """Standard deviation of the logarithm of the hours; 0: all are equal."""
     activity: Share = 0.9
@@ -75,11 +70,6 @@ class JobClassEntry(StrictModel):
 
     @model_validator(mode="after")
     def _check_hours(self) -> Self:
-        given = self.model_fields_set
-        if self.recipe is not None and (more := sorted(given.intersection({"median_h", "hours"}))):
-            raise ValueError(f"{more[0]} is not for jobs with `recipe`, which predicts the hours; remove one")
-        if self.recipe is None and self.checkpoint.write_gbps is not None:
-            raise ValueError("checkpoint.write_gbps is only for jobs with `recipe`; expected save_s or stall_s")
         if self.hours and (missing := sorted(set(self.devices).difference(self.hours))):
             raise ValueError(f"hours: none for {missing[0]} accelerators, which `devices` has")
         if unused := sorted(set(self.hours).difference(self.devices)):
@@ -102,8 +92,6 @@ class FailureEntry(StrictModel):
     repair_sigma: Deviation = 0.5
     batch_factors: dict[str, Measure] = Field(default_factory=dict)
     """Factors of the rate for nodes of batches."""
-    position_factors: list[Measure] = Field(default_factory=list, max_length=100)
-    """Factors of the rate by position in the rack, from the first node to the last: one for each part of it."""
     age_factors: dict[Annotated[float, Field(ge=0, le=1000)], Measure] = Field(default_factory=dict)
     """Factors of the rate from an age in years on."""
 
@@ -136,8 +124,6 @@ class SimulationSettings(StrictModel):
     policy: PolicyName = "fifo"
     spares: Share = 0.0
     """Share of the nodes that is kept back for those in repair."""
-    extra_racks: int = Field(0, ge=0, le=10_000)
-    """Racks more, each as the last of the file."""
     power_cap: Annotated[float, Field(gt=0.1, le=1), NUMBER_NOT_BOOL] = 1.0
     """Power cap of each accelerator, as a share of its highest power."""
     jobs: dict[str, JobClassEntry] = Field(default_factory=dict)

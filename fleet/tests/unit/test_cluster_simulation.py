@@ -98,7 +98,6 @@ def test_a_failure_of_a_rack_stops_a_job_on_its_nodes_once_and_repairs_all_of_th
     job, other = SimulatedJob(0, 16, 100), SimulatedJob(0, 8, 100)
     outcome = run([job, other], nodes=3, failures=[NodeFailure(20, (0, 1), 5, 1000)])
     assert outcome.stops_by_cause == {5: 1}
-    assert outcome.num_failures == 1
     assert (job.finish_s, other.finish_s) == (20 + 1000 + 100, 100)
     assert outcome.time.repair == 2 * 8 * 1000
 

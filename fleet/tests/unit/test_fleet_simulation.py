@@ -60,7 +60,7 @@ def test_a_variant_sees_the_same_jobs_and_other_settings(fleet):
 
 
 def test_added_racks_exceed_a_budget(fleet):
-    base, more = simulate_variants(fleet, ["extra_racks=1"], None, 1)
+    base, more = simulate_variants(fleet, ["racks.r3='{row: w, node_type: h100, nodes: 2}'"], None, 1)
     assert more.num_nodes == 6
     assert [(each.level.label, each.committed_w) for each in base.exceeded] == [("site s", 40_800)]
     assert [each.committed_w for each in more.exceeded] == [61_200]
@@ -80,19 +80,18 @@ def test_a_cap_slows_only_what_draws_more():
     assert 0.7 < slow_down(POWER, 1.0, 0.8) < 1.0
 
 
-def test_failures_follow_batch_position_and_age():
+def test_failures_follow_batch_and_age():
     entry = FailureEntry(
         per_1000_device_years=100,
         batch_factors={"old": 4},
-        position_factors=[1, 3],
         age_factors={1.0: 2},
         repair_share=0,
     )
-    nodes = [NodeHistory(batch, 0, place) for batch in ("old", None) for place in (0.0, 0.5) for _ in range(500)]
+    nodes = [NodeHistory(batch, 0) for batch in ("old", None) for _ in range(1000)]
     failures = sample_failures({"gpu": entry}, nodes, 8, 2 * SECONDS_PER_YEAR, np.random.default_rng(0))
-    counts = np.bincount([failure.nodes[0] // 500 for failure in failures], minlength=4)
+    counts = np.bincount([failure.nodes[0] // 1000 for failure in failures], minlength=2)
     young = sum(failure.time_s < SECONDS_PER_YEAR for failure in failures)
-    assert counts / (500 * 0.8 * 3) == pytest.approx([4, 12, 1, 3], rel=0.1)
+    assert counts / (1000 * 0.8 * 3) == pytest.approx([4, 1], rel=0.1)
     assert young / len(failures) == pytest.approx(1 / 3, rel=0.1)
 
 

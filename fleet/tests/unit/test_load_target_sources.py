@@ -1,9 +1,9 @@
 """Load targets from a file: what wins, and what holds while it is wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx_fleet.power.load_targets import LiveTargets, LoadTarget, TargetsFileSource, find_active_budgets
+from phalanx_fleet.power.load_targets import LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 
 TEN = 1_795_860_000.0  # 2026-11-28T10:00:00Z
@@ -19,7 +19,7 @@ TREE = PowerTree(
 )
 
 
-def budgets_at(targets: Sequence[LoadTarget], seconds: float) -> dict[str, float | None]:
+def budgets_at(targets: Iterable[LoadTarget], seconds: float) -> dict[str, float | None]:
     found = find_active_budgets(TREE, targets, TEN + seconds)
     return dict(zip(("site", "a", "b", "rack"), found, strict=True))
 
@@ -43,7 +43,7 @@ def test_a_file_of_targets_is_read_again_and_those_of_before_hold_while_it_is_wr
         (tmp_path / "new").replace(file)
 
     write("3 kW")
-    live = LiveTargets(TargetsFileSource(file, TREE))
+    live = TargetsFileSource(file, TREE)
     assert budgets_at(live, 1)["a"] == 3000.0
     write("4 kW")
     assert budgets_at(live, 1)["a"] == 4000.0

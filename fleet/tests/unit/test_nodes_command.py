@@ -20,7 +20,7 @@ from phalanx.jobs.backends.base import BackendNode
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.telemetry.host import HostSource
 from phalanx.telemetry.nvml import NvmlSource
-from phalanx_fleet import local_node as fleet
+from phalanx_fleet import node_list as fleet
 from phalanx_fleet.commands.nodes import watch_nodes
 from phalanx_fleet.node_list import FleetReader, FleetSources
 from phalanx_fleet.node_states import NodeStates

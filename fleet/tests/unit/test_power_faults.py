@@ -31,9 +31,7 @@ from phalanx_fleet.power.fake_fleet import (
 from phalanx_fleet.power.guard import GuardIdentity, LostNodeError, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx_fleet.power.helper_file import PeerList
 from phalanx_fleet.power.helper_links import ANSWER_TIMEOUT_S, END_TIMEOUT_S, HelperConnection, HelperLinks
-from phalanx_fleet.power.job_shedder import choose_paused_jobs
 from phalanx_fleet.power.links import LocalLinks
-from phalanx_fleet.power.load_targets import LoadTarget
 from phalanx_fleet.power.local_devices import TimedDevice
 from phalanx_fleet.power.messages import MAX_EPOCH, NodeReport, NodeRequest, WireError, format_line, parse_report
 from phalanx_fleet.power.node_helper import MAX_CONNECTIONS, NodeHelper
@@ -62,7 +60,7 @@ def test_a_rack_that_does_not_fit_lowers_no_other_one(min_cap_share: float) -> N
     limits: list[NodeLimit] = [None, *[LIMITS] * 11]
     found = allocate_caps(tree, limits, group_by_rack(tree), list_budgets(tree), 0.02, min_cap_share)
     assert found.caps_w == [[], *[[200.0] * 8] * 3, *[[700.0] * 8] * 8]
-    assert (found.is_within, found.tight_levels) == (False, frozenset({1}))
+    assert not found.is_within
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -84,18 +82,6 @@ def test_watts_lost_outside_of_what_does_not_fit_are_zero(seed: int) -> None:
     pairs = zip(healthy.caps_w[4:], broken.caps_w[4:], strict=True)
     lost_w = sum(before - after for pair in pairs for before, after in zip(*pair, strict=True))
     assert abs(lost_w) < 0.1
-
-
-def test_jobs_are_paused_for_a_target_though_another_rack_does_not_fit() -> None:
-    tree = make_tree(25_600.0, None)
-    jobs = [PoweredJob(f"j{node}", {node: tuple(range(8))}) for node in range(8)]
-    target = LoadTarget("rack k1", 30_000.0, 0.0)
-    budgets_w = [None, 25_600.0, 30_000.0]
-    limits: list[NodeLimit] = [None, *[LIMITS] * 7]
-    names = {job.name for job in jobs}
-    found = choose_paused_jobs(tree, limits, jobs, budgets_w, PowerSettings(), {"rack k1": target}, names)
-    assert found
-    assert found <= {f"j{node}" for node in range(4, 8)}
 
 
 class Bench:

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from phalanx_fleet.power.cap_record import CapRecord
 from phalanx_fleet.power.devices import CapLimits
 from phalanx_fleet.power.fake_fleet import FakeCapDevice, FakeClock, FakeNode
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
-from phalanx_fleet.power.node_keeper import NodeKeeper
+from phalanx_fleet.power.node_keeper import CapRecord, NodeKeeper
 from phalanx_fleet.power.release_caps import find_release_excesses, list_releases
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 

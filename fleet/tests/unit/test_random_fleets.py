@@ -28,7 +28,6 @@ def test_device_time_and_power_of_a_simulation_are_within_their_bounds(seed: int
     settings = SimulationSettings.model_validate(
         {
             "days": source.uniform(1, 20),
-            "policy": source.choice(["fifo", "srtf", "las"]),
             "spares": source.choice([0, 0.2]),
             "power_cap": source.choice([1, 0.6]),
             "jobs": {"a": {"per_day": source.uniform(1, 20), "devices": {1: 1, 8: 1}, "sigma": 1, "checkpoint": saves}},

@@ -71,6 +71,7 @@ def test_a_fleet_is_not_called_like_a_path(tmp_path: Path, name: str) -> None:
         ("days=30%", 'days: found "30%", expected a number above 0'),
         ("'cooling={design_it: 1 MW}'", "cooling is not simulated here; expected site.weather=FILE.csv as well"),
         ("'jobs.b={devices: {8: 1}}'", "jobs.b: has no jobs; expected count or per_day"),
+        ("'jobs.a.hours={4: 1}'", "hours: none for 8 accelerators"),
         # is cut at a space
         *(
             (text, r"expected KEY=VALUE, such as spares=0.04; one with spaces stands in quotes")
@@ -117,21 +118,14 @@ def test_a_price_with_a_unit_is_no_missing_file(tmp_path: Path, key: str, price:
 @pytest.mark.parametrize(
     ("devices", "problem"),
     [
-        ("{max_cap: 700 W}", "max_cap is not for kind: nvml; expected kind: redfish"),
+        ("{packages: 2}", "packages is not for kind: nvml; expected kind: rapl"),
         ("{kind: amdsmi}", "kind: found .*, expected"),
-        ("{kind: redfish}", "those of kind redfish need `redfish: {url: ...}`"),
     ],
 )
 def test_devices_that_cannot_be_opened_are_refused_on_load(tmp_path: Path, devices: str, problem: str) -> None:
     (tmp_path / "helper.yaml").write_text(f"allow: {{}}\ndevices: {devices}\n")
     with pytest.raises(RecipeError, match=rf"helper.yaml:2: devices.*{problem}"):
         load_helper_file(tmp_path / "helper.yaml")
-
-
-def test_a_limit_that_no_node_draws_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "fleet.yaml").write_text(f"{FLEET}power: {{devices: {{kind: redfish, max_cap: 11 kW}}}}\n")
-    with pytest.raises(RecipeError, match=r"power\.devices\.max_cap: 11000 W; a node of h draws up to 10200 W"):
-        load_power_fleet(tmp_path / "fleet.yaml")
 
 
 def test_levels_are_shown_below_their_own_feed(tmp_path: Path) -> None:
@@ -216,8 +210,6 @@ def load_tree(folder: Path, text: str) -> PowerTree:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("s: {}", "s: {max_ramp: 1 MW}", 'max_ramp: found "1 MW", expected a change of power with its unit'),
-        ("s: {}", "s: {max_ramp: 0 MW/s}", "max_ramp: found 0 W/s, with which nothing ever rises"),
         ("site: s, budget", "feed: a, budget", "feeds.a.feed: a: feeds a are behind each other"),
         ("k[1-2]", "k[2-1]", "racks: expected a range such as"),
     ],
@@ -248,20 +240,10 @@ def test_a_wrong_load_target_is_refused(tmp_path: Path, text: str, problem: str)
         load_targets_file(tmp_path / "targets.yaml", tree)
 
 
-@pytest.mark.parametrize(
-    ("job", "problem"),
-    [
-        (
-            "sweep: {h: [{cap: 300 W, rate: 7, draw: 298 kW}, {cap: 700 W, rate: 9, draw: 640 kW}]}",
-            "at a cap of 300 W a device does not draw 298000 W",
-        ),
-        ('job: "7 local:7"', r'jobs.a.job: found "7 local:7", expected text matching'),
-    ],
-    ids=["sweep in kW", "handle"],
-)
-def test_a_job_that_cannot_be_is_refused(tmp_path: Path, job: str, problem: str) -> None:
-    (tmp_path / "jobs.yaml").write_text(f"jobs: {{a: {{nodes: k1-1, {job}}}}}")
-    with pytest.raises(RecipeError, match=problem):
+def test_a_job_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    sweep = "{h: [{cap: 300 W, rate: 7, draw: 298 kW}, {cap: 700 W, rate: 9, draw: 640 kW}]}"
+    (tmp_path / "jobs.yaml").write_text(f"jobs: {{a: {{nodes: k1-1, sweep: {sweep}}}}}")
+    with pytest.raises(RecipeError, match="at a cap of 300 W a device does not draw 298000 W"):
         load_jobs_file(tmp_path / "jobs.yaml", load_tree(tmp_path, FLEET))
 
 
@@ -281,13 +263,6 @@ def test_no_time_of_an_attempt_is_negative() -> None:
 def test_a_rack_is_of_one_batch(tmp_path: Path, batches: str, problem: str) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED.replace("{old: {racks: k1}}", batches))
     with pytest.raises(UsageError, match=problem):
-        simulate_variants(tmp_path / "fleet.yaml", [], None, 1)
-
-
-def test_a_job_is_not_an_empty_recipe(tmp_path: Path) -> None:
-    (tmp_path / "empty.yaml").write_text("seed: 1\n")
-    (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED.replace("devices: {8: 1}", "recipe: empty.yaml"))
-    with pytest.raises(PhalanxError, match=r"empty.yaml: names no model and no data.source"):
         simulate_variants(tmp_path / "fleet.yaml", [], None, 1)
 
 

@@ -165,8 +165,8 @@ def describe_no_fit(
         f"nothing fits: of {found.num_valid:,} layouts for {num_devices:,} x {device.name} not even the smallest, "
         f"which is {excess_gib:.1f} GiB above {USABLE_MEMORY_FRACTION:.0%} of a device's {device.memory_gib:g}"
     )
-    fit = suggest_memory_changes(smallest.scenario, make_training_options(recipe, smallest.scenario), memory_limit)
-    return f"{summary}. It {fit.description}"
+    options = make_training_options(recipe, smallest.scenario)
+    return f"{summary}. It {suggest_memory_changes(smallest.scenario, options, memory_limit)}"
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,7 @@ BackendOptionOption = Annotated[
         help="Backend option, such as partition=gpu (repeatable); see below.",
     ),
 ]
-SnapshotOption = Annotated[
-    str | None, typer.Option(metavar="workdir|REV", help="Run a copy of the recipe's directory, or of a git revision.")
-]
+SnapshotOption = Annotated[str | None, typer.Option(metavar="workdir", help="Run a copy of the recipe's directory.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Resume although the recipe or the data changed.")]
 
 

@@ -61,21 +61,16 @@ class CatalogEntry:
     values: Mapping[str, Any]
 
 
-def list_names(kind: CatalogKind) -> list[str]:
-    """Return the full names of all entries of a kind, in file order."""
-    return list(_load_entries(kind))
-
-
 def list_entries(kind: CatalogKind) -> list[CatalogEntry]:
     """Return all entries of a kind, in file order."""
     return list(_load_entries(kind).values())
 
 
-def get_entry(kind: CatalogKind, name: str) -> CatalogEntry:
-    """Return the entry of this name. Raises RecipeError, with the nearest names, if there is none."""
+def get_entry(kind: CatalogKind, name: str, location: str = "") -> CatalogEntry:
+    """Return the entry of this name. Raises RecipeError, with `location` and the nearest names, if there is none."""
     found = find_entry(kind, name)
     if found is None:
-        raise RecipeError(explain_unknown(kind, name))
+        raise RecipeError(f"{location}{': ' if location else ''}{explain_unknown(kind, name)}")
     return found
 
 
@@ -152,7 +147,7 @@ def expand_cluster(value: JsonMapping, location_of: LocationOf) -> JsonMapping:
     elif value.get("nodes") == 1:
         full["topology"] = {"kind": "single"}
     elif (name := _base_name(value["node"])) is not None and (model := find_entry("nodes", name)) is not None:
-        full["topology"] = dict(_get_base("topologies", model.values["topology"], location_of, ("topology",)).values)
+        full["topology"] = dict(get_entry("topologies", model.values["topology"]).values)
     if "storage" in value:
         full["storage"] = _expand_part("storage", value["storage"], {}, location_of, ("storage",))
     return full
@@ -170,7 +165,8 @@ def expand_node(value: Any, location_of: LocationOf, key: KeyPath = ("node",)) -
 def _expand_node(value: Any, location_of: LocationOf, key: KeyPath) -> Any:
     base: JsonMapping = {}
     if (name := _base_name(value)) is not None:
-        model = _get_base("nodes", name, location_of, (*key, "like") if isinstance(value, dict) else key)
+        at = _format_location(location_of, (*key, "like") if isinstance(value, dict) else key)
+        model = get_entry("nodes", name, at)
         figures = {part: figure for part, figure in model.values.items() if part not in ("topology", "usual")}
         base = {"name": model.name, **_expand_node(figures, location_of, key)}
     if not isinstance(value, dict):
@@ -189,7 +185,7 @@ def _expand_node(value: Any, location_of: LocationOf, key: KeyPath) -> Any:
 def _expand_part(kind: CatalogKind, value: Any, base: JsonMapping, location_of: LocationOf, key: KeyPath) -> Any:
     """A part in full; `base` is what would stand there without it, which single keys change."""
     if (name := _base_name(value)) is not None:
-        model = _get_base(kind, name, location_of, (*key, "like") if isinstance(value, dict) else key)
+        model = get_entry(kind, name, _format_location(location_of, (*key, "like") if isinstance(value, dict) else key))
         base = dict(model.values) if kind == "topologies" else {"name": model.name, **model.values}
     if not isinstance(value, dict):
         return base if name is not None else value
@@ -226,13 +222,6 @@ def _base_name(value: Any) -> str | None:
     """The name of the entry that a value is, or is like."""
     name = value.get("like") if isinstance(value, dict) else value
     return name if isinstance(name, str) else None
-
-
-def _get_base(kind: CatalogKind, name: str, location_of: LocationOf, key: KeyPath) -> CatalogEntry:
-    found = find_entry(kind, name)
-    if found is None:
-        raise RecipeError(f"{_format_location(location_of, key)}: {explain_unknown(kind, name)}")
-    return found
 
 
 def _format_location(location_of: LocationOf, key: KeyPath) -> str:

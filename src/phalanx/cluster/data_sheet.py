@@ -21,16 +21,9 @@ class DataSheet:
 
 def find_data_sheet(machine: Machine) -> DataSheet | None:
     """The data sheet of one of the machine's devices; None for a device that is not listed or a clock not known."""
-    return (
-        cpu_data_sheet(machine.cpu, machine.physical_cores)
-        if machine.device == "cpu"
-        else accelerator_data_sheet(machine.device_name)
-    )
-
-
-def accelerator_data_sheet(name: str) -> DataSheet | None:
-    """The data sheet of the accelerator that its driver calls `name`; None for one that the catalogue does not have."""
-    entry = find_entry("accelerators", name)
+    if machine.device == "cpu":
+        return cpu_data_sheet(machine.cpu, machine.physical_cores)
+    entry = find_entry("accelerators", machine.device_name)
     return None if entry is None else DataSheet(entry.name, dict(entry.values["tflops"]), f"data sheet of {entry.name}")
 
 

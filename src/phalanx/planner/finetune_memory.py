@@ -161,7 +161,7 @@ class FineTuning:
     offloads_state: bool = False
     """Whether their parts of these are in the host's memory."""
     frozen_models: tuple[tuple[DecoderSizes, BaseDtype], ...] = ()
-    """Other models, which only run forward: a reference, a teacher."""
+    """Other models, which only run forward, such as a reference."""
     stack: FineTuningStack = PHALANX_STACK
 
     @property
@@ -185,13 +185,6 @@ def with_preference_pairs(run: FineTuning, reference: Literal["online", "cached"
     needs_copy = reference == "online" and not run.adapter_rank
     copies = ((run.sizes, run.base_dtype),) if needs_copy else ()
     return replace(run, sequences_per_sample=2, frozen_models=run.frozen_models + copies)
-
-
-def with_teacher(run: FineTuning, teacher: DecoderSizes, dtype: BaseDtype = "bf16") -> FineTuning:
-    """Return a run with a teacher. Its fp32 probabilities are held with the logits, unless these are never whole."""
-    bytes_per_logit = run.stack.bytes_per_logit + 4.0 if run.stack.bytes_per_logit else 0.0
-    stack = replace(run.stack, bytes_per_logit=bytes_per_logit)
-    return replace(run, frozen_models=(*run.frozen_models, (teacher, dtype)), stack=stack)
 
 
 def estimate_finetune_memory(run: FineTuning) -> MemoryEstimate:

@@ -1,12 +1,12 @@
-"""Whether a run fits into a device's memory, by how much it does not, and which single change of its recipe would make
-it fit, as text for the end of an error message. Predicted by memory.py; nothing is tried.
+"""By how much a run does not fit into a device's memory, and which single change of its recipe would make it fit, as
+text for the end of an error message. Predicted by memory.py; nothing is tried.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.formatting import BYTES_PER_GIB
-from phalanx.planner.memory import DEFAULT_OPTIONS, MemoryEstimate, TrainingOptions, estimate_memory, is_cpu
+from phalanx.planner.memory import MemoryEstimate, TrainingOptions, estimate_memory, is_cpu
 from phalanx.planner.scenario import Scenario
 from phalanx.recipe.batch_scaling import list_divisors
 
@@ -32,55 +32,25 @@ class RecipeChange:
     memory: MemoryEstimate
 
 
-@dataclass(frozen=True)
-class MemoryFit:
-    """A run in `capacity_bytes` bytes of a device."""
-
-    capacity_bytes: float
-    memory: MemoryEstimate
-    sufficient_changes: tuple[RecipeChange, ...] = ()
-    """Each of which alone would make it fit, what costs least first; none where it fits."""
-    combined_change: RecipeChange | None = None
-    """All that saves memory at once, on as few devices as it takes, where no single change is enough."""
-
-    @property
-    def missing_bytes(self) -> float:
-        """Bytes that the prediction is above the capacity; negative: that are left."""
-        return self.memory.total - self.capacity_bytes
-
-    @property
-    def description(self) -> str:
-        """All of it in a few sentences, in GiB."""
-        low, high = self.memory.interval()
-        usage = (
-            f"needs {_format_gib(self.memory.total)} GiB ({_format_gib(low)} to {_format_gib(high)}) of a device that "
-            "has "
-        )
-        usage += _format_gib(self.capacity_bytes)
-        if self.missing_bytes <= 0:
-            return f"{usage}: {_format_gib(-self.missing_bytes)} are left"
-        largest_parts = sorted(
-            ((getattr(self.memory, name), word) for name, word in MEMORY_LABELS.items()), reverse=True
-        )
-        largest = ", ".join(f"{word} {_format_gib(size)}" for size, word in largest_parts[:3])
-        description = f"{usage}, {_format_gib(self.missing_bytes)} too many; most are {largest}. "
-        if self.sufficient_changes:
-            return description + "Would fit: " + ", or ".join(_format_change(each) for each in self.sufficient_changes)
-        if self.combined_change is None:
-            return description + "Use a smaller model or sequence"
-        is_enough = self.combined_change.memory.total <= self.capacity_bytes
-        outcome = "together would fit" if is_enough else "not even together would fit"
-        return f"{description}No single change is enough; {outcome}: {_format_change(self.combined_change)}"
-
-
-def suggest_memory_changes(
-    scenario: Scenario, options: TrainingOptions = DEFAULT_OPTIONS, capacity: float | None = None
-) -> MemoryFit:
-    """Whether a run fits into `capacity` bytes (by default those of the cluster's device), and else what would help."""
-    capacity_bytes = scenario.cluster.node.accelerator.memory_gib * BYTES_PER_GIB if capacity is None else capacity
+def suggest_memory_changes(scenario: Scenario, options: TrainingOptions, capacity_bytes: float) -> str:
+    """What a run needs that does not fit into `capacity_bytes` bytes of a device, in GiB, and what would help."""
     memory = estimate_memory(scenario, options)
-    if memory.total <= capacity_bytes:
-        return MemoryFit(capacity_bytes, memory)
+    low, high = memory.interval()
+    largest_parts = sorted(((getattr(memory, name), word) for name, word in MEMORY_LABELS.items()), reverse=True)
+    needs = (
+        f"needs {_format_gib(memory.total)} GiB ({_format_gib(low)} to {_format_gib(high)}) of a device that has "
+        f"{_format_gib(capacity_bytes)}, {_format_gib(memory.total - capacity_bytes)} too many; most are "
+        f"{', '.join(f'{word} {_format_gib(size)}' for size, word in largest_parts[:3])}"
+    )
+    if changes := find_sufficient_changes(scenario, options, capacity_bytes):
+        return f"{needs}. Would fit: {', or '.join(_format_change(each) for each in changes)}"
+    change = combine_changes(scenario, options, capacity_bytes)
+    outcome = "together would fit" if change.memory.total <= capacity_bytes else "not even together would fit"
+    return f"{needs}. No single change is enough; {outcome}: {_format_change(change)}"
+
+
+def find_sufficient_changes(scenario: Scenario, options: TrainingOptions, capacity_bytes: float) -> list[RecipeChange]:
+    """Changes of which each alone would make a run fit into `capacity_bytes` bytes, what costs least first."""
     sufficient_changes = []
     for propose in (
         _try_chunked_loss,
@@ -95,12 +65,7 @@ def suggest_memory_changes(
             if (changed_memory := estimate_memory(changed_scenario, changed_options)).total <= capacity_bytes:
                 sufficient_changes.append(RecipeChange(overrides, changed_memory))
                 break
-    return MemoryFit(
-        capacity_bytes,
-        memory,
-        tuple(sufficient_changes),
-        None if sufficient_changes else _combine_changes(scenario, options, capacity_bytes),
-    )
+    return sufficient_changes
 
 
 # --- kinds of changes, each from the mildest on -----------------------------------------------------------------------
@@ -163,7 +128,7 @@ def _try_more_devices(scenario: Scenario, options: TrainingOptions) -> ChangeCan
         factor *= 2
 
 
-def _combine_changes(scenario: Scenario, options: TrainingOptions, capacity_bytes: float) -> RecipeChange:
+def combine_changes(scenario: Scenario, options: TrainingOptions, capacity_bytes: float) -> RecipeChange:
     """Everything at once, without tensor or pipeline ranks; on more devices if it takes them and they are enough."""
     overrides, changed_scenario, changed_options = [], scenario, options
     for propose in (_try_chunked_loss, _try_smaller_micro_batches, _try_checkpointing, _try_sharding, _try_offload):

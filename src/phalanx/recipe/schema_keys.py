@@ -18,7 +18,6 @@ _FORMAT_TEXTS = {
     "date": "a date such as 2026-01-31",
     "date-time": "a time such as 2026-11-28T10:00:00Z",
     "power": "a power with its unit, such as 45 kW",
-    "power-rate": "a change of power with its unit, such as 1 MW/s",
 }
 _TYPE_NOUNS = {"integer": "whole number", "number": "number"}
 

@@ -49,37 +49,29 @@ class CounterTotal:
 
 
 @dataclass
-class FrozenCounterCheck:
-    """Finds an energy counter that does not change although the device draws power: a dead sensor."""
+class DeviceChecker:
+    """Finds devices of which the energy counter does not change although they draw power: a dead sensor."""
 
-    _last: float | None = None
-    _changed_at: float = 0.0
+    _counts: dict[str, tuple[float | None, float]] = field(default_factory=dict)
+    """The last count of each device, and since when it is that."""
 
-    def is_frozen(self, value: float | None, power_w: float | None, time_s: float, renewal_s: float = 0.0) -> bool:
+    def is_frozen(self, sample: DeviceSample, time_s: float, renewal_s: float = 0.0) -> bool:
         """Whether this reading is one of a counter that does not change.
 
         Args:
             time_s: of a monotonic clock.
             renewal_s: seconds between new values at the source.
         """
-        if value is None or value != self._last or power_w is None or power_w < MIN_ACTIVE_W:
-            self._last, self._changed_at = (self._last if value is None else value), time_s
+        value, power_w = sample.energy_joules, sample.power_w
+        last, changed_at = self._counts.get(sample.id, (None, 0.0))
+        if value is None or value != last or power_w is None or power_w < MIN_ACTIVE_W:
+            self._counts[sample.id] = (last if value is None else value), time_s
             return False
-        return time_s - self._changed_at >= max(FROZEN_AFTER_S, FROZEN_AFTER_RENEWALS * renewal_s)
-
-
-@dataclass
-class DeviceChecker:
-    """Replaces what cannot be trusted in the samples of devices by None."""
-
-    _checks: dict[str, FrozenCounterCheck] = field(default_factory=dict)
+        return time_s - changed_at >= max(FROZEN_AFTER_S, FROZEN_AFTER_RENEWALS * renewal_s)
 
     def check(self, sample: DeviceSample, time_s: float, renewal_s: float = 0.0) -> DeviceSample:
-        """The sample with missing values where readings cannot be trusted."""
-        check = self._checks.setdefault(sample.id, FrozenCounterCheck())
-        if check.is_frozen(sample.energy_joules, sample.power_w, time_s, renewal_s):
-            sample = replace(sample, energy_joules=None)
-        return sample
+        """The sample without a count that cannot be trusted."""
+        return replace(sample, energy_joules=None) if self.is_frozen(sample, time_s, renewal_s) else sample
 
 
 @dataclass

@@ -131,14 +131,38 @@ def test_bf16_is_taken_when_it_is_measured_to_be_clearly_faster(bf16: float, exp
     assert f"{1 / bf16:.2f} x" in choice.reason
 
 
-def test_a_precision_that_ran_out_of_memory_is_not_taken() -> None:
-    assert choose_precision(recipe(), {"bf16": 1.0}).value == "bf16"
-    assert choose_precision(recipe(), {"fp32": 1.0}).reason == "the other ran out of memory"
+@pytest.mark.parametrize(
+    ("seconds", "device", "bf16", "expected", "reason"),
+    [
+        ({"bf16": 1.0}, "cpu", True, "bf16", "the other ran out of memory"),
+        ({"fp32": 1.0}, "cpu", True, "fp32", "the other ran out of memory"),
+        ({}, "cpu", True, "fp32", "could not be timed"),
+        ({}, "cuda", True, "bf16", "could not be timed"),
+        ({"bf16": 1.0}, "cuda", True, "bf16", "the rule on cuda"),
+        ({"fp32": 1.0}, "cpu", False, "fp32", "no instructions for bf16"),
+        ({"fp32": 1.0}, "cuda", False, "fp32", "none for bf16"),
+    ],
+)
+def test_where_only_one_precision_was_timed_or_none_a_rule_decides(
+    seconds: dict[str, float], device: str, bf16: bool, expected: str, reason: str
+) -> None:
+    choice = choose_precision(recipe(), seconds, device, bf16)
+    assert choice.value == expected
+    assert reason in choice.reason
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", "fp32"), ("cuda", "bf16")])
-def test_a_model_that_could_not_be_timed_has_its_precision_by_rule(device: str, expected: str) -> None:
-    assert choose_precision(recipe(), {}, device).value == expected
+@pytest.mark.parametrize(
+    ("device", "bf16", "expected"),
+    [("cuda", True, ["bf16"]), ("cpu", True, ["fp32", "bf16"]), ("cuda", False, ["fp32"]), ("cpu", False, ["fp32"])],
+)
+def test_precisions_are_timed_where_the_device_has_both(device: str, bf16: bool, expected: list[str]) -> None:
+    assert precisions_to_time(recipe(), device, bf16) == expected
+
+
+def test_a_precision_that_is_given_is_taken_on_any_device() -> None:
+    assert [has_bf16(each) for each in ((7, 5), (8, 0), None)] == [False, True, True]
+    assert choose_precision(recipe(precision="bf16"), {}, "cuda", bf16=False).value == "bf16"
+    assert resolve_recipe(recipe(), choose_without_trials(recipe(), 4, 2, "cuda", bf16=False), 2).precision == "fp32"
 
 
 def test_a_resolved_recipe_has_no_auto_left() -> None:
@@ -150,33 +174,25 @@ def test_a_resolved_recipe_has_no_auto_left() -> None:
     assert (resolved.parallelism.replicate, resolved.parallelism.world) == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [("auto", False), (False, False), (True, True), ("cuda-graphs", "cuda-graphs")]
-)
-def test_a_model_is_compiled_only_when_asked(given: Any, expected: Any) -> None:
-    assert resolve_recipe(recipe(compile=given), CHOSEN, 1).compile == expected
-
-
 def test_going_on_takes_what_is_free_to_change() -> None:
-    resolved = resolve_recipe(recipe(), CHOSEN, 2)
+    resolved = resolve_recipe(recipe(data={"source": {"prepared": "/old"}}), CHOSEN, 2)
     new = recipe(
         name="again",
         steps=900,
         checkpoint={"every": 7, "keep": 1},
         fault_tolerance={"max_restarts": 9},
         callbacks=["my:Callback"],
-        evaluation={"every": 11, "max_samples": 13},
+        evaluation={"every": 11, "max_samples": 13, "source": {"prepared": "/held"}},
+        data={"source": {"prepared": "/new"}},
+        device="cuda",
     )
     going = resume_recipe(resolved, new, 3)
-    assert (going.name, going.steps, going.checkpoint, going.fault_tolerance) == (
-        "again",
-        900,
-        new.checkpoint,
-        new.fault_tolerance,
-    )
-    assert (going.callbacks, going.evaluation.every, going.evaluation.max_samples) == (["my:Callback"], 11, 13)
-    assert not isinstance(going.parallelism, str)
-    assert going.parallelism.replicate == 3
+    for key in ("name", "steps", "checkpoint", "fault_tolerance", "callbacks", "device", "evaluation"):
+        assert getattr(going, key) == getattr(new, key)
+    assert going.data.source == new.data.source
+    assert going.parallelism == Parallelism(replicate=3)
+    layout = recipe(batch={"global_size": 24}, parallelism={"tensor": 2})
+    assert resume_recipe(laid_out(shard=2), layout, 2).parallelism == Parallelism(tensor=2)
     assert (going.num_threads, going.batch.micro_size, going.precision) == (2, 8, "bf16")
 
 
@@ -238,24 +254,22 @@ def test_a_micro_batch_that_nobody_gave_shrinks_when_more_workers_have_to_share(
     )
 
 
-def test_going_on_takes_the_places_of_prepared_data_as_they_are_now() -> None:
-    resolved = resolve_recipe(recipe(data={"source": {"prepared": "/old"}}), CHOSEN, 1)
-    new = recipe(data={"source": {"prepared": "/new"}}, evaluation={"source": {"prepared": "/held"}})
-    going = resume_recipe(resolved, new, 1)
-    assert (going.data.source, going.evaluation.source) == (new.data.source, new.evaluation.source)
-
-
-def test_the_plan_predicts_a_step_by_its_micro_batches_and_update() -> None:
-    resolved = resolve_recipe(recipe(batch={"global_size": 64}), CHOSEN, 2)
-    profile = {"parameters": 5, "flops_per_sample": 7.0}
-    plan = build_plan_json(profile, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
-    assert plan["predicted_step_s"] == 4 * 1.0 + 0.5
+@pytest.mark.parametrize(
+    ("layout", "world", "seconds", "step_s"),
+    [
+        ("auto", 2, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, 4 * 1.0 + 0.5),
+        ({"shard": 2, "tensor": 2}, 4, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, 4 * 1.0 + 0.5),  # two groups
+        ("auto", 2, {}, None),
+    ],
+)
+def test_the_plan_predicts_a_step_by_its_micro_batches_and_update(
+    layout: Any, world: int, seconds: dict[str, float], step_s: float | None
+) -> None:
+    resolved = resolve_recipe(recipe(batch={"global_size": 64}, parallelism=layout), CHOSEN, world)
+    plan = build_plan_json({"parameters": 5, "flops_per_sample": 7.0}, CHOSEN, seconds, resolved)
+    assert plan["predicted_step_s"] == step_s
     assert (plan["parameters"], plan["flops_per_sample"]) == (5, 7.0)
     assert plan["auto_choices"][3] == {"key": "batch.micro_size", "value": 8, "reason": "fits"}
-
-
-def test_without_times_the_plan_predicts_none() -> None:
-    assert build_plan_json({}, CHOSEN, {}, resolve_recipe(recipe(), CHOSEN, 1))["predicted_step_s"] is None
 
 
 @pytest.mark.parametrize(("mode", "selective"), [("chunked", 6), ("whole", 7)])
@@ -283,11 +297,6 @@ def laid_out(**layout: int) -> Recipe:
     """A recipe that was resolved under this layout."""
     world = Parallelism(**layout).world
     return resolve_recipe(recipe(batch={"global_size": 24}, parallelism=layout), CHOSEN, world)
-
-
-def test_going_on_takes_the_layout_that_is_given_now() -> None:
-    given = recipe(batch={"global_size": 24}, parallelism={"tensor": 2})
-    assert resume_recipe(laid_out(shard=2), given, 2).parallelism == Parallelism(tensor=2)
 
 
 @pytest.mark.parametrize(("world", "replicate"), [(4, 1), (8, 2), (12, 3)])
@@ -328,34 +337,26 @@ def test_a_micro_batch_shrinks_for_the_groups_that_share_the_batch_not_for_all_w
     assert resume_recipe(resolved, recipe(batch={"global_size": 24}), 8).batch.micro_size == 6
 
 
-def test_the_plan_counts_the_micro_batches_of_a_group_not_of_a_worker() -> None:
-    resolved = resolve_recipe(recipe(batch={"global_size": 64}, parallelism={"shard": 2, "tensor": 2}), CHOSEN, 4)
-    plan = build_plan_json({}, CHOSEN, {"fp32": 3.0, "bf16": 1.0, "update": 0.5}, resolved)
-    assert plan["predicted_step_s"] == 4 * 1.0 + 0.5
-
-
 @pytest.mark.parametrize(
-    ("values", "device", "blocks", "expected"),
+    ("values", "device", "blocks", "compiler", "expected"),
     [
-        ({}, "cuda", 12, True),
-        ({}, "cuda", 0, False),
-        ({"steps": 20}, "cuda", 12, False),
-        ({}, "cpu", 12, False),
-        ({"compile": "cuda-graphs"}, "cpu", 0, "cuda-graphs"),
-        ({"parallelism": {"pipeline_schedule": "zero-bubble"}}, "cuda", 12, True),
+        ({}, "cuda", 12, True, True),
+        ({}, "cuda", 0, True, False),
+        ({"steps": 20}, "cuda", 12, True, False),
+        ({}, "cpu", 12, True, False),
+        ({}, "cuda", 12, False, False),
+        ({"compile": True}, "cuda", 12, False, True),
+        ({"compile": "cuda-graphs"}, "cpu", 0, True, "cuda-graphs"),
+        ({"parallelism": {"pipeline_schedule": "zero-bubble"}}, "cuda", 12, True, True),
+        ({"parallelism": {"pipeline": 2, "pipeline_schedule": "zero-bubble"}}, "cuda", 12, True, False),
     ],
 )
 def test_repeated_blocks_are_compiled_on_a_gpu_in_runs_that_earn_it_back(
-    values: dict[str, Any], device: str, blocks: int, expected: Any
+    values: dict[str, Any], device: str, blocks: int, compiler: bool, expected: Any
 ) -> None:
-    choice = choose_compile(recipe(**values), device, blocks)
+    choice = choose_compile(recipe(**values), device, blocks, compiler)
     assert choice.value == expected
     assert resolve_recipe(recipe(**values), [*CHOSEN, choice], 1).compile == expected
-
-
-def test_blocks_whose_backward_comes_in_two_parts_are_not_compiled() -> None:
-    halves = recipe(parallelism={"pipeline": 2, "pipeline_schedule": "zero-bubble"})
-    assert choose_compile(halves, "cuda", 12).value is False
 
 
 @pytest.mark.parametrize(
@@ -385,34 +386,3 @@ def test_bits_are_promised_on_a_cpu() -> None:
 def test_bits_that_an_operation_cannot_keep_are_refused_by_its_name(exact: str) -> None:
     with pytest.raises(RecipeError, match="adaptive_avg_pool2d_backward has no deterministic kernel"):
         choose_determinism(recipe(determinism=exact), {NONDETERMINISTIC_OP_KEY: "adaptive_avg_pool2d_backward"}, "cuda")
-
-
-def test_on_a_gpu_bf16_is_taken_without_a_race() -> None:
-    assert precisions_to_time(recipe(), "cuda") == ["bf16"]
-    assert precisions_to_time(recipe(), "cpu") == ["fp32", "bf16"]
-    assert choose_precision(recipe(), {"bf16": 1.0}, "cuda").reason == "the rule on cuda"
-
-
-def test_without_a_c_compiler_nothing_is_compiled_on_a_gpu_by_itself() -> None:
-    choice = choose_compile(recipe(), "cuda", 12, compiler=False)
-    assert choice.value is False
-    assert choice.reason == "torch.compile needs a C compiler (gcc or CC) and Python.h on a GPU"
-    assert choose_compile(recipe(compile=True), "cuda", 12, compiler=False).value is True
-
-
-def test_a_gpu_from_before_bf16_takes_fp32_unless_the_recipe_says_otherwise() -> None:
-    assert [has_bf16(each) for each in ((7, 5), (8, 0), None)] == [False, True, True]
-    assert precisions_to_time(recipe(), "cuda", bf16=False) == ["fp32"]
-
-
-def test_a_cpu_without_instructions_for_bf16_times_nothing_else() -> None:
-    assert precisions_to_time(recipe(), "cpu", bf16=False) == ["fp32"]
-    assert choose_precision(recipe(), {"fp32": 1.0}, "cpu", bf16=False).value == "fp32"
-    assert choose_precision(recipe(), {"fp32": 1.0}, "cuda", bf16=False).value == "fp32"
-    assert choose_precision(recipe(precision="bf16"), {}, "cuda", bf16=False).value == "bf16"
-    assert resolve_recipe(recipe(), choose_without_trials(recipe(), 4, 2, "cuda", bf16=False), 2).precision == "fp32"
-
-
-def test_a_run_that_goes_on_takes_the_device_that_it_is_given_now() -> None:
-    resolved = resolve_recipe(recipe(device="cpu"), CHOSEN, 2)
-    assert resume_recipe(resolved, recipe(device="cuda"), 2).device == "cuda"

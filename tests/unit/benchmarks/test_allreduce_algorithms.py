@@ -10,7 +10,6 @@ from planner_validation.allreduce_algorithms import (
     hierarchical,
     recursive_halving_doubling,
     ring,
-    root_rank_server,
     sharded_parameter_server,
 )
 
@@ -28,18 +27,6 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_never_faster(way: AllRedu
     assert way(SIZE, 16, 2 * BANDWIDTH, LATENCY) < way(SIZE, 16, BANDWIDTH, LATENCY)
     times = [way(SIZE, ranks, BANDWIDTH, LATENCY) for ranks in (2, 4, 8, 64, 512)]
     assert times == sorted(times)
-
-
-def test_a_server_among_the_ranks_takes_every_other_gradient_in_and_then_sends_as_many_sums() -> None:
-    assert root_rank_server(1e9, 5, 1e9, 0.1) == pytest.approx(8 * 1.1)
-
-
-def test_a_hierarchy_of_single_ranks_is_a_ring() -> None:
-    assert COST_BY_ALGORITHM["hierarchical"](SIZE, 8, BANDWIDTH, LATENCY) == ring(SIZE, 8, BANDWIDTH, LATENCY)
-
-
-def test_a_tree_among_128_passes_whole_messages_7_times_up_and_7_down() -> None:
-    assert binomial_tree(1e9, 128, 1e9, 0.1) == pytest.approx(14 * 1.1)
 
 
 def test_paleos_tree_is_reproduced() -> None:

@@ -45,14 +45,3 @@ def test_room_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(location_speed.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**8))
     with pytest.raises(UsageError, match=r"needs 141 MB, 100 MB are free; choose another --dir"):
         location_speed.check_free_space(tmp_path, quick=True)
-
-
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    block = location_speed.mmap.mmap(-1, location_speed.BLOCK_BYTES)
-    block.write(b"x" * location_speed.BLOCK_BYTES)
-    location_speed.write_file(path, block, location_speed.BLOCK_BYTES + 4096, time.perf_counter)
-    assert path.stat().st_size == location_speed.BLOCK_BYTES + 4096
-    rate = location_speed.read_file(path, block, location_speed.BLOCK_BYTES + 4096, 10.0, time.perf_counter)
-    assert rate is None or rate > 0
-    block.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import Cluster, catalog, load_cluster, save_cluster
-from phalanx.cluster.catalog import list_entries, list_names
+from phalanx.cluster.catalog import list_entries
 from phalanx.cluster.spec import CollectiveTiming, GemmTiming, Measurements
 from phalanx.errors import ExitCode, RecipeError
 
@@ -260,7 +260,7 @@ def test_a_file_that_is_not_there_is_told_with_its_neighbours(tmp_path: Path) ->
 # files that programs write
 
 
-@pytest.mark.parametrize("name", [*list_names("nodes"), "RTX 4090:4", "gb300:144", "h100:4"])
+@pytest.mark.parametrize("name", [*(one.name for one in list_entries("nodes")), "RTX 4090:4", "gb300:144", "h100:4"])
 def test_a_saved_cluster_is_read_back_to_the_same(tmp_path: Path, name: str) -> None:
     cluster = load_cluster(name)
     save_cluster(cluster, tmp_path / "saved.yaml")

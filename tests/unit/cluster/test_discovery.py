@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cluster import discovery
 from phalanx.cluster.discovery import (
     LIST_GPUS_SCRIPT,
     Cpu,
@@ -19,6 +20,7 @@ from phalanx.cluster.discovery import (
     read_cgroup_cores,
     read_cgroup_memory,
 )
+from phalanx.cluster.system_files import is_memory_backed
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
 
 EPYC = """processor\t: 0
@@ -263,3 +265,46 @@ def test_more_workers_than_a_node_can_have_are_refused(machine: Machine, workers
     with pytest.raises(UsageError) as caught:
         check_workers(machine, workers, nodes)
     assert str(caught.value).startswith(said)
+
+
+def test_a_workers_gpus_are_the_first_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "detect_gpus", lambda: [DetectedGpu("X", 1, None, uuid) for uuid in ("b", "a")])
+    assert [discovery.find_local_gpu_ids(count) for count in (1, None)] == [["GPU-b"], ["GPU-b", "GPU-a"]]
+
+
+def test_no_gpus_are_known_with_a_broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[DetectedGpu]:
+        raise UnfitNodeError("a GPU does not answer")
+
+    monkeypatch.setattr(discovery, "detect_gpus", broken)
+    assert discovery.find_local_gpu_ids(1) == []
+
+
+MOUNTS = """\
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
+30 27 0:40 / /scratch rw - tmpfs tmpfs rw
+31 27 0:41 / /scratch/my\\040data rw - lustre 10.0.0.1@o2ib:/fs rw
+32 27 0:42 / /old rw - tmpfs tmpfs rw
+33 27 253:0 / /old rw - xfs /dev/mapper/vg-data rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("directory", "expected"),
+    [
+        ("/home/me", False),
+        ("/scratch/runs", True),
+        ("/scratchy", False),  # another directory
+        ("/scratch/my data/x", False),  # the deepest mount
+        ("/old", False),  # the last mount hides the one before
+    ],
+)
+def test_the_mount_of_a_directory_decides(tmp_path: Path, directory: str, expected: bool) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(MOUNTS)
+    assert is_memory_backed(Path(directory), tmp_path) is expected
+
+
+def test_without_a_mount_table_nothing_is_known(tmp_path: Path) -> None:
+    assert not is_memory_backed(Path("/home"), tmp_path)

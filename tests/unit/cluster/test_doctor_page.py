@@ -1,4 +1,4 @@
-"""docs/how-to/health-checks.md tells of every check and of every threshold, with its figures."""
+"""docs/reference/health-checks.md names every check and every threshold, with its figures."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from phalanx.cluster.health.finding import THRESHOLD_BY_NAME, Threshold
 from phalanx.cluster.health.runner import HEALTH_CHECKS
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
 
-PAGE = (Path(__file__).parents[3] / "docs/how-to/health-checks.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/reference/health-checks.md").read_text()
 
 
 def rows(header: str) -> list[list[str]]:

@@ -1,12 +1,21 @@
 """Links of GPUs, with a library that is made up."""
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from phalanx.cluster.gpu_topology import GpuLinks, choose_scale_up, discover_gpu_links, pcie_gbps
+from phalanx.cluster.gpu_topology import (
+    GpuLinks,
+    bind_to_local_cores,
+    choose_scale_up,
+    discover_gpu_links,
+    find_local_cores,
+    pcie_gbps,
+)
 
 
 class NVMLError(Exception):
@@ -21,7 +30,6 @@ class Library:
     answers: bool = True
     open: int = 0
     NVMLError: Any = NVMLError
-    asked: list[str] = field(default_factory=list)
 
     def nvmlInit(self) -> None:
         if not self.answers:
@@ -31,31 +39,21 @@ class Library:
     def nvmlShutdown(self) -> None:
         self.open -= 1
 
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:{'3B' if handle else '1A'}:00.0".encode())
-
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
         if link >= self.links:
             raise NVMLError
         return 1
 
-    def nvmlDeviceGetNvLinkVersion(self, handle: int, link: int) -> int:
-        return 4
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
-        return 8 if handle else 16
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
-        return 16
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
-        return 5
+    def __getattr__(self, name: str) -> Any:
+        return {
+            "nvmlDeviceGetCount": lambda: 2,
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"00000000:{'13'[gpu]}{'AB'[gpu]}:00.0".encode()),
+            "nvmlDeviceGetNvLinkVersion": lambda gpu, link: 4,
+            "nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 8 if gpu else 16,
+            "nvmlDeviceGetMaxPcieLinkWidth": lambda gpu: 16,
+            "nvmlDeviceGetMaxPcieLinkGeneration": lambda gpu: 5,
+        }[name]
 
 
 def test_pcie_is_counted_one_way_without_its_coding() -> None:
@@ -96,3 +94,43 @@ def test_else_the_slowest_pcie_link_counts() -> None:
 def test_one_gpu_has_no_network() -> None:
     assert choose_scale_up((GpuLinks("0000:01:00.0", lanes=16, max_pcie_generation=4),)) is None
     assert choose_scale_up((GpuLinks("a"), GpuLinks("b"))) is None
+
+
+GPU = "0000:1b:00.0"
+
+
+def machine(root: Path, cores: str) -> Path:
+    folder = root / "sys/bus/pci/devices" / GPU
+    folder.mkdir(parents=True)
+    (folder / "local_cpulist").write_text(f"{cores}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0-3,8-9", {0, 1, 2, 3, 8, 9}), ("5", {5}), ("", set())],
+)
+def test_the_kernels_list_is_read(tmp_path: Path, text: str, expected: set[int]) -> None:
+    assert find_local_cores(GPU, machine(tmp_path, text)) == expected
+
+
+def test_of_a_device_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
+    assert find_local_cores(GPU, tmp_path) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("near", "allowed", "expected"),
+    [
+        ("0-3", range(8), {0, 1, 2, 3}),
+        ("0-3", range(2, 6), {2, 3}),
+        ("0-7", range(8), None),  # one NUMA node
+        ("0-3", range(4, 8), None),  # the launcher gave cores of the other one
+        ("", range(8), None),
+    ],
+)
+def test_a_process_stays_on_cores_that_are_near_and_allowed(
+    tmp_path: Path, near: str, allowed: Collection[int], expected: set[int] | None
+) -> None:
+    asked: list[Collection[int]] = []
+    bind_to_local_cores(GPU, machine(tmp_path, near), allowed, asked.append)
+    assert asked == ([] if expected is None else [expected])

@@ -45,9 +45,3 @@ def test_other_hardware_has_another_file(tmp_path: Path) -> None:
     assert file.name.startswith("amd-epyc-9654-")
     assert file == default_calibration_path(replace(MACHINE, hostname="another"), tmp_path)
     assert file != default_calibration_path(replace(MACHINE, physical_cores=4), tmp_path)
-
-
-def test_the_cache_folder_is_the_place() -> None:
-    from phalanx.run.cache import cache_root
-
-    assert default_calibration_path(MACHINE).parent == cache_root() / "clusters"

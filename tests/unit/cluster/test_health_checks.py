@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cluster.health import CheckContext, HealthVerdict, worst_verdict
 from phalanx.cluster.health.checks import host, network
-from phalanx.cluster.health.finding import THRESHOLD_BY_NAME, HealthFinding, evaluate_threshold, parse_finding
+from phalanx.cluster.health.finding import THRESHOLD_BY_NAME, HealthFinding, evaluate_threshold
 from phalanx.cluster.nics import Nic
 from phalanx.cluster.system_files import OtherLoad
 
@@ -44,16 +44,6 @@ def space(free: float, total: float = 100 * GIB, **given: Any) -> Any:
 def only(findings: list[HealthFinding]) -> HealthFinding:
     (one,) = findings
     return one
-
-
-def test_a_finding_survives_json() -> None:
-    before = HealthFinding("disk/run", HealthVerdict.WARN, "little room", {"free": 12, "kind": "ext4", "inodes": None})
-    assert parse_finding(before.as_json()) == before
-
-
-def test_a_site_survives_json(tmp_path: Path) -> None:
-    before = site(tmp_path, uid=7, expected_devices=8)
-    assert CheckContext.from_json(before.as_json()) == before
 
 
 def test_a_check_without_end_is_no_pass_and_an_unknown_one_is_not_held_against_the_machine() -> None:
@@ -263,18 +253,17 @@ def test_little_lockable_memory_is_told_where_there_is_rdma(tmp_path: Path) -> N
     assert "ulimit -l" in found.reason
 
 
-def named(*found: str) -> HealthFinding:
-    return network.evaluate_hostname("node7", lambda name: list(found))
-
-
-def test_a_name_with_an_address_is_fine() -> None:
-    assert named("10.0.0.7").verdict is HealthVerdict.PASS
-
-
-def test_a_name_that_only_this_machine_can_reach_is_told() -> None:
-    found = named("127.0.1.1", "::1")
-    assert found.verdict is HealthVerdict.WARN
-    assert "GLOO_SOCKET_IFNAME" in found.reason
+@pytest.mark.parametrize(
+    ("addresses", "verdict", "words"),
+    [
+        (["10.0.0.7"], HealthVerdict.PASS, "node7 is 10.0.0.7"),
+        (["127.0.1.1", "::1"], HealthVerdict.WARN, "GLOO_SOCKET_IFNAME"),  # only this machine can reach it
+    ],
+)
+def test_the_address_of_a_name_is_judged(addresses: list[str], verdict: HealthVerdict, words: str) -> None:
+    found = network.evaluate_hostname("node7", lambda name: addresses)
+    assert found.verdict is verdict
+    assert words in found.reason
 
 
 def test_a_name_without_an_address_is_told() -> None:

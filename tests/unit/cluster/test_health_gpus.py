@@ -11,7 +11,7 @@ from phalanx.cluster.gpu_topology import GpuLinks
 from phalanx.cluster.health import CheckContext, HealthVerdict, run_preflight
 from phalanx.cluster.health.checks import gpus, kernel_log
 from phalanx.cluster.health.checks.gpus import GpuState
-from phalanx.cluster.health.checks.kernel_log import KernelMessage
+from phalanx.cluster.health.checks.kernel_log import KernelMessage, XidAction, find_xid
 from phalanx.cluster.health.finding import HealthFinding
 from phalanx.cluster.health.preflight import check_gpus_present
 
@@ -247,3 +247,32 @@ def test_gpus_whose_driver_hides_its_folder_are_not_missing(tmp_path: Path) -> N
     (tmp_path / "proc/driver/nvidia/gpus").mkdir(parents=True)
     [said] = check_gpus_present(here, 1)
     assert said.verdict is HealthVerdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("number", "action", "is_unfit"),
+    [
+        (13, XidAction.APPLICATION, False),
+        (31, XidAction.APPLICATION, False),
+        (45, XidAction.NONE, False),
+        (63, XidAction.NONE, False),
+        (94, XidAction.APPLICATION, False),
+        (48, XidAction.RESET, True),
+        (95, XidAction.RESET, True),
+        (119, XidAction.RESET, True),
+        (79, XidAction.DRAIN, True),
+    ],
+)
+def test_each_number_has_what_the_catalog_asks_for(number: int, action: XidAction, is_unfit: bool) -> None:
+    entry = find_xid(number)
+    assert entry is not None
+    assert (entry.action, entry.makes_unfit) == (action, is_unfit)
+
+
+def test_memory_that_gets_worse_is_watched() -> None:
+    watched = {number for number in range(1000) if (entry := find_xid(number)) is not None and entry.is_watched}
+    assert watched == {63, 92, 94, 121, 157}
+
+
+def test_an_unused_number_has_no_entry() -> None:
+    assert find_xid(1) is None

@@ -88,13 +88,10 @@ def test_a_probe_is_found_by_what_must_be_alike(tmp_path: Path) -> None:
     assert matmul.find_calibration(site, {"cpu": "AMD EPYC", "kernel": "6.1"}) is not None
     assert matmul.find_calibration(site, {"cpu": "AMD EPYC", "kernel": "6.2"}) is None
     assert matmul.find_calibration(site, {"cpu": "AMD EPYC", "count": "8"}) is not None
+    assert matmul.find_calibration(CheckContext(tmp_path, tmp_path / "none", tmp_path), {}) is None
 
 
 def test_a_torn_probe_is_passed_over(tmp_path: Path) -> None:
     site = kept(tmp_path, probed())
     (tmp_path / "clusters/two.yaml").write_text("nodes: [")
     assert matmul.find_calibration(site, {"cpu": "AMD EPYC"}) is not None
-
-
-def test_without_probes_nothing_is_remembered(tmp_path: Path) -> None:
-    assert matmul.find_calibration(CheckContext(tmp_path, tmp_path, tmp_path), {}) is None

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from phalanx.planner.trace.to_segments import AccessTrace, fuse_groups, live_bytes_at, live_ranges, peak_ops
+from phalanx.planner.trace.to_segments import AccessTrace, fuse_groups
 from phalanx.planner.trace.trace_model import build_on_meta, image_classification_forward, profile_model
 
 # Forward: operation 0 makes 10 of what enters, 1 makes 11 of 10, 2 makes 12 of 11. Backward: 3 reads 11, makes 13; 4
@@ -16,22 +16,6 @@ def trail(**sizes: float) -> AccessTrace:
     """With the sizes of some, the others of one byte."""
     found = {key: (sizes.get(f"of_{key}", 1.0), key == 11) for key in MADE}
     return AccessTrace(found, MADE, TOUCHED, first_backward=3, num_ops=5)
-
-
-def test_a_tensor_is_alive_from_where_it_is_made_to_its_last_reader() -> None:
-    lives = {(life.first, life.last) for life in live_ranges(trail())}
-    assert lives == {(0, 4), (1, 3), (2, 2), (3, 4), (4, 4)}
-
-
-def test_the_fullest_moment_is_when_most_bytes_are_alive() -> None:
-    lives = live_ranges(trail(of_11=5.0))
-    assert peak_ops(lives, 5)[0] == 2
-    assert live_bytes_at(lives, 2) == (5.0, 2.0)  # 11, which is divided; 10 and 12
-
-
-def test_what_is_left_whole_has_a_fullest_moment_of_its_own() -> None:
-    lives = live_ranges(trail(of_11=5.0, of_14=3.0))
-    assert peak_ops(lives, 5) == (2, 4)
 
 
 def test_what_one_operation_of_a_group_hands_to_the_next_is_never_stored() -> None:

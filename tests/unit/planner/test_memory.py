@@ -26,7 +26,7 @@ from phalanx.planner.memory import (
     estimate_memory,
     estimate_memory_by_rank,
 )
-from phalanx.planner.memory_advice import suggest_memory_changes
+from phalanx.planner.memory_advice import combine_changes, find_sufficient_changes, suggest_memory_changes
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario, SoftwareStack
 from phalanx.planner.trace.trace_model import (
@@ -235,7 +235,7 @@ def test_frozen_int8_weights_take_a_byte_and_have_no_copy_in_16_bits() -> None:
     assert saved_bytes == pytest.approx(3 * num_int8)
     assert estimate_memory(plain).temporaries - estimate_memory(quantized).temporaries > num_int8
     needed = [replace(it, parallelism=Parallelism(replicate=8)) for it in (plain, quantized)]
-    advice = [suggest_memory_changes(it, capacity=0.97 * estimate_memory(it).total).description for it in needed]
+    advice = [suggest_memory_changes(it, TrainingOptions(), 0.97 * estimate_memory(it).total) for it in needed]
     assert ["shard" in text for text in advice] == [True, False]  # whole on each worker
 
 
@@ -434,44 +434,34 @@ def test_nineteen_of_twenty_measured_runs_are_where_they_are_said_to_be() -> Non
 # --- what would fit ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_fits_needs_no_change() -> None:
-    fit = suggest_memory_changes(setup())
-    assert fit.missing_bytes < 0
-    assert not fit.sufficient_changes
-    assert "are left" in fit.description
-
-
 def test_every_change_that_is_offered_makes_the_run_fit() -> None:
     run = setup(Parallelism(replicate=8), micro_size=8)
     room = 0.9 * estimate_memory(run).total
-    fit = suggest_memory_changes(run, capacity=room)
-    assert fit.missing_bytes == pytest.approx(room / 9)
-    assert fit.sufficient_changes
-    assert all(change.memory.total <= room for change in fit.sufficient_changes)
-    names = [change.overrides.split("=")[0] for change in fit.sufficient_changes]
-    assert "batch.micro_size" in names
-    assert "memory.activation_checkpointing" in names
-    assert all(change.overrides in fit.description for change in fit.sufficient_changes)
+    changes = find_sufficient_changes(run, TrainingOptions(), room)
+    assert all(change.memory.total <= room for change in changes)
+    names = [change.overrides.split("=")[0] for change in changes]
+    assert {"batch.micro_size", "memory.activation_checkpointing"} <= set(names)
+    description = suggest_memory_changes(run, TrainingOptions(), room)
+    assert all(change.overrides in description for change in changes)
 
 
 def test_changes_are_as_mild_as_they_can_be() -> None:
     run = setup(micro_size=8)
     smaller = estimate_memory(replace(run, micro_size=4)).total
-    fit = suggest_memory_changes(run, capacity=smaller)
-    assert next(each for each in fit.sufficient_changes if "micro" in each.overrides).overrides == "batch.micro_size=4"
+    changes = find_sufficient_changes(run, TrainingOptions(), smaller)
+    assert [each.overrides for each in changes if "micro" in each.overrides] == ["batch.micro_size=4"]
 
 
 def test_what_no_single_change_can_do_is_offered_together() -> None:
-    run = setup(micro_size=8, global_batch=8)
-    fit = suggest_memory_changes(run, capacity=1.9 * BYTES_PER_GIB)
-    assert not fit.sufficient_changes
-    assert fit.combined_change is not None
-    assert fit.combined_change.memory.total <= 1.9 * BYTES_PER_GIB
-    assert f"together would fit: {fit.combined_change.overrides}" in fit.description
+    run, room = setup(micro_size=8, global_batch=8), 1.9 * BYTES_PER_GIB
+    assert not find_sufficient_changes(run, TrainingOptions(), room)
+    change = combine_changes(run, TrainingOptions(), room)
+    assert change.memory.total <= room
+    assert f"together would fit: {change.overrides}" in suggest_memory_changes(run, TrainingOptions(), room)
 
 
 def test_more_devices_are_offered_where_they_would_do() -> None:
     run = setup(Parallelism(shard=2), micro_size=1, global_batch=64)
     room = estimate_memory(setup(Parallelism(shard=8), micro_size=1, global_batch=64)).total
-    fit = suggest_memory_changes(run, capacity=room)
-    assert any(change.overrides.startswith("8 devices with parallelism.shard=8") for change in fit.sufficient_changes)
+    changes = find_sufficient_changes(run, TrainingOptions(), room)
+    assert any(change.overrides.startswith("8 devices with parallelism.shard=8") for change in changes)

@@ -188,15 +188,6 @@ def test_with_a_pipeline_the_estimate_is_close_to_the_simulation() -> None:
     assert np.quantile(np.abs(guess.step_s[picked] / exact - 1), 0.9) < 0.2
 
 
-def test_rows_become_setups() -> None:
-    rows = enumerate_candidates(decoder(), SearchSpace(64, 256))
-    at = int(np.flatnonzero((rows.virtual_stages == 2) & (rows.shard > 1))[0])
-    (made,) = to_scenarios(base(decoder()), rows, [at])
-    assert made.parallelism.world == 64
-    assert (made.virtual_stages, made.parallelism.pipeline_schedule, made.zero_level) == (2, "interleaved", 3)
-    assert (made.micro_size, made.checkpointing) == (rows.micro_size[at], CHECKPOINTING_MODES[rows.checkpointing[at]])
-
-
 # --- the search -------------------------------------------------------------------------------------------------------
 
 

@@ -15,33 +15,23 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe(None, overrides).recipe
 
 
-def test_a_batch_for_each_worker_is_that_times_the_workers() -> None:
-    found = scale_batch_with_workers(recipe(*PER_WORKER), 4).batch
-    assert (found.global_size, found.scale_with_workers) == (256, False)
-
-
-def test_a_batch_for_the_run_does_not_change_with_the_workers() -> None:
-    given = recipe("batch.global_size=64")
-    assert scale_batch_with_workers(given, 4) == given
-
-
-def test_what_has_grown_does_not_grow_again() -> None:
-    once = scale_batch_with_workers(recipe(*PER_WORKER, "optimizer.lr_scaling.rule=linear"), 4)
-    assert scale_batch_with_workers(once, 8) == once
-
-
-def test_the_rate_is_meant_for_the_batch_of_a_worker() -> None:
-    scaling = scale_batch_with_workers(recipe(*PER_WORKER, "optimizer.lr_scaling.rule=sqrt"), 4).optimizer.lr_scaling
-    assert scaling is not None
-    assert (scaling.rule, scaling.base_batch_size) == ("sqrt", 64)
-
-
-def test_a_base_batch_that_is_given_is_kept() -> None:
-    scaling = scale_batch_with_workers(
-        recipe(*PER_WORKER, "optimizer.lr_scaling.base_batch_size=32"), 4
-    ).optimizer.lr_scaling
-    assert scaling is not None
-    assert scaling.base_batch_size == 32
+@pytest.mark.parametrize(
+    ("overrides", "global_size", "base_batch_size"),
+    [
+        (PER_WORKER, 256, None),
+        (("batch.global_size=64",), 64, None),
+        ((*PER_WORKER, "optimizer.lr_scaling.rule=sqrt"), 256, 64),
+        ((*PER_WORKER, "optimizer.lr_scaling.base_batch_size=32"), 256, 32),
+    ],
+)
+def test_a_batch_for_each_worker_is_that_times_the_workers_once(
+    overrides: tuple[str, ...], global_size: int, base_batch_size: int | None
+) -> None:
+    found = scale_batch_with_workers(recipe(*overrides), 4)
+    assert (found.batch.global_size, found.batch.scale_with_workers) == (global_size, False)
+    scaling = found.optimizer.lr_scaling
+    assert (None if scaling is None else scaling.base_batch_size) == base_batch_size
+    assert scale_batch_with_workers(found, 8) == found
 
 
 def test_scaling_without_a_batch_to_scale_from_is_told_with_its_line(tmp_path: Path) -> None:

@@ -4,12 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fake_hub import COMMIT, serve_hub
 from phalanx.errors import RecipeError
-from phalanx.recipe.locations import huggingface_directory, localize_named, pin_location
+from phalanx.recipe import Recipe
+from phalanx.recipe.locations import (
+    StorageLocation,
+    huggingface_directory,
+    list_locations,
+    localize_named,
+    pin_location,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +124,36 @@ def test_what_the_hub_does_not_have_is_refused_with_its_key(model, tmp_path):
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path):
     (answer,) = read_from_hub(tmp_path, "http://127.0.0.1:9", "hf://acme/offline")
     assert answer.startswith("model.build: hf://acme/offline: the hub cannot be reached")
+
+
+def locations(run: str, **values: Any) -> list[StorageLocation]:
+    return list_locations(Recipe.model_validate(values), Path("/recipes"), run)
+
+
+def test_what_is_written_comes_first_and_globs_are_named_by_their_directory() -> None:
+    found = locations(
+        "s3://bucket/run",
+        data={"source": [{"text": ["a/*.txt", "s3://b/c/**/*.txt"]}, {"idx": {"images": "/i", "labels": "/l"}}]},
+        evaluation={"source": {"prepared": "gs://set"}},
+        checkpoint={"upload": {"to": "az://store/run"}},
+        init_from="hf:s3://bucket/model",
+        adapter={"init_from": "my-adapter"},
+    )
+    assert found == [
+        StorageLocation("run", "s3://bucket/run", True),
+        StorageLocation("checkpoint.upload.to", "az://store/run", True),
+        StorageLocation("data.source", "/recipes/a"),
+        StorageLocation("data.source", "s3://b/c"),
+        StorageLocation("data.source", "/i"),
+        StorageLocation("data.source", "/l"),
+        StorageLocation("data.source", "gs://set"),
+        StorageLocation("init_from", "s3://bucket/model"),
+        StorageLocation("adapter.init_from", "/recipes/my-adapter"),
+    ]
+
+
+def test_a_location_is_listed_once_a_hub_never_and_a_run_is_relative_to_here() -> None:
+    text = ["a/*.txt", "a/*.md", "hf://owner/name/*.txt"]
+    (run, source) = locations("runs/x", data={"source": {"text": text}}, init_from="a")
+    assert run.location == str(Path.cwd() / "runs/x")
+    assert source == StorageLocation("data.source", "/recipes/a")

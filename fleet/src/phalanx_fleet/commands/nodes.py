@@ -33,8 +33,7 @@ from phalanx_fleet.node_table import (
 
 if TYPE_CHECKING:
     from phalanx_fleet.fleet_node import FleetNode
-    from phalanx_fleet.local_node import NodeReading
-    from phalanx_fleet.node_list import FleetReader, FleetSources, FleetView, NodeDetails
+    from phalanx_fleet.node_list import FleetReader, FleetSources, FleetView, NodeDetails, NodeReading
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Show, drain, test and undrain nodes.")
 
@@ -128,8 +127,7 @@ def show(
     Of this machine, also power, heat, load and errors now.
     A value that cannot be read is shown as `-`, and is null in JSON.
     """
-    from phalanx_fleet.local_node import read_local_node
-    from phalanx_fleet.node_list import read_node_details
+    from phalanx_fleet.node_list import read_local_node, read_node_details
     from phalanx_fleet.site_dir import open_node_states
 
     sources, name = _find_sources(on, nodes, runs), node or os.uname().nodename

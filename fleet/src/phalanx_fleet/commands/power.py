@@ -110,8 +110,15 @@ def guard(
     import signal
 
     from phalanx_fleet.commands.power_output import format_status
-    from phalanx_fleet.power.control import describe_problems, load_power_fleet
-    from phalanx_fleet.power.guard_loop import hold_budgets
+    from phalanx_fleet.power.control import (
+        AuditLog,
+        describe_problems,
+        load_power_fleet,
+        open_guard,
+        power_state_dir,
+        read_nodes,
+        run_guard,
+    )
     from phalanx_fleet.power.open_links import open_links
 
     if once and duration is not None:
@@ -125,8 +132,10 @@ def guard(
     found = load_power_fleet(fleet, jobs, targets)
     links = open_links(found, fake, is_read_only=False)
     try:
+        audit = AuditLog(power_state_dir(found) / "audit.jsonl")
+        held = open_guard(found, links, read_nodes(found, links), take_over)
         problems: list[str] = []
-        for status in hold_budgets(found, links, take_over, duration):
+        for status in run_guard(found, held, audit, duration):
             problems, known = describe_problems(links.problems), problems
             for text in [*status.unsafe, *status.notices, *(each for each in problems if each not in known)]:
                 print_warning(text)

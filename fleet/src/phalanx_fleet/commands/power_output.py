@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 
 from phalanx.formatting import format_percent
-from phalanx.run.boot_clock import unix_now
 from phalanx.text_table import Column, format_table
 from phalanx_fleet.power.allocation import Allocation
 from phalanx_fleet.power.committed_power import find_committed_w, find_excesses
 from phalanx_fleet.power.control import PowerFleet, PowerReading
 from phalanx_fleet.power.guard import GuardStatus
 from phalanx_fleet.power.levels import LevelReading, list_levels
-from phalanx_fleet.power.load_targets import find_active_budgets
 from phalanx_fleet.power.plan_writes import CapWrite, plan_writes
 from phalanx_fleet.power.sweep_file import SweptCap
 from phalanx_fleet.power_tree import PoweredNode
@@ -26,7 +24,7 @@ def list_level_rows(fleet: PowerFleet, reading: PowerReading) -> list[LevelReadi
         draw_w, committed_w = _find_draw(reading, node), find_committed_w(node.power, bounds, fleet.settings.margin)
         is_read, is_silent = int(draw_w is not None), int(None in bounds)
         nodes.append(LevelReading(node.name, committed_w, draw_w or 0.0, is_read, is_silent))
-    found = list_levels(fleet.tree, nodes, find_active_budgets(fleet.tree, fleet.targets, unix_now()))
+    found = list_levels(fleet.tree, nodes, fleet.find_budgets())
     return [each for each in found if not each.node]
 
 
@@ -73,7 +71,7 @@ def format_plan(fleet: PowerFleet, reading: PowerReading, allocation: Allocation
     writes = list_writes(fleet, reading, allocation)
     lines.append(f"{len(writes)} writes; `phalanx power guard --once` prints them")
     if not allocation.is_within:
-        budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
+        budgets_w = fleet.find_budgets()
         for excess in find_excesses(fleet.tree, _list_committed(fleet, reading, allocation), budgets_w)[:MAX_EXCESSES]:
             lines.append(f"not safe: {excess} at the lowest caps, with silent nodes at their maximum")
     return lines
@@ -108,7 +106,7 @@ def plan_to_json(fleet: PowerFleet, reading: PowerReading, allocation: Allocatio
 
 def list_writes(fleet: PowerFleet, reading: PowerReading, allocation: Allocation) -> list[CapWrite]:
     """Return the writes of a plan, in order."""
-    budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
+    budgets_w = fleet.find_budgets()
     return plan_writes(fleet.tree, reading.bounds_w, allocation.caps_w, budgets_w, fleet.settings.margin)
 
 

@@ -48,7 +48,7 @@ FromOption = Annotated[
 UntilOption = Annotated[str | None, typer.Option("--until", metavar="TIME", help="Only samples before this time.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL_NUMBERS = ("DEVICES", "SAMPLES", "T0", "R", "ERROR")
-MODEL_COLUMNS = make_columns("KIND", *MODEL_NUMBERS, "STEP", numbers=MODEL_NUMBERS)
+MODEL_COLUMNS = make_columns("KIND", *MODEL_NUMBERS, numbers=MODEL_NUMBERS)
 CHECK_NUMBERS = ("HOTTEST", "AT", "VS KIND", "VS PAST", "R RATIO")
 CHECK_COLUMNS = make_columns("NODE", "DEVICE", "KIND", *CHECK_NUMBERS, "FINDING", numbers=CHECK_NUMBERS)
 
@@ -72,10 +72,7 @@ def fit(
 ) -> None:
     """Fit thermal constants of each kind of device.
 
-    T0, resistance, and time constants where samples are frequent.
-
-    Steady heat is read from hours, or from minutes where there are less than 3 days. A step response needs samples
-    every 10 seconds or less.
+    T0 and resistance, from hours, or from minutes where there are less than 3 days.
     """
     from phalanx.run.directory import check_output_path
     from phalanx_fleet.thermal.device_models import fit_thermal
@@ -157,26 +154,17 @@ def _parse_time(option: str, text: str | None) -> float | None:
 
 def format_model(model: "ThermalModelFile") -> list[str]:
     """A row by kind."""
-    rows = []
-    for name, kind in model.kinds.items():
-        steps = kind.steps
-        step = (
-            "-"
-            if steps is None
-            else f"{steps.r_fast_k_per_w:.3g} K/W in {steps.tau_fast_s:g} s, "
-            f"{steps.r_slow_k_per_w:.3g} K/W in {steps.tau_slow_s:g} s (error {steps.rmse_k:.1f} K)"
-        )
-        rows.append(
-            [
-                name,
-                str(kind.num_devices),
-                str(kind.num_samples),
-                f"{kind.t0_c:.1f} °C" if kind.t0_over_inlet_k is None else f"inlet {kind.t0_over_inlet_k:+.1f} K",
-                f"{kind.r_k_per_w:.3g} K/W",
-                f"{kind.rmse_k:.1f} K",
-                step,
-            ]
-        )
+    rows = [
+        [
+            name,
+            str(kind.num_devices),
+            str(kind.num_samples),
+            f"{kind.t0_c:.1f} °C" if kind.t0_over_inlet_k is None else f"inlet {kind.t0_over_inlet_k:+.1f} K",
+            f"{kind.r_k_per_w:.3g} K/W",
+            f"{kind.rmse_k:.1f} K",
+        ]
+        for name, kind in model.kinds.items()
+    ]
     return format_table(MODEL_COLUMNS, rows)
 
 
@@ -219,9 +207,7 @@ def format_response(event: "ResponseEvent") -> str:
 
 def _device_to_json(device: "DeviceHeat") -> dict[str, Any]:
     """Values of the device, with those of its plateau by names of their own."""
-    values = {
-        name: value for name, value in asdict(device).items() if name not in ("plateau", "past_plateau", "is_sudden")
-    }
+    values = {name: value for name, value in asdict(device).items() if name not in ("plateau", "is_sudden")}
     plateau = device.plateau
     values["plateau_temperature_c"] = None if plateau is None else plateau.temperature_c
     values["plateau_power_w"] = None if plateau is None else plateau.power_w

@@ -209,27 +209,17 @@ class NodeActions:
 
     async def drain(self, request: Request) -> Response:
         """Start no new job on a node."""
-
-        def act(form: Form) -> str:
-            node = form.get("node", "")
-            with open_node_states(self.fleet) as states:
-                drain_node(self.open_backend(self.backend), states, node, form.get("reason", ""), _find_page_actor())
-            return f"{node} is drained."
-
-        return await answer_form(self.access, request, act)
+        return await self._act(request, drain_node, "is drained")
 
     async def undrain(self, request: Request) -> Response:
         """Start jobs on a node again."""
+        return await self._act(request, undrain_node, "is taken back")
 
+    async def _act(self, request: Request, change: Callable[..., object], result: str) -> Response:
         def act(form: Form) -> str:
-            node = form.get("node", "")
+            node, actor = form.get("node", ""), f"{find_actor()} (page)"  # all browsers have the same token
             with open_node_states(self.fleet) as states:
-                undrain_node(self.open_backend(self.backend), states, node, form.get("reason", ""), _find_page_actor())
-            return f"{node} is taken back."
+                change(self.open_backend(self.backend), states, node, form.get("reason", ""), actor)
+            return f"{node} {result}."
 
         return await answer_form(self.access, request, act)
-
-
-def _find_page_actor() -> str:
-    """The name in the history: the user of the server, since all browsers have the same token."""
-    return f"{find_actor()} (page)"

@@ -18,9 +18,8 @@ from phalanx_fleet.pages.power_page import read_levels, render_power, render_pow
 from phalanx_fleet.pages.site_history import SiteHistory
 from phalanx_fleet.power.levels import LevelReading
 from phalanx_fleet.power.load_targets import TargetsFileSource
-from phalanx_fleet.power_tree import NodePower, PowerTree, build_power_tree
+from phalanx_fleet.power_tree import PowerTree, build_power_tree
 from phalanx_fleet.telemetry.service_reading import RackSample
-from phalanx_fleet.thermal.plant_settings import CoolingPlant
 
 NO_FLEET = "This page needs a fleet file: phalanx serve --fleet FLEET.yaml"
 
@@ -33,15 +32,9 @@ class ServedFleet:
     tree: PowerTree
     targets: TargetsFileSource | None = None
 
-    @property
-    def plant(self) -> CoolingPlant | None:
-        """The cooling plant of the fleet, or of its simulation."""
-        return self.file.cooling or (None if self.file.simulate is None else self.file.simulate.site.plant)
-
     def read_levels(self, nodes: Sequence[FleetNode], now: float) -> list[LevelReading]:
         """Return all levels, with the budgets that hold now."""
-        targets = () if self.targets is None else self.targets.read_targets()
-        return read_levels(self.tree, nodes, self.file.power.margin, now, targets)
+        return read_levels(self.tree, nodes, self.file.power.margin, now, self.targets or ())
 
 
 def load_served_fleet(path: Path, targets: Path | None = None) -> ServedFleet:
@@ -109,14 +102,9 @@ class FleetRoutes:
         return self._share(f"power {rack}", render)
 
     def _render_cooling(self) -> str:
-        powers: dict[str, NodePower] = {}
-        if self.fleet is not None:
-            powers = {node.name: node.power for node in self.fleet.tree.nodes}
-        plant = None if self.fleet is None else self.fleet.plant
-
         def render(now: float) -> str:
             found = self.read()
-            return render_cooling(found.racks, list_margins(found.nodes, found.samples, plant, powers, now))
+            return render_cooling(found.racks, list_margins(found.nodes, found.samples, now))
 
         return self._share("cooling", render)
 

@@ -1,6 +1,6 @@
 """The page of the power tree: draw, committed power and budget of each level and node, and how old the readings are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from urllib.parse import quote
 
@@ -32,7 +32,7 @@ LEVEL_INDENT = "\u2003"
 
 
 def read_levels(
-    tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float, targets: Sequence[LoadTarget] = ()
+    tree: PowerTree, nodes: Sequence[FleetNode], margin: float, now: float, targets: Iterable[LoadTarget] = ()
 ) -> list[LevelReading]:
     """Return all levels and nodes with the budgets that hold now. The committed power of a node without a reading, with
     a late one, or in repair is the most that it can draw."""

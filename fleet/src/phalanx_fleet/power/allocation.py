@@ -25,13 +25,12 @@ Watts = npt.NDArray[np.float64]
 class PoweredJob:
     """A synchronous job. `devices`: for each node (its index in the tree) how many of its devices, or which.
     `curves`: by node type; without one for each type of its nodes the job is not swept. `priority`: a job of a higher
-    one is slowed down later. `handle`: backend and id, such as local:7, of a job that can be paused."""
+    one is slowed down later."""
 
     name: str
     devices: Mapping[int, tuple[int, ...]]
     curves: Mapping[str, SpeedCurve] = field(default_factory=dict)
     priority: int = 0
-    handle: str | None = None
 
     @property
     def num_devices(self) -> int:
@@ -62,8 +61,7 @@ NodeLimit = NodeCaps | HeldCaps | None
 @dataclass(frozen=True)
 class Allocation:
     """Caps by node type of each group of devices. `speeds`: predicted share of the full speed by job; None where no
-    curve says it. `is_within`: whether all budgets hold. `tight_levels`: levels (their index) that do not hold with
-    `min_cap_share`: the devices below them, and no others, have their lowest caps."""
+    curve says it. `is_within`: whether all budgets hold."""
 
     caps_w: list[list[float]]
     """For each node, for each device."""
@@ -71,7 +69,6 @@ class Allocation:
     is_within: bool
     share_for_all: float
     """Largest share of each device's most power that all devices below the tightest level could have."""
-    tight_levels: frozenset[int] = frozenset()
 
 
 class _Group:
@@ -121,15 +118,14 @@ class _Problem:
         """The committed power of each level at caps of each group."""
         return sum((g.watts(each) for g, each in zip(self.groups, caps, strict=True)), self.fixed_w)
 
-    def loosen(self) -> npt.NDArray[np.bool_]:
+    def loosen(self) -> None:
         """Let the groups below levels that do not hold at the lowest caps have the lowest settable ones. A level that
-        does not hold with these either lowers nothing outside of it: it counts as full. Return these levels."""
+        does not hold with these either lowers nothing outside of it: it counts as full."""
         tight = self.find_over([group.min_caps_w for group in self.groups])
         for group in self.groups:
             if _touches(group, tight):
                 group.min_caps_w = group.settable_w
         self.budgets_w = np.maximum(self.budgets_w, self.sum_watts([group.min_caps_w for group in self.groups]))
-        return tight
 
 
 def allocate_caps(
@@ -152,7 +148,8 @@ def allocate_caps(
             hold with it the lowest settable cap.
     """
     problem = _build_problem(tree, limits, jobs, budgets_w, margin, min_cap_share)
-    asked_w, tight = problem.budgets_w, problem.loosen()
+    asked_w = problem.budgets_w
+    problem.loosen()
     shares, share_for_all = _fill_equally(problem)
     equal = [group.share_caps(share) for group, share in zip(problem.groups, shares, strict=True)]
     chosen = _exchange(problem, equal)
@@ -168,7 +165,7 @@ def allocate_caps(
         for node, devices in () if job is None else job.devices.items():
             for device in devices if isinstance(limits[node], NodeCaps) else ():
                 caps_w[node][device] = caps[tree.nodes[node].type_name]
-    return Allocation(caps_w, speeds, is_within, share_for_all, frozenset(np.flatnonzero(tight).tolist()))
+    return Allocation(caps_w, speeds, is_within, share_for_all)
 
 
 def _build_problem(
@@ -317,7 +314,8 @@ def _list_rungs(group: _Group, job: PoweredJob) -> list[_Rung]:
     """Speeds of a job, lowest first; only those from which no later one gains more per watt."""
     start = {name: group.min_caps_w[name] for name in group.types}
     lowest = _speed_of(job, start)
-    wanted = np.array(sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *_measured_speeds(group, job)}))
+    measured = {speed for name in group.types for speed in job.curves[name].speeds}
+    wanted = np.array(sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *measured}))
     caps = {
         name: np.clip(job.curves[name].find_caps(wanted), start[name], group.max_caps_w[name]) for name in group.types
     }
@@ -334,10 +332,6 @@ def _list_rungs(group: _Group, job: PoweredJob) -> list[_Rung]:
         hull.append(index)
     listed = {name: each.tolist() for name, each in caps.items()}
     return [_Rung(points[i][0], {name: each[i] for name, each in listed.items()}, watts[i]) for i in hull]
-
-
-def _measured_speeds(group: _Group, job: PoweredJob) -> set[float]:
-    return {speed for name in group.types for speed in job.curves[name].speeds}
 
 
 def _gain(first: tuple[float, float], second: tuple[float, float]) -> float:

@@ -4,7 +4,7 @@ import getpass
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from phalanx_fleet.power.allocation import Allocation, NodeCaps, PoweredJob, all
 from phalanx_fleet.power.committed_power import describe_excesses, list_budgets
 from phalanx_fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx_fleet.power.links import NodeLinks
-from phalanx_fleet.power.load_targets import LiveTargets, TargetsFileSource, find_active_budgets
+from phalanx_fleet.power.load_targets import LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power.plan_writes import CapWrite
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint
@@ -35,7 +35,6 @@ from phalanx_fleet.site_dir import node_states_path
 
 POLL_INTERVAL_S = 0.2
 MAX_APPLY_STEPS, MAX_EQUAL_STEPS = 200, 5
-JOB_REGEX = r"^(local|slurm|kubernetes|ray):.+$"
 CAP_TOLERANCE_W = 1.0
 """Devices round caps to a watt or less."""
 
@@ -47,13 +46,17 @@ class PowerFleet:
     file: FleetFile
     tree: PowerTree
     jobs: Sequence[PoweredJob] = ()
-    targets: LiveTargets = field(default_factory=LiveTargets)
+    targets: Iterable[LoadTarget] = ()
     path: Path = Path()
 
     @property
     def settings(self) -> PowerSettings:
         """The section `power` of the fleet file."""
         return self.file.power
+
+    def find_budgets(self) -> list[float | None]:
+        """Return the budget of each level that holds now."""
+        return find_active_budgets(self.tree, self.targets, unix_now())
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def load_power_fleet(fleet: Path, jobs: Path | None = None, targets: Path | None
         file,
         tree,
         group_by_rack(tree) if jobs is None else load_jobs_file(jobs, tree),
-        LiveTargets(None if targets is None else TargetsFileSource(targets, tree)),
+        () if targets is None else TargetsFileSource(targets, tree),
         fleet,
     )
 
@@ -129,7 +132,6 @@ def describe_problems(problems: Mapping[str, str]) -> list[str]:
 
 def plan_caps(fleet: PowerFleet, reading: PowerReading) -> Allocation:
     """Return caps within the budgets that hold now. Silent nodes are counted at their maximum."""
-    budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
     limits = [
         None
         if None in bounds
@@ -141,28 +143,26 @@ def plan_caps(fleet: PowerFleet, reading: PowerReading) -> Allocation:
         for node, bounds in zip(fleet.tree.nodes, reading.bounds_w, strict=True)
     ]
     settings = fleet.settings
-    return allocate_caps(fleet.tree, limits, fleet.jobs, budgets_w, settings.margin, settings.min_cap_share)
+    return allocate_caps(fleet.tree, limits, fleet.jobs, fleet.find_budgets(), settings.margin, settings.min_cap_share)
 
 
-def open_guard(
-    fleet: PowerFleet,
-    links: NodeLinks,
-    reading: PowerReading,
-    takes_over: bool,
-    find_jobs: Callable[[], Sequence[PoweredJob]] | None = None,
-) -> PowerGuard:
-    """Return a guard that is about to become the writer of all nodes. `find_jobs`: returns what runs now; by default
-    all jobs of the fleet.
+def check_lease(report: NodeReport, takes_over: bool) -> None:
+    """Raise UsageError where a guard holds a node, unless its node is to be taken over."""
+    if report.lease_left_s > 0 and not takes_over:
+        raise UsageError(
+            f"{report.node}: {report.writer} holds this node, with a lease of {report.lease_left_s:.0f} s. Stop it "
+            "and wait until the lease has ended, or take its nodes over with --take-over"
+        )
+
+
+def open_guard(fleet: PowerFleet, links: NodeLinks, reading: PowerReading, takes_over: bool) -> PowerGuard:
+    """Return a guard that is about to become the writer of all nodes.
 
     Raises:
         UsageError: Another guard has a lease on a node, or the budgets do not bear the lowest caps.
     """
     for report in reading.reports.values():
-        if report.lease_left_s > 0 and not takes_over:
-            raise UsageError(
-                f"{report.node}: {report.writer} holds this node, with a lease of {report.lease_left_s:.0f} s. Stop it "
-                "and wait until the lease has ended, or take its nodes over with --take-over"
-            )
+        check_lease(report, takes_over)
     fallbacks_w, is_within = plan_fallbacks(fleet.tree, list_budgets(fleet.tree), fleet.settings)
     if not is_within:
         raise UsageError(
@@ -175,8 +175,8 @@ def open_guard(
         fleet.settings,
         GuardIdentity(epoch, make_writer_name()),
         links,
-        find_jobs or (lambda: fleet.jobs),
-        lambda: find_active_budgets(fleet.tree, fleet.targets, unix_now()),
+        lambda: fleet.jobs,
+        fleet.find_budgets,
         fallbacks_w,
         lambda: find_in_repair(fleet),
     )
@@ -193,10 +193,13 @@ def run_guard(
     began = next_step = seconds_since_boot()
     budgets_w: list[float | None] = []
     while duration_s is None or seconds_since_boot() - began < duration_s:
-        now, active_w = seconds_since_boot(), find_active_budgets(fleet.tree, fleet.targets, unix_now())
+        now, active_w = seconds_since_boot(), fleet.find_budgets()
         if now >= next_step or active_w != budgets_w:
             budgets_w, next_step = active_w, now + fleet.settings.period_s
-            yield audit.write(fleet.tree, guard.step(now))
+            status = guard.step(now)
+            if isinstance(fleet.targets, TargetsFileSource):
+                status = replace(status, notices=[*status.notices, *fleet.targets.list_problems()])
+            yield audit.write(fleet.tree, status)
         sleep(POLL_INTERVAL_S)
         guard.receive()
 
@@ -255,24 +258,15 @@ def make_writer_name() -> str:
 
 
 def count_capped_devices(tree: PowerTree, settings: CapDeviceSettings) -> PowerTree:
-    """Return the tree with the devices that are capped: a whole node for redfish, CPU packages for rapl. Raises
-    RecipeError for a `max_cap` that a node never draws."""
-    if settings.kind in ("redfish", "rapl"):
-        nodes = tuple(replace(node, power=_split_power(node.power, settings)) for node in tree.nodes)
-        tree = replace(tree, nodes=nodes)
-    if settings.max_cap is not None:
-        for node in tree.nodes:
-            if settings.max_cap > node.power.device_max_w:
-                raise RecipeError(
-                    f"power.devices.max_cap: {settings.max_cap:g} W; a node of {node.type_name} draws up to "
-                    f"{node.power.device_max_w:g} W"
-                )
-    return tree
+    """Return the tree with the devices that are capped: CPU packages for rapl. Raises RecipeError where they are not
+    described, or do not fit into a node."""
+    if settings.kind != "rapl":
+        return tree
+    nodes = tuple(replace(node, power=_split_power(node.power, settings)) for node in tree.nodes)
+    return replace(tree, nodes=nodes)
 
 
 def _split_power(power: NodePower, settings: CapDeviceSettings) -> NodePower:
-    if settings.kind == "redfish":
-        return NodePower(1, power.max_w, power.idle_w, 0.0, 0.0, None)
     count, device_w = settings.packages, settings.package_power
     if count is None or device_w is None:
         raise RecipeError("power.devices: rapl needs `packages`, of a node, and `package_power`, the most of each")
@@ -297,8 +291,6 @@ class PoweredJobEntry(StrictModel):
     """Names, with ranges such as n[01-04], k[1-2]-[1-4] or n1,n[3-4]."""
     priority: int = Field(0, ge=-(10**6), le=10**6)
     """A job of a higher one is slowed down later."""
-    job: str | None = Field(None, pattern=JOB_REGEX)
-    """Backend and id of the job, such as local:7: it can be paused when caps do not reach a load target."""
     sweep: dict[str, list[SweepEntry]] = Field(default_factory=dict)
     run: Path | None = None
     """Directory of a run with a stored sweep, relative to this file's; instead of `sweep`."""
@@ -334,7 +326,7 @@ def load_jobs_file(path: Path, tree: PowerTree) -> Sequence[PoweredJob]:
         if problem := _find_curve_problem(curves, types):
             raise RecipeError(f"{where}: jobs.{name}: {problem}")
         devices = {indices[node]: tuple(range(tree.nodes[indices[node]].power.num_devices)) for node in names}
-        jobs.append(PoweredJob(name, devices, curves, entry.priority, entry.job))
+        jobs.append(PoweredJob(name, devices, curves, entry.priority))
     return jobs
 
 

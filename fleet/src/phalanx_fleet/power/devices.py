@@ -1,4 +1,4 @@
-"""What sets and reads the power cap of one device. Implementations: NVML, RAPL, Redfish, and the fake fleet."""
+"""What sets and reads the power cap of one device. Implementations: NVML, RAPL, and the fake fleet."""
 
 import math
 from dataclasses import dataclass

@@ -8,10 +8,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx_fleet.power.cap_record import CapRecord
 from phalanx_fleet.power.devices import CapError, CapLimits
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
-from phalanx_fleet.power.node_keeper import NodeKeeper
+from phalanx_fleet.power.node_keeper import CapRecord, NodeKeeper, RecordStore
 from phalanx_fleet.power_tree import PoweredNode
 
 AVERAGING_POINTS = 5
@@ -115,7 +114,7 @@ class FakeCapDevice:
 
 
 @dataclass
-class MemoryStore:
+class MemoryStore(RecordStore):
     """Keeps a node's record; `fails`: the disk is full."""
 
     record: CapRecord | None = None

@@ -92,9 +92,6 @@ class PowerGuard:
         self._find_in_repair, self._in_repair = find_in_repair, find_in_repair()
         self._problems: list[str] = []
         self._has_asked = False
-        self._ramp_starts: dict[int, tuple[float, float]] = {}
-        """Committed power of a site with a ramp in the last step, and since when a raise has been waiting."""
-        self._waits_for_ramp, self._last_step = False, float("inf")
         self._first_step: float | None = None
         self._over_since: dict[str, float] = {}
 
@@ -136,7 +133,7 @@ class PowerGuard:
         self._update_repairs()
         budgets_w = list(self._find_budgets())
         bounds = self.bound_caps(now)
-        limits = self._limit_caps(bounds)
+        limits = [_find_limit(account.report, each) for account, each in zip(self._accounts, bounds, strict=True)]
         committed_w = [
             find_committed_w(node.power, each, self._settings.margin)
             for node, each in zip(self._tree.nodes, bounds, strict=True)
@@ -145,7 +142,7 @@ class PowerGuard:
         reduced_w = self._correct(budgets_w, committed_w, measured_w)
         allocation = self._allocate(limits, reduced_w)
         targets = [_bound_raise(each, caps) for each, caps in zip(bounds, allocation.caps_w, strict=True)]
-        writes = self._choose_writes(bounds, targets, reduced_w, self._limit_ramps(committed_w, reduced_w, now))
+        writes = self._choose_writes(bounds, targets, reduced_w)
         over = find_excesses(self._tree, committed_w, budgets_w)
         self._send(bounds, limits, writes, now, {each.label for each in over})
         notices, self._problems = self._problems, []
@@ -192,38 +189,13 @@ class PowerGuard:
         bounds: Sequence[Sequence[float | None]],
         targets: Sequence[Sequence[float]],
         budgets_w: Sequence[float | None],
-        ramped_w: Sequence[float | None],
     ) -> list[CapWrite]:
-        """All lowering; and raises only as far as they fit while no lowering has happened yet, and within ramps."""
+        """All lowering; and raises only as far as they fit while no lowering has happened yet."""
         margin = self._settings.margin
         lowering = [w for w in plan_writes(self._tree, bounds, targets, budgets_w, margin) if not w.is_raise]
         lowered = {write.node for write in lowering}
         raises = plan_raises(self._tree, bounds, targets, budgets_w, margin)
-        if raises and list(ramped_w) != list(budgets_w):
-            raises = plan_raises(self._tree, bounds, targets, ramped_w, margin)
-            self._waits_for_ramp = not raises
-        else:
-            self._waits_for_ramp = False
         return [*lowering, *(write for write in raises if write.node not in lowered)]
-
-    def _limit_ramps(
-        self, committed_w: Sequence[float], budgets_w: Sequence[float | None], now: float
-    ) -> list[float | None]:
-        """Return the budgets; of a site with a ramp, no more than is committed and what may rise in a period. A larger
-        raise waits until the ramp allows for all of it."""
-        limited = list(budgets_w)
-        for index, level_w in enumerate(self._tree.sum_by_level(committed_w)):
-            ramp_w_per_s = self._tree.levels[index].max_ramp_w_per_s
-            if ramp_w_per_s is None:
-                continue
-            before_w, since = self._ramp_starts.get(index, (level_w, now))
-            if level_w != before_w or not self._waits_for_ramp:
-                since = self._last_step
-            self._ramp_starts[index] = level_w, since
-            allowed_w, budget_w = level_w + ramp_w_per_s * max(0.0, now - since), limited[index]
-            limited[index] = allowed_w if budget_w is None else min(budget_w, allowed_w)
-        self._last_step = now
-        return limited
 
     def bound_caps(self, now: float) -> list[list[float | None]]:
         """Return for each node the most that each device may be enforcing; None where it is silent, or in repair."""
@@ -233,13 +205,6 @@ class PowerGuard:
             else account.bound_caps(now, node.power.num_devices, fallback_w)
             for account, node, fallback_w in zip(self._accounts, self._tree.nodes, self._fallbacks_w, strict=True)
         ]
-
-    def find_limits(self, now: float) -> list[NodeLimit]:
-        """Return for each node what its devices may be set to."""
-        return self._limit_caps(self.bound_caps(now))
-
-    def _limit_caps(self, bounds: Sequence[Sequence[float | None]]) -> list[NodeLimit]:
-        return [_find_limit(account.report, each) for account, each in zip(self._accounts, bounds, strict=True)]
 
     def _allocate(self, limits: Sequence[NodeLimit], budgets_w: Sequence[float | None]) -> Allocation:
         """Caps within the budgets."""

@@ -9,9 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
-from phalanx.errors import RecipeError, UsageError
+from phalanx.errors import UsageError
 from phalanx.recipe.validation_errors import read_user_mapping, validate_value
-from phalanx.recipe.yaml_loader import location_of_key
 from phalanx.run.private_files import check_owner
 from phalanx_fleet.power_settings import DEFAULT_SOCKET, CapDeviceSettings
 
@@ -44,9 +43,6 @@ def load_helper_file(path: Path) -> HelperFile:
     value, locations = read_user_mapping(path, "`allow:`")
     file = validate_value(value, locations, HelperFile)
     PeerList(file.allow)
-    if file.devices.kind == "redfish" and file.devices.redfish is None:
-        where = location_of_key(locations, ("devices",))
-        raise RecipeError(f"{where}: devices: those of kind redfish need `redfish: {{url: ...}}`")
     return file
 
 

@@ -75,7 +75,7 @@ class NodeAccount:
             return [f + CAP_ROUNDING_W for _, f in held] if is_held else [None] * num_devices
         for seq in self._orders_in_flight(report):
             caps = self.requests[seq][1].caps_w or ()
-            bounds = [_highest(bound, cap) for bound, cap in zip(bounds, caps, strict=True)]
+            bounds = [None if bound is None else max(bound, cap) for bound, cap in zip(bounds, caps, strict=True)]
         return bounds
 
     def _orders_in_flight(self, report: NodeReport) -> Sequence[int]:
@@ -85,7 +85,3 @@ class NodeAccount:
             for seq, (_, request) in self.requests.items()
             if seq > report.newest_seq and request.caps_w is not None and request.session == report.session
         ]
-
-
-def _highest(bound_w: float | None, cap_w: float) -> float | None:
-    return None if bound_w is None else max(bound_w, cap_w)

@@ -1,11 +1,10 @@
 """Load targets: a lower budget of a level for a time, from a file. Of several for a level the latest one
 wins; without an end it holds until it is replaced."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, overload
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import PhalanxError, RecipeError
@@ -13,10 +12,6 @@ from phalanx.recipe.validation_errors import read_user_mapping, validate_value
 from phalanx.recipe.yaml_loader import location_of_key
 from phalanx_fleet.power_tree import PowerTree, describe_missing
 from phalanx_fleet.power_units import Power
-
-ShedStrategy = Literal["caps", "pause", "pause-first"]
-"""How a target is reached: by caps only, as far as they go; by caps, then by pausing jobs; or by pausing jobs before
-others are slowed down."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,6 @@ class LoadTarget:
     limit_w: float
     start_s: float
     end_s: float | None = None
-    strategy: ShedStrategy = "pause"
 
     def is_active(self, unix_time_s: float) -> bool:
         """Whether it holds at a time."""
@@ -44,7 +38,6 @@ class LoadTargetEntry(StrictModel):
     limit: Power
     start: datetime
     end: datetime | None = None
-    strategy: ShedStrategy = "pause"
 
 
 class LoadTargetsFile(StrictModel):
@@ -68,7 +61,7 @@ def load_targets_file(path: Path, tree: PowerTree) -> Sequence[LoadTarget]:
         end_s = None if entry.end is None else entry.end.timestamp()
         if entry.end is not None and entry.end <= entry.start:
             raise RecipeError(f"{where}.end: {entry.end} is not after its start, {entry.start}")
-        targets.append(LoadTarget(entry.level, entry.limit, entry.start.timestamp(), end_s, entry.strategy))
+        targets.append(LoadTarget(entry.level, entry.limit, entry.start.timestamp(), end_s))
     return targets
 
 
@@ -85,8 +78,8 @@ class TargetsFileSource:
         self.problem: str | None = None
         self._problems: list[str] = []
 
-    def read_targets(self) -> Sequence[LoadTarget]:
-        """Return the targets in the order of the file."""
+    def __iter__(self) -> Iterator[LoadTarget]:
+        """Iterate over the targets in the order of the file."""
         if (stamp := _read_stamp(self._path)) != self._stamp:
             self._stamp, self.problem = stamp, None
             try:
@@ -94,36 +87,12 @@ class TargetsFileSource:
             except (PhalanxError, OSError) as error:
                 self.problem = f"{error}; the load targets of before hold"
                 self._problems.append(self.problem)
-        return self._targets
+        return iter(self._targets)
 
     def list_problems(self) -> list[str]:
         """Return what was wrong with the file since the last call."""
         problems, self._problems = self._problems, []
         return problems
-
-
-@dataclass(frozen=True)
-class LiveTargets(Sequence[LoadTarget]):
-    """The targets of a file now; none without a file."""
-
-    source: TargetsFileSource | None = None
-
-    def list_problems(self) -> list[str]:
-        """Return what went wrong since the last call."""
-        return [] if self.source is None else self.source.list_problems()
-
-    def __iter__(self) -> Iterator[LoadTarget]:
-        return iter(() if self.source is None else self.source.read_targets())
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    @overload
-    def __getitem__(self, index: int) -> LoadTarget: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LoadTarget]: ...
-    def __getitem__(self, index: int | slice) -> LoadTarget | Sequence[LoadTarget]:
-        return list(iter(self))[index]
 
 
 def _read_stamp(path: Path) -> tuple[int, ...] | None:
@@ -135,14 +104,9 @@ def _read_stamp(path: Path) -> tuple[int, ...] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def find_active_targets(targets: Sequence[LoadTarget], unix_time_s: float) -> dict[str, LoadTarget]:
-    """Return the target that holds for each level at a time."""
-    return {target.level: target for target in targets if target.is_active(unix_time_s)}
-
-
-def find_active_budgets(tree: PowerTree, targets: Sequence[LoadTarget], unix_time_s: float) -> list[float | None]:
+def find_active_budgets(tree: PowerTree, targets: Iterable[LoadTarget], unix_time_s: float) -> list[float | None]:
     """Return the budget of each level at a time: never more than the fleet file has."""
-    active = find_active_targets(targets, unix_time_s)
+    active = {target.level: target for target in targets if target.is_active(unix_time_s)}
     budgets: list[float | None] = []
     for level in tree.levels:
         target = active.get(level.label)

@@ -1,6 +1,5 @@
-"""What of this machine can be capped: NVIDIA's GPUs through NVML, CPU packages through RAPL's files, and nodes as their
-settings say. Each call of a device has a time limit: a driver that hangs on one device must not keep the others from
-the ends of their leases.
+"""What of this machine can be capped: NVIDIA's GPUs through NVML, and CPU packages through RAPL's files. Each call of a
+device has a time limit: a driver that hangs on one device must not keep the others from the ends of their leases.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ from phalanx.cluster.gpu_topology import import_nvml
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.telemetry.host import find_rapl_domains
 from phalanx_fleet.power.devices import CapDevice, CapError, CapLimits, to_device_units
-from phalanx_fleet.power.redfish_limit import open_redfish_device
 from phalanx_fleet.power_settings import CapDeviceSettings
 from phalanx_fleet.telemetry.polling import start_call
 
@@ -182,10 +180,12 @@ class TimedDevice:
             raise CapError(f"{self.id}: its driver has not answered for {self._timeout_s:g} s") from None
 
 
-def open_cap_devices(settings: CapDeviceSettings, node: str) -> Sequence[CapDevice]:
+def open_cap_devices(settings: CapDeviceSettings) -> Sequence[CapDevice]:
     """Return the devices of this machine that may be capped. Raises CapError where one is missing."""
-    devices = select_devices(_open_all(settings, node), settings.ids)
-    return devices if settings.kind == "redfish" else [TimedDevice(device) for device in devices]
+    devices = find_rapl_devices(settings.root) if settings.kind == "rapl" else open_nvml_devices()
+    if not devices:
+        raise CapError(f"RAPL: {settings.root / 'sys/class/powercap'} has no package; load the module intel_rapl_msr")
+    return [TimedDevice(device) for device in select_devices(devices, settings.ids)]
 
 
 def select_devices(devices: Sequence[CapDevice], ids: Sequence[str] | None) -> Sequence[CapDevice]:
@@ -194,19 +194,3 @@ def select_devices(devices: Sequence[CapDevice], ids: Sequence[str] | None) -> S
     if missing := [id for id in ids or () if id not in by_id]:
         raise CapError(f"{missing[0]}: no such device; there are {', '.join(by_id) or 'none'}")
     return devices if ids is None else [by_id[id] for id in ids]
-
-
-def _open_all(settings: CapDeviceSettings, node: str) -> Sequence[CapDevice]:
-    if settings.kind == "redfish":
-        if settings.redfish is None:
-            raise CapError("devices of kind redfish need `redfish: {url: ...}`")
-        options = settings.redfish.model_copy(update={"url": settings.redfish.url.replace("{node}", node)})
-        return [open_redfish_device(options, settings.max_cap)]
-    if settings.kind == "rapl":
-        found = find_rapl_devices(settings.root)
-        if not found:
-            raise CapError(
-                f"RAPL: {settings.root / 'sys/class/powercap'} has no package; load the module intel_rapl_msr"
-            )
-        return found
-    return open_nvml_devices()

@@ -21,13 +21,12 @@ from typing import IO
 
 from phalanx.errors import UsageError
 from phalanx_fleet.audit_log import write_audit
-from phalanx_fleet.power.cap_record import RecordStore
 from phalanx_fleet.power.control import load_power_fleet, power_state_dir
 from phalanx_fleet.power.devices import CapError
 from phalanx_fleet.power.helper_file import AllowedPeers, HelperFile, PeerList
 from phalanx_fleet.power.local_devices import open_cap_devices
 from phalanx_fleet.power.messages import MAX_LINE_BYTES, NodeReport, NodeRequest, WireError, format_line, parse_request
-from phalanx_fleet.power.node_keeper import NodeKeeper
+from phalanx_fleet.power.node_keeper import NodeKeeper, RecordStore
 from phalanx_fleet.power.open_links import record_path
 
 CHECK_INTERVAL_S = 1.0
@@ -224,7 +223,7 @@ def keep_own_node(fleet: Path) -> None:
     file = HelperFile(allow=AllowedPeers(users=[pwd.getpwuid(os.getuid()).pw_name]), devices=found.settings.devices)
     with _lock_devices(record.with_suffix(".lock")):
         try:
-            keeper = NodeKeeper(node, open_cap_devices(file.devices, node), RecordStore(record))
+            keeper = NodeKeeper(node, open_cap_devices(file.devices), RecordStore(record))
         except CapError as error:
             raise UsageError(str(error)) from None
         helper = NodeHelper(node, keeper, power_state_dir(found) / "node-audit.jsonl", PeerList(file.allow))
@@ -269,7 +268,7 @@ def _make_keeper(file: HelperFile, is_read_only: bool = False) -> NodeKeeper:
     record = file.state / "record.json"
     starts_lowest = file.without_record == "lowest" and not record.exists()
     try:
-        devices = open_cap_devices(file.devices, file.node)
+        devices = open_cap_devices(file.devices)
         return NodeKeeper(
             file.node, devices, RecordStore(record), starts_lowest=starts_lowest, is_read_only=is_read_only
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.run.boot_clock import seconds_since_boot
-from phalanx_fleet.power.cap_record import RecordStore
 from phalanx_fleet.power.control import POLL_INTERVAL_S, PowerFleet, make_writer_name, power_state_dir
 from phalanx_fleet.power.devices import CapDevice, CapError
 from phalanx_fleet.power.fake_fleet import FakeLinks, FakeNetwork, make_fake_nodes
@@ -24,12 +23,12 @@ from phalanx_fleet.power.helper_links import (
 from phalanx_fleet.power.links import LocalLinks, NodeLinks
 from phalanx_fleet.power.local_devices import open_cap_devices
 from phalanx_fleet.power.messages import NodeRequest
-from phalanx_fleet.power.node_keeper import NodeKeeper
+from phalanx_fleet.power.node_keeper import NodeKeeper, RecordStore
 from phalanx_fleet.power_settings import CapDeviceSettings
 
 KEEPER_START_TIMEOUT_S = 30.0
 """A start of Python, and of the driver's library."""
-OpenDevices = Callable[[CapDeviceSettings, str], Sequence[CapDevice]]
+OpenDevices = Callable[[CapDeviceSettings], Sequence[CapDevice]]
 
 
 def open_links(
@@ -51,7 +50,8 @@ def open_links(
     here, names, reach = os.uname().nodename, {node.name for node in fleet.tree.nodes}, fleet.settings.helper
     own = {here: partial(connect_to_socket, reach.socket)} if here in names and is_listening(reach.socket) else {}
     if reach.command is not None:
-        _check_node_names(names)
+        if wrong := sorted(name for name in names if name.startswith("-")):  # it would be an option of the command
+            raise UsageError(f"{wrong[0]}: a node that is reached by a command cannot begin with -")
         others = {name: partial(connect_by_command, expand_command(reach.command, name)) for name in names}
         return HelperLinks({**others, **own})
     if here not in names:
@@ -62,7 +62,7 @@ def open_links(
     if own:
         return HelperLinks(own)
     try:
-        devices = open_devices(fleet.settings.devices, here)
+        devices = open_devices(fleet.settings.devices)
         if is_read_only:
             return LocalLinks({here: NodeKeeper(here, devices, RecordStore(record_path(fleet)), is_read_only=True)})
     except CapError as error:
@@ -89,9 +89,3 @@ def _start_keeper(fleet: PowerFleet, node: str) -> HelperLinks:
             )
         time.sleep(POLL_INTERVAL_S)
     return links
-
-
-def _check_node_names(names: set[str]) -> None:
-    """A name is a word of the command, and must not be an option of it."""
-    if wrong := sorted(name for name in names if name.startswith("-")):
-        raise UsageError(f"{wrong[0]}: a node that is reached by a command cannot begin with -")

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 from phalanx.errors import UsageError
 from phalanx.recipe.validation_errors import suggest_nearest
-from phalanx.run.boot_clock import seconds_since_boot, unix_now
+from phalanx.run.boot_clock import seconds_since_boot
 from phalanx_fleet.audit_log import find_audit_problem
 from phalanx_fleet.power.committed_power import LevelSum, find_committed_w, find_excesses
-from phalanx_fleet.power.control import POLL_INTERVAL_S, PowerFleet, PowerReading, make_writer_name, power_state_dir
+from phalanx_fleet.power.control import (
+    POLL_INTERVAL_S,
+    PowerFleet,
+    PowerReading,
+    check_lease,
+    make_writer_name,
+    power_state_dir,
+)
 from phalanx_fleet.power.links import NodeLinks
-from phalanx_fleet.power.load_targets import find_active_budgets
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power_tree import PowerTree
 
@@ -62,7 +68,7 @@ def plan_release(fleet: PowerFleet, reading: PowerReading, nodes: Sequence[str])
         if name in reading.reports and not reading.reports[name].original_w
     ]
     writes = list_releases(reading.reports, chosen)
-    budgets_w = find_active_budgets(fleet.tree, fleet.targets, unix_now())
+    budgets_w = fleet.find_budgets()
     excesses = find_release_excesses(fleet.tree, reading.bounds_w, writes, budgets_w, fleet.settings.margin)
     return ReleasePlan(writes, notes, excesses)
 
@@ -92,15 +98,6 @@ def release_nodes(
         entry = {"node": name, "releases": True, "failure": failure, "notes": notes}
         problem = find_audit_problem(power_state_dir(fleet) / "audit.jsonl", [entry])
         yield NodeRelease(name, failure, (*notes, problem) if problem else notes)
-
-
-def check_lease(report: NodeReport, takes_over: bool) -> None:
-    """Raise UsageError where a guard holds a node, unless its node is to be taken over."""
-    if report.lease_left_s > 0 and not takes_over:
-        raise UsageError(
-            f"{report.node}: {report.writer} holds this node, with a lease of {report.lease_left_s:.0f} s. Stop it "
-            "and wait until the lease has ended, or take its nodes over with --take-over"
-        )
 
 
 def ask_node(

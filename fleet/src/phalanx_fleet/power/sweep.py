@@ -6,7 +6,6 @@ The old caps come back when the sweep ends in any way: nodes restore them when t
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -40,11 +39,8 @@ class SweepTimes:
     """A kelvin in 20 s; sensors of whole kelvins cannot show less within the window."""
 
 
-class StepReader(Protocol):
-    """Reads the steps of a run."""
-
-    def __call__(self) -> Sequence[float]:
-        """Return the durations of the steps since the last call, in seconds, without stalls of checkpoints."""
+StepReader = Callable[[], Sequence[float]]
+"""Returns the durations of the steps since the last call, in seconds, without stalls of checkpoints."""
 
 
 @dataclass

@@ -8,16 +8,14 @@ from pathlib import Path
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import BACKEND_CLASSES, Backend, open_backend
 from phalanx.jobs.spec import JobState
-from phalanx.run.boot_clock import seconds_since_boot, unix_now
+from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.run.directory import Run
 from phalanx.run.event_types import StepDone, WorkerStarted
 from phalanx.run.events import LineTail, parse_event
 from phalanx_fleet.audit_log import write_audit
 from phalanx_fleet.power.committed_power import LevelSum, find_committed_w, find_excesses
-from phalanx_fleet.power.control import PowerFleet, PowerReading, make_writer_name, power_state_dir
+from phalanx_fleet.power.control import PowerFleet, PowerReading, check_lease, make_writer_name, power_state_dir
 from phalanx_fleet.power.links import NodeLinks
-from phalanx_fleet.power.load_targets import find_active_budgets
-from phalanx_fleet.power.release_caps import check_lease
 from phalanx_fleet.power.speed_curve import choose_sweep_caps
 from phalanx_fleet.power.sweep import SweepTimes, SweptNodes, sweep_caps
 from phalanx_fleet.power.sweep_file import SweptCap
@@ -141,7 +139,7 @@ def _find_highest_caps(
 ) -> tuple[dict[str, float], list[str]]:
     """The highest cap of each node type that breaks no budget, from the caps of now up; all types rise together."""
     tree, margin = fleet.tree, fleet.settings.margin
-    budgets_w = find_active_budgets(tree, fleet.targets, unix_now())
+    budgets_w = fleet.find_budgets()
     now: dict[str, float] = {}
     most: dict[str, float] = {}
     for index in swept:

@@ -74,8 +74,6 @@ class ClusterOutcome:
     node_states: list[tuple[float, int]]
     """Nodes in repair from each time on."""
     stops_by_cause: dict[int, int]
-    num_failures: int
-    """Failures of nodes, with and without a job."""
     requeue_wait: float
     """Device-seconds that jobs waited between a failure and their next start."""
 
@@ -116,7 +114,6 @@ class ClusterSimulation:
         self._node_states = [(0.0, 0)]
         self._repaired_s: dict[int, float] = {}
         self._stops: dict[int, int] = {}
-        self._num_failures = 0
         self._requeue_wait = 0.0
 
     def run(self) -> ClusterOutcome:
@@ -151,7 +148,6 @@ class ClusterSimulation:
             self._log,
             self._node_states,
             self._stops,
-            self._num_failures,
             self._requeue_wait,
         )
 
@@ -214,8 +210,6 @@ class ClusterSimulation:
 
     def _fail(self, failure: NodeFailure) -> None:
         nodes = [node for node in failure.nodes if not self._pool.is_down(node)]
-        if nodes:
-            self._num_failures += 1
         stopped = {job for node in nodes for job in self._on_node[node]}
         for job in sorted(stopped, key=lambda each: self._ids[id(each)]):
             job.num_stops += 1

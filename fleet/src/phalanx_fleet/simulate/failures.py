@@ -1,4 +1,4 @@
-"""Random failures: of nodes by cause, batch, age and position, and of racks, rows and feeds."""
+"""Random failures: of nodes by cause, batch and age, and of racks, rows and feeds."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,6 @@ class NodeHistory:
 
     batch: str | None = None
     age_years: float = 0.0
-    position: float = 0.0
-    """From 0 for the first node of a rack to below 1 for its last."""
     levels: tuple[str, ...] = ()
     """Rack, row and feeds that it is in, such as "rack r01"."""
 
@@ -56,13 +54,7 @@ def find_node_rates(entry: FailureEntry, nodes: Sequence[NodeHistory], devices_p
     """Return the failures per second of each node by one cause, without the factor of its age."""
     per_day = entry.per_1000_node_days / 1000.0 / SECONDS_PER_DAY
     base = per_day + entry.per_1000_device_years / 1000.0 * devices_per_node / SECONDS_PER_YEAR
-    positions = entry.position_factors or [1.0]
-    return np.array(
-        [
-            base * entry.batch_factors.get(node.batch or "", 1.0) * positions[int(node.position * len(positions))]
-            for node in nodes
-        ]
-    )
+    return np.array([base * entry.batch_factors.get(node.batch or "", 1.0) for node in nodes])
 
 
 def sample_failures(

@@ -143,7 +143,6 @@ def _list_notes(variants: Sequence[SimulatedVariant]) -> list[str]:
     notes = [
         "ETTR: productive over all device time of jobs from their first start, waits after failures included.",
     ]
-    notes += dict.fromkeys(note for each in variants for note in each.recipe_notes)
     fixed = next((each for each in variants if each.site_hours.plant is None), None)
     if fixed is not None:
         site = fixed.settings.site

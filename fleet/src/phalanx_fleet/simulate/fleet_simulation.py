@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.errors import UsageError
 from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.fleet_file import FleetFile, expand_entries, expand_names
-from phalanx_fleet.power_tree import NO_PARENT, NodePower, PowerTree
+from phalanx_fleet.power_tree import NodePower, PowerTree
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
 from phalanx_fleet.simulate.failures import (
     NodeHistory,
@@ -49,7 +49,7 @@ JobTrace = Sequence[tuple[float, int, float]]
 """Submission in seconds, devices, seconds of each job."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class NodeTypeGroup:
     """Equal nodes of a fleet."""
 
@@ -98,7 +98,7 @@ class SimulationResult:
 
 
 def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings) -> list[NodeTypeGroup]:
-    """Return the nodes of each kind, with the racks that the settings add."""
+    """Return the nodes of each kind."""
     batches = _find_batches(settings)
     racks = expand_entries(fleet.racks)
     if unknown := [rack for rack in batches if rack not in racks]:
@@ -107,16 +107,13 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
     for index, node in enumerate(tree.nodes):
         by_rack.setdefault(node.rack, []).append(index)
     groups: dict[str, NodeTypeGroup] = {}
-    entries = list(by_rack.items())
-    for number, (rack, members) in enumerate([*entries, *entries[-1:] * settings.extra_racks]):
+    for rack, members in by_rack.items():
         first = tree.nodes[members[0]]
         group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))
         batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
-        above = _list_levels(tree, rack)
-        if number >= len(entries):
-            above[0] += f"+{number - len(entries) + 1}"
-        group.nodes.extend(NodeHistory(batch, age, place / len(members), tuple(above)) for place in range(len(members)))
-        groups[first.type_name] = NodeTypeGroup(group.type_name, group.power, group.nodes, group.num_racks + 1)
+        above = [level.label for level in tree.list_levels(members[0])]
+        group.nodes.extend([NodeHistory(batch, age, tuple(above))] * len(members))
+        group.num_racks += 1
     return list(groups.values())
 
 
@@ -131,15 +128,6 @@ def _find_batches(settings: SimulationSettings) -> dict[str, tuple[str | None, f
         for rack in racks:
             if (other := found.setdefault(rack, (name, entry.age_years))[0]) != name:
                 raise UsageError(f"simulate.batches.{name}.racks: {rack} is of batch {other}, too")
-    return found
-
-
-def _list_levels(tree: PowerTree, index: int) -> list[str]:
-    """Return a level and all above it."""
-    found = []
-    while index != NO_PARENT:
-        found.append(tree.levels[index].label)
-        index = tree.levels[index].parent
     return found
 
 

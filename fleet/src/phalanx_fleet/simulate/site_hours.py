@@ -160,10 +160,12 @@ def find_busy_pue(hours: SiteHours, it_w: float) -> float | None:
 
 def _run_plant(hours: SiteHours, it_w: Values) -> PlantHours:
     """The plant with its usual set point, and a flow that follows the load."""
-    plant = hours.plant
+    plant, weather = hours.plant, hours.weather
     assert plant is not None
+    assert weather is not None
     flow = np.clip(it_w / plant.design_it, plant.min_flow_share, 1.0)
-    return simulate_plant(plant, it_w, *hours.find_outside(len(it_w)), PlantControls(plant.supply_c, flow))
+    dry, wet = weather.select(hours.start_hour, len(it_w))
+    return simulate_plant(plant, it_w, dry, wet, PlantControls(plant.supply_c, flow))
 
 
 def _run_throttled_plant(

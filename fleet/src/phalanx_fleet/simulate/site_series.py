@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError, UsageError
-from phalanx_fleet.csv_table import check_names, open_csv
+from phalanx_fleet.csv_table import check_names, open_csv, read_number
 from phalanx_fleet.site_settings import HourlyFile, SiteConditions
-from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
 from phalanx_fleet.thermal.series_csv import MAX_TIME_S, parse_time
 from phalanx_fleet.thermal.weather import read_weather
@@ -27,6 +26,7 @@ MOST_MISSING_SHARE = 0.05
 """Of the hours of a file. Single hours are missing in published series (8 of a year), weeks are not."""
 PRICE_COLUMNS = {"price_per_kwh": 1.0, "price_per_mwh": 1e-3}
 CARBON_COLUMNS = {"carbon_g_per_kwh": 1.0}
+VALUE_LIMITS = (-1e6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,6 @@ class SiteHours:
     def list_series(self) -> list[HourlySeries]:
         """Return those that there are."""
         return [each for each in (self.weather, self.price, self.carbon) if each is not None]
-
-    def find_outside(self, count: int) -> tuple[Values, Values]:
-        """Return the dry and the wet bulb of the first hours."""
-        assert self.weather is not None
-        dry, wet = self.weather.select(self.start_hour, count)
-        return dry, wet
 
 
 def load_site_hours(site: SiteConditions, cooling: CoolingPlant | None, folder: Path) -> SiteHours:
@@ -138,7 +132,7 @@ def read_hourly_column(entry: HourlyFile, folder: Path, factors: dict[str, float
         for line, row in table.iterate(names):
             if (entry.site is None or row["site"] == entry.site) and row[found[0]].strip():
                 times.append(row["time"])
-                values.append(_read_value(path, line, found[0], row[found[0]]))
+                values.append(read_number(path, line, found[0], row[found[0]], VALUE_LIMITS))
     return align_hours(path, times, factors[found[0]] * np.array([values]))
 
 
@@ -191,13 +185,3 @@ def _read_hour(path: Path, text: str) -> int:
     if rest_s:
         raise DataError(f"{path}: time {text!r}: expected whole hours of UTC")
     return int(hour)
-
-
-def _read_value(path: Path, line: int, name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = np.nan
-    if not abs(value) <= 1e6:
-        raise DataError(f"{path}:{line}: {name} {text!r}: expected a number")
-    return value

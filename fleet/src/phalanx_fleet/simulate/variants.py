@@ -47,8 +47,6 @@ class SimulatedVariant:
     exceeded: list[ExceededBudget]
     site_hours: SiteHours = field(default_factory=SiteHours)
     fleet_name: str = "fleet"
-    recipe_notes: list[str] = field(default_factory=list)
-    """What the planner predicts of jobs that are recipes."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +131,6 @@ def _simulate_variant(
     groups = group_nodes(fleet, tree, settings)
     if not groups:
         raise UsageError(f"{path}: there are no nodes; add racks with nodes")
-    recipe_notes: list[str] = []
-    if trace is None and any(entry.recipe is not None for entry in settings.jobs.values()):
-        from phalanx_fleet.simulate.recipe_jobs import price_recipe_jobs  # the planner is slow to import
-
-        settings, recipe_notes = price_recipe_jobs(settings, fleet, path.parent, groups[0].type_name)
     if trace is not None and trace[0][0] > settings.days * SECONDS_PER_DAY:
         raise UsageError(
             f"--replay: the first job is submitted after {trace[0][0] / SECONDS_PER_DAY:,.0f} days, and failures end "
@@ -150,8 +143,6 @@ def _simulate_variant(
         result = simulate_fleet(groups, settings, seed, trace, site_hours)
         results.append(result if seed == 0 else replace(result, hours=None))  # hours are shown of the first seed
     committed_w = tree.sum_by_level([find_capped_w(node.power, settings.power_cap) for node in tree.nodes])
-    if settings.extra_racks:
-        _add_rack_power(committed_w, tree.levels, settings.extra_racks)
     exceeded = [
         ExceededBudget(level, level_w)
         for level, level_w in zip(tree.levels, committed_w, strict=True)
@@ -160,7 +151,7 @@ def _simulate_variant(
     num_nodes = sum(len(group.nodes) for group in groups)
     num_devices = sum(len(group.nodes) * group.power.num_devices for group in groups)
     return SimulatedVariant(
-        label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours, fleet.name, recipe_notes
+        label or BASE_LABEL, settings, num_nodes, num_devices, results, exceeded, site_hours, fleet.name
     )
 
 
@@ -233,12 +224,3 @@ def _check_plant(site_hours: SiteHours, it_max_w: float) -> None:
             f"plant.design_it: the plant is built for {site_hours.plant.design_it:g} W, and nodes draw up to "
             f"{it_max_w:g} W; expected the most power of IT, such as {math.ceil(it_max_w / 1e3)} kW"
         )
-
-
-def _add_rack_power(committed_w: list[float], levels: Sequence[BudgetLevel], extra_racks: int) -> None:
-    """Add racks as the last one to all that is above it."""
-    rack = max(index for index, level in enumerate(levels) if level.kind == "rack")
-    added_w, index = extra_racks * committed_w[rack], levels[rack].parent
-    while index >= 0:
-        committed_w[index] += added_w
-        index = levels[index].parent

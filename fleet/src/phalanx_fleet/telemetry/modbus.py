@@ -8,14 +8,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.telemetry.liquid_limits import STATE_COLUMNS, check_liquid_value
-from phalanx_fleet.telemetry.modbus_map import ModbusEntry, RegisterPoint, find_units, to_base_unit
-from phalanx_fleet.telemetry.polling import PollingThread, StartPolling
+from phalanx_fleet.telemetry.modbus_map import (
+    STATE_COLUMNS,
+    ModbusEntry,
+    RegisterPoint,
+    check_liquid_value,
+    find_units,
+    to_base_unit,
+)
+from phalanx_fleet.telemetry.polling import PollingThread
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 
 logger = logging.getLogger(__name__)
@@ -32,18 +37,6 @@ class ModbusUnreachableError(ModbusError):
     """The device does not answer."""
 
 
-class RegisterClient(Protocol):
-    """Reads numbers of one device, in counts."""
-
-    def read(self, point: RegisterPoint) -> float:
-        """Read a number. Raises ModbusError."""
-        ...
-
-    def close(self) -> None:
-        """End the connection."""
-        ...
-
-
 class ModbusSource:
     """The liquid of one CDU. `start_polling` calls a function at an interval in the background.
 
@@ -54,9 +47,9 @@ class ModbusSource:
         self,
         id: str,
         entry: ModbusEntry,
-        client: RegisterClient,
+        client: "PymodbusClient",
         clock: Callable[[], float] = time.monotonic,
-        start_polling: StartPolling = PollingThread,
+        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
     ):
         self.name = entry.url
         self._id, self._entry, self._client, self._clock = id, entry, client, clock

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -49,21 +49,6 @@ class MqttOptions(StrictModel):
     """In the form of .netrc; else PHALANX_MQTT_USER and PHALANX_MQTT_PASSWORD."""
 
 
-class Subscriber(Protocol):
-    """Receives the messages of a bus."""
-
-    def start(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
-        """Subscribe, and call `on_message` with the topic and payload of each message, in any thread.
-
-        Raises SourceUnavailableError where the broker does not answer, or refuses.
-        """
-        ...
-
-    def stop(self) -> None:
-        """Leave the bus."""
-        ...
-
-
 class MqttSource:
     """The racks of a building. `clock`: seconds of a monotonic clock; `wall_clock`: seconds since the epoch.
 
@@ -73,7 +58,7 @@ class MqttSource:
     def __init__(
         self,
         options: MqttOptions,
-        subscriber: Subscriber,
+        subscriber: "AiomqttSubscriber",
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ):
@@ -130,7 +115,8 @@ class AiomqttSubscriber:
         self._refusal = ""
 
     def start(self, topic_filters: Sequence[str], on_message: OnMessage) -> None:
-        """Connect and subscribe; wait until the broker has answered."""
+        """Subscribe, and call `on_message` with the topic and payload of each message, in any thread; wait until the
+        broker has answered. Raises SourceUnavailableError where it does not, or refuses."""
         try:
             import aiomqtt  # noqa: F401
         except ImportError:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +28,6 @@ def start_call(function: Callable[[], ValueT], name: str) -> "Future[ValueT]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-class Stoppable(Protocol):
-    """What runs in the background."""
-
-    def stop(self) -> None:
-        """End it."""
-        ...
-
-
-StartPolling = Callable[[Callable[[], None], float], Stoppable]
 
 
 class PollingThread:

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.std_streams import escape_control_chars
 from phalanx.telemetry.exposition import DCGM_FIELDS
-from phalanx.telemetry.rollup import FrozenCounterCheck
+from phalanx.telemetry.rollup import DeviceChecker
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason, SourceUnavailableError
 from phalanx_fleet.telemetry.service_reading import ServiceReading
 
@@ -105,7 +105,7 @@ class PrometheusSource:
         renewal_s: float = RENEWAL_S,
     ):
         self._url, self._now, self._fetch, self._renewal_s = url, now, fetch, renewal_s
-        self._checks: dict[str, FrozenCounterCheck] = {}
+        self._checker = DeviceChecker()
         self.name = url
         self.problems: list[str] = []
         try:
@@ -139,8 +139,7 @@ class PrometheusSource:
 
     def _check(self, device: DeviceSample, now: float) -> DeviceSample:
         """The device; without values where the exporter has frozen: its other values are old ones, too."""
-        check = self._checks.setdefault(device.id, FrozenCounterCheck())
-        if check.is_frozen(device.energy_joules, device.power_w, now, self._renewal_s):
+        if self._checker.is_frozen(device, now, self._renewal_s):
             return DeviceSample(id=device.id, name=device.name)
         return device
 

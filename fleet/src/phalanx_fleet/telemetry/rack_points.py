@@ -17,8 +17,7 @@ from typing import Literal
 
 from phalanx.safe_files import parse_json
 from phalanx.std_streams import escape_control_chars
-from phalanx_fleet.telemetry.json_values import read_number
-from phalanx_fleet.telemetry.service_reading import RackSample
+from phalanx_fleet.telemetry.service_reading import RackSample, read_number
 
 METADATA_ROOT, VALUE_ROOT = "BMS/v1/PUB/Metadata/", "BMS/v1/PUB/Value/"
 METADATA_PREFIX, VALUE_PREFIX = f"{METADATA_ROOT}Rack/", f"{VALUE_ROOT}Rack/"
@@ -156,7 +155,7 @@ class RackPoints:
         object_type, point_type = key.split("/")[:2]
         content, name = _parse_object(payload), escape_control_chars(key)
         is_rack = object_type == "Rack"
-        kind = find_rack_point(point_type) if is_rack else find_cdu_point(point_type, content)
+        kind = RACK_POINTS.get(point_type) if is_rack else find_cdu_point(point_type, content)
         id_key, name_key = ("rackLocationId", "rackLocationName") if is_rack else ("objectId", "objectName")
         rack_id = content.get(id_key)
         if not payload:  # which removes a message that the broker kept
@@ -239,11 +238,6 @@ RACK_POINTS = {
 }
 CDU_SET_POINT = RackPoint("set_point_c", "C", 1.0, -40.0, 150.0)
 CDU_TYPES = ("LiquidTemperature", "LiquidFlow", "LiquidDifferentialPressure", "LeakDetect")
-
-
-def find_rack_point(point_type: str) -> RackPoint | None:
-    """Return what a point of a rack gives; None for one that is not read."""
-    return RACK_POINTS.get(point_type)
 
 
 def find_cdu_point(point_type: str, metadata: Mapping[str, object]) -> RackPoint | None:

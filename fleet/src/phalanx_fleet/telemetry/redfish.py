@@ -19,13 +19,12 @@ from pydantic import Field
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import UsageError
 from phalanx.telemetry.sample import HostSample, SourceUnavailableError
-from phalanx_fleet.node_values import sum_of_all
+from phalanx_fleet.latest_reading import sum_of_all
 from phalanx_fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials, parse_service_url
-from phalanx_fleet.telemetry.polling import PollingThread, StartPolling
+from phalanx_fleet.telemetry.polling import PollingThread
 from phalanx_fleet.telemetry.redfish_values import (
     SERVICE_ROOT,
     RedfishAccessError,
-    RedfishClient,
     RedfishLayoutError,
     RedfishStatusError,
     RedfishUnreachableError,
@@ -104,10 +103,10 @@ class RedfishPoller(Generic[SampleT]):
     def __init__(
         self,
         options: ControllerOptions,
-        client: RedfishClient,
-        make_reader: Callable[[RedfishClient], ResourceReader[SampleT]],
+        client: "SushyClient",
+        make_reader: "Callable[[SushyClient], ResourceReader[SampleT]]",
         clock: Callable[[], float] = time.monotonic,
-        start_polling: StartPolling = PollingThread,
+        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
     ):
         self._options, self._client, self._make_reader, self._clock = options, client, make_reader, clock
         self._reader: ResourceReader[SampleT] | None = None
@@ -163,9 +162,9 @@ class RedfishSource:
     def __init__(
         self,
         options: RedfishOptions,
-        client: RedfishClient,
+        client: "SushyClient",
         clock: Callable[[], float] = time.monotonic,
-        start_polling: StartPolling = PollingThread,
+        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
     ):
         self.name = options.url
         self._poller = RedfishPoller(
@@ -285,7 +284,7 @@ def _describe_connection_error(text: str) -> str:
 class ChassisReader:
     """Reads one chassis. Its constructor finds where the chassis has its values, which takes several requests."""
 
-    def __init__(self, client: RedfishClient, chassis_id: str = ""):
+    def __init__(self, client: SushyClient, chassis_id: str = ""):
         self._client = client
         chassis = _find_chassis(client, chassis_id)
         self.chassis_id = str(chassis.get("Id", ""))
@@ -340,7 +339,7 @@ class ChassisReader:
         return get_optional(self._client, path)
 
 
-def _find_chassis(client: RedfishClient, chassis_id: str) -> Resource:
+def _find_chassis(client: SushyClient, chassis_id: str) -> Resource:
     """The chassis of this id; without an id the outermost one that has sensors."""
     collection = get_link(client.get(SERVICE_ROOT), "Chassis")
     paths = [] if collection is None else list_member_paths(client.get(collection))

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from phalanx_fleet.telemetry.liquid_limits import check_liquid_value
-from phalanx_fleet.telemetry.polling import PollingThread, StartPolling
+from phalanx_fleet.telemetry.modbus_map import check_liquid_value
+from phalanx_fleet.telemetry.polling import PollingThread
 from phalanx_fleet.telemetry.redfish import ControllerOptions, RedfishPoller, SushyClient
 from phalanx_fleet.telemetry.redfish_values import (
     SERVICE_ROOT,
-    RedfishClient,
     RedfishLayoutError,
     Resource,
     count_failed_rotors,
@@ -48,7 +47,7 @@ class RedfishCduOptions(ControllerOptions):
 class CduReader:
     """Reads the secondary side of one CDU, which the racks are on: all its connectors, pumps and leak detectors."""
 
-    def __init__(self, client: RedfishClient, id: str, cdu_id: str = ""):
+    def __init__(self, client: SushyClient, id: str, cdu_id: str = ""):
         self._client, self._id = client, id
         self._path = _find_cdu(client, cdu_id)
 
@@ -94,9 +93,9 @@ class RedfishCduSource:
         self,
         id: str,
         options: RedfishCduOptions,
-        client: RedfishClient,
+        client: SushyClient,
         clock: Callable[[], float] = time.monotonic,
-        start_polling: StartPolling = PollingThread,
+        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
     ):
         self.name, self._id = options.url, id
         self.problems: Sequence[str] = ()
@@ -123,7 +122,7 @@ def open_redfish_cdu(
     return RedfishCduSource(id, options, SushyClient.open(options, environment))
 
 
-def _find_cdu(client: RedfishClient, cdu_id: str) -> str:
+def _find_cdu(client: SushyClient, cdu_id: str) -> str:
     equipment = get_optional(client, get_link(client.get(SERVICE_ROOT), "ThermalEquipment"))
     paths = list_member_paths(get_optional(client, get_link(equipment, "CDUs")))
     if cdu_id:

@@ -1,9 +1,12 @@
 """Parts of Redfish resources: links, states, numbers. A value that is null, absent, disabled or a code is None."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from phalanx_fleet.telemetry.json_values import read_number
+from phalanx_fleet.telemetry.service_reading import read_number
+
+if TYPE_CHECKING:
+    from phalanx_fleet.telemetry.redfish import SushyClient
 
 Resource = Mapping[str, object]
 
@@ -12,18 +15,6 @@ BLANK_POWERS_W = frozenset((2**15 - 1, 2**16 - 1, 2**31 - 1, 2**32 - 1))
 """The largest numbers of a controller's types: "no value"."""
 MAX_TEMPERATURE_C = 200.0
 """Above it is a code, such as 255."""
-
-
-class RedfishClient(Protocol):
-    """Reads the resources of one controller."""
-
-    def get(self, path: str) -> Resource:
-        """Read a resource. RedfishStatusError where it is refused, RedfishUnreachableError without an answer."""
-        ...
-
-    def close(self) -> None:
-        """End the session at the controller."""
-        ...
 
 
 class RedfishStatusError(Exception):
@@ -103,7 +94,7 @@ def find_first(*values: float | None) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
-def get_optional(client: RedfishClient, path: str | None) -> Resource:
+def get_optional(client: "SushyClient", path: str | None) -> Resource:
     """Return a resource; an empty one where there is none, or the controller refuses this one. Raises
     RedfishAccessError where it refuses the user."""
     if path is None:
@@ -116,7 +107,7 @@ def get_optional(client: RedfishClient, path: str | None) -> Resource:
         return {}
 
 
-def list_members(client: RedfishClient, resource: Resource, key: str) -> list[Resource]:
+def list_members(client: "SushyClient", resource: Resource, key: str) -> list[Resource]:
     """Return the members of the collection that a key links to."""
     paths = list_member_paths(get_optional(client, get_link(resource, key)))
     return [get_optional(client, path) for path in paths]

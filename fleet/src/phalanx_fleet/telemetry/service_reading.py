@@ -1,5 +1,6 @@
 """What services outside a node give: readings of the node and of its rack, with their age."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -52,3 +53,14 @@ class ServiceSource(TelemetrySource, Protocol):
     def read(self) -> ServiceReading:
         """Read all values now. A value that cannot be read is None; the source itself never raises for that."""
         ...
+
+
+def read_number(value: object) -> float | None:
+    """A number in the JSON of a service, which may be anything; None for all but a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx_fleet.thermal.device_series import Values
-from phalanx_fleet.thermal.moist_air import SEA_LEVEL_PA, find_saturated_enthalpy
+from phalanx_fleet.thermal.moist_air import find_saturated_enthalpy
 
 WATER_J_PER_KG_K = 4186.0
 FLOW_EXPONENT = 0.4
@@ -29,7 +29,6 @@ def find_approach(
     wet_bulb_c: Values,
     calibration: float,
     air_share: Values | float = 1.0,
-    pressure_pa: float = SEA_LEVEL_PA,
 ) -> Values:
     """Return kelvins by which the cold water is above the wet bulb.
 
@@ -39,13 +38,12 @@ def find_approach(
         wet_bulb_c: Of the air.
         calibration: c of this tower.
         air_share: Air flow over that at full fan.
-        pressure_pa: Of the site's height.
     """
     heat, wet_bulb = np.broadcast_arrays(np.asarray(heat_j_per_kg, dtype=float), wet_bulb_c)
     low, high = np.zeros_like(heat), np.full_like(heat, MAX_RISE_K)
     for _ in range(APPROACH_BISECTIONS):
         middle = (low + high) / 2
-        enthalpies = _find_enthalpies(range_k, wet_bulb, middle, pressure_pa)
+        enthalpies = _find_enthalpies(range_k, wet_bulb, middle)
         is_enough = _removes_heat(heat, range_k, enthalpies, calibration, air_share)
         low, high = np.where(is_enough, low, middle), np.where(is_enough, middle, high)
     return np.asarray((low + high) / 2)
@@ -58,14 +56,13 @@ def find_air_share(
     approach_k: Values,
     calibration: float,
     min_share: float,
-    pressure_pa: float = SEA_LEVEL_PA,
 ) -> Values:
     """Return the least air flow over that at full fan that gives an approach; NaN where a full fan does not.
     Arguments as of `find_approach`."""
     approach = np.maximum(approach_k, 1e-3)  # none reaches the wet bulb
     low, high = np.full_like(heat_j_per_kg, min_share), np.ones_like(heat_j_per_kg)
 
-    enthalpies = _find_enthalpies(range_k, wet_bulb_c, approach, pressure_pa)
+    enthalpies = _find_enthalpies(range_k, wet_bulb_c, approach)
     is_possible = _removes_heat(heat_j_per_kg, range_k, enthalpies, calibration, high) & (approach_k > 0)
     for _ in range(AIR_BISECTIONS):
         middle = (low + high) / 2
@@ -74,12 +71,10 @@ def find_air_share(
     return np.where(is_possible, high, np.nan)
 
 
-def _find_enthalpies(
-    range_k: Values, wet_bulb_c: Values, approach_k: Values, pressure_pa: float
-) -> tuple[Values, Values, Values]:
+def _find_enthalpies(range_k: Values, wet_bulb_c: Values, approach_k: Values) -> tuple[Values, Values, Values]:
     """Saturated air at the hot water, at the cold water, and at the wet bulb."""
     cold_c = wet_bulb_c + approach_k
-    found = (find_saturated_enthalpy(each, pressure_pa) for each in (cold_c + range_k, cold_c, wet_bulb_c))
+    found = (find_saturated_enthalpy(each) for each in (cold_c + range_k, cold_c, wet_bulb_c))
     return next(found), next(found), next(found)
 
 
@@ -101,15 +96,11 @@ def find_effectiveness(transfer_units: Values, ratio: Values) -> Values:
     return np.where(is_equal, transfer_units / (1 + transfer_units), unequal)
 
 
-def calibrate_tower(
-    heat_j_per_kg: float, range_k: float, wet_bulb_c: float, approach_k: float, pressure_pa: float = SEA_LEVEL_PA
-) -> float:
+def calibrate_tower(heat_j_per_kg: float, range_k: float, wet_bulb_c: float, approach_k: float) -> float:
     """Return c of a tower that has this approach at full fan, such as at its design."""
     low, high = 1e-3, 1e3
     for _ in range(60):
         middle = (low * high) ** 0.5
-        found = find_approach(
-            np.array([heat_j_per_kg]), np.array([range_k]), np.array([wet_bulb_c]), middle, 1.0, pressure_pa
-        )
+        found = find_approach(np.array([heat_j_per_kg]), np.array([range_k]), np.array([wet_bulb_c]), middle, 1.0)
         low, high = (middle, high) if found[0] > approach_k else (low, middle)
     return float((low * high) ** 0.5)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values
-from phalanx_fleet.thermal.fit import PLATEAU_WIDTH_K, TemperaturePlateau, find_plateau, fit_device
+from phalanx_fleet.thermal.fit import TemperaturePlateau, find_plateau, fit_device
 from phalanx_fleet.thermal.model_file import KindConstants
 
 RECENT_S = 7 * DAY_S
@@ -50,8 +50,6 @@ class DeviceHeat:
     inlet_change_k: float | None
     """Of the inlet against its own past, where it is measured."""
     plateau: TemperaturePlateau | None
-    past_plateau: TemperaturePlateau | None
-    """Of its own past, where it has none recently and has not been cooler at that power since."""
     failed_fans: int
 
     @property
@@ -91,7 +89,6 @@ def measure_heat(series: DeviceSeries, kind: KindConstants, recent_s: float = RE
         r_ratio=_find_resistance_ratio(free, kind),
         inlet_change_k=_find_inlet_change(recent, past),
         plateau=plateau,
-        past_plateau=None if plateau is not None or _is_cooler(recent, past_plateau) else past_plateau,
         failed_fans=int(fans[-1]) if len(fans) else 0,  # the newest reading: a fan may have been replaced
     )
 
@@ -111,15 +108,6 @@ def _find_end_of_load(series: DeviceSeries, kind: KindConstants, recent_s: float
     loaded = series.time_s[series.power_w >= LOADED_SHARE * kind.max_power_w]
     num_recent = np.count_nonzero(loaded > newest - recent_s)
     return float(loaded[-1]) if len(loaded) and num_recent < MIN_LOADED_SAMPLES else newest
-
-
-def _is_cooler(recent: DeviceSeries, plateau: TemperaturePlateau | None) -> bool:
-    """Whether the samples with at least the power of a plateau are mostly below its temperature: it was repaired."""
-    if plateau is None:
-        return False
-    at_power = recent.temperature_c[recent.power_w >= plateau.power_w]
-    num_below = np.count_nonzero(at_power < plateau.temperature_c - PLATEAU_WIDTH_K)
-    return bool(num_below >= MIN_LOADED_SAMPLES and num_below > len(at_power) / 2)
 
 
 def _excess(series: DeviceSeries, kind: KindConstants, at_load: bool) -> DeviceSeries:

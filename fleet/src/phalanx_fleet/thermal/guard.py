@@ -83,7 +83,8 @@ class KnownMargins:
 
 
 class FleetActions:
-    """Acts on a backend. `timeout_s`: how long an action is waited for."""
+    """Acts on a backend; each action is for all its targets together, returns soon, and raises nothing: what comes
+    next must be done, too. `timeout_s`: how long an action is waited for."""
 
     def __init__(self, jobs: KnownJobs | None, states: NodeStates, timeout_s: float = ACTION_TIMEOUT_S):
         self._jobs, self._states, self._timeout_s = jobs, states, timeout_s

@@ -99,13 +99,6 @@ def judge_heat(device: DeviceHeat, peers: Iterable[DeviceHeat]) -> HeatFinding |
             days = device.idle_s / DAY_S
             text += f"; it has had no load since, for {f'{days:.0f} days' if days >= 1.5 else f'{24 * days:.0f} hours'}"
         return HeatFinding(device.node, device.device, HeatCause.THROTTLING, text, loses_speed=device.idle_s == 0)
-    if device.past_plateau is not None and cause is not HeatCause.FAILED_FAN:
-        plateau = device.past_plateau
-        text = (
-            f"was pinned at {plateau.temperature_c:.0f} °C in {plateau.num_samples} samples of the 28 days before "
-            f"while its power floated around {plateau.power_w:.0f} W; it has not been cooler at that power since"
-        )
-        return HeatFinding(device.node, device.device, HeatCause.THROTTLING, text, loses_speed=False)
     if cause is None:
         return None
     if cause is HeatCause.FAILED_FAN:

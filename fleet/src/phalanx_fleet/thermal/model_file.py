@@ -15,18 +15,6 @@ from phalanx.run.directory import write_output
 Celsius = Annotated[float, Field(ge=-50, le=200), NUMBER_NOT_BOOL]
 
 
-class StepConstants(StrictModel):
-    """How the core follows a step of power: two poles."""
-
-    r_fast_k_per_w: Measure
-    tau_fast_s: Figure
-    r_slow_k_per_w: Measure
-    tau_slow_s: Figure
-    rmse_k: Measure
-    period_s: Figure
-    """Of the samples; a time constant below it is bounded, not measured."""
-
-
 class KindConstants(StrictModel):
     """A kind of device: T = t0_c + r_k_per_w P when steady."""
 
@@ -41,7 +29,6 @@ class KindConstants(StrictModel):
     """Most power that was seen."""
     num_devices: Count
     num_samples: Count
-    steps: StepConstants | None = None
 
 
 class ThermalModelFile(StrictModel):

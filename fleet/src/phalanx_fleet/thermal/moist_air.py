@@ -24,18 +24,18 @@ def _load_library() -> ModuleType:
 
 
 @cache
-def _tabulate_enthalpy(pressure_pa: float) -> Values:
+def _tabulate_enthalpy() -> Values:
     library = _load_library()
-    return np.array([library.GetSatAirEnthalpy(float(each), pressure_pa) for each in TABLE_C])
+    return np.array([library.GetSatAirEnthalpy(float(each), SEA_LEVEL_PA) for each in TABLE_C])
 
 
-def find_saturated_enthalpy(temperature_c: Values, pressure_pa: float = SEA_LEVEL_PA) -> Values:
+def find_saturated_enthalpy(temperature_c: Values) -> Values:
     """Return J per kg of dry air of saturated air, which is that of any air with this wet bulb."""
-    return np.interp(temperature_c, TABLE_C, _tabulate_enthalpy(pressure_pa))
+    return np.interp(temperature_c, TABLE_C, _tabulate_enthalpy())
 
 
-def find_wet_bulb(dry_bulb_c: Values, relative_humidity: Values, pressure_pa: float = SEA_LEVEL_PA) -> Values:
+def find_wet_bulb(dry_bulb_c: Values, relative_humidity: Values) -> Values:
     """Return the wet bulb in C. `relative_humidity`: 0 to 1. 80 us a value."""
     library = _load_library()
     pairs = zip(dry_bulb_c.tolist(), np.clip(relative_humidity, 0.01, 1.0).tolist(), strict=True)
-    return np.array([library.GetTWetBulbFromRelHum(dry, humidity, pressure_pa) for dry, humidity in pairs])
+    return np.array([library.GetTWetBulbFromRelHum(dry, humidity, SEA_LEVEL_PA) for dry, humidity in pairs])

@@ -4,7 +4,6 @@ Heat flows node > rack loop > CDU > hall loop > exchanger > tower or dry cooler.
 point, the chiller does the rest; without one the supply temperature rises. All hours are computed at once.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -177,28 +176,9 @@ def _find_loads(
     return _Loads(it, conversion, air_fans, rack, rack + air_heat + air_fans + hall_pump_w)
 
 
-class HeatRejection(ABC):
-    """A tower or dry cooler in the weather of some hours."""
-
-    evaporated_share: float
-    """Of the heat, by evaporation."""
-
-    @abstractmethod
-    def find_cold_water(self, heat_w: Values, flow_kg_per_s: Values, fan_share: Values | float = 1.0) -> Values:
-        """Return the temperature of the cold water in C."""
-
-    @abstractmethod
-    def select(self, chosen: NDArray[np.bool_]) -> "HeatRejection":
-        """Return the same in the chosen hours."""
-
-    @abstractmethod
-    def find_fan_share(self, heat_w: Values, flow_kg_per_s: Values, target_c: Values) -> Values:
-        """Return the least fan speed that gives the target temperature; NaN where a full fan does not."""
-
-
 def _solve_short_hours(
     plant: CoolingPlant,
-    rejection: HeatRejection,
+    rejection: "CoolingTower | DryCooler",
     it_w: Values,
     set_point_c: Values,
     hall_flow: Values,
@@ -256,21 +236,24 @@ def _find_balance_error(
 
 
 @dataclass(frozen=True)
-class CoolingTower(HeatRejection):
+class CoolingTower:
     """Water over air: colder than the dry bulb, and uses water."""
 
     wet_bulb_c: Values
     air_kg_per_s: float
     calibration: float
     evaporated_share: float
+    """Of the heat, by evaporation."""
     min_fan_share: float
 
     def find_cold_water(self, heat_w: Values, flow_kg_per_s: Values, fan_share: Values | float = 1.0) -> Values:
+        """Return the temperature of the cold water in C."""
         range_k = heat_w / (flow_kg_per_s * WATER_J_PER_KG_K)
         approach = find_approach(heat_w / self.air_kg_per_s, range_k, self.wet_bulb_c, self.calibration, fan_share)
         return self.wet_bulb_c + approach
 
     def find_fan_share(self, heat_w: Values, flow_kg_per_s: Values, target_c: Values) -> Values:
+        """Return the least fan speed that gives the target temperature; NaN where a full fan does not."""
         range_k, approach = heat_w / (flow_kg_per_s * WATER_J_PER_KG_K), target_c - self.wet_bulb_c
         heat = heat_w / self.air_kg_per_s
         return find_air_share(heat, range_k, self.wet_bulb_c, approach, self.calibration, self.min_fan_share)
@@ -282,7 +265,7 @@ class CoolingTower(HeatRejection):
 
 
 @dataclass(frozen=True)
-class DryCooler(HeatRejection):
+class DryCooler:
     """Air past fins: effectiveness of a crossflow coil as counterflow with one UA at full fan."""
 
     dry_bulb_c: Values
@@ -311,7 +294,7 @@ class DryCooler(HeatRejection):
         return DryCooler(self.dry_bulb_c[chosen], self.air_w_per_k, self.ua_w_per_k, self.min_fan_share)
 
 
-def make_heat_rejection(plant: CoolingPlant, dry_bulb_c: Values, wet_bulb_c: Values) -> HeatRejection:
+def make_heat_rejection(plant: CoolingPlant, dry_bulb_c: Values, wet_bulb_c: Values) -> CoolingTower | DryCooler:
     """Return the plant's tower or dry cooler in this weather."""
     heat_w, flow = plant.design_heat_w, plant.design_flows_kg_per_s[2]
     if plant.heat_rejection == "tower":

@@ -5,9 +5,12 @@ hardware protects itself. The clock and all that acts are passed in.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from phalanx_fleet.thermal.cooling_faults import CoolingFault, ObservedFault
+
+if TYPE_CHECKING:
+    from phalanx_fleet.thermal.guard import FleetActions
 
 Problems = Mapping[str, str]
 """Why an action did not work, by its target; nothing for those for which it did."""
@@ -19,23 +22,6 @@ class CoolingAction(StrEnum):
     REPORT = "report"
     DRAIN = "drain"
     SAVE_CHECKPOINT = "save checkpoint"
-
-
-class ResponseActions(Protocol):
-    """What a response can do. Each action is for all its targets together, returns soon, and raises nothing: what comes
-    next must be done, too."""
-
-    def drain(self, nodes: Sequence[str], reason: str) -> Problems:
-        """Start no job on these nodes."""
-        ...
-
-    def list_jobs(self, node: str) -> Sequence[str]:
-        """Return the jobs that run on a node, as far as they are known."""
-        ...
-
-    def request_save(self, jobs: Sequence[str]) -> Problems:
-        """Ask jobs to save and stop; they can be started again."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ class ResponseEvent:
 class CoolingResponder:
     """Responds to faults, each once while it lasts. `may_act` False: nothing is done, and all is reported."""
 
-    actions: ResponseActions
+    actions: "FleetActions"
     clock: Callable[[], float]
     may_act: bool
     record: Callable[[ResponseEvent], None] = lambda event: None

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import DataError, UsageError
-from phalanx_fleet.csv_table import CsvTable, check_names, open_csv
+from phalanx_fleet.csv_table import CsvTable, check_names, open_csv, read_number
 from phalanx_fleet.thermal.device_series import DeviceSeries, Values
 
 REQUIRED_COLUMNS = ("time", "node", "power_w", "core_temperature_c")
@@ -75,7 +75,7 @@ def _read_rows(table: CsvTable, places: Mapping[str, int], kind: str | None) -> 
     path = table.path
     found: dict[tuple[str, str, str], list[list[float]]] = {}
     for number, row in table.rows:
-        values = [_read_number(path, number, name, row[places[name]]) if name in places else np.nan
+        values = [read_number(path, number, name, row[places[name]], SENSOR_LIMITS[name]) if name in places else np.nan
                   for name in NUMBER_COLUMNS]  # fmt: skip
         if np.isnan(values[0]) or np.isnan(values[1]):
             continue
@@ -100,21 +100,6 @@ def _read_time(path: Path, line: int, text: str) -> float:
         raise DataError(f"{path}:{line}: time {text!r}: expected seconds or an ISO 8601 time") from None
     if not 0 <= value <= MAX_TIME_S:
         raise DataError(f"{path}:{line}: time {text!r}: expected seconds from 0 to {MAX_TIME_S:g}, not milliseconds")
-    return value
-
-
-def _read_number(path: Path, line: int, name: str, text: str) -> float:
-    if not text.strip():
-        return np.nan
-    low, high = SENSOR_LIMITS[name]
-    try:
-        value = float(text)
-    except ValueError:
-        value = np.inf
-    if np.isnan(value):
-        return value
-    if not low <= value <= high:
-        raise DataError(f"{path}:{line}: {name} {text!r}: expected a number from {low:g} to {high:g}")
     return value
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import DataError, UsageError
-from phalanx_fleet.csv_table import CsvTable, check_names, open_csv
+from phalanx_fleet.csv_table import CsvTable, check_names, open_csv, read_number
 from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.moist_air import find_wet_bulb
 
@@ -66,7 +66,7 @@ def _read_rows(table: CsvTable, names: Mapping[str, str], site: str | None) -> W
             sites.add(row["site"])
             if row["site"] != site:
                 continue
-        found = [_read_value(path, number, name, row.get(name)) for name in WEATHER_LIMITS]
+        found = [read_number(path, number, name, row.get(name), limits) for name, limits in WEATHER_LIMITS.items()]
         if found[1] > found[0] + MAX_WET_OVER_DRY_K:
             raise DataError(
                 f"{path}:{number}: wet_bulb_c {found[1]:g} is above dry_bulb_c {found[0]:g}, which cannot be; are the "
@@ -88,16 +88,3 @@ def _read_rows(table: CsvTable, names: Mapping[str, str], site: str | None) -> W
             )
         wet[unknown] = find_wet_bulb(dry[unknown], humidity[unknown] / 100)
     return Weather(times, dry, wet)
-
-
-def _read_value(path: Path, line: int, name: str, text: str | None) -> float:
-    if text is None or not text.strip():
-        return np.nan
-    low, high = WEATHER_LIMITS[name]
-    try:
-        value = float(text)
-    except ValueError:
-        value = np.inf
-    if not low <= value <= high:
-        raise DataError(f"{path}:{line}: {name} {text!r}: expected a number from {low:g} to {high:g}")
-    return value

@@ -9,7 +9,7 @@ import pytest
 from made_samples import full_node
 from phalanx.errors import PhalanxError
 from phalanx.serve.access import make_access
-from phalanx.telemetry.sample import DeviceSample, NodeSample
+from phalanx.telemetry.sample import DeviceSample
 from phalanx_fleet.fleet_node import FleetNode
 from phalanx_fleet.latest_reading import LatestReading, reading_from_sample
 from phalanx_fleet.pages import make_pages, power_page
@@ -19,9 +19,7 @@ from phalanx_fleet.pages.fleet_routes import ServedFleet, load_served_fleet
 from phalanx_fleet.pages.node_history import HistoryPoint
 from phalanx_fleet.pages.power_page import BAR_WIDTH, LINE_WIDTH, read_levels, render_power
 from phalanx_fleet.power.load_targets import LoadTarget
-from phalanx_fleet.power_tree import NodePower
 from phalanx_fleet.telemetry.service_reading import RackSample
-from phalanx_fleet.thermal.plant_settings import CoolingPlant
 from serve_browser import Browser
 
 NOW = 1000.0
@@ -159,7 +157,7 @@ def test_a_level_has_a_line_of_its_draw_in_the_last_day(fleet: ServedFleet) -> N
 
 
 def test_the_20_lowest_margins_keep_the_order_of_nodes_while_they_change() -> None:
-    margins = [DeviceMargin(f"n{number}", "0", None, None, 50.5 - number, None, False, NOW) for number in range(30)]
+    margins = [DeviceMargin(f"n{number}", "0", None, None, 50.5 - number, NOW) for number in range(30)]
     page = render_cooling([], margins)
     assert re.findall(r"<td>(n\d+)</td>", page) == [f"n{number}" for number in range(10, 30)]
     moved = [replace(each, margin_k=each.margin_k + 0.4 * (-1) ** index) for index, each in enumerate(margins)]
@@ -167,23 +165,13 @@ def test_the_20_lowest_margins_keep_the_order_of_nodes_while_they_change() -> No
     assert "and 10 devices with more margin" in page
 
 
-def test_margins_are_predicted_at_full_power() -> None:
-    plant, power = CoolingPlant(design_it="1 MW", core_rise_k=35.0), NodePower(8, 1300, 75, 4600, 2300)
+def test_margins_are_those_of_devices_that_report_one_and_are_not_late() -> None:
     sample = full_node(NOW)
+    devices = (*sample.devices, DeviceSample(id="b", core_temperature_c=80.0))
     node = FleetNode("n1", "healthy", None, None, reading_from_sample(sample, 1.0))
-    found = list_margins([node], {"n1": sample}, plant, {"n1": power}, NOW)
+    found = list_margins([node], {"n1": replace(sample, devices=devices)}, NOW)
     assert [each.margin_k for each in found] == [20, 19, 18, 17, 16, 15, 14, 13]
-    assert found[-1].full_power_margin_k == pytest.approx(13 - 35 / 2)
-    late = list_margins([node], {"n1": sample}, plant, {"n1": power}, NOW + 60)
-    assert late == []
-
-
-def test_a_device_without_a_margin_has_that_of_the_plant() -> None:
-    sample = NodeSample(NOW, devices=(DeviceSample(id="a", core_temperature_c=80.0), DeviceSample(id="b")))
-    node = FleetNode("n1", "healthy", None, None, None)
-    (found,) = list_margins([node], {"n1": sample}, CoolingPlant(design_it="1 MW"), {}, NOW)
-    assert (found.margin_k, found.is_modeled) == (7.0, True)
-    assert list_margins([node], {"n1": sample}, None, {}, NOW) == []
+    assert list_margins([node], {"n1": sample}, NOW + 60) == []
 
 
 def test_a_leak_stands_first() -> None:

@@ -289,7 +289,7 @@ def test_every_text_of_a_sample_goes_through_every_page_as_bytes(text: str) -> N
     pages = [
         render_nodes(NodeList(nodes, [text], racks, is_read=True), nodes, text, NOW),
         json.dumps(build_heat_map(nodes, samples, "power", NOW)),
-        render_cooling(racks, list_margins(nodes, samples, None, {}, NOW)),
+        render_cooling(racks, list_margins(nodes, samples, NOW)),
     ]
     for page in pages:
         assert page.encode(errors="backslashreplace")

@@ -9,23 +9,8 @@ from fake_heat import MAX_POWER_W, R_K_PER_W, T0_C, make_hours
 from phalanx.errors import DataError
 from phalanx_fleet.thermal.device_heat import find_t0
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, average_steady
-from phalanx_fleet.thermal.fit import fit_steady, fit_steps, fit_thermal_model, follow_inlet, predict_rise
+from phalanx_fleet.thermal.fit import fit_steady, fit_thermal_model
 from phalanx_fleet.thermal.heat_check import HeatCause, check_heat
-
-
-def make_steps(seed: int = 0, rise_k: float = 0.0) -> DeviceSeries:
-    """A device with two poles (.03 K/W in 2 s, .015 K/W in 14 s), of which a sample is taken every 5 seconds."""
-    rng = np.random.default_rng(seed)
-    power = np.repeat(rng.choice([150.0, 400.0, 700.0], 80), 10)
-    fast = slow = power[0]
-    temperature = []
-    for each in power:
-        fast += (each - fast) * (1 - np.exp(-5 / 2))
-        slow += (each - slow) * (1 - np.exp(-5 / 14))
-        temperature.append(35 + rise_k + 0.03 * fast + 0.015 * slow)
-    missing = np.full(len(power), np.nan)
-    time = np.arange(len(power)) * 5.0
-    return DeviceSeries("n1", str(seed), "GPU", time, power, np.array(temperature), missing, missing, missing)
 
 
 def test_fit_finds_the_constants_of_a_kind() -> None:
@@ -40,13 +25,6 @@ def test_degrees_fahrenheit_are_refused() -> None:
     series = make_hours()
     with pytest.raises(DataError, match=r"without power a device would have 82 °C; expected core temperatures in °C"):
         fit_steady([replace(series, temperature_c=1.8 * series.temperature_c + 32)])
-
-
-def test_a_device_that_follows_its_power_at_once_has_one_pole() -> None:
-    series = make_steps()
-    power = series.power_w + np.random.default_rng(1).normal(0, 3, len(series.power_w))
-    found = fit_steps([replace(series, power_w=power, temperature_c=30 + 0.05 * power)])
-    assert (found.r_fast_k_per_w, found.r_slow_k_per_w) == (pytest.approx(0.05, rel=0.02), 0.0)
 
 
 def test_a_season_of_the_inlet_is_no_resistance() -> None:
@@ -75,14 +53,6 @@ def test_a_device_at_rest_says_nothing_of_its_resistance() -> None:
         fit_steady([idle])
 
 
-def test_the_inlet_is_followed_from_the_days_before() -> None:
-    rise = np.linspace(0, 10, 84 * 24)
-    series = make_hours(84, inlet_rise_k=rise)
-    errors = (series.temperature_c - follow_inlet(series, T0_C, R_K_PER_W) - R_K_PER_W * series.power_w)[48:]
-    assert abs(errors.mean()) < 0.6  # half of what it rises in 7 days
-    assert np.sqrt(np.mean(errors**2)) < 1.5
-
-
 def test_minutes_are_averaged_to_hours_where_there_are_days() -> None:
     hours = make_hours(10)
     time = np.arange(10 * 24 * 60) * 60.0
@@ -93,14 +63,6 @@ def test_minutes_are_averaged_to_hours_where_there_are_days() -> None:
     found = average_steady(replace(hours, time_s=time, **wide))
     assert found.power_w == pytest.approx(hours.power_w)
     assert len(average_steady(replace(found.select(found.time_s < DAY_S))).time_s) == 24
-
-
-def test_steps_find_both_poles() -> None:
-    found = fit_steps([make_steps(0), make_steps(1, rise_k=5.0)])
-    assert (found.tau_fast_s, found.tau_slow_s) == (2.0, 14.0)
-    assert (found.r_fast_k_per_w, found.r_slow_k_per_w) == pytest.approx((0.03, 0.015), rel=0.01)
-    series = make_steps(2)
-    assert predict_rise(series, found) + 35 == pytest.approx(series.temperature_c, abs=0.1)
 
 
 def test_a_kind_that_cannot_be_fitted_is_named() -> None:

@@ -1,6 +1,5 @@
-"""Benchmarks that several processes of one machine run together: all-reduces by size, among two and among all
-processes, with the result checked each time, and on a CPU also products and operations, while each process computes on
-its part of the cores.
+"""Benchmarks that several processes of one machine run together: all-reduces of a small and a large buffer, among two
+and among all processes, with the result checked each time.
 
 Bus bandwidth by the rules of nccl-tests (doc/PERFORMANCE.md), comparable with the link for any number of ranks. Runs on
 every rank of an existing world; all ranks take the same decisions.
@@ -12,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.calibration import gemm, op_benchmark
 from phalanx.cluster.calibration.timing import (
     BenchTimer,
-    coarse_to_fine,
     make_timer,
     median_seconds_of,
     round_seconds,
@@ -27,21 +24,12 @@ from phalanx.recipe.devices import device_kind_of, size_table_of
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-BUFFER_SIZES_BYTES = {
-    ("cpu", True): (BYTES_PER_KIB, 64 * BYTES_PER_KIB, BYTES_PER_MIB, 8 * BYTES_PER_MIB),
-    ("cpu", False): tuple(BYTES_PER_KIB * 4**power for power in range(9)),
-    ("cuda", True): (BYTES_PER_KIB, 256 * BYTES_PER_KIB, 16 * BYTES_PER_MIB, 256 * BYTES_PER_MIB),
-    ("cuda", False): tuple(BYTES_PER_KIB * 4**power for power in range(11)),
-}
-"""Bytes of the whole buffer by device and quickness."""
+BUFFER_SIZES_BYTES = {"cpu": (BYTES_PER_KIB, 64 * BYTES_PER_MIB), "cuda": (BYTES_PER_KIB, 256 * BYTES_PER_MIB)}
+"""Bytes of the whole buffer: one that shows the latency, one that shows the bandwidth."""
 MAX_CALLS_PER_TIMING = 8
 """Maximum calls per measurement. Sums grow with each call; with 64 ranks they reach 64^8, which fp32 can represent."""
 MAX_BYTES_PER_TIMING = 2 * BYTES_PER_MIB
 """A buffer of this size or more is timed alone: it shows more than the clock's own noise."""
-TIME_WEIGHTS = {"collectives": 6.0, "products": 4.0, "operations": 4.0, "attention": 2.0}
-"""Weights by which the parts share the time."""
-MIN_SHARE_OF_BUDGET = 1 / 4
-"""Minimum budget of a part, over its even share, when earlier parts used up the time: every part measures something."""
 
 
 def bus_factor(ranks: int) -> float:
@@ -49,19 +37,21 @@ def bus_factor(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def measure_collectives(payload: dict[str, Any], timer: BenchTimer) -> list[dict[str, Any]]:
+def measure_collectives(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure all-reduces of the default process group. Returns the same on every rank.
 
-    `payload`: `device`, `quick`, `seconds` in all, optionally `sizes`. `timer.max_over_ranks` must be a collective of
-    all ranks (`make_agreement`).
+    `payload`: `device`, `threads` of each process (CPU), `seconds` in all, optionally `sizes`.
     """
+    import torch
     import torch.distributed as dist
 
     device, world = payload["device"], dist.get_world_size()
-    sizes = payload.get("sizes") or BUFFER_SIZES_BYTES[size_table_of(device), payload["quick"]]
+    timer = replace(make_timer(device), max_over_ranks=make_agreement())
+    if device == "cpu":
+        torch.set_num_threads(payload["threads"])
+    sizes = payload.get("sizes") or BUFFER_SIZES_BYTES[size_table_of(device)]
     groups = {world: None} if world == 2 else {2: dist.new_group([0, 1]), world: None}
-    # whole sizes are left out where time is short
-    cases = [(size, ranks) for size in coarse_to_fine(sizes) for ranks in groups]
+    cases = [(size, ranks) for size in sizes for ranks in groups]
     return [
         measure_all_reduce(size, ranks, groups[ranks], share, device, timer)
         for (size, ranks), share in split_budget(cases, payload["seconds"], timer)
@@ -119,35 +109,3 @@ def make_agreement() -> Callable[[float], float]:
         return float(value)
 
     return agree
-
-
-def measure_concurrently(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
-    """Measure `collectives`, `products` and `operations`. Returns the same on every rank.
-
-    `payload`: `device`, `threads` of each process, `processes`, `seconds` in total, `quick`, `memory_bytes`.
-    """
-    import torch
-
-    device = payload["device"]
-    timer = replace(timer or make_timer(device), max_over_ranks=make_agreement())
-    if device == "cpu":
-        torch.set_num_threads(payload["threads"])
-    parts_to_run = ["collectives"]
-    if device == "cpu":
-        parts_to_run += ["products", "operations", *([] if payload["quick"] else ["attention"])]
-    started, weight_left = timer.clock(), sum(TIME_WEIGHTS[name] for name in parts_to_run)
-    min_budget_s = MIN_SHARE_OF_BUDGET * payload["seconds"] / weight_left
-    found: dict[str, Any] = {"products": [], "operations": []}
-    for name in parts_to_run:
-        remaining_s = payload["seconds"] - timer.max_over_ranks(timer.clock() - started)
-        part_payload = {**payload, "seconds": max(remaining_s / weight_left, min_budget_s) * TIME_WEIGHTS[name]}
-        weight_left -= TIME_WEIGHTS[name]
-        if name == "collectives":
-            found[name] = measure_collectives(part_payload, timer)
-        elif name == "products":
-            found[name] = gemm.measure_gemms(part_payload, timer)
-        elif name == "operations":
-            found[name] += op_benchmark.measure_memory_ops(part_payload, timer)
-        else:
-            found["operations"] += op_benchmark.measure_attention(part_payload, timer)
-    return found

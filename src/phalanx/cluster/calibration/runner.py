@@ -36,19 +36,18 @@ from phalanx.cluster.system_files import count_busy_cores
 
 REFERENCE_DURATION_S = 0.15
 """Seconds for the reference product after each family."""
-TOTAL_DURATION_S = {True: 13.0, False: 145.0}
+TOTAL_DURATION_S = {True: 13.0, False: 80.0}
 """Seconds of all measurements, by `quick`. Process starts are extra: on a CPU `--quick` stays below 20 s and a full
-calibration below 3 minutes. With a GPU, each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
+calibration below 2 minutes. With a GPU, each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
 TIME_WEIGHTS = {
     "matrix products": 8.0,
-    "operations": 9.0,
-    "attention": 4.0,
-    "overheads": 1.0,
-    "processes together": 11.0,
+    "memory": 1.0,
+    "launches": 1.0,
+    "processes together": 6.0,
     "storage": 2.0,
 }
 """Weights by which the families share the time, in the order in which they run."""
-MAX_DURATION_S = {"overheads": 2.0, "storage": 10.0}
+MAX_DURATION_S = {"memory": 5.0, "launches": 2.0, "storage": 10.0}
 """Maximum seconds of a family; more would not improve its result."""
 CALIBRATION_PACKAGE = "phalanx.cluster.calibration"
 
@@ -87,17 +86,6 @@ class Results:
     """Seconds of the reference product, before the first family and after each."""
     failures: list[str] = field(default_factory=list)
 
-    def add_gemms(self, rows: list[dict[str, Any]]) -> None:
-        self.gemms += [GemmTiming.model_validate(row) for row in rows]
-
-    def add_ops(self, rows: list[dict[str, Any]]) -> None:
-        self.ops += [OpTiming.model_validate(row) for row in rows]
-
-    @property
-    def drift(self) -> float:
-        """Share by which the slowest reference product took longer than the fastest."""
-        return max(self.reference_times_s) / min(self.reference_times_s) - 1
-
 
 def default_num_processes(machine: Machine) -> int:
     """Return the number of processes that measure together: one per GPU, else 2 if there are at least 2 cores."""
@@ -125,11 +113,12 @@ def calibrate_machine(
     busy_cores_before = count_busy_cores(root, executor.sleep)
     _time_reference(machine, executor, results)
     _run_families(machine, executor, quick, processes, results, started, budget_s)
+    drift = max(results.reference_times_s) / min(results.reference_times_s) - 1
     measurements = Measurements(
         when=executor.timestamp(),
         key=hardware_key(machine, root),
         threads=machine.physical_cores if machine.device == "cpu" else None,
-        drift=round(results.drift, 4),
+        drift=round(drift, 4),
         busy_cores=round(busy_cores_before or 0.0, 2),
         products=results.gemms,
         operations=results.ops,
@@ -152,41 +141,40 @@ def _run_families(
             "device": machine.device,
             "threads": machine.physical_cores,
             "memory_bytes": machine.device_memory_bytes,
-            "quick": quick,
             "seconds": budget_s,
         }
 
     def measure(function: str, budget_s: float) -> Any:
         return executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", payload(budget_s))
 
-    def measure_overheads(budget_s: float) -> None:
-        value = measure("op_benchmark:measure_overheads", budget_s)
-        results.launch_us = value["launch_us"]
-        results.add_ops(value["operations"])
+    def measure_gemms(budget_s: float) -> None:
+        results.gemms += [GemmTiming.model_validate(row) for row in measure("gemm:measure_gemms", budget_s)]
 
-    def measure_concurrently(budget_s: float) -> None:
-        threads = max(1, machine.physical_cores // processes) if machine.device == "cpu" else machine.physical_cores
-        value = executor.run_in_world(
-            f"{CALIBRATION_PACKAGE}.collectives:measure_concurrently",
-            {**payload(budget_s), "processes": processes, "threads": threads},
+    def measure_additions(budget_s: float) -> None:
+        results.ops += [OpTiming.model_validate(row) for row in measure("op_benchmark:measure_additions", budget_s)]
+
+    def measure_launches(budget_s: float) -> None:
+        results.launch_us = measure("op_benchmark:measure_launch", budget_s)
+
+    def measure_collectives(budget_s: float) -> None:
+        rows = executor.run_in_world(
+            f"{CALIBRATION_PACKAGE}.collectives:measure_collectives",
+            {**payload(budget_s), "threads": max(1, machine.physical_cores // processes)},
             processes,
         )
-        results.collectives = [CollectiveTiming.model_validate(row) for row in value["collectives"]]
-        results.add_gemms(value["products"])
-        results.add_ops(value["operations"])
+        results.collectives = [CollectiveTiming.model_validate(row) for row in rows]
 
     steps: dict[str, Callable[[float], None]] = {
-        "matrix products": lambda budget_s: results.add_gemms(measure("gemm:measure_gemms", budget_s)),
-        "operations": lambda budget_s: results.add_ops(measure("op_benchmark:measure_memory_ops", budget_s)),
-        "attention": lambda budget_s: results.add_ops(measure("op_benchmark:measure_attention", budget_s)),
-        "overheads": measure_overheads,
-        "processes together": measure_concurrently,
+        "matrix products": measure_gemms,
+        "memory": measure_additions,
+        "launches": measure_launches,
+        "processes together": measure_collectives,
         "storage": lambda budget_s: _measure_storage(executor, quick, results, budget_s),
     }
     if processes < 2:
         del steps["processes together"]
-    if machine.num_gpus:  # predictions of GPUs read neither
-        del steps["attention"], steps["overheads"]
+    if machine.num_gpus:  # its kernels do not wait for each launch
+        del steps["launches"]
     weight_left = sum(TIME_WEIGHTS[name] for name in steps)
     for name, step in steps.items():
         elapsed = executor.clock() - started

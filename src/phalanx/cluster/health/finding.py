@@ -1,5 +1,5 @@
 """Values of the health checks: their input, which can be sent to other processes; thresholds, of which
-docs/how-to/health-checks.md has the reasons; and findings with a verdict, a reason, and the figures behind it.
+docs/reference/health-checks.md has the reasons; and findings with a verdict, a reason, and the figures behind it.
 """
 
 import os

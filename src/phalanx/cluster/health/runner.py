@@ -1,5 +1,5 @@
-"""Run the chosen checks on this machine, in this order, each with its timeout. docs/how-to/health-checks.md says what
-each is for.
+"""Run the chosen checks on this machine, in this order, each with its timeout. docs/reference/health-checks.md says
+what each is for.
 
 Benchmarks run in a separate process each, the other checks share one. A check that hangs, dies or raises yields a
 finding with the verdict ERROR.

@@ -124,7 +124,7 @@ class NodeAgent:
         self._num_forwarded = 0  # of its signals
         self._ranks: list[int] = []  # of the workers of this attempt, by local rank
         self._live_ranks: set[int] = set()
-        self._exit_deadline = 0.0  # when missing exit reports are overdue
+        self._exit_deadline: float | None = None  # when the exits of workers that have all ended must be reported
         self._run: Run | None = None
         self._connection: AuthConnection | None = None  # to the leader, while connected
 
@@ -341,7 +341,7 @@ class NodeAgent:
         if is_first and self._run is not None:
             self.check_node(self._run)
         self._ranks, self._num_attempt_nodes = list(range(first, first + count)), start.world_size // count
-        self._live_ranks = set(self._ranks)
+        self._live_ranks, self._exit_deadline = set(self._ranks), None
         here.reset()
 
     def _forward_messages(self, connection: AuthConnection, local_node: LocalNode, sock: Any) -> None:
@@ -358,6 +358,8 @@ class NodeAgent:
     def _check_exits(self, local_node: LocalNode, now: float) -> None:
         """Raise `_ForkServerGone` when all workers have ended and the fork server does not report it."""
         if not self._live_ranks or not self._live_ranks <= find_ended_ranks(local_node.heartbeats(self._ranks)):
+            self._exit_deadline = None
+        elif self._exit_deadline is None:
             self._exit_deadline = now + EXIT_REPORT_TIMEOUT_S
         elif now >= self._exit_deadline:
             raise _ForkServerGone

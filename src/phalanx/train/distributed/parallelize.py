@@ -6,7 +6,7 @@ Tensor and expert parallelism replace parameters, and determine which matmuls ar
 checkpointing must wrap them, so that it does not recompute without their communication; a compiled block must contain
 all of this; FSDP shards the result. An optimizer that is built before would silently update tensors that are not part
 of the model any more. Blocks are compiled one by one, so equal blocks share a compilation, and for static shapes,
-since all micro-batches of a recipe have the same shape. (docs/how-to/parallelism.md explains the reasons.)
+since all micro-batches of a recipe have the same shape. (docs/explanation/parallelism.md explains the reasons.)
 """
 
 from collections.abc import Mapping, Sequence
