@@ -88,7 +88,7 @@ def _count_experts(name: str, module: nn.Module) -> int:
 
 
 def _slice_experts(parameter: nn.Parameter, dim_shard: DimShard) -> nn.Parameter:
-    ((start, end),) = dim_shard.ranges
+    start, end = dim_shard.span
     part = parameter.detach()[start:end].clone()  # a view would keep the whole tensor in memory
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 

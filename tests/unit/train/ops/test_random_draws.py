@@ -65,8 +65,6 @@ DRAWS: dict[str, Callable[[int], Tensor]] = {
     "dropout of folded rows": lambda n: F.dropout(torch.ones(BATCH * n, WIDTH), 0.3),
     "dropout of a transposed tensor": lambda n: F.dropout(torch.ones(BATCH, WIDTH, n).mT, 0.3),
     "dropout of positions": lambda n: F.dropout1d(torch.ones(BATCH, n, WIDTH), 0.3),
-    "alpha dropout": lambda n: F.alpha_dropout(torch.ones(BATCH, n, WIDTH), 0.3, True),
-    "feature alpha dropout": lambda n: F.feature_alpha_dropout(torch.ones(BATCH, n, WIDTH), 0.3, True),
     "rand": lambda n: torch.rand(BATCH, n, WIDTH),
     "rand of a shape": lambda n: torch.rand((BATCH, n, WIDTH)),
     "rand by name": lambda n: torch.rand(size=(BATCH, n, WIDTH)),
@@ -112,7 +110,7 @@ def test_tensor_ranks_share_the_positions_of_a_context_rank(rank: int) -> None:
 def cut_columns(width: int) -> None:
     """A layer cut by columns that gives `width` features here."""
     enter_columns()
-    leave_columns(width, 1)
+    leave_columns(width)
 
 
 BETWEEN: dict[str, tuple[Callable[[int], Tensor], int]] = {
@@ -197,12 +195,18 @@ def test_a_draw_for_rows_of_unknown_positions_is_refused() -> None:
         drawn(lambda: torch.rand(5, WIDTH), HeldSlices(BATCH, LENGTH, CONTEXT[0]))
 
 
-def test_a_function_that_cannot_draw_for_the_whole_is_refused_for_slices_only() -> None:
-    def draw() -> Tensor:
-        return torch.multinomial(torch.ones(BATCH * LENGTH // 2, WIDTH), 1)
-
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("multinomial", lambda: torch.multinomial(torch.ones(BATCH * LENGTH // 2, WIDTH), 1)),
+        ("alpha_dropout", lambda: nn.AlphaDropout(0.3)(torch.ones(BATCH, LENGTH // 2, WIDTH))),
+    ],
+)
+def test_a_function_that_cannot_draw_for_the_whole_is_refused_for_slices_only(
+    name: str, draw: Callable[[], Tensor]
+) -> None:
     drawn(draw)
-    with pytest.raises(RecipeError, match="multinomial"):
+    with pytest.raises(RecipeError, match=name):
         drawn(draw, HeldSlices(BATCH, LENGTH, CONTEXT[0]))
 
 
@@ -276,7 +280,7 @@ def test_compiled_code_draws_the_same_parts() -> None:
     def between(x: Tensor) -> Tensor:
         enter_columns()
         x = F.dropout(x, 0.3) * 2
-        leave_columns(WIDTH // 2, 1)
+        leave_columns(WIDTH // 2)
         x = F.dropout(x[..., : WIDTH // 2], 0.3)
         leave_rows()
         return x[:, : LENGTH // 4] + torch.rand(BATCH, LENGTH // 4, WIDTH // 2)
