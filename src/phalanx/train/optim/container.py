@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.compat import call_foreach
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, first_row, to_local
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, fsdp_rows, to_local
 from phalanx.train.ops.blocks import find_blocks, find_expert_stacks, is_linear
 from phalanx.train.optim.adamw_low_precision import (
     SCALE_SUFFIX,
@@ -99,7 +99,9 @@ def build_optimizers(
         return [LARS(groups, spec.lr, momentum=spec.momentum, norm_fn=norm_fn)]
     if spec.name == "lamb":
         return [LAMB(groups, spec.lr, betas=spec.betas, norm_fn=norm_fn)]
-    origins: dict[Tensor, ParamOrigin] = {p: ParamOrigin(name, first_row(p)) for p, name in names.items()}
+    origins: dict[Tensor, ParamOrigin] = {
+        p: ParamOrigin(name, fsdp_rows(p)[0] if isinstance(p, DTensor) else 0) for p, name in names.items()
+    }
 
     def make(groups: list[ParamGroup], origins: Mapping[Tensor, ParamOrigin]) -> torch.optim.Optimizer:
         if spec.name == "sgd":
