@@ -1,5 +1,9 @@
 """The seam through which our models attend: every kernel gives the same, and each is taken where it should be."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,15 +15,20 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from phalanx.models import attention, transformer
-from phalanx.models.attention import DocumentMask, attend, make_document_mask, plan_attention
+from phalanx.models.attention import AttentionKernel, DocumentMask, attend, make_document_mask, plan_attention
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
 
-def force_flex(is_used: bool) -> Any:
-    """Within it, attention to documents is planned for flex, or for sdpa, on any device."""
-    return mock.patch.object(attention, "_can_use_flex", return_value=is_used)
+@contextlib.contextmanager
+def force_kernel(kernel: AttentionKernel) -> Iterator[None]:
+    """Within it, attention is planned for this kernel on any device."""
+    with (
+        mock.patch.object(attention, "_choose_on_device", return_value=kernel),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(attention.HOPPER_MAJOR_CAPABILITY, 0)),
+    ):
+        yield
 
 
 class Watching(TorchFunctionMode):
@@ -47,15 +56,84 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tenso
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), value)
 
 
+@pytest.fixture
+def flash3(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Something in the place of the package, which gives what it would; the list has the options of each call."""
+    calls: list[dict[str, Any]] = []
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        calls.append(options)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+    package = ModuleType("flash_attn_interface")
+    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    attention._find_flash3.cache_clear()
+    yield calls
+    attention._find_flash3.cache_clear()
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @unfused
 def test_all_kernels_keep_to_documents_alike(kv_heads: int) -> None:
     query, key, value = inputs(kv_heads=kv_heads)
     expected = by_hand(query, key, value, make_document_mask(DOCUMENTS))
-    for is_flex in (False, True):
-        with force_flex(is_flex):
+    for kernel in ("sdpa", "flex"):
+        with force_kernel(kernel):  # type: ignore[arg-type]
             how = plan_attention(DOCUMENTS, DOCUMENTS, False)
             torch.testing.assert_close(attend(query, key, value, how), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("kernel", ["sdpa", "flash3"])
+def test_without_documents_all_kernels_see_what_came_before(
+    kernel: Any, kv_heads: int, flash3: list[dict[str, Any]]
+) -> None:
+    query, key, value = inputs(kv_heads=kv_heads, dtype=torch.bfloat16)
+    with force_kernel(kernel):
+        found = attend(query, key, value, plan_attention(DOCUMENTS, None, False))
+    past = torch.ones(16, 16, dtype=torch.bool).tril()
+    expected = by_hand(query.float(), key.float(), value.float(), past)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+    assert flash3 == ([{"causal": True, "deterministic": False}] if kernel == "flash3" else [])
+
+
+def test_flash3_is_not_for_fp32(flash3: list[dict[str, Any]]) -> None:
+    with force_kernel("flash3"):
+        attend(*inputs(), plan_attention(DOCUMENTS, None, False))
+    assert flash3 == []
+
+
+def test_an_amd_gpu_of_hoppers_number_has_no_flash3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=len))
+    attention._find_flash3.cache_clear()
+    assert attention._find_flash3() is None
+    monkeypatch.setattr(torch.version, "hip", None)
+    attention._find_flash3.cache_clear()
+    assert attention._find_flash3() is len
+    attention._find_flash3.cache_clear()
+
+
+def test_flash3_is_asked_for_the_same_bits_again_where_torch_is(flash3: list[dict[str, Any]]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with force_kernel("flash3"):
+            attend(*inputs(dtype=torch.bfloat16), "flash3")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert flash3 == [{"causal": True, "deterministic": True}]
+
+
+def test_without_the_package_there_is_no_flash3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    attention._find_flash3.cache_clear()
+    with force_kernel("flash3"):
+        assert attention._find_flash3() is None
+    attention._find_flash3.cache_clear()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -64,20 +142,38 @@ def test_on_a_cpu_it_is_sdpa(compiled: bool) -> None:
     assert isinstance(plan_attention(DOCUMENTS, DOCUMENTS, compiled), Tensor)
 
 
-def test_flex_is_for_compiled_blocks_on_a_gpu_where_no_mode_watches() -> None:
-    gpu = torch.device("cuda")
-    assert attention._can_use_flex(gpu, True)
-    assert not attention._can_use_flex(gpu, False)
-    assert not attention._can_use_flex(torch.device("cpu"), True)
-    with Watching():
-        assert not attention._can_use_flex(gpu, True)
+@pytest.mark.parametrize(
+    ("documents", "compiled", "package", "expected"),
+    [
+        (False, False, True, "flash3"),
+        (False, True, True, "flash3"),
+        (False, True, False, "sdpa"),
+        (True, True, True, "flex"),
+        (True, False, True, "sdpa"),
+    ],
+)
+def test_on_a_gpu_it_is_what_suits_mask_and_compilation(
+    documents: bool, compiled: bool, package: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_find_flash3", lambda: (lambda: None) if package else None)
+    assert attention._choose_kernel(torch.device("cuda"), documents, compiled) == expected
 
 
-def test_a_mode_that_watches_sees_every_attention() -> None:
+@pytest.mark.parametrize("kernel", ["flex", "flash3"])
+def test_while_a_mode_watches_it_sees_every_attention(kernel: Any) -> None:
     model = transformer(vocab_size=11, seq_len=16, layers=2, hidden_size=16, num_heads=2)
-    with Watching() as watching:
+    with force_kernel(kernel), Watching() as watching:
         model(torch.zeros(2, 16, dtype=torch.int64), DOCUMENTS)
     assert watching.seen.count(F.scaled_dot_product_attention) == 2
+
+
+def test_a_compiler_that_follows_the_whole_model_finds_sdpa() -> None:
+    def model(tokens: Tensor) -> bool:
+        return plan_attention(tokens, None, False) is None
+
+    with force_kernel("flash3"):
+        assert torch.compile(model, backend="eager", fullgraph=True)(DOCUMENTS)
+    torch.compiler.reset()
 
 
 @unfused
@@ -87,7 +183,7 @@ def test_our_transformer_takes_a_block_mask_through_all_its_layers() -> None:
     tokens = torch.randint(11, (2, 16))
     with torch.no_grad():
         expected = model(tokens, DOCUMENTS)
-        with force_flex(True):
+        with force_kernel("flex"):
             assert isinstance(plan_attention(tokens, DOCUMENTS, False), BlockMask)
             torch.testing.assert_close(model(tokens, DOCUMENTS), expected, rtol=1e-5, atol=1e-5)
 
@@ -106,7 +202,7 @@ def test_on_a_gpu_the_chosen_kernel_has_the_gradients_of_sdpa(packed: bool) -> N
         out = (torch.compile(attend, dynamic=False) if compiled else attend)(*given, how)
         return [out, *torch.autograd.grad(out.float().square().sum(), given)]
 
-    with force_flex(False):
+    with force_kernel("sdpa"):
         expected = results(plan_attention(tokens, documents, True), compiled=False)
     for found, reference in zip(results(plan_attention(tokens, documents, True), compiled=True), expected, strict=True):
         assert (found - reference).float().norm() / reference.float().norm() < 0.02
