@@ -38,6 +38,9 @@ class ModelConfig(ConfigModel):
     tp_plan: dict[str, str] | None = None
     """How `parallelism.tensor` divides the model: pattern of module names -> style. null: the built-in plan for a known
     model."""
+    embedding_noise: PositiveNumber | None = None
+    """NEFTune: uniform noise of up to this / sqrt(seq_len x width) that is added to the input embeddings in training; 5
+    is usual for fine-tuning. null: none."""
     quantization_aware: Literal["int4"] | None = None
     """`int4`: layers compute with the weights that `phalanx checkpoint export --form int4` will store, so that training
     makes up for the rounding; with `hf:PATH`. null: they do not."""

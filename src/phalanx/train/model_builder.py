@@ -1,5 +1,6 @@
 """Build the model of a recipe: by import path, with arguments that the data provide, and seeded initialization."""
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -87,6 +88,8 @@ def build_model(
         _check_head_is_trained(model)
     if spec.quantization_aware is not None and directory is not None:
         make_int4_aware(model, getattr(torch, open_weight_reader(directory).find_main_dtype()))
+    if spec.embedding_noise is not None:
+        _add_embedding_noise(model, spec.embedding_noise, facts.seq_len)
     return model
 
 
@@ -99,6 +102,23 @@ def _check_head_is_trained(model: nn.Module) -> None:
             raise RecipeError(
                 f"adapter.modules_to_save: {head} may be new, and is not trained; name it: modules_to_save: [{head}]"
             )
+
+
+def _add_embedding_noise(model: nn.Module, alpha: float, length: int | None) -> None:
+    """Add uniform noise to the input embeddings in training (NEFTune, Jain et al. 2023), by a hook. Raises RecipeError
+    if the model has none, or the data no sequences."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if is_transformers_model(model):
+        embeddings = [model.get_input_embeddings(), *embeddings]  # type: ignore[operator]
+    if not embeddings or length is None:
+        raise RecipeError("model.embedding_noise: is for models of text with an nn.Embedding; leave it out")
+    # Of the whole sequence, also where ranks hold parts of it.
+    limit = alpha / math.sqrt(length * embeddings[0].embedding_dim)
+
+    def add_noise(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output + limit * (2 * torch.rand_like(output) - 1) if module.training else output
+
+    embeddings[0].register_forward_hook(add_noise)
 
 
 @contextmanager

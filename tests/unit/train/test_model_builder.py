@@ -133,3 +133,21 @@ def test_seeds_of_different_places_differ() -> None:
 )
 def test_batch_norm_is_found_wherever_it_is(module: nn.Module, expected: bool) -> None:
     assert has_batch_norm(nn.Sequential(nn.ReLU(), nn.Sequential(module))) is expected
+
+
+def test_embedding_noise_is_uniform_within_its_limit_and_in_training_only() -> None:
+    spec = ModelConfig(args={"layers": 1, "hidden_size": 16, "num_heads": 2}, embedding_noise=5)
+    model, tokens = build_model(spec, TEXT, None, 0, CPU), torch.arange(64).view(1, 64)
+    embedding = model.get_submodule("embedding")
+    torch.manual_seed(0)
+    noise = (embedding(tokens) - nn.functional.embedding(tokens, embedding.weight)).detach()
+    limit = 5 / (64 * 16) ** 0.5
+    assert noise.abs().max() <= limit
+    assert noise.std().item() == pytest.approx(limit / 3**0.5, rel=0.1)
+    assert torch.equal(embedding.eval()(tokens), nn.functional.embedding(tokens, embedding.weight))
+
+
+def test_embedding_noise_needs_an_embedding(tmp_path: Path) -> None:
+    images = DataInfo("images", None, 10, None, (32, 32, 3))
+    with pytest.raises(RecipeError, match=r"model.embedding_noise: is for models of text"):
+        build_model(ModelConfig(build="phalanx.models:nin", embedding_noise=5), images, None, 0, CPU)
