@@ -64,11 +64,7 @@ MODELS = {
     "hf Mixtral": Model(
         "hf:parity-mixtral", dropout_args=("attention_dropout",), refused=frozenset({"expert", "tensor", "pipeline"})
     ),
-    "hf GPT-2": Model(
-        "hf:parity-gpt2",
-        dropout_args=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
-        refused=frozenset({"expert", "tensor"}),
-    ),
+    "hf GPT-2": Model("hf:parity-gpt2", dropout_args=("attn_pdrop", "resid_pdrop", "embd_pdrop")),
     "image classifier": Model(
         "user_models:image_classifier",
         {"hidden_size": 32, "blocks": BLOCKS},

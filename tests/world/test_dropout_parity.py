@@ -77,7 +77,7 @@ REST: list[tuple[str, Values]] = [
     *[("noisy", layout) for layout in ({"shard": 2}, PAIR, {"context": 2, "pipeline": 2})],
     ("own attention", TENSOR),
     *[("adapters", layout) for layout in (CONTEXT, PIPELINE, {"shard": 2})],
-    ("gpt2 adapters", CONTEXT),
+    ("gpt2 adapters", PAIR),
 ]
 
 

@@ -198,14 +198,43 @@ def test_layers_compute_the_same_with_weights_that_are_cast_before(layer: nn.Mod
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-STYLES = {"0": "region", "0.0": "columns", "0.1": "rows"}
+class Conv1D(nn.Module):
+    """The linear layer of transformers' GPT-2."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf = outputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Regions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+        self.transposed = nn.Sequential(Conv1D(2 * WIDTH, WIDTH), Conv1D(WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.transposed(self.linear(x))
+        return out
+
+
+STYLES = {
+    "linear": "region",
+    "linear.0": "columns",
+    "linear.1": "rows",
+    "transposed": "region",
+    "transposed.0": "columns-conv1d",
+    "transposed.1": "rows-conv1d",
+}
 
 
 def divided(rank: int, world: int) -> tuple[dict[str, list[str]], float]:
     """The formats of results before and after tensor ranks divide the layers, and how far the outputs are apart."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)))
-    x = torch.randn(2, LENGTH, WIDTH)
+    model, x = Regions(), torch.randn(2, LENGTH, WIDTH)
     found: dict[str, list[str]] = {name: [] for name in STYLES}
     for name in STYLES:
         hook = model.get_submodule(name).register_forward_hook

@@ -98,10 +98,13 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         # x [b, s, w] -> [b, s, w]
         batch, length, _ = x.shape
-        # Of heads a rank of tensor parallelism has some, so their number is that of the projection.
-        value = self.value(x).view(batch, length, -1, self.head_dim)  # [b, s, g, d]
-        query = self._norm_and_rotate(self.query(x).view(batch, length, -1, self.head_dim), self.query_norm, rotations)
-        key = self._norm_and_rotate(self.key(x).view(batch, length, -1, self.head_dim), self.key_norm, rotations)
+        value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim)  # [b, s, g, d]
+        query = self._norm_and_rotate(
+            self.query(x).view(batch, length, self.num_heads, self.head_dim), self.query_norm, rotations
+        )
+        key = self._norm_and_rotate(
+            self.key(x).view(batch, length, self.num_kv_heads, self.head_dim), self.key_norm, rotations
+        )
         key = key.to(value.dtype)
         if cache is not None:
             key, value = cache.append(key, value)  # [b, t, g, d] of all t tokens so far

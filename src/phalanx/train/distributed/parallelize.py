@@ -9,7 +9,7 @@ of the model any more. Blocks are compiled one by one, so equal blocks share a c
 since all micro-batches of a recipe have the same shape. (docs/how-to/parallelism.md explains the reasons.)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,10 +71,12 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class ModelPlan:
     """The analysis of a whole model before it is divided: its `blocks` in order, the tensor-parallel `tp_styles` of its
-    modules, and whether hidden states are sharded along the `sequence`."""
+    modules, attributes that count heads (`divided_attributes`), and whether hidden states are sharded along the
+    `sequence`."""
 
     blocks: tuple[str, ...]
     tp_styles: Mapping[str, str]
+    divided_attributes: Mapping[str, Sequence[str]]
     sequence_parallel: bool
 
 
@@ -83,8 +85,11 @@ def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfi
     module_order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     blocks = tuple(sorted(find_blocks(model), key=module_order.__getitem__))
     tp_styles: Mapping[str, str] = {}
+    divided_attributes: Mapping[str, Sequence[str]] = {}
     if parallelism.tensor > 1:
+        tp_plan = find_tp_plan(model)
         tp_styles = check_tp_plan(model, _get_tp_styles(model, parallelism.tensor, config), parallelism.tensor)
+        divided_attributes = tp_plan.divided_attributes if tp_plan is not None and not config.tp_plan else {}
     if parallelism.expert > 1:
         check_experts(model, parallelism.expert)
     if parallelism.context > 1:
@@ -103,7 +108,7 @@ def plan_model(model: nn.Module, parallelism: Parallelism, config: ParallelConfi
             f"parallelism.async_tp: needs sequences that {parallelism.tensor} ranks can share in {ASYNC_TP_CHUNKS} "
             f"chunks each; a rank's have {length} positions"
         )
-    return ModelPlan(blocks, tp_styles, length is not None and length % parallelism.tensor == 0)
+    return ModelPlan(blocks, tp_styles, divided_attributes, length is not None and length % parallelism.tensor == 0)
 
 
 def parallelize(model: nn.Module, root: nn.Module, mesh: Mesh, config: ParallelConfig) -> tuple[ParallelModel, Group]:
@@ -127,6 +132,7 @@ def parallelize_part(
         model_plan.tp_styles,
         mesh.tensor_group,
         blocks=model_plan.blocks,
+        divided_attributes=model_plan.divided_attributes,
         sequence_parallel=model_plan.sequence_parallel,
         vocab_parallel_loss=config.vocab_parallel_loss,
         async_tp=mesh.parallelism.async_tp,

@@ -9,6 +9,7 @@ used.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -80,11 +81,12 @@ def check_tp_plan(model: nn.Module, styles_by_pattern: Mapping[str, str], size: 
     styles = resolve_styles(model, styles_by_pattern)
     modules = dict(model.named_modules())
     for name, style in styles.items():
-        for parameter, dim in _sharded_dims(modules[name], style, name).items():
+        for parameter, dim, parts in _sharded_dims(modules[name], style, name):
             length = parameter.shape[dim]
-            if style not in VOCAB_STYLES and length % size:
+            if style not in VOCAB_STYLES and length % (parts * size):
+                features = f"{length} features" + (f" ({parts} x {length // parts})" if parts > 1 else "")
                 raise RecipeError(
-                    f"parallelism.tensor: {name} ({style}) has {length} features, which {size} ranks cannot share"
+                    f"parallelism.tensor: {name} ({style}) has {features}, which {size} ranks cannot share"
                 )
     regions = [name for name, style in styles.items() if style == "region"]
     for name, module in modules.items():
@@ -105,6 +107,7 @@ def apply_tensor_parallel(
     group: Group,
     *,
     blocks: Sequence[str] = (),
+    divided_attributes: Mapping[str, Sequence[str]] | None = None,
     sequence_parallel: bool = False,
     vocab_parallel_loss: bool = False,
     async_tp: bool = False,
@@ -116,7 +119,8 @@ def apply_tensor_parallel(
     `sequence_parallel`: hidden states between the first and last of `blocks` are sharded along the sequence; its length
     must divide. `async_tp`: with that, the matmul that leaves a region overlaps with its communication.
     `vocab_parallel_loss`: whether the loss can be computed over shards of the vocabulary; otherwise embedding and head
-    are replicated.
+    are replicated. `divided_attributes`: attributes of modules (by pattern) that count heads or features, and are
+    divided too.
     """
     result = TensorParallelResult()
     if group_size(group) == 1:
@@ -136,28 +140,32 @@ def apply_tensor_parallel(
         result.vocab_group = group
     dim_shards: dict[nn.Parameter, DimShard] = {}
     for name, style in styles.items():
-        for parameter, dim in _sharded_dims(modules[name], style, name).items():
+        for parameter, dim, parts in _sharded_dims(modules[name], style, name):
             if parameter not in dim_shards:
-                dim_shards[parameter] = dim_shard = _make_dim_shard(parameter, dim, style, group)
+                dim_shards[parameter] = dim_shard = _make_dim_shard(parameter, dim, parts, style, group)
                 result.dim_shards[names[parameter]] = dim_shard
     for parameter, dim_shard in dim_shards.items():
-        start, end = dim_shard.span
-        own_part = parameter.data.narrow(dim_shard.dim, start, end - start)
-        parameter.data = own_part.clone(memory_format=torch.contiguous_format)
+        pieces = [parameter.data.narrow(dim_shard.dim, start, end - start) for start, end in dim_shard.ranges]
+        parameter.data = torch.cat(pieces, dim_shard.dim).clone(memory_format=torch.contiguous_format)
     for name, style in styles.items():
         in_region = any(styles.get(parent) == "region" for parent in _name_and_parents(name))
-        _APPLY_STYLE[style](modules[name], _TPComm(group, sequence_parallel, in_region, async_tp))
-        if style == "columns":
+        kind, _, fused = style.partition(":")
+        _APPLY_STYLE[kind](modules[name], _TPComm(group, sequence_parallel, in_region, async_tp))
+        if kind.startswith("columns"):
             modules[name].register_forward_pre_hook(lambda *_: enter_columns())
-            modules[name].register_forward_hook(lambda module, args, output: leave_columns(output.shape[-1]))
-        elif style == "rows":
+            modules[name].register_forward_hook(partial(_note_cut_features, int(fused or 1)))
+        elif kind.startswith("rows"):
             modules[name].register_forward_hook(lambda *_: leave_rows())
+    for pattern, attributes in (divided_attributes or {}).items():
+        for name in find_matching(pattern, modules):
+            for attribute in attributes:
+                setattr(modules[name], attribute, getattr(modules[name], attribute) // group_size(group))
     whole = {names[p] for p in names if p not in dim_shards}
     result.partial_grads = {
         name for name in whole for parent in _name_and_parents(name) if styles.get(parent) == "shared"
     }
     # What an adapter computes from the inputs only enters this rank's outputs.
-    columns = {name for name, style in styles.items() if style == "columns"}
+    columns = {name for name, style in styles.items() if style.startswith("columns")}
     result.partial_grads |= {
         name for name in whole if name.endswith(f".{LORA_A_NAME}") and name.rpartition(".")[0] in columns
     }
@@ -204,42 +212,46 @@ class _TPComm:
         )
 
 
-def _sharded_dims(module: nn.Module, style: str, name: str) -> dict[nn.Parameter, int]:
-    """Return the parameters that a style shards, and the dimension of each."""
-    if style in ("region", "shared"):
-        return {}
+def _sharded_dims(module: nn.Module, style: str, name: str) -> list[tuple[nn.Parameter, int, int]]:
+    """Return the parameters that a style shards, the dimension of each, and the number of fused parts in it."""
+    kind, _, fused = style.partition(":")
+    parts = int(fused or 1)
+    if kind in ("region", "shared"):
+        return []
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    expected_type = nn.Embedding if style == "vocabulary" else nn.Linear
-    if not isinstance(module, expected_type) or not isinstance(weight, nn.Parameter):
-        raise RecipeError(
-            f"{TP_PLAN_KEY}: {name} is {type(module).__name__}, and {style} is for {expected_type.__name__}"
-        )
-    dim = 1 if style == "rows" else 0
-    sharded = {weight: dim}
-    if isinstance(bias, nn.Parameter) and style != "rows":
-        sharded[bias] = 0
-    if has_adapter(module) and style == "vocabulary":
+    expected_type = (
+        nn.Embedding if kind == "vocabulary" else nn.Linear if kind in ("columns", "rows", "head") else nn.Module
+    )
+    if not isinstance(module, expected_type) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        expected = expected_type.__name__ if expected_type is not nn.Module else "Conv1D"
+        raise RecipeError(f"{TP_PLAN_KEY}: {name} is {type(module).__name__}, and {style} is for {expected}")
+    dim = {"columns": 0, "rows": 1, "vocabulary": 0, "head": 0, "columns-conv1d": 1, "rows-conv1d": 0}[kind]
+    sharded = [(weight, dim, parts)]
+    rows = kind in ("rows", "rows-conv1d")
+    if isinstance(bias, nn.Parameter) and not rows:
+        sharded.append((bias, 0, parts))
+    if has_adapter(module) and kind == "vocabulary":
         raise RecipeError(
             f"parallelism.tensor: cuts the embedding {name}, which has an adapter; leave it out of "
             "adapter.target_modules, or use parallelism.shard"
         )
     if has_adapter(module):  # of the two LoRA matrices, the one on the sharded side is sharded too
-        sharded[module.get_parameter(LORA_A_NAME if style == "rows" else LORA_B_NAME)] = dim
+        sharded.append((module.get_parameter(LORA_A_NAME if rows else LORA_B_NAME), dim, parts))
     return sharded
 
 
-def _make_dim_shard(parameter: nn.Parameter, dim: int, style: str, group: Group) -> DimShard:
+def _make_dim_shard(parameter: nn.Parameter, dim: int, parts: int, style: str, group: Group) -> DimShard:
     rank, size, full_size = group_rank(group), group_size(group), parameter.shape[dim]
     if style in VOCAB_STYLES:  # any vocabulary size is allowed
-        return DimShard(dim, fsdp_row_range(full_size, rank, size), full_size, "tensor")
-    return shard_evenly(dim, full_size, rank, size, "tensor")
+        return DimShard(dim, (fsdp_row_range(full_size, rank, size),), full_size, "tensor")
+    return shard_evenly(dim, full_size, rank, size, "tensor", parts)
 
 
 def _check_tied_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
     """Raise RecipeError if a parameter that several modules share would be sharded differently in them."""
-    seen: dict[nn.Parameter, tuple[str, int | None]] = {}
+    seen: dict[nn.Parameter, tuple[str, object]] = {}
     for name, module in model.named_modules():
-        sharded = _sharded_dims(module, styles.get(name, "shared"), name)
+        sharded = {p: (dim, parts) for p, dim, parts in _sharded_dims(module, styles.get(name, "shared"), name)}
         for parameter in module.parameters(recurse=False):
             first_name, sharding = seen.setdefault(parameter, (name, sharded.get(parameter)))
             if sharding != sharded.get(parameter):
@@ -266,10 +278,31 @@ def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
             out = linear_reduce_scatter(x, self.weight, comm.group)
         else:
             out = comm.leave_region(F.linear(x, self.weight))
-        # Added once to the sum of all ranks' products, in their format, as a whole layer does under autocast.
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return _add_bias(out, self.bias)
 
     vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
+
+
+def _add_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the bias to the sum of all ranks' products: once, and in the format of the products, as a whole layer does
+    under autocast."""
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def _apply_rowwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return _add_bias(comm.leave_region(x @ self.weight), self.bias)
+
+    vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
+
+
+def _apply_colwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
+    _apply_colwise(module, comm)
+
+    def forward(self: Any, x: Tensor) -> Tensor:  # the original forward uses the unsharded number of features
+        return F.linear(x, self.weight.t(), self.bias)
+
+    vars(module)["forward"] = MethodType(forward, module)
 
 
 def _apply_vocab_embedding(module: nn.Module, comm: _TPComm) -> None:
@@ -293,6 +326,8 @@ _APPLY_STYLE: dict[str, Callable[[nn.Module, _TPComm], None]] = {
     "region": _apply_region,
     "columns": _apply_colwise,
     "rows": _apply_rowwise,
+    "columns-conv1d": _apply_colwise_conv1d,
+    "rows-conv1d": _apply_rowwise_conv1d,
     "vocabulary": _apply_vocab_embedding,
     "head": _apply_nothing,
     "shared": _apply_nothing,
@@ -323,6 +358,11 @@ def _transform_first_output(change: Callable[[Tensor], Tensor]) -> Callable[...,
         return change(output) if isinstance(output, Tensor) else (change(output[0]), *output[1:])
 
     return hook
+
+
+def _note_cut_features(parts: int, module: nn.Module, args: Any, output: Tensor) -> None:
+    """Forward hook of a layer with outputs cut into parts of `parts` fused matrices."""
+    leave_columns(output.shape[-1], parts)
 
 
 def _name_and_parents(name: str) -> list[str]:

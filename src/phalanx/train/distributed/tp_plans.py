@@ -1,7 +1,7 @@
 """Tensor-parallel plans of known models, as data: patterns of module names to styles.
 
-Included are our transformer and Hugging Face's Llama, Qwen2 and Qwen3. `tensor_parallel.py` implements the styles;
-this module imports no model code and changes nothing. (Shoeybi et al. 2019, Megatron-LM.)
+Included are our transformer and Hugging Face's Llama, Qwen2, Qwen3 and GPT-2. `tensor_parallel.py` implements the
+styles; this module imports no model code and changes nothing. (Shoeybi et al. 2019, Megatron-LM.)
 
 A pattern is a dotted module name in which `*` stands for one component: `blocks.*.ffn.up`.
 
@@ -11,6 +11,10 @@ A pattern is a dotted module name in which `*` stands for one component: `blocks
     columns            nn.Linear                 rows of the weight [out, in], the bias with them: part of the outputs
     rows               nn.Linear                 columns of the weight: part of the inputs; partial outputs are summed,
                                                  and the bias, whole on each rank, is added once, after the sum
+    columns-conv1d     transformers' Conv1D      the same for a weight stored as [in, out]
+    columns-conv1d:3   Conv1D                    as above for three matrices stored as one [in, 3 x out] (query, key,
+                                                 value): a part of each of the three
+    rows-conv1d        Conv1D                    rows of the weight [in, out]
     vocabulary         nn.Embedding              rows: part of the vocabulary
     head               nn.Linear                 as columns; the outputs are logits of part of the vocabulary. If it
                                                  is tied to the embedding, both are sharded in the same way
@@ -26,7 +30,17 @@ from torch import nn
 from phalanx.models.transformer import CausalSelfAttention, FeedForward, Transformer
 from phalanx.train.ops.blocks import find_matching, matches_pattern
 
-TP_STYLES = ("region", "columns", "rows", "vocabulary", "head", "shared")
+TP_STYLES = (
+    "region",
+    "columns",
+    "rows",
+    "columns-conv1d",
+    "columns-conv1d:3",
+    "rows-conv1d",
+    "vocabulary",
+    "head",
+    "shared",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,8 @@ class TPPlan:
     styles: Mapping[str, str]
     """Pattern -> style. Patterns are those of the model with its head; for a model without one (`base_prefix`), see
     `find_tp_plan`."""
+    divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Pattern of modules -> attributes that count heads or features, and are divided by the number of ranks too."""
     divisible_sizes: Mapping[str, str] = field(default_factory=dict)
     """Sizes that the number of ranks must divide: description -> attribute of `model.config`. For our own transformer
     they are read from its modules (`find_divisible_sizes`)."""
@@ -61,9 +77,11 @@ TRANSFORMER_TP_PLAN = TPPlan(
         "blocks.*.ffn.down": "rows",
         "head": "head",
     },
+    divided_attributes={"blocks.*.attention": ("num_heads", "num_kv_heads")},
     optional_patterns=frozenset({"blocks.*.attention.query_norm", "blocks.*.attention.key_norm", "blocks.*.ffn.gate"}),
 )
 
+# These attention modules need no divided attributes: they view projections as [b, s, -1, d].
 LLAMA_TP_PLAN = TPPlan(
     styles={
         "model.embed_tokens": "vocabulary",
@@ -97,10 +115,32 @@ QWEN3_TP_PLAN = replace(
     },
 )
 
+GPT2_TP_PLAN = TPPlan(
+    styles={
+        "transformer.wte": "vocabulary",  # position embeddings (wpe) are replicated
+        "transformer.h.*.attn": "region",
+        "transformer.h.*.mlp": "region",
+        "transformer.h.*.attn.c_attn": "columns-conv1d:3",
+        "transformer.h.*.attn.c_proj": "rows-conv1d",
+        "transformer.h.*.mlp.c_fc": "columns-conv1d",
+        "transformer.h.*.mlp.c_proj": "rows-conv1d",
+        "lm_head": "head",
+    },
+    divided_attributes={"transformer.h.*.attn": ("num_heads", "split_size")},
+    divisible_sizes={
+        "attention heads": "n_head",
+        "features": "n_embd",
+        "tokens of the vocabulary": "vocab_size",
+    },
+    base_prefix="transformer.",
+    optional_patterns=frozenset({"lm_head"}),
+)
+
 HF_TP_PLANS: Mapping[str, TPPlan] = {
     "llama": LLAMA_TP_PLAN,
     "qwen2": LLAMA_TP_PLAN,
     "qwen3": QWEN3_TP_PLAN,
+    "gpt2": GPT2_TP_PLAN,
 }
 """By `model.config.model_type`."""
 
@@ -122,8 +162,9 @@ def find_tp_plan(model: nn.Module) -> TPPlan | None:
     absent = {
         fit_pattern(pattern) for pattern in plan.optional_patterns if not find_matching(fit_pattern(pattern), names)
     }
+    divided_attributes = {fit_pattern(pattern): attributes for pattern, attributes in plan.divided_attributes.items()}
     styles_present = {pattern: style for pattern, style in styles.items() if pattern not in absent}
-    return TPPlan(styles_present, plan.divisible_sizes, "" if bare else plan.base_prefix)
+    return TPPlan(styles_present, divided_attributes, plan.divisible_sizes, "" if bare else plan.base_prefix)
 
 
 def _plan_for_transformer(model: Transformer) -> TPPlan:

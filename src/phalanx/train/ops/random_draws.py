@@ -236,9 +236,9 @@ def enter_columns() -> None:
 
 
 @_trace_as_constant
-def leave_columns(width: int) -> None:
-    """Note that features are cut from here on, besides those that were: `width` of them here."""
-    _state.widths = _state.widths_before | {width}
+def leave_columns(width: int, parts: int) -> None:
+    """Note that features are cut from here on, besides those that were: `width` of them here, in `parts` fused ones."""
+    _state.widths = _state.widths_before | {width, width // parts}
 
 
 @_trace_as_constant

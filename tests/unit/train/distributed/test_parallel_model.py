@@ -112,7 +112,7 @@ def tensor_rank(rank: int, size: int, seed: int | None = None) -> tuple[Parallel
 
 
 def _own_part(source: Tensor, cut: DimShard) -> Tensor:
-    start, end = cut.span
+    ((start, end),) = cut.ranges
     return source.narrow(cut.dim, start, end - start)
 
 

@@ -21,24 +21,35 @@ from phalanx.train.distributed.shard_spec import (
 
 @dataclass(frozen=True)
 class Dimension:
-    """A logical dimension: `size` ranks cut it into equal shares where they can, else as FSDP does."""
+    """A logical dimension: `size` ranks cut it into equal shares of each of `parts`, or (0 parts) as FSDP does."""
 
     length: int
     size: int = 1
+    parts: int = 1
 
     def cut(self, dim: int, rank: int) -> DimShard:
-        if self.length % self.size:
-            return DimShard(dim, fsdp_row_range(self.length, rank, self.size), self.length, "tensor")
-        return shard_evenly(dim, self.length, rank, self.size, "tensor")
+        if self.parts == 0:
+            return DimShard(dim, (fsdp_row_range(self.length, rank, self.size),), self.length, "tensor")
+        return shard_evenly(dim, self.length, rank, self.size, "tensor", self.parts)
 
 
-DIMENSIONS = st.builds(Dimension, st.integers(0, 9), st.integers(1, 4))
+@st.composite
+def evenly_cut(draw: st.DrawFn) -> Dimension:
+    size, parts, share = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return Dimension(size * parts * share, size, parts)
+
+
+DIMENSIONS = st.one_of(
+    st.builds(Dimension, st.integers(1, 5)),
+    evenly_cut(),
+    st.builds(Dimension, st.integers(0, 7), st.integers(1, 4), st.just(0)),
+)
 
 
 def local_part(whole: np.ndarray, cuts: Sequence[DimShard], rows: tuple[int, int]) -> np.ndarray:
     """What a rank holds, cut as the tensors are."""
     for cut in cuts:
-        whole = whole.take(range(*cut.span), axis=cut.dim)
+        whole = np.concatenate([whole.take(range(*one), axis=cut.dim) for one in cut.ranges], axis=cut.dim)
     return whole[slice(*rows)]
 
 

@@ -63,6 +63,10 @@ def test_a_pattern_gives_each_module_that_it_matches_its_style() -> None:
         ({"head": "vocabulary"}, r"model.tp_plan: head is Linear, and vocabulary is for Embedding$"),
         ({"blocks.*.norm": "rows"}, r"model.tp_plan: blocks\.0\.norm is LayerNorm, and rows is for Linear$"),
         (
+            {"blocks.*.norm": "columns-conv1d"},
+            r"model.tp_plan: blocks\.0\.norm is LayerNorm, and columns-conv1d is for ",
+        ),
+        (
             {"blocks.*": "region", "blocks.*.up": "columns", "blocks.*.down": "rows"},
             r"model.tp_plan: blocks\.0\.norm has parameters and lies in blocks\.0 \(region\), so it needs a style; ",
         ),
@@ -100,6 +104,25 @@ def test_rules_that_fit_are_accepted(options: dict[str, Any], rules: dict[str, s
 def test_features_that_do_not_divide_are_told_with_the_layer(rules: dict[str, str], expected: str) -> None:
     with pytest.raises(RecipeError, match=f"^{expected}"):
         check_tp_plan(net(), rules, 5)
+
+
+class Conv1D(nn.Module):
+    """As transformers' own: the weight is [in, out]."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+
+def test_each_part_of_a_fused_matrix_must_divide() -> None:
+    model = nn.Sequential(Conv1D(4, 18))
+    check_tp_plan(model, {"0": "columns-conv1d:3"}, 2)
+    check_tp_plan(model, {"0": "columns-conv1d"}, 9)
+    with pytest.raises(
+        RecipeError, match=r"^parallelism.tensor: 0 .* has 18 features \(3 x 6\), which 9 ranks cannot share"
+    ):
+        check_tp_plan(model, {"0": "columns-conv1d:3"}, 9)
 
 
 @pytest.mark.parametrize("rules", [{"embedding": "vocabulary"}, {"head": "head"}, {"head": "rows"}])

@@ -37,7 +37,7 @@ def check(model: nn.Module) -> None:
     assert all(fitting.values())
     matrices = {name for name, module in modules.items() if is_linear(module) or isinstance(module, nn.Embedding)}
     styled = {name for names in fitting.values() for name in names}
-    assert matrices <= styled
+    assert {name for name in matrices if not name.endswith("wpe")} <= styled
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"activation": "relu2"}, {"tie_embeddings": False}])
@@ -45,7 +45,7 @@ def test_rules_fit_our_transformer(options: dict[str, Any]) -> None:
     check(ours(**options))
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3", "gpt2"])
 @pytest.mark.parametrize("bare", [False, True])
 def test_rules_fit_models_of_hugging_face_with_and_without_their_head(tmp_path: Path, kind: str, bare: bool) -> None:
     tiny = pytest.importorskip("tiny_huggingface")

@@ -102,7 +102,7 @@ def test_tensor_ranks_share_the_positions_of_a_context_rank(rank: int) -> None:
 def cut_columns(width: int) -> None:
     """A layer cut by columns that gives `width` features here."""
     enter_columns()
-    leave_columns(width)
+    leave_columns(width, 1)
 
 
 BETWEEN: dict[str, tuple[Callable[[int], Tensor], int]] = {
@@ -277,7 +277,7 @@ def test_compiled_code_draws_the_same_parts() -> None:
     def between(x: Tensor) -> Tensor:
         enter_columns()
         x = F.dropout(x, 0.3) * 2
-        leave_columns(WIDTH // 2)
+        leave_columns(WIDTH // 2, 1)
         x = F.dropout(x[..., : WIDTH // 2], 0.3)
         leave_rows()
         return x[:, : LENGTH // 4] + torch.rand(BATCH, LENGTH // 4, WIDTH // 2)
