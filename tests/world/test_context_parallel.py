@@ -50,12 +50,10 @@ def documents_of(batch: int) -> Tensor:
 # Attention alone
 
 
-def attention(
-    group: Group, *, way: ContextMethod, kind: str, heads: int, kv_heads: int, wide: bool = False
-) -> list[Tensor]:
+def attention(group: Group, *, way: ContextMethod, kind: str, heads: int, kv_heads: int) -> list[Tensor]:
     """Result of one attention and the gradients of queries, keys and values, with the positions that they are of."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((heads, 4), (kv_heads, 4), (kv_heads, 6 if wide else 4))
+    shapes = ((heads, 4), (kv_heads, 4), (kv_heads, 6))  # values are wider than keys
     whole = [torch.randn(3, count, LENGTH, dim, generator=generator) for count, dim in shapes]
     upstream = torch.randn(3, heads, LENGTH, shapes[2][1], generator=generator)
     documents = documents_of(3) if kind == "documents" else None
@@ -86,15 +84,6 @@ def test_attention_and_its_gradients_are_those_of_the_whole_sequence(
     options: dict[str, Any] = {"way": way, "kind": kind, "heads": heads, "kv_heads": kv_heads}
     _, *alone = attention(None, **options)
     for own, *found in world.run(n, together, case=attention, **options):
-        for part, whole in zip(found, alone, strict=True):
-            assert_close(part, whole[:, :, own])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_values_may_be_wider_than_keys(world: ProcessWorlds, way: ContextMethod) -> None:
-    options: dict[str, Any] = {"way": way, "kind": "causal", "heads": 4, "kv_heads": 4, "wide": True}
-    _, *alone = attention(None, **options)
-    for own, *found in world.run(2, together, case=attention, **options):
         for part, whole in zip(found, alone, strict=True):
             assert_close(part, whole[:, :, own])
 
@@ -188,13 +177,6 @@ def assert_adds_up(parts: list[Any], alone: tuple[float, int, dict[str, Tensor]]
         assert_close(torch.stack([part[2][name] for part in parts]).sum(0), expected)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_transformer_learns_the_same_from_parts(world: ProcessWorlds, way: ContextMethod, packed: bool) -> None:
-    options: dict[str, Any] = {"way": way, "packed": packed}
-    assert_adds_up(world.run(2, together, case=training, **options), training(None, **options))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_recomputed_blocks_attend_to_the_whole_sequence_again(world: ProcessWorlds, way: ContextMethod) -> None:
     options: dict[str, Any] = {"way": way, "packed": True}
@@ -214,18 +196,10 @@ def test_a_recomputation_without_it_is_an_error_not_another_gradient(world: Proc
     assert world.run(2, together, case=forgotten, way=way) == [True, True]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("way", WAYS)
-def test_hugging_face_llama_learns_the_same_from_parts(world: ProcessWorlds, way: ContextMethod, packed: bool) -> None:
+@pytest.mark.parametrize(("recompute", "packed"), [("none", False), ("none", True), ("theirs", False)])
+def test_hugging_face_llama_may_recompute_or_hold_a_cache(world: ProcessWorlds, recompute: str, packed: bool) -> None:
     pytest.importorskip("transformers")
-    options: dict[str, Any] = {"way": way, "family": "llama", "packed": packed}
-    assert_adds_up(world.run(2, together, case=training, **options), training(None, **options))
-
-
-@pytest.mark.parametrize("recompute", ["none", "theirs"])
-def test_hugging_face_llama_may_recompute_or_hold_a_cache(world: ProcessWorlds, recompute: str) -> None:
-    pytest.importorskip("transformers")
-    options: dict[str, Any] = {"way": "gather", "family": "llama"}
+    options: dict[str, Any] = {"way": "gather", "family": "llama", "packed": packed}
     parts = world.run(2, together, case=training, recompute=recompute, cache=recompute == "none", **options)
     assert_adds_up(parts, training(None, **options))
 

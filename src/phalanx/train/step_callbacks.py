@@ -233,18 +233,6 @@ DIVERGENCE_HINT = "lower optimizer.lr, lengthen optimizer.schedule.warmup_steps,
 NonfiniteAction = Literal["skip", "rescale", "rollback"]
 
 
-def choose_nonfinite_action(consecutive_skips: int, is_fp16_overflow: bool) -> tuple[NonfiniteAction, int]:
-    """Choose the action for a skipped step, and return it with the new number of consecutive skips.
-
-    `is_fp16_overflow`: an fp16 overflow that a lower loss scale prevents is part of the method and does not count.
-    """
-    if is_fp16_overflow:
-        return "rescale", consecutive_skips
-    if consecutive_skips + 1 < MAX_NONFINITE_IN_A_ROW:
-        return "skip", consecutive_skips + 1
-    return "rollback", 0
-
-
 def count_nonfinite(
     train_state: TrainState, scaler: GradScaler, skip_reason: SkipReason | None
 ) -> NonFiniteStep | None:
@@ -257,9 +245,10 @@ def count_nonfinite(
     overflow = skip_reason == "non-finite gradient" and not scaler.at_min_scale
     scaler.update(overflow=True)
     train_state.skipped_steps += 1
-    action, train_state.consecutive_skips = choose_nonfinite_action(
-        train_state.consecutive_skips, is_fp16_overflow=overflow
-    )
+    action: NonfiniteAction = "rescale"
+    if not overflow:  # one that a lower loss scale prevents is part of fp16, and does not count
+        train_state.consecutive_skips = (train_state.consecutive_skips + 1) % MAX_NONFINITE_IN_A_ROW
+        action = "skip" if train_state.consecutive_skips else "rollback"
     return NonFiniteStep(
         step=train_state.step, reason=skip_reason, action=action, num_skipped=train_state.skipped_steps
     )

@@ -111,7 +111,9 @@ class StepMetrics:
     def totals(self, values: Sequence[float], summed_grad_norm: float) -> StepTotals:
         """Read the summed vector, given as numbers. Raises UsageError for a loss over no terms."""
         count = self.num_micro_batches
-        loss, num_terms, flags = unpack_step_metrics(values[:-1], count)
+        num_terms = sum(values[count : 2 * count])
+        loss = sum(values[:count]) / max(num_terms, 1.0)  # in a batch without any term, gradient and loss are zero
+        flags = StepFlags(*map(round, values[2 * count : 2 * count + NUM_FLAGS]))
         if num_terms == 0 and math.isfinite(loss) and loss != 0:
             raise UsageError(
                 f"the loss of a step is a sum of {loss:.6g} over 0 terms: give its number of terms, the samples or "
@@ -139,14 +141,6 @@ def split_fp64(values: Tensor) -> Tensor:
 def merge_fp64(parts: Tensor) -> Tensor:
     """Undo `split_fp64`."""
     return parts.view(FP32_PARTS_PER_FP64, -1).double().sum(0)
-
-
-def unpack_step_metrics(values: Sequence[float], micro_batches: int) -> tuple[float, float, StepFlags]:
-    """Return the mean loss, the number of terms, and how many workers raised each flag."""
-    loss_sum, num_terms = sum(values[:micro_batches]), sum(values[micro_batches : 2 * micro_batches])
-    flags = StepFlags(*map(round, values[2 * micro_batches : 2 * micro_batches + NUM_FLAGS]))
-    # In a batch without any term, gradient and loss are zero.
-    return loss_sum / max(num_terms, 1.0), num_terms, flags
 
 
 def finite_or_none(value: float) -> float | None:

@@ -43,9 +43,7 @@ from phalanx.train.data_sharing import DataSharing, sharing_data
 from phalanx.train.distributed.environment import DistEnv, dist_env_from_environment, select_device
 from phalanx.train.distributed.failures import OutOfMemory, explain_out_of_memory, naming_causes
 from phalanx.train.distributed.module_state import get_extra_state, load_extra_state
-from phalanx.train.distributed.object_collectives import (
-    assert_same_on_all_ranks,
-)
+from phalanx.train.distributed.object_collectives import assert_same_on_all_ranks
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.build import PipelineRunner
 from phalanx.train.distributed.process_group import init_process_group, set_collective_timeout, shut_down_process_group
@@ -255,10 +253,6 @@ def run_script_worker(payload: dict[str, Any]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-RUNS_BY_COMPILE_MODE = {"cuda-graphs": 3}
-"""By `compile`: runs until nothing is left to do. The first compiles, a CUDA graph is recorded by the second."""
-
-
 def warm_up_compile(
     context: TrainContext,
     train_state: TrainState,
@@ -270,7 +264,8 @@ def warm_up_compile(
     timer.start()
     train_step, micro_batches = context.make_train_step(timer), _read_next_step(context, train_state)
     with _restoring_state(context.parallel_model, context.dist_env.device):
-        for _ in range(RUNS_BY_COMPILE_MODE.get(str(context.recipe.compile), 1)):
+        # The first run compiles, and the second records a CUDA graph.
+        for _ in range(3 if context.recipe.compile == "cuda-graphs" else 1):
             if isinstance(context.loss_module, PipelineRunner):
                 train_step.accumulate(step, micro_batches)
             else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.models import moe, transformer
+from phalanx.models import transformer
 from phalanx.run.event_types import Compiled, StepDone
 from phalanx.train.distributed.parallelize import compile_blocks
 from phalanx.train.ops.blocks import find_blocks
@@ -128,13 +128,6 @@ def test_compiled_blocks_get_rotations_in_real_numbers(backend: list[Any]) -> No
     torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-5, atol=1e-6)
     inputs = [node.meta["example_value"] for graph in backend for node in graph.graph.nodes if node.op == "placeholder"]
     assert not any(value.is_complex() for value in inputs if isinstance(value, Tensor))
-
-
-def test_experts_may_stay_uncompiled_within_their_blocks() -> None:
-    model = moe(vocab_size=11, seq_len=6, layers=2, hidden_size=16, num_heads=2, num_experts=4)
-    compile_blocks(model, [model.get_submodule(name) for name in find_blocks(model)])
-    learns(model)
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_for_graphs_gradients_are_added_up_in_memory_of_their_own(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from checkpointers import no_room
 from phalanx.errors import ExitCode, GaveUpError, UsageError
 from phalanx.run.event_types import (
     CheckpointFailed,
-    CheckpointRejected,
     EvaluationDone,
     NonFiniteStep,
     RunEnded,
@@ -35,7 +34,6 @@ from phalanx.train.train_context import TrainContext, report_rejected_checkpoint
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer
 from small_train import GLOBAL, Samples, SmallParts, TinyLM, make_parts, steps_of
-from store_saves import flip_byte
 
 
 class Poisoned(LanguageModeling):
@@ -108,14 +106,6 @@ def test_every_step_is_told_once_in_order_with_parts_that_sum_to_it(tmp_path: Pa
     assert {event.units for event in steps} == {GLOBAL * 6}
     assert (progress.step, progress.samples_consumed, progress.units_trained) == (6, 24, 144)
     assert progress.last_loss == steps[-1].loss
-
-
-def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
-    parts = make_parts(tmp_path, checkpoint={"every": 2, "keep": 9})
-    trainer = Trainer(parts, TrainState(), {})
-    for _ in steps_of(trainer):
-        trainer.checkpointer.wait_until_saved()
-    assert saved(parts) == [2, 4]
 
 
 def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -274,18 +264,6 @@ def test_a_run_that_is_done_only_says_so_again(tmp_path: Path) -> None:
     parts, progress = resumed(tmp_path)
     train(parts, progress)
     assert [event.kind for event in parts.reporter.events] == ["run_ended"]
-
-
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path: Path) -> None:
-    parts = make_parts(tmp_path, checkpoint={"every": 3, "keep": 9})
-    train(parts)
-    (data,) = (tmp_path / "checkpoints" / "step-000000006").glob("*.safetensors")
-    flip_byte(data)
-    again, progress = resumed(tmp_path)
-    assert progress.step == 3
-    (event,) = again.events(CheckpointRejected)
-    assert event.path == "checkpoints/step-000000006"
-    assert data.name in event.file
 
 
 def test_a_last_state_that_cannot_be_written_is_not_passed_over(

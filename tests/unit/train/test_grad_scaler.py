@@ -94,10 +94,3 @@ def test_on_a_gpu_only_tf32_rounds_what_enters_products_of_fp32(precision: str, 
     set_matmul_precision(precision, torch.device("cuda"))
     assert torch.get_float32_matmul_precision() == products
     assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
-
-
-@pytest.mark.usefixtures("torchs_settings")
-def test_on_a_cpu_tf32_is_fp32() -> None:
-    before = torch.get_float32_matmul_precision()
-    set_matmul_precision("tf32", CPU)
-    assert torch.get_float32_matmul_precision() == before

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from phalanx.recipe.schema import LrScalingConfig, LrScheduleConfig, Recipe
-from phalanx.train.lr_schedule import compute_learning_rate, lr_batch_factor, lr_factor, peak_learning_rate
+from phalanx.train.lr_schedule import compute_learning_rate, lr_factor, peak_learning_rate
 
 DECAYS = ["cosine", "linear", "wsd", "poly", "step", "constant"]
 
@@ -21,8 +21,8 @@ def test_warm_up_is_linear_and_reaches_one_at_its_last_step(decay: str) -> None:
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "poly"])
-def test_decay_ends_at_the_final_share_at_the_last_step(decay: str) -> None:
-    assert lr_factor(schedule(decay), 100, 100) == pytest.approx(0.1)
+def test_decay_ends_at_the_final_share_and_stays_there(decay: str) -> None:
+    assert [lr_factor(schedule(decay), step, 100) for step in (100, 120)] == pytest.approx([0.1, 0.1])
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -45,10 +45,6 @@ def test_wsd_is_stable_until_its_last_part_and_falls_with_the_root_of_it() -> No
 
 def test_without_warm_up_the_first_step_is_part_of_the_decay() -> None:
     assert lr_factor(schedule("linear", warmup=0, final=0.0), 1, 10) == pytest.approx(0.9)
-
-
-def test_steps_beyond_the_horizon_keep_the_final_rate() -> None:
-    assert lr_factor(schedule("cosine"), 120, 100) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -86,6 +82,15 @@ def test_the_rate_follows_the_batch_by_its_rule(rule: str, times: float) -> None
     assert peak_learning_rate(scaled(1024, rule=rule)) == pytest.approx(0.01 * times)
 
 
+@pytest.mark.parametrize(
+    ("batch", "warmup_steps", "rate"), [(1024, 0, 0.16), (16, 100, 0.0025), (64, 100, 0.01)], ids=str
+)
+def test_without_warm_up_or_for_no_larger_a_batch_the_first_step_has_the_whole_rate(
+    batch: int, warmup_steps: int, rate: float
+) -> None:
+    assert compute_learning_rate(scaled(batch, warmup_steps=warmup_steps), 1) == pytest.approx(rate)
+
+
 def test_its_warm_up_is_a_line_from_the_given_rate_to_that_of_the_batch() -> None:
     """Goyal et al. 2017, sec. 2.2."""
     recipe = scaled(1024)
@@ -94,18 +99,6 @@ def test_its_warm_up_is_a_line_from_the_given_rate_to_that_of_the_batch() -> Non
     steps = [after - before for before, after in pairwise(rates[:100])]
     assert steps == pytest.approx([0.01 * 15 / 100] * 99)
     assert rates[99] == rates[100] == pytest.approx(0.16)
-
-
-def test_without_warm_up_the_first_step_has_the_whole_rate() -> None:
-    assert compute_learning_rate(scaled(1024, warmup_steps=0), 1) == pytest.approx(0.16)
-
-
-def test_a_smaller_batch_has_its_smaller_rate_from_the_first_step_on() -> None:
-    assert compute_learning_rate(scaled(16), 1) == pytest.approx(0.0025)
-
-
-def test_the_batch_that_the_rate_was_given_for_has_that_rate() -> None:
-    assert {lr_batch_factor(LrScalingConfig(base_batch_size=64), 64, step) for step in range(1, 300)} == {1.0}
 
 
 def test_scaling_goes_on_top_of_the_schedule() -> None:

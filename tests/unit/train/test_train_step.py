@@ -18,7 +18,6 @@ from phalanx.train.step_metrics import (
     StepResult,
     merge_fp64,
     split_fp64,
-    unpack_step_metrics,
 )
 from phalanx.train.step_timer import HostStepTimer
 from phalanx.train.train_state import TrainState
@@ -100,13 +99,6 @@ def test_the_loss_scale_is_divided_out_of_the_gradient_and_not_of_the_loss() -> 
     assert (outcome.totals.loss, outcome.grad_norm, factor) == (4.0, 2.5, 1 / 2048)
 
 
-def test_flags_count_the_workers_that_raised_them() -> None:
-    raised = (2, 0, 1, 3, 0)
-    slots = [1.0, 1.0, *raised, *[0.0] * (NUM_FLAG_SLOTS - NUM_FLAGS)]
-    values = merge_fp64(split_fp64(torch.tensor(slots, dtype=torch.float64))).tolist()
-    assert unpack_step_metrics(values, 1)[2] == StepFlags(*raised)
-
-
 def test_the_number_of_flags_stays_since_others_would_shift_gradients_in_their_buckets() -> None:
     assert NUM_FLAG_SLOTS == 7 >= NUM_FLAGS
 
@@ -127,17 +119,6 @@ class Raising(TrainerCallback):
     def raise_flags(self, flags: StepFlags) -> None:
         self.moments.append("flags")
         flags.stop = flags.buffers_changed = True
-
-
-def test_every_micro_batch_has_a_slot_of_its_own_in_the_agreement() -> None:
-    watch = HostStepTimer()
-    watch.start()
-    agreement = make_stepper(tiny_lm(), 3).gradients(1, cut(token_batch(6), 2), watch, Raising()).tolist()
-    assert len(agreement) == 2 * 3 + NUM_FLAG_SLOTS + 1
-    assert all(loss > 0 for loss in agreement[:3])
-    assert agreement[3:6] == [12.0] * 3
-    flags = StepFlags(stop=1, buffers_changed=1).counts()
-    assert agreement[6:] == [*flags, *[0.0] * (NUM_FLAG_SLOTS - NUM_FLAGS + 1)]
 
 
 def test_numbers_that_are_split_for_their_journey_come_back_bit_for_bit() -> None:

@@ -46,23 +46,6 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_trainer(tmp_path: Path) -> Non
     assert all(a.equal(b) for a, b in zip(parts.model.parameters(), trained.model.parameters(), strict=True))
 
 
-def test_random_numbers_are_seeded_for_each_micro_batch(tmp_path: Path) -> None:
-    def drawn(path: Path, disturb: bool) -> list[float]:
-        trainer, parts = ready(path, steps=2)
-        numbers = []
-        for batch in trainer.micro_batches():
-            numbers.append(float(torch.rand(())))
-            if disturb:
-                torch.rand(7)
-            learn(trainer, parts, batch)
-            trainer.step()
-        return numbers
-
-    numbers = drawn(tmp_path / "one", disturb=False)
-    assert numbers == drawn(tmp_path / "two", disturb=True)
-    assert len(set(numbers)) == len(numbers)
-
-
 def test_a_loop_that_is_left_early_ends_as_stopped_with_its_state_saved(tmp_path: Path) -> None:
     trainer, parts = ready(tmp_path)
     for _ in steps_of(trainer):

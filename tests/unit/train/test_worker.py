@@ -101,10 +101,6 @@ def resume(parts: TrainContext, force: bool = False) -> TrainState:
     return resume_training(parts, "0" * 32, force)
 
 
-def test_a_new_run_begins_at_the_beginning(tmp_path: Path) -> None:
-    assert resume(make_parts(tmp_path)) == TrainState()
-
-
 def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:
     trained(tmp_path, "f" * 32)
     with pytest.raises(DataError, match=r"step-000000006: was trained on other data \(fingerprint ffff"):

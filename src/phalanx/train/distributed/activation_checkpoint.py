@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute the activations of a block in backward, to save memory at the cost of time.
 
     none       keep every activation
-    selective  keep the results of the operations in KEPT and recompute all others, which are cheap: mostly pointwise
+    selective  keep the results of the operations in SAVED_OPS and recompute all others, mostly cheap pointwise ones
     full       keep only the inputs of a block: one more forward of each block, about a third more time
 
 (Chen et al. 2016; Korthikanti et al. 2022 for selective.) The numbers do not change: dropout uses the same random
@@ -11,12 +11,12 @@ and all buffers of modules with an `after_step`, such as routers, but no masks.
 
 Parameters keep their names: a block's `forward` is wrapped, no module is put around it. Apply it after tensor and
 expert parallelism and before compilation: `block.compile()` then sees the wrapped forward, and the compiler keeps what
-KEPT says.
+SAVED_OPS says.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -71,6 +71,8 @@ SAVED_OPS = (
 
 BufferNames = list[tuple[nn.Module, str]]
 """Owner and name of buffers."""
+BufferValues = list[tuple[nn.Module, str, Tensor]]
+"""Owner, name and value of buffers."""
 _ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -119,35 +121,55 @@ class _CheckpointedForward:
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
 
-def _nest_contexts(buffers: BufferNames, selective: Callable[[], _ContextPair] | None) -> _ContextPair:
-    """Return the contexts of forward and recomputation: those of selective checkpointing, nested in those of the
-    block's state and of context parallelism."""
-    found = make_checkpoint_contexts()
-    whole = contextlib.nullcontext(), WholeFeatures()  # a recomputation may have ended before the block's last layer
-    before = _ForwardContext(buffers)
-    inner: list[_ContextPair] = [whole, (before, _RecomputeContext(before))]
-    if selective is not None:
-        inner.append(selective())
-    for forward, backward_context in inner:
-        found = _NestedContext(found[0], forward), _NestedContext(found[1], backward_context)
-    return found
+class _ReentrantContext(AbstractContextManager[None]):
+    """A new context of `make` at each entry: it can be entered twice, as when a graph is retained for a second
+    backward."""
 
-
-class _NestedContext(AbstractContextManager[None]):
-    """One context nested in another. It can be entered twice, as when a graph is retained for a second backward."""
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]):
-        self.outer, self.inner = outer, inner
-        self._entered: list[contextlib.ExitStack] = []
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.outer)
-            stack.enter_context(self.inner)
-            self._entered.append(stack.pop_all())
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+def _nest_contexts(buffers: BufferNames, selective: Callable[[], _ContextPair] | None) -> _ContextPair:
+    """Return the contexts of forward and recomputation: those of selective checkpointing, nested in those of the
+    block's state and of context parallelism. The forward keeps copies of the buffers; the recomputation works on copies
+    of these."""
+    outer = make_checkpoint_contexts()
+    inner = (contextlib.nullcontext(), contextlib.nullcontext()) if selective is None else selective()
+    before: BufferValues = []
+
+    @contextlib.contextmanager
+    def forward() -> Iterator[None]:
+        with outer[0]:
+            before[:] = [(module, name, getattr(module, name).detach().clone()) for module, name in buffers]
+            with inner[0]:
+                yield
+
+    @contextlib.contextmanager
+    def recompute() -> Iterator[None]:
+        with outer[1], WholeFeatures():  # a recomputation may have ended before the block's last layer
+            current = [(module, name, getattr(module, name)) for module, name in buffers]
+            _set_buffers([(module, name, value.clone()) for module, name, value in before])
+            try:
+                with inner[1]:
+                    yield
+            finally:
+                _set_buffers(current)
+
+    return _ReentrantContext(forward), _ReentrantContext(recompute)
+
+
+def _set_buffers(values: BufferValues) -> None:
+    for module, name, value in values:
+        setattr(module, name, value)
 
 
 def _make_selective_contexts() -> _ContextPair:
@@ -160,7 +182,7 @@ def _make_selective_contexts() -> _ContextPair:
 
 
 def get_op_name(operation: Callable[..., Any]) -> str:
-    """Return an operation's name as in KEPT: namespace and name without the overload."""
+    """Return an operation's name as in SAVED_OPS: namespace and name without the overload."""
     return ".".join(str(operation).split(".")[:2])
 
 
@@ -181,34 +203,3 @@ def has_mutable_state(block: nn.Module) -> bool:
     which is completed at the end of each step."""
     owners = [module for module, _ in find_mutable_buffers(block)]
     return not all(isinstance(module, NORM_LAYER_TYPES) or hasattr(module, "after_step") for module in owners)
-
-
-class _ForwardContext(AbstractContextManager[None]):
-    """Copies the buffers before a forward."""
-
-    def __init__(self, buffers: BufferNames):
-        self._buffers = buffers
-        self.values: list[tuple[nn.Module, str, Tensor]] = []
-
-    def __enter__(self) -> None:
-        self.values = [(module, name, getattr(module, name).detach().clone()) for module, name in self._buffers]
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class _RecomputeContext(AbstractContextManager[None]):
-    """Replaces the buffers by copies. It can be entered twice, as when a graph is retained for a second backward."""
-
-    def __init__(self, before: _ForwardContext):
-        self._before = before
-        self._current: list[list[tuple[nn.Module, str, Tensor]]] = []
-
-    def __enter__(self) -> None:
-        self._current.append([(module, name, getattr(module, name)) for module, name, _ in self._before.values])
-        for module, name, value in self._before.values:
-            setattr(module, name, value.clone())
-
-    def __exit__(self, *error: object) -> None:
-        for module, name, current in self._current.pop():
-            setattr(module, name, current)

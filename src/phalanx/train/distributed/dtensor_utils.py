@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from phalanx.compat import call_foreach
+from phalanx.train.distributed.shard_spec import RowRange, fsdp_row_range
 
 FP32_ROW_ELEMENTS = 4096
 """Elements that are added in fp32: off by about 1e-7, and long enough to cost no time."""
@@ -66,17 +67,10 @@ def distribute_like(parameter: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def first_row(parameter: Tensor) -> int:
-    """Return the index in the whole tensor of the first local row (along dimension 0)."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    first, rows = 0, parameter.shape[0] if parameter.dim() else 1
-    for dimension, placement in enumerate(parameter.placements):
-        if placement.is_shard(0):
-            each = -(-rows // parameter.device_mesh.size(dimension))
-            skipped = min(each * parameter.device_mesh.get_local_rank(dimension), rows)
-            first, rows = first + skipped, min(each, rows - skipped)
-    return first
+def fsdp_rows(parameter: DTensor) -> RowRange:
+    """Return the rows of the whole tensor that are here."""
+    mesh, last = parameter.device_mesh, parameter.device_mesh.ndim - 1  # a dimension before the last one replicates
+    return fsdp_row_range(parameter.shape[0], mesh.get_local_rank(last), mesh.size(last))
 
 
 def compute_squared_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

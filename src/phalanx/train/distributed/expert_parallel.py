@@ -44,7 +44,10 @@ def apply_expert_parallel(model: nn.Module, group: Group) -> dict[str, DimShard]
         for key, parameter in list(module.named_parameters(remove_duplicate=False)):
             owner, _, attribute = key.rpartition(".")
             if parameter not in new_params:
-                new_params[parameter] = _slice_experts(parameter, dim_shard)
+                part = parameter.detach()[
+                    slice(*dim_shard.ranges[0])
+                ].clone()  # a view would keep all experts in memory
+                new_params[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 dim_shards[f"{name}.{key}" if name else key] = dim_shard
             setattr(module.get_submodule(owner), attribute, new_params[parameter])
         module.forward = _dispatch_and_combine(module.forward, group)
@@ -85,12 +88,6 @@ def _count_experts(name: str, module: nn.Module) -> int:
             f"expert as first dimension; found first dimensions {counts}"
         )
     return next(iter(counts.values()))
-
-
-def _slice_experts(parameter: nn.Parameter, dim_shard: DimShard) -> nn.Parameter:
-    ((start, end),) = dim_shard.ranges
-    part = parameter.detach()[start:end].clone()  # a view would keep the whole tensor in memory
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def _dispatch_and_combine(compute_local: ExpertForward, group: dist.ProcessGroup) -> ExpertForward:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.distributed.dtensor_utils import to_local, total_norm
+from phalanx.train.distributed.dtensor_utils import fsdp_rows, to_local, total_norm
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.module_state import get_persistent_buffers
-from phalanx.train.distributed.shard_spec import DimShard, GlobalBlocks, compute_global_blocks, fsdp_row_range
+from phalanx.train.distributed.shard_spec import DimShard, GlobalBlocks, compute_global_blocks
 from phalanx.train.ops.collectives import Group
 
 if TYPE_CHECKING:
@@ -100,11 +100,7 @@ class ParallelModel:
         state. `shape` is the shape of the value before FSDP, but after tensor and expert parallelism."""
         has_parameter_shape = shape is None or tuple(shape) == tuple(parameter.shape)
         dim_shards = self.dim_shards.get(name, ()) if has_parameter_shape else ()
-        rows = None
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            size = mesh.size(mesh.ndim - 1)  # the last dimension shards; one before it replicates
-            rows = fsdp_row_range(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), size)
+        rows = fsdp_rows(parameter) if isinstance(parameter, DTensor) else None
         global_blocks = compute_global_blocks(parameter.shape if shape is None else shape, dim_shards, rows)
         tensor, is_frozen = to_local(parameter if value is None else value), not parameter.requires_grad
         return LocalTensor(tensor, global_blocks, self.replicated_axes(name, parameter), is_frozen)

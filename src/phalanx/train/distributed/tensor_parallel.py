@@ -65,9 +65,11 @@ def resolve_styles(model: nn.Module, styles_by_pattern: Mapping[str, str]) -> di
             raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: no style {style!r}; expected {', '.join(TP_STYLES)}")
         names = find_matching(pattern, modules)
         if not names:
-            raise RecipeError(
-                f"{TP_PLAN_KEY}.{pattern}: matches no module; the model's are named {_example_names(modules)}"
-            )
+            named = [
+                name for name, module in modules.items() if next(module.parameters(recurse=False), None) is not None
+            ]
+            examples = ", ".join(named[:4]) + (", ..." if len(named) > 4 else "")
+            raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: matches no module; the model's are named {examples}")
         for name in names:
             if found.setdefault(name, style) != style:
                 raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: makes {name} {style}, another rule makes it {found[name]}")
@@ -126,8 +128,11 @@ def apply_tensor_parallel(
     sequence_parallel = sequence_parallel and len(blocks) > 0  # without blocks there is nothing to shard in between
     modules = {name: m for name, m in model.named_modules() if not isinstance(m, ModuleStub)}
     names = {p: name for name, p in model.named_parameters()}
-    styles = {
-        name: style for name, style in styles.items() if name in modules and _has_parameters(modules[name], style)
+    styles = {  # a pipeline stage has the parameters of some modules only
+        name: style
+        for name, style in styles.items()
+        if name in modules
+        and (style in ("region", "shared") or isinstance(getattr(modules[name], "weight", None), nn.Parameter))
     }
     if not vocab_parallel_loss:
         styles = {name: style for name, style in styles.items() if style not in VOCAB_STYLES}
@@ -180,11 +185,6 @@ def _shard_sequence_between(modules: Mapping[str, nn.Module], blocks: Sequence[s
         modules[blocks[-1]].register_forward_hook(
             _transform_first_output(lambda x: gather_replicated(x, group, SEQUENCE_DIM))
         )
-
-
-def _has_parameters(module: nn.Module, style: str) -> bool:
-    """Return whether a pipeline stage has this module's parameters."""
-    return style in ("region", "shared") or isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -369,8 +369,3 @@ def _name_and_parents(name: str) -> list[str]:
     """Return the dotted names above and including `name`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
-
-
-def _example_names(modules: Mapping[str, nn.Module]) -> str:
-    names = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -117,7 +117,6 @@ class BucketedReducer:
         if factory.uses_error_feedback and not is_elastic:
             for bucket in self.buckets:
                 bucket.enable_error_feedback()
-        self._bucket_bytes = bucket_bytes
         last = self.buckets[-1]
         self.metric_slots = (
             last.buffer.flat[last.num_used : last.num_used + num_metric_slots] if has_metric_slots else None
@@ -152,9 +151,7 @@ class BucketedReducer:
         group = clone_group(self._group) if self._factory.is_low_rank and not self.is_elastic else self._group
         comm = CommContext(self.rank, self.world_size, group, second_group, device)
         if self.is_elastic:
-            algorithm: GradSyncAlgorithm = DeterministicTree(
-                comm, self.micro_batches, self._tree_nodes_by_rank, self._bucket_bytes
-            )
+            algorithm: GradSyncAlgorithm = DeterministicTree(comm, self.micro_batches, self._tree_nodes_by_rank)
         else:
             algorithm = self._factory(comm, self.buckets)
         self._comm_queue = CommQueue(algorithm, use_threads=comm.on_cpu)

@@ -30,6 +30,8 @@ _torch_library.define("add_product(Tensor(a!) total, Tensor(b!) used, Tensor row
 
 
 def _accumulate_wgrad_impl(grad_sum: Tensor, started: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """Add rows [n, o]^T inputs [n, i] to `grad_sum` [o, i], in its precision. Where `started` (0-d, on the CPU) is 0,
+    `grad_sum` is set to that, and `started` to 1."""
     # With version counters of their own: that they have changed since a forward saved them is what is wanted.
     into, started = grad_sum.data, started.data
     first = not started.item()
@@ -45,12 +47,6 @@ def _accumulate_wgrad_impl(grad_sum: Tensor, started: Tensor, rows: Tensor, inpu
 
 _torch_library.impl("add_product", _accumulate_wgrad_impl, "CompositeExplicitAutograd")
 torch.library.register_fake("phalanx::add_product", lambda total, used, rows, inputs: None, lib=_torch_library)
-
-
-def accumulate_wgrad(grad_sum: Tensor, started: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """total [o, i] += rows [n, o]^T inputs [n, i], in total's precision. Where `started` (0-d, on the CPU) is 0, total
-    is set to that, and `started` to 1."""
-    torch.ops.phalanx.add_product(grad_sum, started, rows, inputs)
 
 
 class CachedCastLinear(nn.Linear):
@@ -133,7 +129,7 @@ class _CachedCastMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (rows @ cast_weight).view_as(x)
         if ctx.needs_input_grad[1] and weight_grad_sum is not None:
-            accumulate_wgrad(weight_grad_sum, grad_sum_started, rows, inputs)
+            torch.ops.phalanx.add_product(weight_grad_sum, grad_sum_started, rows, inputs)
         elif ctx.needs_input_grad[1]:
             grad_weight = (rows.t() @ inputs).to(ctx.dtype)
         if ctx.needs_input_grad[2]:

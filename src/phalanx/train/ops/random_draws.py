@@ -39,7 +39,6 @@ Runs = tuple[tuple[int, int], ...]
 Place = tuple[tuple[int, ...], tuple[tuple[int, Runs], ...]]
 """The shape of a whole tensor, and the runs that a rank holds along some of its dimensions."""
 SDPA_NAME = "scaled_dot_product_attention"
-SELU_ALPHA = 1.7580993408473766  # of torch's alpha_dropout: SELU's scale times its alpha
 
 
 def derive_seed(*components: object) -> int:
@@ -297,24 +296,16 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return input.mul_(kept).mul_(1 / (1 - p)) if inplace else input * kept * (1 / (1 - p))
 
 
-def _replace_dropout(
-    original: Callable[..., Tensor], features: bool, alpha: bool, unbatched_dims: int = 0
-) -> Callable[..., Tensor]:
-    """Make the replacement of a relative of F.dropout: one that drops out whole features (channels), or keeps mean and
-    deviation (alpha)."""
+def _replace_dropout(original: Callable[..., Tensor], unbatched_dims: int = 0) -> Callable[..., Tensor]:
+    """Make the replacement of a relative of F.dropout that drops out whole features (channels)."""
 
     def replacement(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
         channels = 1 if input.dim() == unbatched_dims else 2
-        shape = (*input.shape[:channels], *[1] * (input.dim() - channels)) if features else tuple(input.shape)
+        shape = (*input.shape[:channels], *[1] * (input.dim() - channels))
         place = locate(shape) if training and 0 < p < 1 else None
         if place is None:
             return original(input, p, training, inplace)
-        kept = draw_kept(shape, p, input, place)
-        if not alpha:
-            return input * kept * (1 / (1 - p))
-        a = ((SELU_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
-        result: Tensor = torch.where(kept, input, -SELU_ALPHA) * a + SELU_ALPHA * a * p
-        return result
+        return input * draw_kept(shape, p, input, place) * (1 / (1 - p))
 
     return replacement
 
@@ -371,34 +362,6 @@ def _replace_normal(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return _unless_keyed(original, replacement)
 
 
-def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the replacement of torch.bernoulli, and of the method."""
-
-    def replacement(input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
-        place = locate(tuple(input.shape))
-        if place is None:
-            return original(input, **kwargs) if p is None else original(input, p, **kwargs)
-        drawn = _take(torch_rand(place[0], device=input.device, **kwargs), place, input.shape)
-        return (drawn < (input if p is None else p)).to(input.dtype)
-
-    return _unless_keyed(original, replacement)
-
-
-def _replace_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the replacement of a method that fills a tensor with random numbers."""
-
-    def replacement(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        place = locate(tuple(self.shape))
-        if place is None:
-            return original(self, *args, **kwargs)
-        if any(isinstance(value, Tensor) and value.dim() for value in (*args, *kwargs.values())):
-            probability, *_ = (*args, *kwargs.values())  # only `bernoulli_` takes one
-            return self.copy_(_take(torch_rand(place[0], device=self.device), place, self.shape) < probability)
-        return self.copy_(_take(original(self.new_empty(place[0]), *args, **kwargs), place, self.shape))
-
-    return _unless_keyed(original, replacement)
-
-
 def _refuse_cut(
     original: Callable[..., Tensor], name: str, draws: Callable[..., bool] = lambda *args, **kwargs: True
 ) -> Callable[..., Tensor]:
@@ -412,7 +375,7 @@ def _refuse_cut(
             )
         return original(input, *args, **kwargs)
 
-    return replacement
+    return _unless_keyed(original, replacement)
 
 
 @_trace_as_constant
@@ -476,44 +439,43 @@ def attention(
     return attend_dropping(query, key, value, kept, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
 
 
-torch_dropout, torch_attention, torch_rand, torch_randint = (
-    F.dropout,
-    F.scaled_dot_product_attention,
-    torch.rand,
-    torch.randint,
-)
+torch_dropout, torch_attention, torch_randint = F.dropout, F.scaled_dot_product_attention, torch.randint
 _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (F, "dropout"): dropout,
-    (F, "dropout1d"): _replace_dropout(F.dropout1d, features=True, alpha=False, unbatched_dims=2),
-    (F, "dropout2d"): _replace_dropout(F.dropout2d, features=True, alpha=False),
-    (F, "dropout3d"): _replace_dropout(F.dropout3d, features=True, alpha=False, unbatched_dims=4),
-    (F, "alpha_dropout"): _replace_dropout(F.alpha_dropout, features=False, alpha=True),
-    (F, "feature_alpha_dropout"): _replace_dropout(F.feature_alpha_dropout, features=True, alpha=True),
+    (F, "dropout1d"): _replace_dropout(F.dropout1d, unbatched_dims=2),
+    (F, "dropout2d"): _replace_dropout(F.dropout2d),
+    (F, "dropout3d"): _replace_dropout(F.dropout3d, unbatched_dims=4),
+    **{
+        (F, name): _refuse_cut(
+            getattr(F, name), name, lambda p=0.5, training=False, inplace=False: training and 0 < p < 1
+        )
+        for name in ("alpha_dropout", "feature_alpha_dropout")
+    },
     (F, "rrelu"): _refuse_cut(F.rrelu, "rrelu", lambda lower=0.0, upper=0.0, training=False, inplace=False: training),
     (torch, "dropout"): lambda input, p, train: dropout(input, p, train),
     **{(torch, name): _replace_factory(getattr(torch, name)) for name in ("rand", "randn", "randint")},
     **{(torch, name): _replace_like(getattr(torch, name)) for name in ("rand_like", "randn_like", "randint_like")},
     (torch, "normal"): _replace_normal(torch.normal),
-    (torch, "bernoulli"): _replace_bernoulli(torch.bernoulli),
-    **{(torch, name): _refuse_cut(getattr(torch, name), name) for name in ("multinomial", "poisson", "binomial")},
+    **{
+        (torch, name): _refuse_cut(getattr(torch, name), name)
+        for name in ("bernoulli", "binomial", "multinomial", "poisson")
+    },
 }
 """Replacements by owner and name, from the first run in a process on."""
 _METHOD_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    **{
-        name: _replace_in_place(getattr(Tensor, name))
-        for name in (
-            "bernoulli_",
-            "cauchy_",
-            "exponential_",
-            "geometric_",
-            "log_normal_",
-            "normal_",
-            "random_",
-            "uniform_",
-        )
-    },
-    "bernoulli": _replace_bernoulli(Tensor.bernoulli),
-    "multinomial": _refuse_cut(Tensor.multinomial, "multinomial"),
+    name: _refuse_cut(getattr(Tensor, name), name)
+    for name in (
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal_",
+        "random_",
+        "uniform_",
+    )
 }
 """Replacements of methods."""
 

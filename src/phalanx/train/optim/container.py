@@ -6,7 +6,7 @@ these are is decided on the whole model, by name, before it is divided: a pipeli
 last.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.compat import call_foreach
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, first_row, to_local
+from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, fsdp_rows, to_local
 from phalanx.train.ops.blocks import find_blocks, find_expert_stacks, is_linear
 from phalanx.train.optim.adamw_low_precision import (
     SCALE_SUFFIX,
@@ -32,8 +32,6 @@ from phalanx.train.optim.cpu_offload import OffloadedOptimizer
 from phalanx.train.optim.lars_lamb import LAMB, LARS
 from phalanx.train.optim.muon import Muon
 from phalanx.train.optim.param_groups import ParamGroup, check_groups, make_param_groups
-
-OptimizerFactory = Callable[[list[ParamGroup], Mapping[Tensor, ParamOrigin]], torch.optim.Optimizer]
 
 LOW_PRECISION_ADAMW: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "int8": AdamW8bit}
 
@@ -85,38 +83,25 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a recipe for the parameters of a model in `names`, of which Muon trains
     `muon_matrices`."""
-    parameters = list(names)
-    if not parameters:
+    if not names:
         return []
     if spec.name == "muon":
+        optimizers: list[torch.optim.Optimizer] = []  # one only where a pipeline stage has nothing for the other
         hidden = [parameter for parameter, name in names.items() if name in muon_matrices]
         others = [parameter for parameter, name in names.items() if name not in muon_matrices]
-        muon_groups, adamw_groups = (make_param_groups(model, part, names, spec) for part in (hidden, others))
-        return _build_muon_and_adamw(muon_groups, adamw_groups, spec)
-    groups = make_param_groups(model, parameters, names, spec)
+        if hidden:
+            optimizers.append(Muon(make_param_groups(model, hidden, names, spec), spec.lr, momentum=spec.momentum))
+        if others:
+            optimizers.append(_build_adamw(make_param_groups(model, others, names, spec), spec))
+        return optimizers
+    groups = make_param_groups(model, names, names, spec)
     if spec.name == "lars":
         return [LARS(groups, spec.lr, momentum=spec.momentum, norm_fn=norm_fn)]
     if spec.name == "lamb":
         return [LAMB(groups, spec.lr, betas=spec.betas, norm_fn=norm_fn)]
-    make = _make_optimizer_factory(spec, seed)
-    origins: dict[Tensor, ParamOrigin] = {p: ParamOrigin(name, first_row(p)) for p, name in names.items()}
-    if offload and _needs_offload(parameters):
-        return [
-            OffloadedOptimizer(
-                groups,
-                lambda host_groups, of: make(host_groups, {host_copy: origins[p] for host_copy, p in of.items()}),
-            )
-        ]
-    return [make(groups, origins)]
-
-
-def _needs_offload(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the state would otherwise be on a GPU."""
-    return any(parameter.device.type != "cpu" for parameter in parameters)
-
-
-def _make_optimizer_factory(spec: OptimizerConfig, seed: int) -> OptimizerFactory:
-    """Return the function that builds the optimizer, adamw or sgd, over given groups."""
+    origins: dict[Tensor, ParamOrigin] = {
+        p: ParamOrigin(name, fsdp_rows(p)[0] if isinstance(p, DTensor) else 0) for p, name in names.items()
+    }
 
     def make(groups: list[ParamGroup], origins: Mapping[Tensor, ParamOrigin]) -> torch.optim.Optimizer:
         if spec.name == "sgd":
@@ -127,19 +112,17 @@ def _make_optimizer_factory(spec: OptimizerConfig, seed: int) -> OptimizerFactor
             return _build_adamw(groups, spec)
         return LOW_PRECISION_ADAMW[spec.state_dtype](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
 
-    return make
+    def make_on_host(groups: list[ParamGroup], of: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+        return make(groups, {host_copy: origins[parameter] for host_copy, parameter in of.items()})
+
+    if offload and _needs_offload(names):
+        return [OffloadedOptimizer(groups, make_on_host)]
+    return [make(groups, origins)]
 
 
-def _build_muon_and_adamw(
-    hidden: list[ParamGroup], others: list[ParamGroup], spec: OptimizerConfig
-) -> list[torch.optim.Optimizer]:
-    """Build Muon and AdamW; only one of them if there is nothing for the other, as in some pipeline stages."""
-    optimizers: list[torch.optim.Optimizer] = []
-    if hidden:
-        optimizers.append(Muon(hidden, spec.lr, momentum=spec.momentum))
-    if others:
-        optimizers.append(_build_adamw(others, spec))
-    return optimizers
+def _needs_offload(parameters: Iterable[Tensor]) -> bool:
+    """Return whether the state would otherwise be on a GPU."""
+    return any(parameter.device.type != "cpu" for parameter in parameters)
 
 
 def _build_adamw(groups: list[ParamGroup], spec: OptimizerConfig) -> torch.optim.Optimizer:

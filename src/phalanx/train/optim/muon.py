@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.distributed.dtensor_utils import distribute_like, first_row, to_local
+from phalanx.train.distributed.dtensor_utils import distribute_like, fsdp_rows, to_local
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
@@ -50,8 +50,7 @@ class Muon(torch.optim.Optimizer):
         if isinstance(parameter, DTensor) and parameter.dim() == 2:
             whole = distribute_like(parameter, update)
             assert isinstance(whole, DTensor)
-            row = first_row(parameter)
-            update = orthogonalize(whole.full_tensor())[row : row + len(weight)]
+            update = orthogonalize(whole.full_tensor())[slice(*fsdp_rows(parameter))]
         else:
             update = orthogonalize(update)
         weight.mul_(1 - group["lr"] * group["weight_decay"])

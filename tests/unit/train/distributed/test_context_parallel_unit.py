@@ -14,7 +14,6 @@ from phalanx.models import transformer
 from phalanx.train.distributed import context_parallel
 from phalanx.train.distributed.context_attention import (
     ContextMethod,
-    attention_over_context,
     choose_context_method,
     make_document_masks,
 )
@@ -77,12 +76,6 @@ def test_alltoall_cuts_contiguous_parts() -> None:
     assert parts == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_one_rank_keeps_the_whole_batch() -> None:
-    part = shard_batch(batch_of(8), None, "alltoall")
-    assert part["tokens"].equal(batch_of(8)["tokens"])
-    assert part["positions"].tolist() == [list(range(8))] * 2
-
-
 def test_positions_of_the_batch_itself_are_kept() -> None:
     batch = batch_of(8) | {"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * 2)}
     assert shard_batch(batch, ranks(1, 2), "alltoall")["positions"].tolist() == [[1, 2, 3, 4]] * 2
@@ -105,18 +98,6 @@ def test_document_masks_are_the_rows_of_the_whole_mask() -> None:
     assert late.equal(whole[..., 6:8, :])
     (all_of_it,) = make_document_masks(documents, "alltoall", ranks(0, 2))
     assert all_of_it.equal(whole)
-
-
-@pytest.mark.parametrize("way", ["gather", "alltoall"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_group_of_one_attends_as_ever(way: ContextMethod, causal: bool) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 8, 6) for _ in range(3))
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3)
-    found = attention_over_context(query, key, value, None, way, causal=causal, scale=0.3)
-    torch.testing.assert_close(found, expected)
-    with ContextParallel(None, way):
-        assert F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3).equal(expected)
 
 
 def attention(**options: Any) -> Tensor:

@@ -368,10 +368,6 @@ def test_tied_weights_are_on_both_ends_under_one_name() -> None:
     assert stages[0].model.embedding.weight is not stages[3].model.embedding.weight
 
 
-def test_what_every_block_reads_is_on_every_stage() -> None:
-    assert division_of(Model(twice), 4).tied_params == {"embedding.weight": (0, 1, 2, 3)}
-
-
 def test_parameters_that_nothing_uses_are_on_the_last_stage() -> None:
     model = Model()
     model.unused = nn.Linear(2, 2)

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.grad_sync.algorithms.deterministic_tree import split_evenly
 from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.grad_sync.buckets import GRAD_ALIGNMENT_ELEMENTS, make_buckets
 from phalanx.train.optim.container import OptimizerContainer
@@ -218,22 +217,3 @@ def test_after_close_gradients_stay_where_backward_puts_them() -> None:
     weights[0].sum().backward()
     assert weights[0].grad is not None
     assert weights[0].grad.tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("length", "unit", "most", "ends"),
-    [
-        (64, 16, 64, [64]),
-        (64, 16, 1000, [64]),
-        (64, 16, 63, [32, 64]),
-        (80, 16, 32, [16, 48, 80]),
-        (64, 16, 1, [16, 32, 48, 64]),
-        (32, 32, 5, [32]),
-    ],
-)
-def test_a_bucket_is_cut_into_the_fewest_nearly_equal_pieces_of_whole_units(
-    length: int, unit: int, most: float, ends: list[int]
-) -> None:
-    pieces = split_evenly(length, unit, most)
-    assert [piece.stop for piece in pieces] == ends
-    assert [piece.start for piece in pieces] == [0, *ends[:-1]]

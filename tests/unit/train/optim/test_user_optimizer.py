@@ -50,17 +50,6 @@ def test_a_state_that_was_saved_and_loaded_goes_on_in_the_same_bits(name: str) -
     assert torch.equal(train(again, resumed, 3, first=3), expected)
 
 
-def test_it_does_what_the_optimizer_does_alone() -> None:
-    model, twin = make_model(), make_model()
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    ours = train(model, UserOptimizer(model, torch.optim.AdamW(model.parameters(), lr=0.01)), 3)
-    for step in range(3):
-        twin.zero_grad()
-        twin(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        plain.step()
-    assert torch.equal(ours, nn.utils.parameters_to_vector(twin.parameters()))
-
-
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_groups_follow_the_schedule_in_the_loops_proportion(as_tensor: bool) -> None:
     model = make_model()

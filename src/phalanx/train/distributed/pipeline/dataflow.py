@@ -17,7 +17,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from phalanx.compat import fake_tensor_mode, tensor_version
 from phalanx.errors import RecipeError
 from phalanx.pytree import iterate_tensors, map_tensors
-from phalanx.train.distributed.buffer_sync import updates_running_stats
+from phalanx.train.distributed.buffer_sync import find_changed_buffers, updates_running_stats
 from phalanx.train.distributed.stubs import get_first_argument
 
 # The loss of a model on a batch of tensors: (sum of losses, number of terms, ...).
@@ -147,7 +147,9 @@ class _DataflowTracer:
         self._changed_buffers: set[str] = set()
         within = {id(buffer) for module in modules for buffer in module.buffers()}
         self._buffers = {name for name, buffer in model.named_buffers() if id(buffer) not in within}
-        self._buffer_versions = self._buffer_versions_of(buffers)
+        self._buffer_versions = {
+            name: (buffer, tensor_version(buffer)) for name, buffer in buffers.items() if name in self._buffers
+        }
         for name, module in model.named_modules():
             if updates_running_stats(module):  # without incrementing the version counter
                 own = {f"{name}.{buffer}" if name else buffer for buffer, _ in module.named_buffers(recurse=False)}
@@ -185,16 +187,10 @@ class _DataflowTracer:
             frozenset(self._changed_buffers),
         )
 
-    def _buffer_versions_of(self, buffers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-        return {name: (buffer, tensor_version(buffer)) for name, buffer in buffers.items() if name in self._buffers}
-
     def _record_changed_buffers(self) -> None:
         """Record which buffers the forward has written to, or replaced."""
-        now = self._buffer_versions_of(dict(self._model.named_buffers()))
-        for name, (buffer, version) in now.items():
-            before, count = self._buffer_versions.get(name, (None, 0))
-            if buffer is not before or version != count:
-                self._changed_buffers.add(name)
+        now = {name: buffer for name, buffer in self._model.named_buffers() if name in self._buffers}
+        self._changed_buffers |= set(find_changed_buffers(self._buffer_versions, now))
 
     def _make_pre_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -301,7 +301,11 @@ class StageModule(nn.Module):
         try:
             result = self._current_loss_fn(self.model, batch)
         except StageEndSignal as end:
-            return self._prepare_output(end.hidden)
+            output = end.hidden
+            if torch.is_grad_enabled() and not output.requires_grad:
+                # Everything is frozen. The next stage still sends a gradient, because schedules require one.
+                output = output.detach().requires_grad_()
+            return output.contiguous()
         finally:
             if partial_model.stage_input is not None:
                 partial_model.stage_input.hidden = None
@@ -310,9 +314,3 @@ class StageModule(nn.Module):
         self.results[self.micro_batch_index] = tuple(x.detach() if isinstance(x, Tensor) else x for x in result)
         total: Tensor = result[0]
         return total.float()
-
-    def _prepare_output(self, hidden: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            # Everything is frozen. The next stage still sends a gradient, because schedules require one.
-            hidden = hidden.detach().requires_grad_()
-        return hidden.contiguous()

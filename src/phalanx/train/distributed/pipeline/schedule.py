@@ -106,7 +106,7 @@ class Pipeline:
         for stage in self.stages.values():
             stage.set_batches(batches)
         # The stage computes the losses. Schedules need targets, from which they know the micro-batch in the last stage.
-        target = torch.arange(len(batches)) if self._has_last else None
+        target = torch.arange(len(batches)) if self.num_stages - 1 in self.stages else None
         try:
             torch_schedule.step(target=target, return_outputs=False)
         except RuntimeError as error:
@@ -136,10 +136,6 @@ class Pipeline:
                 dist.send(hidden, self._global_rank(index + 1), self.group)
         results = self._take_results()
         return None if results is None else results[0]
-
-    @property
-    def _has_last(self) -> bool:
-        return self.num_stages - 1 in self.stages
 
     def _take_results(self) -> list[Any] | None:
         last = self.stages.get(self.num_stages - 1)
@@ -187,14 +183,12 @@ class Pipeline:
         stage_ios: dict[int, StageIO] = {}
         local_output: ActivationSpec | None = None  # of the previous stage, if it is on this rank
         for index, stage in self.stages.items():
-            received = None
-            if index > 0:
-                received = (
-                    local_output
-                    if self.stage_owners[index - 1] == self._rank
-                    else self._recv_spec(self.stage_owners[index - 1])
-                )
-            sent = None
+            received = sent = None
+            if index > 0 and self.stage_owners[index - 1] == self._rank:
+                received = local_output
+            elif index > 0:
+                shape, dtype = recv_json(self._global_rank(index - 1), self.group, self.device)
+                received = ActivationSpec(tuple(shape), parse_dtype(dtype))
             if not stage.is_last:
                 sent = local_output = self._infer_output(stage, batch, received)
                 if self.stage_owners[index + 1] != self._rank:
@@ -202,10 +196,6 @@ class Pipeline:
                     send_json(self._global_rank(index + 1), spec, self.group, self.device)
             stage_ios[index] = StageIO(received, sent)
         return stage_ios
-
-    def _recv_spec(self, rank: int) -> ActivationSpec:
-        shape, dtype = recv_json(dist.get_global_rank(self.group, rank), self.group, self.device)
-        return ActivationSpec(tuple(shape), parse_dtype(dtype))
 
     def _infer_output(self, stage: StageModule, batch: Any, received: ActivationSpec | None) -> ActivationSpec:
         buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]
