@@ -47,12 +47,13 @@ class FeedForward(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(width, 40), nn.Linear(40, width), nn.Dropout(0.1)
+        self.alpha = nn.AlphaDropout(0.05)
 
     def forward(self, x):
         hidden = self.drop(F.gelu(self.up(x)))
         if self.training:
             hidden = hidden + 0.02 * torch.randn_like(hidden) + 0.02 * torch.rand(hidden.shape)
-        return self.down(self.drop(hidden.flatten(0, 1)).view_as(hidden))
+        return self.alpha(self.down(self.drop(hidden.flatten(0, 1)).view_as(hidden)))
 
 
 class Block(nn.Module):
@@ -71,8 +72,9 @@ class Block(nn.Module):
             return x
         x = self.drop(x.transpose(1, 2)).transpose(1, 2)
         rows = F.dropout(x.flatten(0, 1), 0.05, inplace=True)
-        x = rows.view_as(x) + torch.normal(0.0, 0.01, x.shape) + 0.01 * torch.randint_like(x, 0, 3)
-        return x * (torch.rand(*x.shape[:2], 1) < 0.95)
+        x = rows.view_as(x) * torch.bernoulli(torch.full_like(x, 0.95)) + torch.normal(0.0, 0.01, x.shape)
+        x = x + 0.01 * torch.randint_like(x, 0, 3) + 0.01 * F.gumbel_softmax(x, -1)
+        return x * x.new_empty(*x.shape[:2], 1).bernoulli_(0.95)
 
     def depth(self, x):
         return x * (torch.rand(len(x), 1, 1) < 0.8) if self.training else x

@@ -88,6 +88,18 @@ def assert_close(one: tuple[list[Tensor], Tensor], other: tuple[list[Tensor], Te
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * float(b.abs().max()))
 
 
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 6), (3, 3)])
+def test_all_ranks_have_the_same_sums_and_those_of_a_single_process(
+    world: ProcessWorlds, ranks: int, micro_batches: int, replicas: bool
+) -> None:
+    alone = sums(0, 1, micro_batches=micro_batches, replicas=replicas)
+    found = world.run(ranks, sums, micro_batches=micro_batches, replicas=replicas)
+    for one in found:
+        assert_equal(one, found[0])
+        assert_close(one, alone)
+
+
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (2, 2), (2, 6), (3, 3), (3, 12)])
 def test_under_replicas_the_bits_are_those_of_a_single_process(
     world: ProcessWorlds, ranks: int, micro_batches: int

@@ -362,6 +362,34 @@ def _replace_normal(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return _unless_keyed(original, replacement)
 
 
+def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the replacement of torch.bernoulli, and of the method."""
+
+    def replacement(input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
+        place = locate(tuple(input.shape))
+        if place is None:
+            return original(input, **kwargs) if p is None else original(input, p, **kwargs)
+        drawn = _take(torch_rand(place[0], device=input.device, **kwargs), place, input.shape)
+        return (drawn < (input if p is None else p)).to(input.dtype)
+
+    return _unless_keyed(original, replacement)
+
+
+def _replace_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the replacement of a method that fills a tensor with random numbers."""
+
+    def replacement(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        place = locate(tuple(self.shape))
+        if place is None:
+            return original(self, *args, **kwargs)
+        if any(isinstance(value, Tensor) and value.dim() for value in (*args, *kwargs.values())):
+            probability, *_ = (*args, *kwargs.values())  # only `bernoulli_` takes one
+            return self.copy_(_take(torch_rand(place[0], device=self.device), place, self.shape) < probability)
+        return self.copy_(_take(original(self.new_empty(place[0]), *args, **kwargs), place, self.shape))
+
+    return _unless_keyed(original, replacement)
+
+
 def _refuse_cut(
     original: Callable[..., Tensor], name: str, draws: Callable[..., bool] = lambda *args, **kwargs: True
 ) -> Callable[..., Tensor]:
@@ -375,7 +403,7 @@ def _refuse_cut(
             )
         return original(input, *args, **kwargs)
 
-    return _unless_keyed(original, replacement)
+    return replacement
 
 
 @_trace_as_constant
@@ -439,7 +467,12 @@ def attention(
     return attend_dropping(query, key, value, kept, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
 
 
-torch_dropout, torch_attention, torch_randint = F.dropout, F.scaled_dot_product_attention, torch.randint
+torch_dropout, torch_attention, torch_rand, torch_randint = (
+    F.dropout,
+    F.scaled_dot_product_attention,
+    torch.rand,
+    torch.randint,
+)
 _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (F, "dropout"): dropout,
     (F, "dropout1d"): _replace_dropout(F.dropout1d, unbatched_dims=2),
@@ -456,26 +489,26 @@ _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     **{(torch, name): _replace_factory(getattr(torch, name)) for name in ("rand", "randn", "randint")},
     **{(torch, name): _replace_like(getattr(torch, name)) for name in ("rand_like", "randn_like", "randint_like")},
     (torch, "normal"): _replace_normal(torch.normal),
-    **{
-        (torch, name): _refuse_cut(getattr(torch, name), name)
-        for name in ("bernoulli", "binomial", "multinomial", "poisson")
-    },
+    (torch, "bernoulli"): _replace_bernoulli(torch.bernoulli),
+    **{(torch, name): _refuse_cut(getattr(torch, name), name) for name in ("multinomial", "poisson", "binomial")},
 }
 """Replacements by owner and name, from the first run in a process on."""
 _METHOD_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    name: _refuse_cut(getattr(Tensor, name), name)
-    for name in (
-        "bernoulli",
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal_",
-        "random_",
-        "uniform_",
-    )
+    **{
+        name: _replace_in_place(getattr(Tensor, name))
+        for name in (
+            "bernoulli_",
+            "cauchy_",
+            "exponential_",
+            "geometric_",
+            "log_normal_",
+            "normal_",
+            "random_",
+            "uniform_",
+        )
+    },
+    "bernoulli": _replace_bernoulli(Tensor.bernoulli),
+    "multinomial": _refuse_cut(Tensor.multinomial, "multinomial"),
 }
 """Replacements of methods."""
 

@@ -74,6 +74,14 @@ DRAWS: dict[str, Callable[[int], Tensor]] = {
     "randint_like": lambda n: torch.randint_like(torch.ones(BATCH, n, WIDTH), 0, 9),
     "normal": lambda n: torch.normal(0.0, 0.5, (BATCH, n, WIDTH)),
     "normal of means": lambda n: torch.normal(torch.ones(BATCH, n, WIDTH), 0.5),
+    "bernoulli": lambda n: torch.bernoulli(torch.full((BATCH, n, WIDTH), 0.4)),
+    "bernoulli method": lambda n: torch.full((BATCH, n, WIDTH), 0.4).bernoulli(),
+    "bernoulli_": lambda n: torch.empty(BATCH, n, 1).bernoulli_(0.4),
+    "bernoulli_ of probabilities": lambda n: torch.empty(BATCH, n, WIDTH).bernoulli_(
+        torch.full((BATCH, n, WIDTH), 0.4)
+    ),
+    "gumbel_softmax": lambda n: F.gumbel_softmax(torch.ones(BATCH, n, WIDTH)),
+    "uniform_": lambda n: torch.empty(BATCH, 3, n, 5).uniform_(-1, 1),
     "by position": lambda n: torch.rand(n),
 }
 
@@ -144,9 +152,6 @@ def test_folded_heads_are_those_of_the_whole() -> None:
 def test_what_has_no_positions_is_equal_on_all_ranks(shape: tuple[int, ...]) -> None:
     whole = drawn(lambda: torch.rand(shape))
     assert all(drawn(lambda: torch.rand(shape), HeldSlices(BATCH, LENGTH, runs)).equal(whole) for runs in CONTEXT)
-    whole = drawn(lambda: torch.empty(shape).bernoulli_(0.4))
-    parts = [drawn(lambda: torch.empty(shape).bernoulli_(0.4), HeldSlices(BATCH, LENGTH, runs)) for runs in CONTEXT]
-    assert all(part.equal(whole) for part in parts)
 
 
 def test_whole_tensors_between_tensor_parallel_regions_are_equal() -> None:
@@ -195,8 +200,6 @@ def test_a_draw_for_rows_of_unknown_positions_is_refused() -> None:
     [
         ("multinomial", lambda: torch.multinomial(torch.ones(BATCH * LENGTH // 2, WIDTH), 1)),
         ("alpha_dropout", lambda: nn.AlphaDropout(0.3)(torch.ones(BATCH, LENGTH // 2, WIDTH))),
-        ("bernoulli", lambda: torch.bernoulli(torch.full((BATCH, LENGTH // 2, WIDTH), 0.4))),
-        ("exponential_", lambda: F.gumbel_softmax(torch.ones(BATCH, LENGTH // 2, WIDTH))),
     ],
 )
 def test_a_function_that_cannot_draw_for_the_whole_is_refused_for_slices_only(
