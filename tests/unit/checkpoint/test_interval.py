@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.train.checkpoint.interval import InMemoryInterval, SaveInterval, StepTimes, parse_percent
+from phalanx.train.checkpoint.interval import InMemoryInterval, StepTimes, parse_percent
 
 
 def steady(times: StepTimes, seconds: float, count: int = 10) -> None:
@@ -10,50 +10,39 @@ def steady(times: StepTimes, seconds: float, count: int = 10) -> None:
         times.record_step(seconds)
 
 
-def test_a_save_costs_what_the_steps_meanwhile_took_longer_than_usual() -> None:
+def measured(times: StepTimes, interval: InMemoryInterval, known_s: float, *steps_s: float) -> float:
+    """The cost of copies after one more, which ends in the step before the last of these."""
+    interval.begin(0)
+    for step_s in steps_s[:-1]:
+        times.record_step(step_s)
+    interval.record_copied(known_s)
+    times.record_step(steps_s[-1])
+    return interval.cost_s
+
+
+def test_a_copy_costs_what_the_steps_meanwhile_took_longer_than_usual_and_at_least_what_is_known() -> None:
     times = StepTimes()
-    times.record_step(9.0)
-    times.record_step(9.0)  # the first steps are slow
+    interval = InMemoryInterval("1%", 0, times)
+    steady(times, 9.0, 2)  # the first steps are slow
     steady(times, 1.0)
-    for count in (1, 2, 3, 4):
-        times.save_overhead.begin()
-        times.record_step(1.5)
-        times.record_step(1.25)
-        times.save_overhead.record_done(0.25)
-        times.record_step(1.25)
-        times.record_step(1.0)
-        # The few steps of a few saves may have been long by chance.
-        assert times.save_overhead.cost_s(times.usual_step_s) == pytest.approx(0.25 if count < 4 else 1.0)
+    costs = [measured(times, interval, 0.25, 1.5, 1.25, 1.25) for _ in range(5)]
+    assert costs[0] == 0.0  # the first allocates memory
+    # The few steps of a few copies may have been long by chance.
+    assert costs[1:] == pytest.approx([0.25, 0.25, 0.25, 1.0 + 0.25 / 4])
     assert times.usual_step_s == 1.0
-
-
-def test_what_is_known_to_be_lost_is_the_least_that_a_save_costs() -> None:
-    times = StepTimes()
-    steady(times, 1.0)
-    times.save_overhead.begin()
-    times.record_step(0.9)
-    times.save_overhead.record_done(0.25)
-    times.record_step(0.9)
-    assert times.save_overhead.cost_s(times.usual_step_s) == 0.25
-    assert StepTimes().save_overhead.cost_s(1.0) == 0.0
+    cheap = InMemoryInterval("1%", 0, times)
+    assert [measured(times, cheap, 0.25, 0.9, 0.9) for _ in range(5)] == [0.0, 0.25, 0.25, 0.25, 0.25]
 
 
 def test_a_step_with_a_save_and_a_copy_is_counted_for_neither() -> None:
     times = StepTimes()
+    interval = InMemoryInterval("1%", 0, times)
     steady(times, 1.0)
-    times.save_overhead.begin()
-    times.copy_overhead.begin()
-    times.record_step(5.0)
-    times.save_overhead.record_done(0.0)
-    times.copy_overhead.record_done(0.0)
-    times.record_step(5.0)
-    assert (times.save_overhead.cost_s(1.0), times.copy_overhead.cost_s(1.0), times.usual_step_s) == (0.0, 0.0, 1.0)
-
-
-def test_a_number_of_steps_is_taken_as_it_is() -> None:
-    interval = SaveInterval(4, False, 0, StepTimes().save_overhead)
-    assert [step for step in range(1, 13) if interval.is_due(step)] == [4, 8, 12]
-    assert not SaveInterval(None, False, 0, StepTimes().save_overhead).is_due(50)
+    for _ in range(5):
+        times.begin("disk")
+        times.end("disk")
+        measured(times, interval, 0.0, 5.0)
+    assert (interval.cost_s, times.usual_step_s) == (0.0, 1.0)
 
 
 def test_a_share_is_read_from_its_words() -> None:
@@ -90,12 +79,11 @@ def test_copies_that_seemed_too_dear_are_tried_again() -> None:
     times = StepTimes()
     interval = InMemoryInterval("1%", 0, times)
     steady(times, 1.0)
-    times.copy_overhead.record_done(0.6)
-    interval.choose(10, 10_000, 100, times.copy_overhead.cost_s(1.0), 1.0)
+    interval.choose(10, 10_000, 100, 0.6, 1.0)
     assert interval.steps is None
     assert not interval.must_choose(509)
     assert interval.must_choose(510)
-    interval.choose(510, 10_000, 100, times.copy_overhead.cost_s(1.0), 1.0)
+    interval.choose(510, 10_000, 100, interval.cost_s, 1.0)
     assert interval.steps == 1
 
 

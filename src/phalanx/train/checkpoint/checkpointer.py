@@ -29,7 +29,7 @@ from phalanx.train.checkpoint.durable import DurableDirectory, Retention
 from phalanx.train.checkpoint.format import format_checkpoint_name
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY
 from phalanx.train.checkpoint.in_memory.node_copies import NodeCopies, end_copies
-from phalanx.train.checkpoint.interval import InMemoryInterval, SaveInterval, StepTimes
+from phalanx.train.checkpoint.interval import InMemoryInterval, StepTimes
 from phalanx.train.checkpoint.load_plan import get_local_state
 from phalanx.train.checkpoint.save import CheckpointSaver, OwnedTensors, SaveContext, SaveInFlight, check_all_saved
 from phalanx.train.checkpoint.upload import CheckpointUploads
@@ -132,7 +132,7 @@ class Checkpointer:
         self.step_times = StepTimes()
         self._history_start = train_state.step  # copies of an earlier history are valid up to this step
         self.copy_interval = InMemoryInterval(config.in_memory_every, train_state.step, self.step_times)
-        self.interval = SaveInterval(config.every, False, train_state.last_saved_step, self.step_times.save_overhead)
+        self._save_every = config.every
         self._is_prepared = self._pinning_failure_reported = False
         self.last_saved: int | None = None
         """The step of the newest checkpoint on disk."""
@@ -154,8 +154,8 @@ class Checkpointer:
         if not self._is_prepared:
             self._is_prepared = True
             self._prepare()
-        if self.interval.steps is not None:
-            self._save_to_disk_if_due(due_steps, improved)
+        if self._save_every is not None:
+            self._save_to_disk_if_due(self._save_every, due_steps, improved)
         if self._in_flight is None and due_steps:  # a run restored from a copy must find all checkpoints before it
             self._copy_if_due(due_steps)
 
@@ -164,7 +164,7 @@ class Checkpointer:
         assert self.durable_in_flight is None
         self._cancel_copy()
         train_state, step = self._train_state, self._train_state.step
-        self.interval.begin(step)
+        self.step_times.begin("disk")
         state = self._live_state.tensors()
         self._owned.update(state)
         save = SaveInFlight(step, self._durable_saver, best_loss=train_state.best_loss if is_best else None)
@@ -270,7 +270,7 @@ class Checkpointer:
         self._owned.update(state)
         shards = self._owned.make_shards(state)
         check_all_saved(self._dist_env, self._train_state.step, state, self._durable_saver.share(shards))
-        if self.interval.steps is not None and self._dist_env.device.type != "cpu":  # only pinned memory is slow
+        if self._save_every is not None and self._dist_env.device.type != "cpu":  # only pinned memory is slow
             self._durable_saver.allocate_buffer(shards)
 
     def _start(
@@ -293,9 +293,9 @@ class Checkpointer:
             text = "host memory for checkpoints could not be page-locked, so training waits while they are copied"
             self._report_event(RunWarning(text=f"{text}: raise the limit of locked memory (ulimit -l)"))
 
-    def _save_to_disk_if_due(self, due_steps: Sequence[int], improved: bool) -> None:
+    def _save_to_disk_if_due(self, every: int, due_steps: Sequence[int], improved: bool) -> None:
         saving = self.durable_in_flight
-        if not improved and not any(map(self.interval.is_due, due_steps)):
+        if not improved and all(step % every for step in due_steps):
             return
         if saving is not None and not improved:
             busy = f"step {self._train_state.step}: not saved, because step {saving.step} is still being written"
@@ -308,8 +308,8 @@ class Checkpointer:
         interval, step = self.copy_interval, self._train_state.step
         if interval.must_choose(step):
             usual_step_s = self.step_times.usual_step_s
-            costs = all_reduce_max(self._dist_env, [interval.overhead.cost_s(usual_step_s), usual_step_s])
-            chosen = interval.choose(step, self._last_step, self.interval.steps, *costs)
+            costs = all_reduce_max(self._dist_env, [interval.cost_s, usual_step_s])
+            chosen = interval.choose(step, self._last_step, self._save_every, *costs)
             if chosen is not None:
                 self._report_event(chosen)
         if any(map(interval.is_due, due_steps)):
@@ -349,13 +349,13 @@ class Checkpointer:
         self.last_saved = self._train_state.last_saved_step = save.step
         if self._copies is not None and self._dist_env.is_rank_zero:
             record_checkpoint(self._run, save.step)
-        self.interval.overhead.record_done(event.stall_s)
+        self.step_times.end("disk")
         self._report_event(event)
 
     def _end_failed_save(self, save: SaveInFlight) -> None:
         save.saver.cancel()
         self._in_flight = None
-        self.interval.overhead.record_failed()
+        self.step_times.end("disk")
         reason = save.failure or "another worker could not write its part"
         self._report_event(CheckpointFailed(step=save.step, reason=reason))
 
@@ -376,7 +376,7 @@ class Checkpointer:
         assert self._copies is not None
         self._copies.leave()
         self._in_flight = None
-        self.copy_interval.overhead.record_failed()
+        self.step_times.end("memory")
         reasons = all_gather_json(self._dist_env, save.failure)  # after this no worker writes any more
         self._copies.remove_all()
         self._turn_copies_off(next((each for each in reasons if each), ""))
@@ -394,7 +394,7 @@ class Checkpointer:
         if self._in_flight is not None and self._in_flight.in_memory:
             self._in_flight.saver.cancel()
             self._in_flight = None
-            self.copy_interval.overhead.record_failed()
+            self.step_times.end("memory")
 
     def _roll_copies_back(self, step: int) -> None:
         """Copies of later steps become invalid."""

@@ -16,8 +16,8 @@ WARMUP_STEPS = 2
 """First steps of an attempt, which are slower than usual and not measured."""
 NUM_STEPS_REMEMBERED = 32
 """Number of last steps without a save, the median of which is the usual step time."""
-MIN_RUNS_TO_MEASURE = 4
-"""Number of saves (or copies) after which the duration of concurrent steps is used."""
+MIN_COPIES_TO_MEASURE = 4
+"""Number of copies after which the duration of concurrent steps is used."""
 MIN_COPY_INTERVAL_S = 1.0
 """Minimum seconds between copies: a restart takes about as long, so more frequent copies save nothing."""
 MIN_STEPS_TO_CHOOSE = 4
@@ -28,108 +28,83 @@ TRIAL_COPIES = 3
 """Copies during a trial, plus one as a margin."""
 
 
-class Overhead:
-    """Time that one kind of background work (saves or in-memory copies) adds to concurrent steps."""
-
-    def __init__(self) -> None:
-        self.reset()
-        self.is_running = self._ends_this_step = False
-
-    def begin(self) -> None:
-        """Record that the work starts, between two steps."""
-        self.is_running, self._ends_this_step = True, False
-
-    def record_done(self, known_s: float) -> None:
-        """Record that the work finished in the current step. `known_s` is its directly measured cost."""
-        self.num_done += 1
-        self._known_s += known_s
-        self._ends_this_step = True
-
-    def record_failed(self) -> None:
-        """Record that the work was given up during the current step."""
-        self._ends_this_step = True
-
-    def reset(self) -> None:
-        """Forget all measurements: the first run of the work allocates memory that later runs reuse."""
-        self.num_done, self._known_s, self._concurrent_s, self._concurrent_steps = 0, 0.0, 0.0, 0
-
-    def record_concurrent_step(self, step_s: float) -> None:
-        """Record the duration of a step during which the work was in progress."""
-        self._concurrent_s += step_s
-        self._concurrent_steps += 1
-
-    def end_step(self) -> None:
-        """End a step; if the work finished during it, later steps are not concurrent with it."""
-        self.is_running = self.is_running and not self._ends_this_step
-
-    def cost_s(self, usual_step_s: float) -> float:
-        """Return the cost of one run in seconds, given the usual step time. A few steps are too noisy to be used."""
-        if not self.num_done:
-            return 0.0
-        extra_s = (
-            self._concurrent_s - self._concurrent_steps * usual_step_s if self.num_done >= MIN_RUNS_TO_MEASURE else 0.0
-        )
-        return max(self._known_s, extra_s) / self.num_done
-
-
 class StepTimes:
-    """Step times, both usual and during a save or an in-memory copy."""
+    """Step times: the usual ones, and those during a copy. A save to disk or a copy is in progress from `begin` to the
+    step in which it `end`s."""
 
     def __init__(self) -> None:
-        self.save_overhead, self.copy_overhead = Overhead(), Overhead()
         self.num_steps = 0
-        self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_REMEMBERED)
+        self._usual_s: deque[float] = deque(maxlen=NUM_STEPS_REMEMBERED)
+        self._running = self._ended = frozenset[str]()
+        self.reset_copies()
 
-    @property
-    def usual_step_s(self) -> float:
-        """Median seconds of the last steps without a save; 0 before the first."""
-        return statistics.median(self._step_times_s) if self._step_times_s else 0.0
+    def reset_copies(self) -> None:
+        """Forget the steps during copies."""
+        self._copy_steps_s, self._num_copy_steps = 0.0, 0
+
+    def begin(self, kind: str) -> None:
+        """Record that a save (`disk`) or a copy (`memory`) starts, between two steps."""
+        self._running, self._ended = self._running | {kind}, self._ended - {kind}
+
+    def end(self, kind: str) -> None:
+        """Record that it finished, or was given up, in the current step."""
+        self._ended |= {kind}
 
     def record_step(self, step_s: float) -> None:
         """Record the duration of a step."""
         self.num_steps += 1
-        both = (self.save_overhead, self.copy_overhead)
-        running = [overhead for overhead in both if overhead.is_running]
-        if self.num_steps > WARMUP_STEPS and not running:
-            self._step_times_s.append(step_s)
-        elif self.num_steps > WARMUP_STEPS and len(running) == 1:  # with both running, the cost cannot be attributed
-            running[0].record_concurrent_step(step_s)
-        for overhead in both:
-            overhead.end_step()
+        if self.num_steps > WARMUP_STEPS and not self._running:
+            self._usual_s.append(step_s)
+        elif self.num_steps > WARMUP_STEPS and self._running == {"memory"}:  # with both, the cost has two causes
+            self._copy_steps_s += step_s
+            self._num_copy_steps += 1
+        self._running, self._ended = self._running - self._ended, frozenset()
+
+    @property
+    def usual_step_s(self) -> float:
+        """Median seconds of the last steps without a save; 0 before the first."""
+        return statistics.median(self._usual_s) if self._usual_s else 0.0
+
+    @property
+    def extra_copy_s(self) -> float:
+        """Seconds that steps during copies took longer than usual."""
+        return self._copy_steps_s - self._num_copy_steps * self.usual_step_s
 
 
-class SaveInterval:
-    """How often the state is saved to one destination: every `steps` steps, None for never. If that number is chosen
-    from measurements (`is_auto`), it counts from the last save. `overhead` is that of these saves."""
+class InMemoryInterval:
+    """How often the state is copied to memory: every `every` steps, or as often as takes this part of the training time
+    ("1%"); None for never. If the number of steps is chosen (`is_auto`), it counts from the last copy."""
 
-    def __init__(self, steps: int | None, is_auto: bool, start_step: int, overhead: Overhead):
-        self.steps, self.is_auto, self.overhead = steps, is_auto, overhead
+    def __init__(self, every: int | str | None, start_step: int, step_times: StepTimes):
+        self.steps, self.is_auto = every if isinstance(every, int) else None, isinstance(every, str)
         self._last_step = start_step
+        self._overhead_fraction = parse_percent(every) if isinstance(every, str) else 0.0
+        self._step_times = step_times
+        self._must_choose, self._last_choice_step = self.is_auto, start_step
+        self._retry_steps, self._usual_step_s = MIN_RETRY_STEPS, 1.0
+        self._first_copy_done = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_copies, self._known_s = 0, 0.0
+        self._step_times.reset_copies()
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step."""
+        """Return whether to copy after this step."""
         if self.steps is None:
             return False
         return step - self._last_step >= self.steps if self.is_auto else step % self.steps == 0
 
     def begin(self, step: int) -> None:
-        """Record that the save of this step starts."""
+        """Record that the copy of this step starts."""
         self._last_step = step
-        self.overhead.begin()
+        self._step_times.begin("memory")
 
-
-class InMemoryInterval(SaveInterval):
-    """How often the state is copied to memory: every `every` steps, or as often as takes this part of the training time
-    ("1%"); None for never."""
-
-    def __init__(self, every: int | str | None, start_step: int, step_times: StepTimes):
-        is_auto = isinstance(every, str)
-        super().__init__(every if isinstance(every, int) else None, is_auto, start_step, step_times.copy_overhead)
-        self._overhead_fraction = parse_percent(every) if isinstance(every, str) else 0.0
-        self._step_times = step_times
-        self._must_choose, self._last_choice_step = is_auto, start_step
-        self._retry_steps, self._usual_step_s = MIN_RETRY_STEPS, 1.0
-        self._first_copy_done = False
+    @property
+    def cost_s(self) -> float:
+        """Cost of one copy in seconds. A few steps are too noisy to be used."""
+        extra_s = self._step_times.extra_copy_s if self._num_copies >= MIN_COPIES_TO_MEASURE else 0.0
+        return max(self._known_s, extra_s) / self._num_copies if self._num_copies else 0.0
 
     def restart(self, step: int) -> None:
         """Count from this step, which training went back to."""
@@ -142,17 +117,18 @@ class InMemoryInterval(SaveInterval):
 
     def record_copied(self, known_s: float) -> None:
         """Record a copy that cost training at least `known_s`."""
-        self.overhead.record_done(known_s)
-        if not self._first_copy_done:
+        self._step_times.end("memory")
+        self._num_copies, self._known_s = self._num_copies + 1, self._known_s + known_s
+        if not self._first_copy_done:  # it allocates memory that later copies reuse
             self._first_copy_done = True
-            self.overhead.reset()
-        self._must_choose = self.is_auto and self.overhead.num_done.bit_count() == 1
+            self._reset()
+        self._must_choose = self.is_auto and self._num_copies.bit_count() == 1
 
     def must_choose(self, step: int) -> bool:
         """Return whether `choose` is due after this step."""
         if self.is_auto and self.steps is None and step - self._last_choice_step >= self._retry_steps:
             # The copies may have been measured at a bad moment: try again.
-            self.overhead.reset()
+            self._reset()
             self._must_choose = True
         return self._must_choose and self._step_times.num_steps >= MIN_STEPS_TO_CHOOSE
 
