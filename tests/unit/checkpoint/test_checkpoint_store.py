@@ -13,8 +13,7 @@ from torch import nn
 import store_saves
 from checkpoints import state
 from phalanx.recipe.schema import AdapterConfig, OptimizerConfig, Parallelism
-from phalanx.storage.store import Store, open_store
-from phalanx.storage.url import parse_url
+from phalanx.storage.store import Store
 from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoredCheckpoint
 from phalanx.train.checkpoint.format import CorruptCheckpointError
@@ -190,14 +189,6 @@ def test_a_record_of_another_save_of_the_step_does_not_pass(bucket: Path) -> Non
     again.start(1, [], {"step": 1})
     again.poll_when_idle()
     assert whole_steps(bucket) == []
-
-
-def test_deletes_pass_over_what_is_missing(bucket: Path) -> None:
-    store, url = open_store(f"file://{bucket}"), parse_url(f"file://{bucket}")
-    for name in ("a", "b"):
-        store.write((url / name).key, b"x")
-    store.delete([(url / name).key for name in ("0", "a", "1", "b")])
-    assert store.list_objects(url.key) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -55,26 +55,6 @@ def steps_on_disk(run: Run) -> list[int]:
     return sorted(parse_step(path) for path in list_checkpoints(run.checkpoints))
 
 
-def test_a_save_goes_from_written_to_committed_turn_by_turn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: Told = []
-    saving = make_saving(run, told)
-    assert saving.own_flags() == StepFlags()
-    saving.start(5, weights())
-    assert saving.durable_in_flight is not None
-    assert saving.durable_in_flight.step == 5
-    saving.wait_snapshot_copied()
-    writer_of(saving).poll_when_idle()
-    assert saving.own_flags() == StepFlags(written=1)
-    settle(saving)
-    assert not told
-    writer_of(saving).poll_when_idle()
-    assert saving.own_flags() == StepFlags(committed=1)
-    settle(saving)
-    assert [event.kind for event in told] == ["checkpoint_saved"]
-    assert (saving.durable_in_flight, saving.last_saved, saving.own_flags()) == (None, 5, StepFlags())
-    saving.close()
-
-
 def test_events_are_sent_before_a_commit_so_that_no_death_takes_those_of_steps_that_count(run: Run) -> None:
     seen: list[list[int]] = []
     saving = StepSaver(

@@ -8,7 +8,6 @@ import torch
 import xxhash
 
 from checkpoints import random_tensor, save, save_by_ranks, state
-from phalanx.errors import DataError
 from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
 from phalanx.train.checkpoint.format import CorruptCheckpointError
 from phalanx.train.checkpoint.staging import TensorShard
@@ -92,8 +91,3 @@ def test_damage_is_found_while_digesting(tmp_path: Path) -> None:
     flip_byte(path / "rank-00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: damaged"):
         digest_checkpoint(path)
-
-
-def test_a_checkpoint_that_does_not_know_its_samples_has_no_digest(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"MANIFEST\.json: does not say how many samples"):
-        digest_checkpoint(save(tmp_path, 1, base(), {"samples_consumed": None}))

@@ -29,14 +29,6 @@ def random_weight(outputs: int = 48, inputs: int = 256, seed: int = 0) -> torch.
     return 0.02 * torch.empty(outputs, inputs).normal_(generator=generator).pow_(3)
 
 
-def test_packed_codes_are_unpacked_exactly() -> None:
-    codes = torch.randint(-8, 8, (5, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    codes[0] = torch.arange(-8, 8, dtype=torch.int32).repeat(4)
-    packed = int4.pack_codes(codes)
-    assert (packed.shape, packed.dtype) == ((5, 8), torch.int32)
-    assert torch.equal(int4.unpack_codes(packed), codes)
-
-
 def test_the_scale_with_the_least_squared_error_is_taken() -> None:
     groups = random_weight().unflatten(1, (-1, int4.GROUP_SIZE))
     largest = groups.abs().amax(-1, keepdim=True) / int4.MAX_CODE

@@ -117,12 +117,6 @@ def test_a_flipped_bit_in_a_parts_file_is_found(tmp_path: Path) -> None:
         read_shard(copy / "rank-00000.json")
 
 
-def test_two_histories_never_share_a_copy(tmp_path: Path) -> None:
-    save(tmp_path, 0, [piece(slice(0, 4))], token="a")
-    save(tmp_path, 0, [piece(slice(0, 4))], token="b")
-    assert list_copies(tmp_path) == [(7, "b"), (7, "a")]
-
-
 def test_parts_that_lack_a_tensor_are_no_copy(tmp_path: Path) -> None:
     """A worker took along what only it had, and no other part tells of it."""
     part = save(tmp_path, 0, [piece(slice(0, 4))])

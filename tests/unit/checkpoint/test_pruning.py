@@ -85,12 +85,6 @@ def test_dead_channels_and_a_block_that_adds_nothing_go_first(tmp_path: Path) ->
     assert plan.layer_importance == pytest.approx(1, abs=1e-5)
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, second = (prune(tmp_path / name, "llama")[2] for name in "ab")
-    for name in ("model.safetensors", "config.json"):
-        assert (first / name).read_bytes() == (second / name).read_bytes()
-
-
 def test_layer_types_of_removed_blocks_go_with_them(tmp_path: Path) -> None:
     family = PRUNABLE_FAMILIES["qwen3"]
     plan = PruningPlan(family, (0, 2), (torch.arange(8), torch.arange(8)), 3, 8, 1.0, 0.9)

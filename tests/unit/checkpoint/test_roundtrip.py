@@ -48,11 +48,6 @@ def test_loading_into_given_tensors_overwrites_them_in_place_even_strided_ones(t
     assert all(same_bits(into[name], tensors[name]) for name in tensors)
 
 
-def test_loading_some_names_reads_only_these(tmp_path: Path) -> None:
-    tensors = state()
-    assert load_tensors(save(tmp_path, 60, tensors), ["scalar", "of.BF16"]).keys() == {"scalar", "of.BF16"}
-
-
 @pytest.mark.parametrize(
     ("block", "message"),
     [

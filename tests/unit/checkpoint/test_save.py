@@ -107,33 +107,6 @@ def test_savers_of_one_worker_share_a_buffer_that_grows_to_the_largest_save(
     assert allocated[0] < 1000 < allocated[1]
 
 
-def test_a_save_does_not_wait_until_a_larger_buffer_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging, device = SharedStaging(), torch.device("cuda")
-    ready: set[int] = {10}
-    monkeypatch.setattr(
-        "phalanx.train.checkpoint.staging.StagingBuffer",
-        lambda nbytes, device: SimpleNamespace(
-            nbytes=nbytes, fits_bytes=lambda wanted, _: wanted <= nbytes, is_ready=nbytes in ready
-        ),
-    )
-    staging.reserve(10, device)
-    staging.reserve(30, device)
-    assert staging.take(10, device).nbytes == 10  # type: ignore[attr-defined]
-    assert staging.take(20, device).nbytes == 30  # type: ignore[attr-defined]
-    assert staging.take(10, device).nbytes == 30  # type: ignore[attr-defined]
-
-
-def test_a_second_save_while_one_is_in_flight_is_refused(tmp_path: Path) -> None:
-    saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
-    saver.start(1, pieces({"w": torch.zeros(3)}), {})
-    saver.poll_when_idle()
-    with pytest.raises(RuntimeError, match="step 2: the save of step 1 is neither committed nor given up"):
-        saver.start(2, pieces({"w": torch.zeros(3)}), {})
-    saver.cancel()
-    saver.start(2, pieces({"w": torch.zeros(3)}), {})
-    assert saver.poll_when_idle().phase == "written"
-
-
 def test_a_save_that_is_given_up_is_not_written_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go, written = threading.Event(), threading.Event(), list[int]()
     write = os.write

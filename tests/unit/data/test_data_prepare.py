@@ -217,11 +217,6 @@ def test_a_folder_of_the_users_is_not_used_as_working_folder(texts, tmp_path):
     assert mine.read_text() == "keep this"
 
 
-def test_an_empty_directory_is_as_good_as_none(texts, tmp_path):
-    (tmp_path / "out").mkdir()
-    verify_dataset(prepare(texts, tmp_path / "out", {"text": "*.txt"}))
-
-
 def test_a_place_that_cannot_be_written_is_named(texts, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"out: cannot be written: Not a directory"):

@@ -40,12 +40,6 @@ def test_every_token_but_the_shards_ends_is_a_target_once_an_epoch(folder):
     assert targets.tolist() == expected
 
 
-def test_arrays_are_contiguous_and_writable(folder):
-    for values in opened(folder, document_masking=True).read_training(0, 4).values():
-        assert values.flags.c_contiguous
-        assert values.flags.writeable
-
-
 @given(first=st.integers(0, 40_000), count=st.integers(1, 40))
 @settings(max_examples=30, deadline=None)
 def test_samples_do_not_depend_on_how_they_are_asked_for(folder, first, count):
@@ -61,12 +55,6 @@ def test_held_out_samples_are_none_that_training_sees(folder):
     trained = data.read_training(0, 3 * data.num_train_samples)["targets"].ravel()
     assert data.num_validation_samples == round(0.1 * (data.num_train_samples + data.num_validation_samples))
     assert not set(held.tolist()) & set(trained.tolist())
-
-
-def test_held_out_samples_end(folder):
-    data = opened(folder, share=0.1)
-    with pytest.raises(ValueError, match="validation samples"):
-        data.read_validation(data.num_validation_samples, 1)
 
 
 def test_a_source_of_its_own_for_evaluation_leaves_training_all_of_its_own(folder, tmp_path):

@@ -78,18 +78,6 @@ def test_it_reads_ahead_but_not_further_than_told(monkeypatch, buffer_bytes, ste
         assert not data.changed.wait_for(lambda: len(data.asked) > steps, timeout=0.1)
 
 
-def test_it_fills_its_store_again_once_half_of_it_is_used_up():
-    data = Counting()
-    with feed(data, max_steps_ahead=4) as steps, data.changed:
-        assert data.changed.wait_for(lambda: len(data.asked) == 4, timeout=10)
-        with steps._changed:  # the fourth was asked for; it must lie in the store, too, before one is taken out
-            assert steps._changed.wait_for(lambda: len(steps._queue) == 4, timeout=10)
-        next(steps)
-        assert not data.changed.wait_for(lambda: len(data.asked) > 4, timeout=0.1)
-        next(steps)
-        assert data.changed.wait_for(lambda: len(data.asked) == 6, timeout=10)
-
-
 def test_an_error_is_raised_when_its_step_is_asked_for():
     with feed(Counting(broken=24)) as steps:
         assert next(steps)[0]["tokens"][0] == 0

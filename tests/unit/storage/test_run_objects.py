@@ -10,7 +10,7 @@ from phalanx.run.directory import write_json
 from phalanx.run.event_types import RunWarning
 from phalanx.storage import run_objects, stored_run
 from phalanx.storage.lease import LeaseLostError
-from phalanx.storage.run_objects import RunObjects, follow_run, make_local_directory, mirror_run
+from phalanx.storage.run_objects import RunObjects, make_local_directory, mirror_run
 from phalanx.storage.url import StoreUrl
 
 
@@ -234,10 +234,6 @@ def test_a_run_is_read_by_its_url(url: str, machine: Machine) -> None:
     log.close()
     objects.upload()
     assert len(list(read_events(Run.open_existing(url).events))) == 2
-
-
-def test_a_run_that_is_a_directory_is_read_where_it_is(tmp_path: Path) -> None:
-    assert mirror_run(tmp_path / "run") == follow_run(str(tmp_path / "run")) == tmp_path / "run"
 
 
 def test_another_node_that_may_not_write_there_is_refused_before_it_joins(

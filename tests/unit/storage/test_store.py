@@ -14,7 +14,7 @@ from phalanx.errors import DataError, UsageError, is_storage_error
 from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe, refuse
 from phalanx.storage.reader import open_location
 from phalanx.storage.store import FIRST_CONTACT_S, RANGE_BYTES, Store, check_writable, make_client, open_store
-from phalanx.storage.url import StoreUrl, is_url, parse_url
+from phalanx.storage.url import StoreUrl, parse_url
 
 Answer = Callable[[BaseHTTPRequestHandler, bytes], None]
 CONTENT = bytes(range(256)) * 100
@@ -96,10 +96,6 @@ def test_credentials_in_a_url_are_refused_without_showing_them(text: str) -> Non
     with pytest.raises(UsageError, match="holds credentials") as raised:
         parse_url(text)
     assert "hunter2" not in str(raised.value)
-
-
-def test_paths_are_no_urls() -> None:
-    assert not any(map(is_url, ["data/x", "/data", "a:b", Path("x"), None, "C:\\x"]))
 
 
 def test_answers_that_pass_are_retried_and_counted() -> None:

@@ -39,11 +39,6 @@ def test_positions_begin_anew_in_each_document() -> None:
     ]
 
 
-def test_positions_that_are_given_win() -> None:
-    _, kwargs = adapt_inputs(Plain(), (random_tokens(),), {"documents": DOCUMENTS, "positions": torch.arange(3, 19)})
-    assert kwargs["position_ids"].tolist() == [list(range(3, 19))] * 2
-
-
 def test_other_kinds_of_attention_get_numbers_to_add() -> None:
     _, kwargs = adapt_inputs(Plain("eager"), (random_tokens(),), {"documents": DOCUMENTS})
     mask = kwargs["attention_mask"]
@@ -77,11 +72,6 @@ def test_layers_that_carry_a_state_cannot_keep_documents_separate() -> None:
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(RecipeError, match=r"data.document_masking: Plain has layers of linear_attention"):
         adapt_inputs(model, (random_tokens(),), {"documents": DOCUMENTS})
-
-
-def test_arguments_of_the_models_own_stay() -> None:
-    own = {"input_ids": random_tokens(), "attention_mask": torch.ones(2, 16), "use_cache": True}
-    assert adapt_inputs(Plain(), (), own) == ((), own)
 
 
 def test_documents_need_a_model_that_takes_a_mask() -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from phalanx.errors import DataError
-from phalanx.train.hf.safetensors_reader import INDEX_FILE_NAME, SINGLE_FILE_NAME, copy_tensor_into, open_weight_reader
+from phalanx.train.hf.safetensors_reader import INDEX_FILE_NAME, SINGLE_FILE_NAME, open_weight_reader
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(5.0)}
 
@@ -26,13 +26,6 @@ def split(folder: Path) -> Path:
     listed = {name: f"model-{name}.safetensors" for name in TENSORS}
     (folder / INDEX_FILE_NAME).write_text(json.dumps({"metadata": {}, "weight_map": listed}))
     return folder
-
-
-def test_a_single_file_tells_its_tensors(single: Path) -> None:
-    source = open_weight_reader(single)
-    assert source.names == TENSORS.keys()
-    assert source.shape("a") == (4, 6)
-    assert all(torch.equal(source.read(name), tensor) for name, tensor in TENSORS.items())
 
 
 def test_files_behind_an_index_read_like_one(tmp_path: Path) -> None:
@@ -102,14 +95,3 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str, said: str) 
     (tmp_path / INDEX_FILE_NAME).write_text(text)
     with pytest.raises(DataError, match=said):
         open_weight_reader(tmp_path)
-
-
-def test_copying_converts_to_the_dtype_of_the_target(single: Path) -> None:
-    target = torch.zeros(3)
-    copy_tensor_into(target, open_weight_reader(single), "b")
-    assert torch.equal(target, torch.ones(3))
-
-
-def test_copying_into_another_shape_is_refused(single: Path) -> None:
-    with pytest.raises(DataError, match=r"a has shape \[4, 6\], the model's has \[6, 4\]"):
-        copy_tensor_into(torch.zeros(6, 4), open_weight_reader(single), "a")
