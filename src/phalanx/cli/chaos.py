@@ -57,7 +57,7 @@ def chaos(
     temporary file is left; else 1. Ctrl-C stops and removes everything.
 
     Kinds: kill, crash, abort, fork-server, agent, preempt, interrupt, time-limit, corrupt-checkpoint, disk-full,
-    storage-outage, freeze, hang; with --nodes also node-loss and partition.
+    freeze, hang; with --nodes also node-loss and partition.
     """
     given = overrides or []
     if recipe.endswith(".py"):
@@ -103,8 +103,6 @@ def describe_target(fault: Fault) -> str:
         return f"node of {fault.rank}"
     if fault.kind in ("agent", "preempt", "time-limit"):
         return "agent"
-    if fault.kind == "storage-outage":
-        return "run"
     return f"worker {fault.rank}"
 
 
