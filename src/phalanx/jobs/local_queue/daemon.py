@@ -25,8 +25,7 @@ import psutil
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_signal
-from phalanx.jobs.local_queue.database import JobDatabase
-from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord, Resources
+from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, CANCEL_SENT, JobDatabase, JobRecord, Resources
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
 from phalanx.jobs.pause_file import DRAIN_FILE, is_paused
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, JobState, state_from_exit_code

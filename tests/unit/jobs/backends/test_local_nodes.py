@@ -9,7 +9,7 @@ from node_contract import NodeContract
 from phalanx.cluster import Machine, discover_machine
 from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.local_queue.daemon import QueueDaemon
-from phalanx.jobs.local_queue.job_record import Resources
+from phalanx.jobs.local_queue.database import Resources
 from phalanx.jobs.pause_file import DRAIN_FILE
 from phalanx.jobs.spec import Job
 

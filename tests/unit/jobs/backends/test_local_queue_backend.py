@@ -10,8 +10,7 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.local_queue.daemon import QueueDaemon
-from phalanx.jobs.local_queue.database import JobDatabase
-from phalanx.jobs.local_queue.job_record import Resources
+from phalanx.jobs.local_queue.database import JobDatabase, Resources
 from phalanx.jobs.spec import Job, JobState
 
 ASKED: dict[str, Callable[[LocalBackend], object]] = {

@@ -22,8 +22,7 @@ from phalanx.jobs.local_queue.daemon import (
     next_state,
     select_jobs_to_start,
 )
-from phalanx.jobs.local_queue.database import JobDatabase
-from phalanx.jobs.local_queue.job_record import JobRecord, Resources, read_record
+from phalanx.jobs.local_queue.database import JobDatabase, JobRecord, Resources, read_record
 from phalanx.jobs.local_queue.job_runner import AttemptEnd, ending_path
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, JobState
 from phalanx.run.boot_clock import BootClock, process_identity
