@@ -1,6 +1,5 @@
 """Write text with a language model: that of a run's checkpoint, or of a Hugging Face directory."""
 
-import codecs
 import datetime
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -242,43 +241,19 @@ def decode_incrementally(
 ) -> Iterator[str]:
     """Decode tokens one by one, and show those that end a text. A token may end within a character, which is then held
     back until it is whole, or the text is over."""
-    decoder = _IncrementalDecoder(tokenizer)
+    pending: list[int] = []
+    decoded = ""
     for token in tokens:
-        if token in ends:
-            yield decoder.finish()
+        is_end = token in ends
+        if not is_end:
+            pending.append(token)
+        # The text of a byte-pair token depends on those before it: decode all, and show what is new.
+        text = tokenizer.decode(pending)
+        new = text[len(decoded) :] if is_end or not text.endswith("\ufffd") else ""
+        decoded += new
+        yield new
+        if is_end:
             yield show_control_token(tokenizer.control_tokens.get(token, str(token)))
-        else:
-            yield decoder.decode(token)
-    if rest := decoder.finish():
+            pending, decoded = [], ""
+    if rest := tokenizer.decode(pending)[len(decoded) :]:
         yield rest
-
-
-class _IncrementalDecoder:
-    """Decodes one text after the other."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._bytes_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._tokens: list[int] = []
-        self._decoded = ""
-
-    def decode(self, token: int) -> str:
-        """Return the characters that are whole with this token."""
-        if self._tokenizer.name == "bytes":
-            return self._bytes_decoder.decode(bytes([token]))
-        self._tokens.append(token)
-        # The text of a byte-pair token depends on those before it: decode all, and return what is new.
-        text = self._tokenizer.decode(self._tokens)
-        return "" if text.endswith("\ufffd") else self._take(text)
-
-    def finish(self) -> str:
-        """Return what is left of a text."""
-        if self._tokenizer.name == "bytes":
-            return self._bytes_decoder.decode(b"", final=True)
-        rest = self._take(self._tokenizer.decode(self._tokens))
-        self._tokens, self._decoded = [], ""
-        return rest
-
-    def _take(self, text: str) -> str:
-        new, self._decoded = text[len(self._decoded) :], text
-        return new
