@@ -321,13 +321,13 @@ def _start_daemon(folder: Path, *locks: int) -> None:
 
 
 @contextlib.contextmanager
-def hold_daemon_lock(folder: Path, lock_fd: int | None = None, timeout_s: float = TAKEOVER_TIMEOUT_S) -> Iterator[bool]:
+def hold_daemon_lock(folder: Path, lock_fd: int | None = None) -> Iterator[bool]:
     """Yield whether this process is the queue's daemon during the block. `lock_fd`: an inherited lock."""
     if lock_fd is None:
         lock_fd = _open_lock_file(folder)
     os.set_inheritable(lock_fd, False)
     try:
-        yield acquire_lock(lock_fd, timeout_s)
+        yield acquire_lock(lock_fd, TAKEOVER_TIMEOUT_S)
     finally:
         os.close(lock_fd)
 

@@ -14,7 +14,7 @@ import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,13 +103,8 @@ class RayBackend(Backend):
 
     name = "ray"
 
-    def __init__(
-        self,
-        address: str | None = None,
-        environ: Mapping[str, str] = os.environ,
-        make_suffix: Callable[[], str] = lambda: secrets.token_hex(4),
-    ):
-        self._address, self._environ, self._make_suffix = address, environ, make_suffix
+    def __init__(self, address: str | None = None, environ: Mapping[str, str] = os.environ):
+        self._address, self._environ = address, environ
         self._clients: dict[str, Any] = {}
 
     def render(self, job: Job) -> SubmitRequest:
@@ -152,7 +147,7 @@ class RayBackend(Backend):
         same_name = [info.submission_id for info in active_jobs if (info.metadata or {}).get(JOB_NAME_KEY) == job.name]
         if same_name:
             raise UsageError(f"job {job.name}: that name is taken by {same_name[0]}; stop it, or take another")
-        submission = f"{job.name}-{self._make_suffix()}"
+        submission = f"{job.name}-{secrets.token_hex(4)}"
         sent["submission_id"] = sent["runtime_env"]["env_vars"][JOB_ID_VARIABLE] = submission
         file = secrets_path(str(job.working_dir), submission)
         if job.secrets:
