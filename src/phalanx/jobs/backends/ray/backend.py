@@ -31,7 +31,7 @@ from phalanx.jobs.backends.base import (
     group_running_jobs,
     read_secrets,
 )
-from phalanx.jobs.backends.options import backend_option, check_option_names, parse_count
+from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_choice, parse_count
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
@@ -74,28 +74,11 @@ class RayOptions:
         "Placement strategy of the nodes.",
         "|".join(PLACEMENT_STRATEGIES),
         shown_default="STRICT_SPREAD with several nodes, else PACK",
+        parse=parse_choice(*PLACEMENT_STRATEGIES),
     )
-    patience: int = backend_option("Seconds to wait for machines.", "NUMBER", 600)
-    max_restarts: int = backend_option("Maximum number of restarts.", "NUMBER", 10)
+    patience: int = backend_option("Seconds to wait for machines.", "NUMBER", 600, parse=parse_count)
+    max_restarts: int = backend_option("Maximum number of restarts.", "NUMBER", 10, parse=parse_count)
     python: str = backend_option("Python of the cluster's machines, which has Phalanx.", "PATH", "python")
-
-
-def parse_options(job: Job) -> RayOptions:
-    """A job's options; UsageError names the first that is wrong, and what would be right."""
-    check_option_names(job, "ray", RayOptions)
-    given = job.backend_options
-    strategy = given.get("strategy")
-    if strategy not in (None, *PLACEMENT_STRATEGIES):
-        raise UsageError(
-            f"job {job.name}: option strategy={strategy}: expected one of {', '.join(PLACEMENT_STRATEGIES)}"
-        )
-    return RayOptions(
-        address=given.get("address"),
-        strategy=strategy,
-        patience=parse_count(job, "patience", RayOptions.patience),
-        max_restarts=parse_count(job, "max-restarts", RayOptions.max_restarts),
-        python=given.get("python", RayOptions.python),
-    )
 
 
 class RayBackend(Backend):
@@ -110,7 +93,7 @@ class RayBackend(Backend):
     def render(self, job: Job) -> SubmitRequest:
         """Return the request to the API."""
         job = add_inherited_variables(job, self._environ, shares_files=False)
-        options = parse_options(job)
+        options: RayOptions = parse_backend_options(job, "ray", RayOptions)
         _check_job(job)
         task = make_driver_spec(job)
         words = (options.python, "-P", "-m", DRIVER_MODULE, "run", task.to_json())
@@ -307,7 +290,7 @@ class RayBackend(Backend):
 
 def make_driver_spec(job: Job) -> DriverSpec:
     """A job in the words of its driver."""
-    options = parse_options(job)
+    options: RayOptions = parse_backend_options(job, "ray", RayOptions)
     return DriverSpec(
         command=job.command,
         working_dir=str(job.working_dir) if job.snapshot is None else job.snapshot.start_dir,
