@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -84,6 +85,14 @@ def test_tensorflow_sums_over_two_processes() -> None:
     code, lines, errors = on_one_node("tensorflow", "tensorflow_sum.py")
     assert code == 0, errors
     assert {"0| sum 3 of 2", "1| sum 3 of 2"} <= set(lines)
+
+
+@needs("mpi4py")
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="SKIPPED: mpirun (Open MPI) is not installed")
+def test_mpi_sums_over_two_processes() -> None:
+    code, lines, errors = on_one_node("mpi", "mpi_sum.py")
+    assert code == 0, errors
+    assert "".join(lines) == "sum 3 of 2" * 2  # mpirun may put both before their line ends
 
 
 def test_when_one_process_fails_all_end_with_its_code() -> None:

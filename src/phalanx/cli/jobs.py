@@ -61,7 +61,7 @@ def submit(
     time_limit: TimeLimitOption = None,
     priority: Annotated[int, typer.Option(metavar="N", help="Priority: higher starts first.")] = 0,
     framework: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow or plain.")
+        str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi or plain.")
     ] = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable of the job (repeatable).")

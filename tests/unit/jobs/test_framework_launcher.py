@@ -204,5 +204,5 @@ def test_processes_of_a_node_share_its_devices(visible: str | None, local: int, 
 
 
 def test_a_framework_that_is_not_in_the_table_is_told_with_those_that_are() -> None:
-    with pytest.raises(UsageError, match="torch, jax, tensorflow, plain"):
+    with pytest.raises(UsageError, match="torch, jax, tensorflow, mpi, plain"):
         check_framework("pytroch")

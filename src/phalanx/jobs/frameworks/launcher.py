@@ -9,13 +9,16 @@ by this code whether to restart the job.
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 from phalanx.deadline import POLL_INTERVAL_S, Deadline, print_status
@@ -222,8 +225,9 @@ class NodeLauncher:
         for index, connection in enumerate(self.connections):
             node = f"node {index + 1 if self.node_rank == 0 else 0}"
             self.loop.add_reader(connection, partial(self.handle_node_messages, connection, node))
-        for rank, environment in self.plan_processes():
-            self.start_process(str(rank), environment)
+        for name, command, environment in self.plan_processes(stack):
+            self.start_process(name, command, environment)
+        self.check_finished()  # an external launcher may have started the processes of this node
         while not self.is_over():
             self.loop.run_once()
             while signals.received:
@@ -233,23 +237,34 @@ class NodeLauncher:
             self.copy_output(output, is_last=True)
         return self.exit_code or 0
 
-    def plan_processes(self) -> list[tuple[int, dict[str, str]]]:
-        """Rank and variables of each process of this node."""
+    def plan_processes(self, stack: contextlib.ExitStack) -> list[tuple[str, list[str], dict[str, str]]]:
+        """Name, command and variables of each process of this node."""
         topology, found = self.topology, []
+        if self.framework == "mpi":
+            if self.node_rank != 0:
+                return []
+            if shutil.which("mpirun") is None:
+                raise UsageError("--framework mpi needs mpirun (Open MPI) on the first node's PATH")
+            hostfile = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-mpi-"))) / "hostfile"
+            hostfile.write_text("".join(f"{host} slots={topology.nproc_per_node}\n" for host in topology.hosts))
+            launch = ["mpirun", "-n", str(topology.world_size), "--hostfile", str(hostfile)]
+            # Open MPI refuses to run as root without this option, and containers usually run as root
+            launch += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            return [("mpirun", [*launch, *self.command], {})]
         for local in range(topology.nproc_per_node):
             rank = self.node_rank * topology.nproc_per_node + local
             process_env = make_process_variables(self.framework, topology, rank)
             devices = select_visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), topology.nproc_per_node, local)
             if devices is not None and self.framework != "torch":  # torch's programs choose by LOCAL_RANK
                 process_env["CUDA_VISIBLE_DEVICES"] = devices
-            found.append((rank, process_env))
+            found.append((str(rank), self.command, process_env))
         return found
 
-    def start_process(self, name: str, process_env: Mapping[str, str]) -> None:
+    def start_process(self, name: str, command: list[str], process_env: Mapping[str, str]) -> None:
         """Start one process. Raises UsageError when the program does not exist."""
         try:
             process = subprocess.Popen(
-                self.command,
+                command,
                 env={**os.environ, **process_env},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -258,7 +273,7 @@ class NodeLauncher:
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         except OSError as error:
-            raise UsageError(f"{error.filename or self.command[0]}: {error.strerror}") from None
+            raise UsageError(f"{error.filename or command[0]}: {error.strerror}") from None
         self.processes[name] = process
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -275,7 +290,7 @@ class NodeLauncher:
         if (not chunk or is_last) and last:
             lines, last = [*lines, last], b""
         output.partial_line = last
-        prefix = f"{output.name}| ".encode() if self.topology.world_size > 1 else b""
+        prefix = f"{output.name}| ".encode() if self.topology.world_size > 1 and self.framework != "mpi" else b""
         sys.stdout.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
         sys.stdout.flush()
         if chunk == b"":

@@ -1,7 +1,7 @@
 """Environment variables by which each framework configures its processes. `launcher.py` starts the processes.
 
 Sources: PyTorch's torchrun page; jax.distributed.initialize; TensorFlow's TF_CONFIG guide for
-MultiWorkerMirroredStrategy.
+MultiWorkerMirroredStrategy; Open MPI's mpirun(1).
 """
 
 import json
@@ -56,9 +56,10 @@ VARIABLES_BY_FRAMEWORK: Mapping[str, Callable[[Topology, int], dict[str, str]]] 
     "torch": _torch_variables,
     "jax": _jax_variables,
     "tensorflow": _tensorflow_variables,
+    "mpi": lambda topology, rank: {},
     "plain": lambda topology, rank: {},
 }
-"""Environment variables of each framework's processes."""
+"""Environment variables of each framework's processes. mpirun starts MPI processes and sets their environment."""
 
 
 def make_process_variables(framework: str, topology: Topology, rank: int) -> dict[str, str]:
