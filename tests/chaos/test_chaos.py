@@ -105,11 +105,21 @@ def test_ten_random_kills_in_one_run_end_in_the_same_digest(
 
 
 @pytest.mark.slow
+def test_storage_that_fails_in_steps_saves_and_restarts(chaos: Chaos, calm: HarnessRun) -> None:
+    more = ("--kinds", "storage-outage,kill", "--faults", "8", "--seed", "4", "--baseline", calm.run.path)
+    code, told = chaos(*more)
+    assert told["reasons"] == []
+    assert (code, told["digest"]) == (ExitCode.DONE, calm.digest)
+    meant = {(fault["kind"], fault["trigger"]["phase"]) for fault in told["faults"]}
+    assert {phase for kind, phase in meant if kind == "storage-outage"} == {"step", "save", "restart"}
+
+
+@pytest.mark.slow
 def test_every_kind_of_fault_on_one_machine(chaos: Chaos) -> None:
     code, told = chaos("steps=1500", "--faults", "20")
     assert told["reasons"] == []
     assert code == ExitCode.DONE
-    assert len({fault["kind"] for fault in told["faults"]}) == 11
+    assert len({fault["kind"] for fault in told["faults"]}) == 12
 
 
 @pytest.mark.slow

@@ -273,7 +273,7 @@ def faults_for(what: RecipeSample, rng: random.Random) -> tuple[Fault, ...]:
     )
     kinds = [*list_possible_kinds(course), "interrupt"]
     if not course.num_saves:  # a save that fails would be the last
-        kinds.remove("disk-full")
+        kinds = [kind for kind in kinds if kind not in ("disk-full", "storage-outage")]
     count = rng.randint(1, MOST_FAULTS)
     while True:
         try:

@@ -57,7 +57,7 @@ def chaos(
     temporary file is left; else 1. Ctrl-C stops and removes everything.
 
     Kinds: kill, crash, abort, fork-server, agent, preempt, interrupt, time-limit, corrupt-checkpoint, disk-full,
-    freeze, hang; with --nodes also node-loss and partition.
+    storage-outage, freeze, hang; with --nodes also node-loss and partition.
     """
     given = overrides or []
     if recipe.endswith(".py"):
@@ -104,6 +104,8 @@ def describe_target(fault: Fault) -> str:
         return f"node of {fault.rank}"
     if fault.kind in ("agent", "preempt", "time-limit"):
         return "agent"
+    if fault.kind == "storage-outage":
+        return "run"
     return f"worker {fault.rank}"
 
 

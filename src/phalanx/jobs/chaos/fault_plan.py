@@ -42,6 +42,9 @@ FAULT_KINDS = {
     "time-limit": FaultKind("a time limit: SIGTERM, and SIGKILL up to a second later"),
     "corrupt-checkpoint": FaultKind("a bit of the newest checkpoint flips, and a worker is killed"),
     "disk-full": FaultKind("a worker can write no file until a save has failed of it", ends_attempt=False),
+    "storage-outage": FaultKind(
+        "checkpoints cannot be reached until a save or an attempt has failed of it", ends_attempt=False
+    ),
     "freeze": FaultKind("a worker is stopped for up to 2 s (SIGSTOP, SIGCONT)", ends_attempt=False),
     "hang": FaultKind("a worker is stopped for good (SIGSTOP)", needs_peers=True),
     "node-loss": FaultKind("a node that does not lead dies with all its processes", needs_nodes=True),

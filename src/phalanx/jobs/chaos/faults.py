@@ -27,6 +27,8 @@ MAX_PAUSE_S, MAX_GRACE_S = 2.0, 1.0
 """Maximum seconds for which a worker is paused (well below a hang), and between the signals of a time limit."""
 DISK_FULL_MAX_FILE_BYTES = 1000
 """Maximum size of files of a worker with a "full disk"."""
+HIDDEN_CHECKPOINTS_DIR = "checkpoints.old"
+"""Name of the checkpoint directory while it is unreachable. A finished run must not leave it behind."""
 
 FaultSteps = Generator[float, None, None]
 
@@ -74,6 +76,14 @@ class FaultContext:
     def find_agent(self, rank: int) -> psutil.Process:
         """Return the agent of a worker's node."""
         return self.find_process(self.find_fork_server(rank).ppid())
+
+    def agents(self) -> set[psutil.Process]:
+        """Return the live agents of all nodes."""
+        found: set[psutil.Process] = set()
+        for rank in self.monitor.worker_pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.add(self.find_agent(rank))
+        return found
 
     def find_process(self, pid: int) -> psutil.Process:
         """Return the process of the run with this pid."""
@@ -145,13 +155,20 @@ def inject(fault: Fault, context: FaultContext) -> FaultSteps:
         yield from INJECTOR_BY_FAULT[kind](fault, context)
 
 
-def record_injection(fault: Fault, context: FaultContext, description: str) -> None:
-    """Say that a fault has just struck, and what the run is doing."""
+def record_injection(fault: Fault, context: FaultContext, description: str, phase: FaultPhase | None = None) -> None:
+    """Say that a fault has just struck, and what the run was doing: `phase`, or what it is doing still."""
     monitor = context.monitor
     context.last_attempt = monitor.attempt
-    phase = FaultPhase.SAVE if monitor.is_saving else FaultPhase.STEP
-    phase = phase if monitor.is_training else FaultPhase.RESTART
-    context.on_injected(InjectedFault(fault, unix_now(), monitor.attempt, monitor.last_step, phase, description))
+    context.on_injected(
+        InjectedFault(
+            fault, unix_now(), monitor.attempt, monitor.last_step, phase or current_phase(monitor), description
+        )
+    )
+
+
+def current_phase(monitor: RunMonitor) -> FaultPhase:
+    """Return the current phase of the run."""
+    return FaultPhase.RESTART if not monitor.is_training else FaultPhase.SAVE if monitor.is_saving else FaultPhase.STEP
 
 
 def inject_time_limit(fault: Fault, context: FaultContext) -> FaultSteps:
@@ -188,6 +205,68 @@ def inject_disk_full(fault: Fault, context: FaultContext) -> FaultSteps:
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.rlimit(psutil.RLIMIT_FSIZE, previous_limit)
+
+
+def inject_storage_outage(fault: Fault, context: FaultContext) -> FaultSteps:
+    """Replace the checkpoint directory by a link to itself (ELOOP, as autofs reports a lost mount).
+
+    The directory comes back when a save or the attempt has failed, or when all agents are gone, because a new agent
+    could not begin an attempt without it.
+    """
+    monitor, folder = context.monitor, context.monitor.run.checkpoints
+    hidden, seen = folder.with_name(HIDDEN_CHECKPOINTS_DIR), (monitor.failed_saves, monitor.num_faults, monitor.attempt)
+    agents = context.agents()
+    phase = current_phase(monitor)
+
+    def hide() -> None:
+        os.rename(folder, hidden)
+        folder.symlink_to(folder.name)
+
+    def restore() -> None:
+        folder.unlink()
+        os.rename(hidden, folder)
+
+    yield from run_while_paused(context, hide)
+    try:
+        record_injection(fault, context, f"{folder.name} cannot be reached", phase)
+        while (monitor.failed_saves, monitor.num_faults, monitor.attempt) == seen and not (
+            agents and all(map(has_ended, agents))
+        ):
+            yield POLL_INTERVAL_S
+        yield from run_while_paused(context, restore)
+    finally:
+        if hidden.exists():  # the run ended meanwhile
+            restore()
+
+
+def run_while_paused(context: FaultContext, action: Callable[[], None]) -> FaultSteps:
+    """Run `action` while all agents of the run and their descendants are paused with SIGSTOP."""
+    processes = [process for agent in context.agents() for process in (agent, *agent.children(recursive=True))]
+    try:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        while any(is_running(process) for process in processes):
+            yield FINE_POLL_INTERVAL_S
+        action()
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process that was sent SIGSTOP still runs."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    return False
 
 
 def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
@@ -250,6 +329,7 @@ INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
     "time-limit": inject_time_limit,
     "freeze": inject_freeze,
     "disk-full": inject_disk_full,
+    "storage-outage": inject_storage_outage,
     "corrupt-checkpoint": corrupt_checkpoint,
     "node-loss": kill_node,
     "partition": partition_node,

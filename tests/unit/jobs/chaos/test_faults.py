@@ -1,10 +1,11 @@
 """Faults wait for what the run tells, strike only its own processes, and undo what they held."""
 
 import json
+import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from phalanx.jobs.chaos.faults import (
     inject_disk_full,
     inject_faults,
     inject_freeze,
+    inject_storage_outage,
+    run_while_paused,
     wait_for_trigger,
 )
 from phalanx.jobs.chaos.launcher import CHAOS_TAG_VARIABLE, RunMonitor, TypicalDurations, measure_durations
@@ -31,6 +34,7 @@ from phalanx.run.event_types import (
     CheckpointSaved,
     RunEvent,
     StepDone,
+    WorkerFailure,
     WorkerStarted,
 )
 from phalanx.run.fields import to_fields
@@ -220,3 +224,56 @@ def test_damage_is_one_bit_of_the_newest_of_two_checkpoints_and_no_worker_goes_o
     becomes(psutil.Process(other.pid), stopped=True)
     assert (told.run.checkpoints / "step-000000010" / "a").read_bytes() == bytes(1000)
     assert sum((folder / "a").read_bytes()) in [1 << bit for bit in range(8)]
+
+
+def struck_by_storage(told: Told) -> Generator[float, None, None]:
+    """Storage that has failed, of a run with a checkpoint."""
+    (told.run.checkpoints / "step-000000010").mkdir()
+    failing = inject_storage_outage(a_fault("storage-outage"), told.scene)
+    while not told.struck:
+        next(failing)
+    return failing
+
+
+@pytest.mark.parametrize("kind", [CheckpointFailed, WorkerFailure])
+def test_checkpoints_can_be_reached_again_when_something_has_failed_of_it(told: Told, kind: str) -> None:
+    told.worker(0)
+    failing = struck_by_storage(told)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        os.listdir(told.run.checkpoints)
+    assert not told.comes(failing)
+    told.tell(kind)
+    for _ in failing:
+        pass
+    assert os.listdir(told.run.checkpoints) == ["step-000000010"]
+    assert not told.run.checkpoints.is_symlink()
+
+
+def test_checkpoints_can_be_reached_again_when_all_agents_are_gone(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = told.worker(0)
+    agent = psutil.Process(process.pid)
+    monkeypatch.setattr(FaultContext, "find_agent", lambda self, rank: agent)
+    failing = struck_by_storage(told)
+    assert not told.comes(failing)
+    process.kill()
+    for _ in failing:
+        pass
+    assert os.listdir(told.run.checkpoints) == ["step-000000010"]
+
+
+def test_checkpoints_are_brought_back_when_the_run_is_ended_meanwhile(told: Told) -> None:
+    told.worker(0)
+    struck_by_storage(told).close()
+    assert os.listdir(told.run.checkpoints) == ["step-000000010"]
+
+
+def test_all_processes_of_a_run_stand_still_while_something_is_done_and_go_on_after_it(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = psutil.Process(told.worker(0).pid)
+    monkeypatch.setattr(FaultContext, "find_agent", lambda self, rank: agent)
+    seen: list[str] = []
+    for _ in run_while_paused(told.scene, lambda: seen.append(agent.status())):
+        pass
+    assert seen == [psutil.STATUS_STOPPED]
+    becomes(agent, stopped=False)
