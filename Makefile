@@ -116,6 +116,7 @@ chaos: venv ## Inject hundreds of faults of every kind into one recipe, and comp
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml --faults 100 --kinds kill,crash,abort,fork-server,agent --nproc-per-node 2 --run build/chaos/kills
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 30 --nproc-per-node 2 --run build/chaos/all
 	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,node-loss,partition --nodes 2 --run build/chaos/nodes
+	$(BIN)/phalanx chaos tests/chaos/hundred.yaml steps=1000 --faults 10 --kinds kill,agent,job-runner,queue-daemon --nproc-per-node 2 --queue --run build/chaos/queue
 
 soak: venv ## Train random recipes under random faults for HOURS (2), and compare their digests; SEED is of the first.
 	PYTHONPATH=tests/helpers $(BIN)/python tests/soak/soak.py --hours $(or $(HOURS),2) $(if $(SEED),--seed $(SEED))

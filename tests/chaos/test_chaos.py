@@ -123,9 +123,18 @@ def test_every_kind_of_fault_on_one_machine(chaos: Chaos) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_outlives_its_nodes(chaos: Chaos, calm: HarnessRun) -> None:
-    more = ("--faults", "5", "--nodes", "2", "--nproc-per-node", "1", "--baseline", calm.run.path)
-    code, told = chaos("--kinds", "kill,agent,node-loss,partition", *more)
+@pytest.mark.parametrize(
+    ("kinds", "more"),
+    [
+        ("kill,agent,node-loss,partition", ("--faults", "5", "--nodes", "2", "--nproc-per-node", "1")),
+        ("kill,agent,job-runner,queue-daemon", ("--faults", "6", "--queue")),
+    ],
+    ids=["nodes", "queue"],
+)
+def test_a_run_outlives_its_nodes_and_its_queue(
+    chaos: Chaos, calm: HarnessRun, kinds: str, more: tuple[str, ...]
+) -> None:
+    code, told = chaos("--kinds", kinds, *more, "--baseline", calm.run.path)
     assert told["reasons"] == []
     assert code == ExitCode.DONE
 

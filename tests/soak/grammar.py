@@ -42,6 +42,7 @@ class RecipeSample:
     world: int
     others: tuple[int, ...]
     nodes: int = 1
+    queue: bool = False
 
     def __str__(self) -> str:
         recipe = self.recipe
@@ -50,7 +51,7 @@ class RecipeSample:
         words += [f"determinism={recipe['determinism']}", method_of(recipe)]
         layout = recipe.get("parallelism", "auto")
         words.append(layout if layout == "auto" else ",".join(f"{name}={value}" for name, value in layout.items()))
-        where = f"{self.nodes} nodes" if self.nodes > 1 else "here"
+        where = "queue" if self.queue else f"{self.nodes} nodes" if self.nodes > 1 else "here"
         return f"{' '.join(words)}; {'/'.join(map(str, self.others))} workers, {where}"
 
 
@@ -131,8 +132,10 @@ def draw_recipe(rng: random.Random) -> RecipeSample:
     elif determinism == "elastic":
         recipe["batch"]["micro_size"] = weighted(rng, {1: 3, "auto": 1})
         return RecipeSample(recipe, world, tuple(sorted({world, *rng.sample([1, 2, 3], 2)})))
-    if recipe["checkpoint"]["every"] is not None and world == 2 and rng.random() < 0.15:
-        return RecipeSample(recipe, world, (world,), nodes=2)
+    if recipe["checkpoint"]["every"] is not None and rng.random() < 0.2:
+        if world == 2 and rng.random() < 0.6:
+            return RecipeSample(recipe, world, (world,), nodes=2)
+        return RecipeSample(recipe, world, (world,), queue=True)
     return RecipeSample(recipe, world, (world,))
 
 

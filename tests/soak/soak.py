@@ -226,17 +226,21 @@ def _disturbed(
             shutil.copyfile(calm.path / name, run.path / name)
     story, struck, left = RunMonitor(run), list[InjectedFault](), list[str]()
     given = [str(recipe), "--run", str(run.path), "--nproc-per-node", str(what.world // what.nodes)]
-    cuts, order = cuts_for(rng), random.Random(rng.random())
+    place: launcher.Launcher
+    if what.queue:
+        place = launcher.QueueLauncher(given, environment, scratch / "state", log)
+    else:
+        cuts, order = cuts_for(rng), random.Random(rng.random())
 
-    def workers() -> int:
-        return order.choice(what.others) // what.nodes
+        def workers() -> int:
+            return order.choice(what.others) // what.nodes
 
-    place = KilledLauncher(["train", *given], environment, log, story, what.nodes, workers, cuts)
-    scene = AnyWorldContext(story, measure_durations(read_events(calm.events)), mark, struck.append)
+        place = KilledLauncher(["train", *given], environment, log, story, what.nodes, workers, cuts)
+    scene = AnyWorldContext(story, measure_durations(read_events(calm.events)), mark, struck.append, place.find_daemons)
     before = verify.list_shared_memory()
 
     def over() -> None:
-        left.extend(verify.find_leftovers(run, mark, scratch, before))
+        left.extend(verify.find_leftovers(run, mark, scratch, before, place.list_leftovers))
 
     try:
         ended = verify.run_with_faults(
@@ -249,7 +253,8 @@ def _disturbed(
     finally:
         found.faults = [one.fault.kind for one in struck]
         found.starts = place.num_starts
-        found.workers, found.cuts = place.begun, place.cut
+        found.workers = place.begun if isinstance(place, KilledLauncher) else [what.world]
+        found.cuts = place.cut if isinstance(place, KilledLauncher) else []
     digest = (calm.read_json(calm.result) or {})["digest"]
     left = [each for each in left if not each.startswith("shared memory: ")]  # others' tests leave some, too
     found.reasons += verify.verify_run(run, digest, ended, 0, 0, left, read_newest_digest)
@@ -270,6 +275,7 @@ def faults_for(what: RecipeSample, rng: random.Random) -> tuple[Fault, ...]:
         recipe["fault_tolerance"]["max_restarts"],
         min(what.others),
         what.nodes,
+        what.queue,
     )
     kinds = [*list_possible_kinds(course), "interrupt"]
     if not course.num_saves:  # a save that fails would be the last

@@ -39,7 +39,7 @@ def test_a_seed_draws_the_same_recipe_again_and_all_are_recipes() -> None:
             Recipe.model_validate(each.recipe)
     assert {method_of(each.recipe) for each in first} > {"auto", *ROUNDED}
     assert {len(each.others) for each in first} == {1, 2, 3}
-    assert {each.nodes for each in first} == {1, 2}
+    assert {(each.nodes, each.queue) for each in first} == {(1, False), (2, False), (1, True)}
 
 
 def test_a_run_that_is_struck_and_started_again_ends_in_the_digest_of_the_undisturbed_one(soak: Path) -> None:

@@ -45,7 +45,7 @@ class ChaosResult:
         return not self.reasons
 
 
-def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: int) -> RunShape:
+def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> RunShape:
     """Describe the run, as far as the fault plan depends on it. All its nodes are this machine."""
     recipe = loaded.recipe
     _, world_size = check_start(loaded, count_workers(loaded, nproc_per_node, NodeEnv(num_nodes=num_nodes)))
@@ -57,6 +57,7 @@ def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: 
         recipe.fault_tolerance.max_restarts,
         world_size,
         num_nodes,
+        uses_queue,
     )
 
 
@@ -124,9 +125,13 @@ class ChaosExperiment:
                 shutil.copyfile(baseline_run.path / name, run.path / name)
         monitor, log = RunMonitor(run), self.folder / "faulted.log"
         arguments = self._arguments(run, self.run_shape.workers_per_node)
-        launcher = chaos_launcher.LocalLauncher(
-            ["train", *arguments], environment, log, monitor, self.run_shape.num_nodes
-        )
+        launcher: chaos_launcher.Launcher
+        if self.run_shape.uses_queue:
+            launcher = chaos_launcher.QueueLauncher(arguments, environment, scratch / "state", log)
+        else:
+            launcher = chaos_launcher.LocalLauncher(
+                ["train", *arguments], environment, log, monitor, self.run_shape.num_nodes
+            )
         injected: list[InjectedFault] = []
         leftovers: list[str] = []
 
@@ -135,12 +140,12 @@ class ChaosExperiment:
             self.on_fault(one)
 
         def on_finish() -> None:
-            leftovers.extend(verify.find_leftovers(run, tag, scratch, shared_memory))
+            leftovers.extend(verify.find_leftovers(run, tag, scratch, shared_memory, launcher.list_leftovers))
 
         shared_memory, started_at = verify.list_shared_memory(), time.monotonic()
         outcome = verify.run_with_faults(
             launcher,
-            FaultContext(monitor, typical, tag, on_injected),
+            FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
             self.fault_plan,
             self.on_restart,
             on_finish,

@@ -43,6 +43,7 @@ def chaos(
     nodes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of nodes, emulated by agents on this machine.")
     ] = 1,
+    queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a separate local queue.")] = False,
     baseline: Annotated[
         str | None,
         typer.Option(metavar="RUN", help="Finished run or its URL, instead of training one."),
@@ -53,21 +54,24 @@ def chaos(
     """Train under injected faults, and check that the weights are bit-identical and nothing is left behind.
 
     Trains the recipe twice: without faults, and with a seeded plan of faults during steps, saves and restarts. Restarts
-    the run when it was killed or exited with 75. Exit code 0: the digests are equal, and no process, shared memory or
-    temporary file is left; else 1. Ctrl-C stops and removes everything.
+    the run when it was killed or exited with 75. Exit code 0: the digests are equal, and no process, shared memory,
+    temporary file or queue entry is left; else 1. Ctrl-C stops and removes everything.
 
     Kinds: kill, crash, abort, fork-server, agent, preempt, interrupt, time-limit, corrupt-checkpoint, disk-full,
-    storage-outage, freeze, hang; with --nodes also node-loss and partition.
+    storage-outage, freeze, hang; with --nodes also node-loss and partition; with --queue also job-runner and
+    queue-daemon.
     """
     given = overrides or []
     if recipe.endswith(".py"):
         raise UsageError(f"{recipe}: chaos is for recipes; two runs of a script with phalanx.session may differ")
+    if queue and nodes > 1:
+        raise UsageError("--queue runs on this machine only; omit --nodes")
     loaded = load_recipe(recipe, given)
     loaded.check_required()
     if loaded.recipe.determinism == "auto":  # on a GPU `auto` may be `off`, and digests are compared here
         given = [*given, "determinism=fixed-world"]
         loaded = load_recipe(recipe, given)
-    run_shape = make_run_shape(loaded, nproc_per_node, nodes)
+    run_shape = make_run_shape(loaded, nproc_per_node, nodes, queue)
     fault_plan = draw_faults(seed, faults, parse_kinds(kinds, run_shape), run_shape)
     if is_url(run):
         raise UsageError(f"--run {run}: the faults are injected on this machine; expected a directory")
@@ -106,6 +110,8 @@ def describe_target(fault: Fault) -> str:
         return "agent"
     if fault.kind == "storage-outage":
         return "run"
+    if fault.kind in ("job-runner", "queue-daemon"):
+        return "queue"
     return f"worker {fault.rank}"
 
 
@@ -126,7 +132,13 @@ class ChaosConsole:
 
     def print_plan(self, fault_plan: Sequence[Fault], run_shape: RunShape, seed: int) -> None:
         """Print the fault plan."""
-        nodes = f" on {run_shape.num_nodes} nodes" if run_shape.num_nodes > 1 else ""
+        nodes = (
+            f" on {run_shape.num_nodes} nodes"
+            if run_shape.num_nodes > 1
+            else " in a queue"
+            if run_shape.uses_queue
+            else ""
+        )
         every = "at the end only" if run_shape.checkpoint_every is None else f"every {run_shape.checkpoint_every}"
         self._print(
             f"{format_plural(len(fault_plan), 'fault')}, seed {seed}; "

@@ -55,6 +55,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kinds", "kill,burn"], 64, "there is no kind 'burn'"),
         (["--kinds", "hang"], 64, "hang needs another worker"),
         (["--faults", "60"], 64, "60 faults are too many: "),
+        (["--queue", "--nodes", "2"], 64, "--queue runs on this machine only"),
         (["--run", "text.txt"], 64, "text.txt: already exists"),
         (["--run", "text.txt/run"], 64, "text.txt is a file"),
         (["--run", "s3://bucket/run"], 64, "injected on this machine; expected a directory"),

@@ -19,12 +19,14 @@ class FaultKind:
     """A kind of fault.
 
     `ends_attempt`: it ends the attempt. `needs_peers`: needs more than one worker. `needs_nodes`: needs several nodes.
+    `needs_queue`: needs a run in the local queue.
     """
 
     description: str
     ends_attempt: bool = True
     needs_peers: bool = False
     needs_nodes: bool = False
+    needs_queue: bool = False
     weight: int = 1
     """Relative frequency."""
     is_opt_in: bool = False
@@ -49,6 +51,8 @@ FAULT_KINDS = {
     "hang": FaultKind("a worker is stopped for good (SIGSTOP)", needs_peers=True),
     "node-loss": FaultKind("a node that does not lead dies with all its processes", needs_nodes=True),
     "partition": FaultKind("a node is cut off until it is given up, and comes back", needs_nodes=True, is_opt_in=True),
+    "job-runner": FaultKind("the process above the job is killed, and everything with it", needs_queue=True),
+    "queue-daemon": FaultKind("the queue's daemon is killed", ends_attempt=False, needs_queue=True),
 }
 
 
@@ -109,6 +113,7 @@ class RunShape:
     max_restarts: int
     world_size: int
     num_nodes: int = 1
+    uses_queue: bool = False
 
     @property
     def workers_per_node(self) -> int:
@@ -151,6 +156,8 @@ def _why_impossible(name: str, run_shape: RunShape) -> str | None:
         return "needs another worker, to distinguish a hang from a slow machine: --nproc-per-node 2"
     if kind.needs_nodes and run_shape.num_nodes < 2:
         return "needs several nodes: --nodes 2"
+    if kind.needs_queue and not run_shape.uses_queue:
+        return "needs a run in the queue: --queue"
     if name == "corrupt-checkpoint" and run_shape.keep < 2:
         return "needs an older checkpoint: checkpoint.keep=2"
     if name == "corrupt-checkpoint" and run_shape.num_saves < 2:

@@ -47,12 +47,13 @@ class InjectedFault:
 
 @dataclass
 class FaultContext:
-    """The run, and state that is kept between faults."""
+    """The run, and state that is kept between faults. `find_daemons` finds the daemons of the local queue."""
 
     monitor: RunMonitor
     typical: TypicalDurations
     tag: str
     on_injected: Callable[[InjectedFault], None]
+    find_daemons: Callable[[], Sequence[psutil.Process]] = tuple
     clock: Callable[[], float] = time.monotonic
     last_attempt: int = -1
     """The attempt of the last fault."""
@@ -151,6 +152,9 @@ def inject(fault: Fault, context: FaultContext) -> FaultSteps:
     elif kind == "fork-server":
         context.find_fork_server(rank).kill()
         record_injection(fault, context, f"SIGKILL to the fork server of worker {rank}")
+    elif kind == "job-runner":
+        context.find_process(context.find_agent(0).ppid()).kill()
+        record_injection(fault, context, "SIGKILL to the process above the job")
     else:
         yield from INJECTOR_BY_FAULT[kind](fault, context)
 
@@ -323,6 +327,17 @@ def partition_node(fault: Fault, context: FaultContext) -> FaultSteps:
                 process.resume()
 
 
+def kill_daemon(fault: Fault, context: FaultContext) -> FaultSteps:
+    """Kill the queue's daemon; the queue stops until another one starts."""
+    found = context.find_daemons()
+    if not found:
+        raise psutil.NoSuchProcess(0)
+    for process in found:
+        process.kill()
+    record_injection(fault, context, "SIGKILL to the queue's daemon")
+    yield POLL_INTERVAL_S
+
+
 SIGNAL_BY_KIND = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "abort": signal.SIGABRT, "hang": signal.SIGSTOP}
 AGENT_SIGNAL_BY_KIND = {"agent": signal.SIGKILL, "preempt": signal.SIGTERM, "interrupt": signal.SIGINT}
 INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
@@ -333,6 +348,7 @@ INJECTOR_BY_FAULT: dict[str, Callable[[Fault, FaultContext], FaultSteps]] = {
     "corrupt-checkpoint": corrupt_checkpoint,
     "node-loss": kill_node,
     "partition": partition_node,
+    "queue-daemon": kill_daemon,
 }
 
 

@@ -1,5 +1,5 @@
-"""Start and restart a run with injected faults, as one command per node, and follow it by its events. Whether it is
-restarted depends only on the exit code, as with any backend.
+"""Start and restart a run with injected faults, as one command per node or in a separate local queue, and follow it by
+its events. Whether it is restarted depends only on the exit code, as with any backend.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ from statistics import median
 
 import psutil
 
-from phalanx.errors import ExitCode
+from phalanx.errors import ExitCode, UsageError
+from phalanx.jobs.backends.local import LocalBackend
+from phalanx.jobs.spec import JobState
 from phalanx.process_lifetime import die_with_parent
 from phalanx.run import Event, EventTail, Run
 from phalanx.run.boot_clock import unix_now
@@ -37,6 +39,8 @@ CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"
 """Environment variable that tags every process of a run with injected faults."""
 MAX_STARTS_WITHOUT_ATTEMPT = 5
 """Give up after this many starts in a row without an attempt."""
+POLL_INTERVAL_S = 0.1
+"""Seconds between two looks at a queue."""
 EXIT_TIMEOUT_S = 10.0
 """Seconds for the nodes of a finished run to exit."""
 NODE_VARIABLES = (
@@ -174,6 +178,12 @@ class LocalLauncher:
             self.num_starts += node == 0
         return None
 
+    def find_daemons(self) -> Sequence[psutil.Process]:
+        return ()
+
+    def list_leftovers(self) -> list[str]:
+        return []
+
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
@@ -214,6 +224,90 @@ class LocalLauncher:
             if process.poll() is None and since > self.monitor.attempt_started_at:
                 process.terminate()
         return code if now - self._finished_at > EXIT_TIMEOUT_S else None
+
+
+class QueueLauncher:
+    """Runs a job in a separate local queue in `folder`. `arguments`: without the program."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path):
+        self.arguments, self.folder, self.output = tuple(arguments), folder, output
+        self._environment = {**environment, "PHALANX_STATE_DIR": str(folder)}
+        self.backend = LocalBackend(
+            folder / "queue", ensure_daemon=lambda *_: None
+        )  # by `restart_if_needed`, so that daemons have the tag
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self.job_id = ""
+        self.num_starts = 0
+        self._next_poll = 0.0
+
+    def start(self) -> None:
+        """Submit with `phalanx jobs submit`. Raises UsageError with its message on failure."""
+        command = (sys.executable, "-P", "-m", "phalanx", "jobs", "submit", *self.arguments)
+        submission = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        with open(self.output, "a", encoding="utf-8") as output:
+            output.write(submission.stdout + submission.stderr)
+        if submission.returncode:
+            raise UsageError(
+                f"the run could not be put into a queue: {submission.stderr.strip().removeprefix('error: ')}"
+            )
+        self.job_id = self.backend.list_jobs()[-1].id
+
+    def restart_if_needed(self) -> int | None:
+        """Make sure that the queue has a daemon, and resubmit a job that was killed too often."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            return None
+        self._next_poll = now + POLL_INTERVAL_S
+        status = self.backend.poll(self.job_id)
+        self.num_starts = sum(each.num_attempts for each in self.backend.list_jobs())
+        if status.state is JobState.DONE:
+            return int(ExitCode.DONE)
+        if status.state.is_final:
+            code = int(ExitCode.GAVE_UP) if status.exit_code is None else status.exit_code
+            if not should_restart(code):
+                return code
+            self.start()
+        elif not self.find_daemons():
+            self._ensure_daemon()
+        return None
+
+    def find_daemons(self) -> Sequence[psutil.Process]:
+        tag = self._environment[CHAOS_TAG_VARIABLE]
+        return [
+            each for each in find_tagged_processes(tag) if "phalanx.jobs.local_queue.daemon" in read_command_line(each)
+        ]
+
+    def list_leftovers(self) -> list[str]:
+        entries = [f"job {each.id} is {each.state}" for each in self.backend.list_jobs() if not each.state.is_final]
+        secrets = [str(path) for path in self.folder.rglob("secrets.json")]
+        return entries + secrets
+
+    def kill(self) -> None:
+        """End the daemon first, since it would restart the job."""
+        for process in [*self.find_daemons(), *find_tagged_processes(self._environment[CHAOS_TAG_VARIABLE])]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self._daemon is not None:
+            self._daemon.wait()
+
+    def _ensure_daemon(self) -> None:
+        """Start a daemon, as the next command on the queue does."""
+        if self._daemon is not None and self._daemon.poll() is None:
+            return
+        folder = self.backend.folder
+        with open(folder / "supervisor.log", "ab") as log:
+            self._daemon = subprocess.Popen(
+                [sys.executable, "-P", "-m", "phalanx.jobs.local_queue.daemon", str(folder)],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+            )
+
+
+Launcher = LocalLauncher | QueueLauncher
 
 
 def find_tagged_processes(tag: str) -> list[psutil.Process]:

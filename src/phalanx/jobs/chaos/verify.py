@@ -13,11 +13,12 @@ from phalanx.cluster.health.finding import CheckContext
 from phalanx.errors import ExitCode
 from phalanx.jobs.chaos.fault_plan import Fault
 from phalanx.jobs.chaos.faults import POLL_INTERVAL_S, FaultContext, inject_faults
-from phalanx.jobs.chaos.launcher import LocalLauncher, find_tagged_processes, read_command_line
+from phalanx.jobs.chaos.launcher import Launcher, find_tagged_processes, read_command_line
 from phalanx.run import Run
 
 EXIT_GRACE_S, LEFTOVER_POLL_INTERVAL_S = 10.0, 0.05
-"""Seconds for the processes of a finished run to end, and between two looks."""
+"""Seconds for the processes of a finished run to end, and between two looks; the queue's daemon waits 2 s for more
+jobs."""
 MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS = 300.0, 20.0
 """A run hangs after this many seconds, or usual step times, without an event, whichever is longer."""
 TEMPORARY_NAME_PARTS = (".tmp", ".old")
@@ -34,7 +35,7 @@ class ChaosOutcome:
 
 
 def run_with_faults(
-    launcher: LocalLauncher,
+    launcher: Launcher,
     context: FaultContext,
     faults: Sequence[Fault],
     on_restart: Callable[[int], None] = lambda num_starts: None,
@@ -85,11 +86,12 @@ def find_leftovers(
     tag: str,
     scratch: Path,
     shared_memory_before: frozenset[str],
+    queue: Callable[[], Sequence[str]] = tuple,
     grace_s: float = EXIT_GRACE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
     """Return a sentence for each leftover of a finished run: processes, unused shared memory, temporary files in its
-    directory and in that of the system."""
+    directory and in that of the system, entries of a queue."""
     deadline, empty_looks = time.monotonic() + grace_s, 0
     while True:
         found = find_tagged_processes(tag)
@@ -103,8 +105,8 @@ def find_leftovers(
     shared_memory = sorted(set(find_abandoned_shm(check_context)) - shared_memory_before)
     leftovers += [f"shared memory: /dev/shm/{name}" for name in shared_memory]
     leftovers += [f"temporary file: {path}" for path in find_temporary_files(run)]
-    temporary_files = sorted((scratch / "tmp").iterdir())
-    return leftovers + [f"temporary file: {path}" for path in temporary_files if not _is_probe(path)]
+    leftovers += [f"temporary file: {path}" for path in sorted((scratch / "tmp").iterdir()) if not _is_probe(path)]
+    return leftovers + [f"queue: {entry}" for entry in queue()]
 
 
 def _is_probe(path: Path) -> bool:

@@ -114,6 +114,7 @@ def test_only_a_node_that_does_not_lead_is_lost() -> None:
         ("", COURSE, "there is no kind ''"),
         ("hang", replace(COURSE, world_size=1), "hang needs another worker"),
         ("node-loss", COURSE, "node-loss needs several nodes: --nodes 2"),
+        ("job-runner", COURSE, "job-runner needs a run in the queue: --queue"),
         (
             "corrupt-checkpoint",
             replace(COURSE, keep=1),
@@ -129,5 +130,11 @@ def test_a_kind_that_does_not_exist_or_cannot_strike_is_told(text: str, course: 
 
 
 def test_without_a_word_only_what_can_strike_and_takes_seconds_comes() -> None:
-    assert set(FAULT_KINDS) - set(parse_kinds(None, COURSE)) == {"interrupt", "node-loss", "partition"}
+    assert set(FAULT_KINDS) - set(parse_kinds(None, COURSE)) == {
+        "interrupt",
+        "node-loss",
+        "partition",
+        "job-runner",
+        "queue-daemon",
+    }
     assert parse_kinds(" kill, agent,kill", COURSE) == ("kill", "agent")

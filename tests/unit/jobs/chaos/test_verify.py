@@ -13,11 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.chaos.faults import FaultContext
 from phalanx.jobs.chaos.launcher import (
     CHAOS_TAG_VARIABLE,
     MAX_STARTS_WITHOUT_ATTEMPT,
     LocalLauncher,
+    QueueLauncher,
     RunMonitor,
     TypicalDurations,
     find_tagged_processes,
@@ -30,6 +32,7 @@ from phalanx.jobs.chaos.verify import (
     run_with_faults,
     verify_run,
 )
+from phalanx.jobs.spec import Job
 from phalanx.run import Run
 
 USUAL = TypicalDurations(0.01, 0.01, 0.1)
@@ -112,6 +115,18 @@ def test_files_among_the_temporary_ones_of_the_system_are_found(run: Run, mark: 
     code = "import tempfile; print(tempfile.mkstemp()[1])"
     made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert left(run, mark, scratch) == [f"temporary file: {made.stdout.strip()}"]
+
+
+def test_entries_of_a_queue_and_secrets_are_found(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LETTER", "x")
+    engine = LocalBackend(tmp_path / "state" / "queue", ensure_daemon=lambda *_: None)
+    engine.submit(engine.render(Job("one", ("true",), tmp_path, secrets=("LETTER",))))
+    queued = QueueLauncher([], {CHAOS_TAG_VARIABLE: mark}, tmp_path / "state", tmp_path / "log")
+    entry, secret = queued.list_leftovers()
+    assert entry == "job 1 is queued"
+    assert secret.endswith("jobs/1/secrets.json")
+    engine.cancel("1")
+    assert queued.list_leftovers() == []
 
 
 def verdict(run: Run, ended: ChaosOutcome, *, digest: str = "a", stored: str = "a", **more: Any) -> Sequence[str]:
