@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
+from phalanx.jobs.agent.heartbeat_checks import MIN_SILENCE_S
 from phalanx.run.event_types import AttemptStarted, HangDetected, WorkerFailure
 from session_runs import (
     SLOW,

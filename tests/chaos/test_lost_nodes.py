@@ -133,23 +133,6 @@ def test_a_signal_to_any_node_stops_the_run_after_a_save(lab: TrainHarness, node
     fine(lab, nodes.end(nodes.start(0), nodes.start(1)))
 
 
-@pytest.mark.slow
-def test_a_stranger_is_not_let_in_and_disturbs_nothing(lab: TrainHarness, nodes: Nodes, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("fedcba9876543210" * 4)
-    other.chmod(0o600)
-    leader = nodes.start(0)
-    stranger = nodes.start(1, other)
-    ended = nodes.end(leader, nodes.start(1))
-    fine_code, stranger_code = ended.code, stranger.poll()
-    assert fine_code == ExitCode.DONE
-    assert stranger_code is None  # it looks for a leader that knows its token
-    os.kill(stranger.pid, signal.SIGTERM)
-    _, said = stranger.communicate(timeout=90)
-    assert stranger.returncode == ExitCode.UNFINISHED
-    assert "Traceback" not in said
-
-
 def test_a_node_that_leaves_as_unfit_is_named_at_once_and_waited_for_with_words(
     lab: TrainHarness, nodes: Nodes, tmp_path: Path
 ) -> None:

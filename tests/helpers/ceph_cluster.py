@@ -14,10 +14,8 @@ authentication between the daemons, only that of S3. There is no manager daemon:
 `ceph df` does not.
 
 At the end of the block, or when this process is killed, the daemons are killed and their files removed.
-`python tests/helpers/ceph_cluster.py` opens a cluster, prints what to export, and stays until Ctrl-C.
 """
 
-import argparse
 import base64
 import contextlib
 import email.utils
@@ -358,25 +356,3 @@ def ceph_cluster(directory: Path, osds: int = 1) -> Iterator[CephCluster]:
             yield cluster
         finally:
             cluster._close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Open an S3 server on this machine until Ctrl-C.")
-    parser.add_argument("--osds", type=int, choices=(1, 2, 3), default=1)
-    parser.add_argument("--bucket", default="test", help="a bucket to create")
-    options = parser.parse_args()
-    if CEPH_MISSING is not None:
-        raise SystemExit(CEPH_MISSING)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory, ceph_cluster(Path(directory), options.osds) as cluster:
-        cluster.make_bucket(options.bucket)
-        print(f"# started in {time.monotonic() - started:.1f} s; files in {cluster.directory}; bucket {options.bucket}")
-        for name, value in cluster.environment.items():
-            print(f"export {name}={shlex.quote(value)}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(3600)
-
-
-if __name__ == "__main__":
-    main()

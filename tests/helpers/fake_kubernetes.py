@@ -111,7 +111,7 @@ class FakeApiServer:
         self.kinds = {*CUSTOM_KINDS, "secrets", "pods", "jobs", "nodes"}
         self.commands: list[tuple[str, list[str]]] = []
         self.kill_fails = False
-        self.lists, self.page = 0, 500
+        self.page = 500
         double = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -236,7 +236,6 @@ class FakeApiServer:
             return self.create(namespace, plural, query, body)
         if name is None:
             wanted = [part.partition("=") for part in query.get("labelSelector", "").split(",") if part]
-            self.lists += 1
             items = [
                 thing
                 for (kind, place_, _), thing in self.objects.items()

@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -156,7 +157,8 @@ def run_round(seed: int, where: Path, folder: Path, cache: Path, callbacks: Sequ
     recipe = folder / f"{where.name}.yaml"
     recipe.write_text(to_yaml(what.recipe, flow=False))
     found, begun, mark = Round(seed, str(what), "equal"), time.monotonic(), str(uuid.uuid4())
-    with verify.create_scratch_dir() as scratch:
+    with tempfile.TemporaryDirectory(prefix="phalanx-chaos-", ignore_cleanup_errors=True) as directory:
+        scratch = Path(directory)
         environment = {**launcher.make_environment(mark, scratch), "PHALANX_CACHE_DIR": str(cache)}
         try:
             calm = _undisturbed(what, recipe, where, environment, mark, found)

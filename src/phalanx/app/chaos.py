@@ -1,12 +1,12 @@
 """Train a recipe without and with injected faults, and compare."""
 
 import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from phalanx.app.nodes import count_workers
 from phalanx.app.prepare_run import check_start
@@ -45,19 +45,6 @@ class ChaosResult:
         return not self.reasons
 
 
-class ChaosObserver(Protocol):
-    """What is called while an experiment runs."""
-
-    def on_baseline(self, run: Run) -> None:
-        """The baseline is finished."""
-
-    def on_fault(self, one: InjectedFault) -> None:
-        """A fault was injected."""
-
-    def on_restart(self, num_starts: int) -> None:
-        """The command is started again."""
-
-
 def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: int, uses_queue: bool) -> RunShape:
     """Describe the run, as far as the fault plan depends on it. All its nodes are this machine."""
     recipe = loaded.recipe
@@ -91,19 +78,25 @@ def find_baseline_run(path: str, loaded: LoadedRecipe, run_shape: RunShape) -> R
 
 @dataclass(frozen=True)
 class ChaosExperiment:
-    """A recipe that is trained without and with faults, in a directory for both runs."""
+    """A recipe that is trained without and with faults, in a directory for both runs. `on_baseline` is called with the
+    finished baseline, `on_fault` with each fault that is injected, `on_restart` with the number of each further start
+    of the command."""
 
     recipe: str
     overrides: Sequence[str]
     run_shape: RunShape
     fault_plan: Sequence[Fault]
     folder: Path
-    observer: ChaosObserver
+    on_baseline: Callable[[Run], None]
+    on_fault: Callable[[InjectedFault], None]
+    on_restart: Callable[[int], None]
 
     def run(self, baseline_run: Run | None) -> ChaosResult:
         """Train the baseline if there is none yet, then with faults. No process is left running at the end."""
         tag = str(uuid.uuid4())
-        with verify.create_scratch_dir() as scratch:
+        # with a short path because it may contain sockets
+        with tempfile.TemporaryDirectory(prefix="phalanx-chaos-", ignore_cleanup_errors=True) as directory:
+            scratch = Path(directory)
             environment = chaos_launcher.make_environment(tag, scratch)
             try:
                 if baseline_run is None:
@@ -116,7 +109,7 @@ class ChaosExperiment:
                         tag,
                     )
                 typical = measure_durations(read_events(baseline_run.events))
-                self.observer.on_baseline(baseline_run)
+                self.on_baseline(baseline_run)
                 return self._run_with_faults(baseline_run, typical, tag, scratch, environment)
             finally:
                 chaos_launcher.kill_tagged_processes(tag)
@@ -144,7 +137,7 @@ class ChaosExperiment:
 
         def on_injected(one: InjectedFault) -> None:
             injected.append(one)
-            self.observer.on_fault(one)
+            self.on_fault(one)
 
         def on_finish() -> None:
             leftovers.extend(verify.find_leftovers(run, tag, scratch, shared_memory, launcher.list_leftovers))
@@ -154,7 +147,7 @@ class ChaosExperiment:
             launcher,
             FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
             self.fault_plan,
-            self.observer.on_restart,
+            self.on_restart,
             on_finish,
         )
         duration_s = time.monotonic() - started_at

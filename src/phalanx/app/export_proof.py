@@ -14,11 +14,11 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from phalanx.app.prune import prune_trained
-from phalanx.data import IGNORE_INDEX, open_data
+from phalanx.app.evaluate import score_model
+from phalanx.data import IGNORE_INDEX, RunData, open_data
 from phalanx.data.chat_images import IMAGE_INPUT, pack_files
 from phalanx.data.tokenizers import load_run_tokenizer
-from phalanx.errors import DataError, PhalanxError
+from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.recipe.imports import huggingface_location
 from phalanx.run import Run
 from phalanx.run.call_process import CallProcess, value_of
@@ -28,12 +28,14 @@ from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedFo
 from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE
 from phalanx.train.checkpoint.export_forms.int4 import INT4_FORM
 from phalanx.train.checkpoint.export_forms.quantization_aware import Int4AwareLinear
-from phalanx.train.checkpoint.pruning import PruningPlan, PruningRequest
+from phalanx.train.checkpoint.format import read_manifest
+from phalanx.train.checkpoint.pruning import PruningPlan, PruningRequest, find_family, plan_pruning
+from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.hf import reload
 from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, TextFacts, compute_scores
 from phalanx.train.hf.reload_gguf import reload_with_llama_cpp
-from phalanx.train.inference import check_data, load_trained_model
-from phalanx.train.tasks import Classification
+from phalanx.train.inference import TrainedModel, check_data, load_trained_model
+from phalanx.train.tasks import Classification, LanguageModeling
 from phalanx.train.tasks.texts import split_texts
 
 NUM_TOKENS, MAX_SAMPLE_TOKENS, NUM_IMAGES = 1024, 256, 32
@@ -118,6 +120,39 @@ def compute_reference(
     text = _describe_text(run, inputs) if is_text and run.tokenizer.is_file() else None
     build, images = trained.recipe.model.build, tensors.get("images")
     return Reference(build, inputs, targets, images, scores, has_loss, text, vision, pruning, pruning_checks)
+
+
+NUM_SAMPLES = 128
+"""Training samples that decide what is kept."""
+
+
+def prune_trained(
+    trained: TrainedModel, data: RunData, request: PruningRequest
+) -> tuple[PruningPlan, list[ProofCheck]]:
+    """Choose by training samples what is kept, and mask the rest in the model. Return the choice, what it keeps of the
+    importance, and the loss of the validation set before and after. Raises UsageError if there is no such set, or the
+    model has less than is asked for."""
+    if not data.num_validation_samples:
+        raise UsageError("pruning measures the validation loss, and the run has no validation set")
+    before = _compute_validation_loss(trained, data)
+    samples = range(min(NUM_SAMPLES, data.num_train_samples))
+    inputs = (torch.from_numpy(data.read_training(number, 1)["tokens"]) for number in samples)
+    plan = plan_pruning(trained.model, find_family(read_manifest(trained.checkpoint).meta["model"]), request, inputs)
+    plan.mask_model(trained.model)
+    after = _compute_validation_loss(trained, data)
+    shares = {"channel_importance": plan.channel_importance, "block_importance": plan.layer_importance}
+    found = (
+        f"{len(plan.channels[0])} of {plan.num_channels} channels, {plan.channel_importance:.1%} of the importance; "
+    )
+    found += f"{len(plan.layers)} of {plan.num_layers} blocks, {plan.layer_importance:.1%}: {list(plan.layers)}"
+    loss = f"validation loss {before:.4f} before, {after:.4f} after: {after / before - 1:+.1%}"
+    losses = {"before": before, "after": after}
+    return plan, [ProofCheck("kept", True, found, shares), ProofCheck("pruning", True, loss, losses)]
+
+
+def _compute_validation_loss(trained: TrainedModel, data: RunData) -> float:
+    dist_env = dist_env_from_environment({}, "cpu")
+    return score_model(trained, LanguageModeling(), data, dist_env, trained.recipe.evaluation.max_samples).loss
 
 
 def prove_export(reference: Reference, directory: Path, form: QuantizedForm | None, dtype: str) -> list[ProofCheck]:

@@ -61,21 +61,14 @@ def find_fits(path: Path | str, overrides: Sequence[str]) -> tuple[FineTuning, l
     return run, fits
 
 
-def _adapter_of(recipe: Recipe) -> tuple[AdapterConfig | None, BaseDtype]:
-    """Return a recipe's adapter and the format of the weights that it freezes."""
-    adapter = recipe.adapter
-    return adapter, "fp32" if adapter is None or adapter.base_dtype is None else adapter.base_dtype
-
-
 def _describe_run(recipe: Recipe, recipe_dir: Path) -> FineTuning:
-    adapter, base_dtype = _adapter_of(recipe)
-    if adapter is None:
+    if (adapter := recipe.adapter) is None:
         raise UsageError("--fits: the recipe trains all weights; expected an adapter, such as adapter={rank: 8}")
     checkpointing, loss = recipe.memory.activation_checkpointing, "fused" if recipe.memory.chunked_loss else "kernel"
     return FineTuning(
         sizes=_read_decoder_sizes(recipe, recipe_dir),
         seq_len=recipe.data.seq_len,
-        base_dtype=base_dtype,
+        base_dtype=adapter.base_dtype or "fp32",
         adapter_rank=adapter.rank,
         adapter_targets=_match_layers(adapter),
         adapter_dropout=adapter.dropout > 0,

@@ -1,6 +1,5 @@
 """Write text with a language model: that of a run's checkpoint, or of a Hugging Face directory."""
 
-import codecs
 import datetime
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -181,48 +180,80 @@ def _until_end(tokens: Iterator[int], ends: Collection[int], report: Callable[[i
         yield token
 
 
+RESERVED_SHARE = 4
+"""One of this many parts of the context is kept free for an answer, unless that has fewer tokens."""
+
+
+@dataclass(frozen=True)
+class FittedDialogue:
+    """The messages that fit the model's context, the prompt made of them, and the number of older ones left out."""
+
+    messages: Sequence[Message]
+    prompt: Prompt
+    num_dropped: int
+
+
+def fit_dialogue(text_model: TextModel, messages: Sequence[Message], num_tokens: int) -> FittedDialogue:
+    """Leave out the oldest turns until the others and an answer of `num_tokens` tokens, or the reserved share of the
+    context, fit. System messages stay. Raises UsageError if the last turn alone does not fit, or without a template."""
+    reserved = min(num_tokens, text_model.window // RESERVED_SHARE)
+    num_system = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    system, turns = list(messages[:num_system]), list(messages[num_system:])
+    while True:
+        prompt = text_model.encode_messages([*system, *turns])
+        starts = [n for n, message in enumerate(turns) if n and message["role"] == "user"]
+        free = text_model.window - len(prompt.tokens)
+        if free >= reserved or (free > 0 and not starts):
+            return FittedDialogue([*system, *turns], prompt, len(messages) - num_system - len(turns))
+        if not starts:
+            raise UsageError(
+                f"the message has {len(prompt.tokens):,} tokens in the chat template, and the model sees "
+                f"{text_model.window:,}; shorten it"
+            )
+        turns = turns[starts[0] :]
+
+
+def answer_dialogue(
+    text_model: TextModel,
+    dialogue: FittedDialogue,
+    sampling: SamplingOptions,
+    report_note: Callable[[str], object] = lambda note: None,
+) -> Iterator[str]:
+    """Yield the pieces of the assistant's next message, up to its end-of-turn token. `report_note` gets why it may
+    lack something: the context was full, or the answer was cut."""
+    if dialogue.num_dropped:
+        report_note(
+            f"The context of {text_model.window:,} tokens is full: {dialogue.num_dropped} old messages left out."
+        )
+    free = text_model.window - len(dialogue.prompt.tokens)
+    sampling = replace(sampling, num_tokens=min(sampling.num_tokens, free))
+    ends: list[str] = []
+    yield from generate_text(
+        text_model, dialogue.prompt, sampling, report_end=lambda name, num_tokens: ends.append(name)
+    )
+    if not ends:
+        cause = "the context is full" if sampling.num_tokens == free else "that is its limit"
+        report_note(f"The answer was cut after {sampling.num_tokens} tokens: {cause}.")
+
+
 def decode_incrementally(
     tokenizer: Tokenizer, tokens: Iterator[int], ends: Collection[int] = frozenset()
 ) -> Iterator[str]:
     """Decode tokens one by one, and show those that end a text. A token may end within a character, which is then held
     back until it is whole, or the text is over."""
-    decoder = _IncrementalDecoder(tokenizer)
+    pending: list[int] = []
+    decoded = ""
     for token in tokens:
-        if token in ends:
-            yield decoder.finish()
+        is_end = token in ends
+        if not is_end:
+            pending.append(token)
+        # The text of a byte-pair token depends on those before it: decode all, and show what is new.
+        text = tokenizer.decode(pending)
+        new = text[len(decoded) :] if is_end or not text.endswith("\ufffd") else ""
+        decoded += new
+        yield new
+        if is_end:
             yield show_control_token(tokenizer.control_tokens.get(token, str(token)))
-        else:
-            yield decoder.decode(token)
-    if rest := decoder.finish():
+            pending, decoded = [], ""
+    if rest := tokenizer.decode(pending)[len(decoded) :]:
         yield rest
-
-
-class _IncrementalDecoder:
-    """Decodes one text after the other."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._bytes_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._tokens: list[int] = []
-        self._decoded = ""
-
-    def decode(self, token: int) -> str:
-        """Return the characters that are whole with this token."""
-        if self._tokenizer.name == "bytes":
-            return self._bytes_decoder.decode(bytes([token]))
-        self._tokens.append(token)
-        # The text of a byte-pair token depends on those before it: decode all, and return what is new.
-        text = self._tokenizer.decode(self._tokens)
-        return "" if text.endswith("\ufffd") else self._take(text)
-
-    def finish(self) -> str:
-        """Return what is left of a text."""
-        if self._tokenizer.name == "bytes":
-            return self._bytes_decoder.decode(b"", final=True)
-        rest = self._take(self._tokenizer.decode(self._tokens))
-        self._tokens, self._decoded = [], ""
-        return rest
-
-    def _take(self, text: str) -> str:
-        new, self._decoded = text[len(self._decoded) :], text
-        return new

@@ -13,7 +13,6 @@ from phalanx.recipe import Recipe, ResolvedRecipe, load_recipe, load_resolved_re
 from phalanx.recipe.batch_scaling import describe_kept_batch, scale_batch_with_workers
 from phalanx.recipe.diff import RecipeDifference, incompatible_changes
 from phalanx.recipe.locations import name_recipe_key
-from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run, read_events
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, StepDone, WorkerStarted
 from phalanx.std_streams import word_of
@@ -163,7 +162,8 @@ def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
             "among the workers"
         )
     if new.determinism == "elastic":
-        if _single_replica(old) != _single_replica(new):
+        one_replica = {"replicate": 1}
+        if old.parallelism.model_copy(update=one_replica) != new.parallelism.model_copy(update=one_replica):
             notes.append(
                 "the parallelism of a replica changed: the digest will differ by rounding, also under determinism: "
                 "elastic"
@@ -178,11 +178,6 @@ def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
         change_text = "parallelism" if len(worlds) == 1 else "number of workers"
         notes.append(f"the {change_text} changed under determinism = fixed-world: the digest will differ by rounding")
     return notes
-
-
-def _single_replica(recipe: ResolvedRecipe) -> Parallelism:
-    """Return the parallelism of one replica."""
-    return recipe.parallelism.model_copy(update={"replicate": 1})
 
 
 def read_last_attempt(run: Run) -> int:

@@ -173,12 +173,6 @@ def default_gpus(backend: str, nproc_per_node: int | None) -> int | None:
     return min(nproc_per_node or machine.num_gpus, machine.num_gpus)
 
 
-def parse_nodes(text: str) -> dict[str, int | None]:
-    """Parse a number of nodes, N or MIN:MAX, into fields of `Job`."""
-    min_nodes, num_nodes = parse_num_nodes(text, "--nodes ")
-    return {"num_nodes": num_nodes, "min_nodes": min_nodes if min_nodes < num_nodes else None}
-
-
 def parse_job_fields(
     nodes: str,
     gpus: int | None,
@@ -188,8 +182,10 @@ def parse_job_fields(
     backend_options: Sequence[str],
 ) -> dict[str, Any]:
     """Parse what a job needs of a backend into fields of `Job`."""
+    min_nodes, num_nodes = parse_num_nodes(nodes, "--nodes ")
     return {
-        **parse_nodes(nodes),
+        "num_nodes": num_nodes,
+        "min_nodes": min_nodes if min_nodes < num_nodes else None,
         "gpus_per_node": gpus,
         "cpus_per_node": cpus,
         "memory_bytes": parse_memory(memory),

@@ -37,7 +37,10 @@ class LeaderElsewhereError(PhalanxError):
 
 
 class TrainObserver:
-    """Is called with what happens to a run. This one ignores it; the command line prints it."""
+    """Is called with what happens to a run. This one only passes on events; the command line prints it."""
+
+    def __init__(self, show: Callable[[Event], None] | None = None):
+        self._show = show
 
     def show_finished(self, text: str) -> None:
         """Nothing is left to train."""
@@ -51,14 +54,8 @@ class TrainObserver:
 
     def show_event(self, event: Event) -> None:
         """The run wrote an event."""
-
-
-class _EventObserver(TrainObserver):
-    def __init__(self, show: Callable[[Event], None]):
-        self._show = show
-
-    def show_event(self, event: Event) -> None:
-        self._show(event)
+        if self._show is not None:
+            self._show(event)
 
 
 def train(
@@ -95,8 +92,7 @@ def train(
         )
     loaded = load_given_recipe(recipe, overrides)
     run_dir = find_train_run(run, loaded.recipe.name)
-    observer = TrainObserver() if show is None else _EventObserver(show)
-    outcome = train_run(loaded, run_dir, observer, nproc_per_node=nproc_per_node, force=force)
+    outcome = train_run(loaded, run_dir, TrainObserver(show), nproc_per_node=nproc_per_node, force=force)
     if outcome is not None and outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
         error = GaveUpError(outcome.message or "the run failed")
         error.code = outcome.code

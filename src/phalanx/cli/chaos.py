@@ -89,7 +89,8 @@ def chaos(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     folder.mkdir(parents=True)
     try:
-        result = ChaosExperiment(recipe, given, run_shape, fault_plan, folder, console).run(baseline_run)
+        callbacks = console.on_baseline, console.on_fault, console.on_restart
+        result = ChaosExperiment(recipe, given, run_shape, fault_plan, folder, *callbacks).run(baseline_run)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -42,9 +42,8 @@ def chat(
     /clear forgets the dialogue, /exit or Ctrl-D ends it, and Ctrl-C stops an answer. When the context is full, the
     oldest turns are left out.
     """
-    from phalanx.app.dialogue import answer_dialogue, fit_dialogue
     from phalanx.app.evaluate import CheckpointSelection
-    from phalanx.app.generate import SamplingOptions, load_text_model
+    from phalanx.app.generate import SamplingOptions, answer_dialogue, fit_dialogue, load_text_model
 
     text_model = load_text_model(model, CheckpointSelection(step, best, trust_code), device, print_warning)
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import psutil
@@ -66,15 +66,15 @@ class SignalQueue:
             loop.run_once(timeout_s)
 
 
-def kill_descendants(timeout_s: float = KILL_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> list[int]:
+def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
     """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`.
 
     Includes processes that appear meanwhile: a killed process may just have forked, and its child is reparented to this
     process.
     """
-    this_process, deadline = psutil.Process(), clock() + timeout_s
+    this_process, deadline = psutil.Process(), time.monotonic() + timeout_s
     while descendants := this_process.children(recursive=True):
-        if clock() >= deadline:
+        if time.monotonic() >= deadline:
             return [process.pid for process in descendants]
         for process in descendants:
             try:

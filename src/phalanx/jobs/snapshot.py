@@ -28,12 +28,11 @@ EXCLUDED_DIRS = frozenset(
     | {".ipynb_checkpoints"}
 )
 """Folders that are never code, by name."""
-EXCLUDED_DIR_MARKERS = {
-    "a virtual environment": (("pyvenv.cfg",), ("conda-meta",)),
-    "a cache": (("CACHEDIR.TAG",),),
-    "a run": (("resolved.yaml", "events.jsonl"), ("recipe.yaml", "events.jsonl", "checkpoints")),
-}
-"""Kinds of directories that are never code. A directory is of a kind if it contains all names of one of its sets."""
+EXCLUDED_DIR_MARKERS = (
+    *(("pyvenv.cfg",), ("conda-meta",), ("CACHEDIR.TAG",)),
+    *(("resolved.yaml", "events.jsonl"), ("recipe.yaml", "events.jsonl", "checkpoints")),
+)
+"""A directory that contains all names of one of these sets is never code: a virtual environment, a cache or a run."""
 GIT_TIMEOUT_S = 300.0
 """Time limit of a git command in seconds."""
 SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
@@ -152,9 +151,7 @@ def _list_candidates(source_dir: Path) -> Iterator[str]:
 
     for folder, subdirs, files in os.walk(source_dir, onerror=refuse):
         links = [name for name in subdirs if (Path(folder) / name).is_symlink()]
-        subdirs[:] = sorted(
-            name for name in subdirs if name not in links and _exclusion_reason(Path(folder) / name) is None
-        )
+        subdirs[:] = sorted(name for name in subdirs if name not in links and not _is_excluded(Path(folder) / name))
         for name in (*files, *links):
             yield (Path(folder) / name).relative_to(source_dir).as_posix()
 
@@ -170,14 +167,13 @@ def _list_git_files(folder: Path) -> list[str] | None:
 def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str | None], list[tuple[str, str]]]:
     """Return the included names with the targets of links, and names that are left out but may be missed, with the
     reason."""
-    exclusion_reason = cache(_exclusion_reason)
+    is_excluded = cache(_is_excluded)
     included: dict[str, str | None] = {}
     excluded: dict[str, str] = {}
     links = []
     for name in sorted(names):
         path = PurePosixPath(name)
-        above = [parent for parent in path.parents if parent.name]
-        if any(exclusion_reason(source_dir / parent) for parent in above):
+        if any(is_excluded(source_dir / parent) for parent in path.parents if parent.name):
             continue
         mode = (source_dir / name).lstat().st_mode
         if any(fnmatchcase(path.name, pattern) for pattern in SECRET_PATTERNS):
@@ -199,14 +195,10 @@ def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str
     return dict(sorted(included.items())), sorted(excluded.items())
 
 
-def _exclusion_reason(folder: Path) -> str | None:
-    """Return why a directory contains no code; None if it may."""
-    if folder.name in EXCLUDED_DIRS:
-        return f"called {folder.name}"
-    for what, markers in EXCLUDED_DIR_MARKERS.items():
-        if any(all((folder / name).exists() for name in names) for names in markers):
-            return what
-    return None
+def _is_excluded(folder: Path) -> bool:
+    """Whether a directory contains no code."""
+    has_markers = any(all((folder / name).exists() for name in names) for names in EXCLUDED_DIR_MARKERS)
+    return folder.name in EXCLUDED_DIRS or has_markers
 
 
 def _check_size(source_dir: Path, sizes: dict[str, int]) -> None:

@@ -40,9 +40,9 @@ def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
     return root
 
 
-def check_cache_writable(environ: Mapping[str, str] = os.environ) -> None:
+def check_cache_writable() -> None:
     """Raise UsageError, with the variable that names another, where no cache directory is and none can be made."""
-    root = cache_root(environ)
+    root = cache_root()
     parent = next(path for path in (root, *root.absolute().parents) if path.exists())
     if parent != root and not os.access(parent, os.W_OK):
         raise UsageError(f"{root}: cannot be made, since {parent} cannot be written; {CACHE_ADVICE}")

@@ -145,14 +145,14 @@ def _line(event: Event) -> bytes:
 
 
 def _check_format(path: Path, first_line: bytes) -> None:
-    """UnknownFormat where the first line names one, or is an event from before there were formats."""
+    """UnknownFormat where the first line names another."""
     try:
         found = parse_json(first_line.decode(errors="replace"))
     except ValueError:
         return
     if not isinstance(found, dict):
         return
-    known = found.get("format") if found.get("kind") == LogOpened.kind else 1 if "t" in found else FORMAT_VERSION
+    known = found.get("format") if found.get("kind") == LogOpened.kind else FORMAT_VERSION
     if known != FORMAT_VERSION:
         version = found.get("phalanx_version")
         writer = "another Phalanx" if version is None else f"Phalanx {version}"

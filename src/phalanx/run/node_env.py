@@ -18,9 +18,9 @@ NODE_NAME_VARIABLE = "PHALANX_NODE_NAME"
 """Name of the machine where the host name is another: that of a pod."""
 
 
-def find_node_name(environment: Mapping[str, str] = os.environ) -> str:
+def find_node_name() -> str:
     """Return the name of this machine, as operators and the fleet file know it."""
-    return environment.get(NODE_NAME_VARIABLE) or os.uname().nodename
+    return os.environ.get(NODE_NAME_VARIABLE) or os.uname().nodename
 
 
 @dataclass(frozen=True)

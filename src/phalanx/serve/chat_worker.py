@@ -41,9 +41,8 @@ REQUESTS = TypeAdapter(ChatRequest)
 
 def answer_requests(location: str) -> None:
     """Answer the requests of standard input with the model of a run."""
-    from phalanx.app.dialogue import answer_dialogue, fit_dialogue
     from phalanx.app.evaluate import CheckpointSelection
-    from phalanx.app.generate import SamplingOptions, TextModel, load_text_model
+    from phalanx.app.generate import SamplingOptions, TextModel, answer_dialogue, fit_dialogue, load_text_model
 
     stopped = threading.Event()
     signal.signal(signal.SIGINT, lambda *_: stopped.set())

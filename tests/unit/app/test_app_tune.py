@@ -1,10 +1,8 @@
 """What `phalanx tune` decides and writes, over made-up measurements. The real search is in tests/world/test_tune.py."""
 
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,15 +11,12 @@ from phalanx.app.tune import (
     TuneTrial,
     allowed_precisions,
     decide,
-    make_tuning_facts,
     render_recipe,
     without_end,
 )
 from phalanx.autoconfig.tuning_candidates import MeasuredSpeedup
-from phalanx.cli.tune import format_trial
 from phalanx.cluster import Machine
 from phalanx.cluster.discovery import Cpu
-from phalanx.data import DataInfo
 from phalanx.recipe import Recipe, load_recipe
 from resolved_recipes import resolved_recipe
 
@@ -100,17 +95,3 @@ def test_trials_never_end_save_or_call_back() -> None:
     recipe = without_end(resolved_recipe(callbacks=["mine:Callback"]))
     assert recipe.steps >= 10**9
     assert (recipe.callbacks, recipe.evaluation.every, recipe.checkpoint.every) == ([], None, None)
-
-
-def test_rows_tell_gain_and_failure() -> None:
-    assert " ".join(format_trial(ROWS[0]).split()) == "compile=true 1.25 x 1.33 x (1.30 to 1.40) 300 ms kept"
-    assert " ".join(format_trial(ROWS[1]).split()) == "batch.micro_size=8 1.03 x failed: out of memory"
-
-
-def test_what_tuning_rests_on_is_read_from_the_plan_of_the_run() -> None:
-    info = DataInfo("tokens", vocab_size=300, num_classes=None, seq_len=64, image_shape=None)
-    plan = {"trainable_parameters": 1, "flops_per_sample": 1.0, "activation_bytes_per_sample": 1}
-    prepared = SimpleNamespace(plan={**plan, "data_info": asdict(info)}, cluster={})
-    machine = SimpleNamespace(device="cpu", physical_cores=1, logical_cores=1, device_memory_bytes=1)
-    facts = make_tuning_facts(cast(Any, prepared), cast(Any, machine), ["fp32"], False)
-    assert (facts.vocab_size, facts.seq_len) == (300, 64)

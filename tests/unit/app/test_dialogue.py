@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.app.dialogue import answer_dialogue, fit_dialogue
 from phalanx.app.evaluate import CheckpointSelection
-from phalanx.app.generate import SamplingOptions, TextModel, load_text_model
+from phalanx.app.generate import SamplingOptions, TextModel, answer_dialogue, fit_dialogue, load_text_model
 from phalanx.app.train import train
 from phalanx.cli import main
 from phalanx.errors import UsageError
@@ -125,7 +124,7 @@ def test_chat_answers_with_the_turns_before_until_the_input_ends(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nstop\nand\n/clear\nagain\n"))
-    monkeypatch.setattr("phalanx.app.dialogue.answer_dialogue", answer)
+    monkeypatch.setattr("phalanx.app.generate.answer_dialogue", answer)
     assert main.main(["chat", str(folder / "base"), "--system", "Be brief."]) == 0
     assert asked == [
         ["Be brief.", "Hi"],

@@ -1,15 +1,20 @@
 """How a run is divided among the nodes that are there."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from phalanx.app.elastic_world import ElasticWorld, restore_full_division
+from phalanx.app.nodes import open_node_group
 from phalanx.errors import RecipeError
+from phalanx.jobs.agent.node_agent import LEADER_TIMEOUT_S
 from phalanx.recipe import Recipe, ResolvedRecipe, load_resolved_recipe
 from phalanx.recipe.load import dump_recipe
 from phalanx.recipe.schema import Parallelism
 from phalanx.run import Run
+from phalanx.run.node_env import NodeEnv
 from resolved_recipes import resolved_recipe
 
 
@@ -99,3 +104,13 @@ def test_a_change_of_shards_under_elastic_determinism_is_noted(tmp_path: Path) -
     assert elastic.divide(2)[1] == []
     (note,) = elastic.divide(3)[1]
     assert note.startswith("the parallelism of a replica changed: the digest will differ by rounding")
+
+
+def test_a_node_that_took_over_waits_for_nodes_that_notice_the_lost_leader_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PHALANX_TOKEN", "0123456789abcdef" * 2)
+    fork_server: Any = SimpleNamespace(control=None, events=None, heartbeat_table=None)
+    node_env = NodeEnv(1, 3, ("127.0.0.1", 0), min_nodes=1, num_expected=2, took_over=True)
+    with open_node_group(fork_server, node_env, last_call_s=1.0) as group:
+        assert group.last_call_s > LEADER_TIMEOUT_S

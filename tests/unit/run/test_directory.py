@@ -35,10 +35,6 @@ def test_a_part_of_a_run_that_is_named_as_one_tells_the_run(tmp_path: Path, part
     assert str(refusal.value) == f"{tmp_path / 'run' / part}: is inside the run {tmp_path / 'run'}; give that"
 
 
-def test_a_file_that_was_not_written_yet_reads_as_none(tmp_path: Path) -> None:
-    assert Run(tmp_path).read_json(Run(tmp_path).plan) is None
-
-
 @pytest.mark.parametrize(("text", "reason"), [("{", "not valid JSON"), ("[1]", "expected a JSON object, found list")])
 def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str, reason: str) -> None:
     run = Run(tmp_path)

@@ -19,20 +19,18 @@ FINAL_CODES = frozenset({ExitCode.DATA, ExitCode.RECIPE, ExitCode.UNFIT_NODE, Ex
 """Exit codes of a worker that a restart would only repeat."""
 PLANNED_EXIT_CODES = frozenset({ExitCode.DONE, ExitCode.UNFINISHED})
 """Exit codes of a worker that finished, if it announced the code: other code in the process may also exit with one."""
-CAUSE_BY_STATUS: dict[int, FailureCause] = {
-    LOST_PEER_STATUS: "peer_disconnected",
-    STORAGE_FAILED_STATUS: "storage_failed",
-    GPU_FAILED_STATUS: "gpu_failed",
+CAUSE_BY_STATUS: dict[int, tuple[FailureCause, str]] = {
+    LOST_PEER_STATUS: ("peer_disconnected", "lost the connection to another worker"),
+    STORAGE_FAILED_STATUS: ("storage_failed", "ended because storage failed"),
+    GPU_FAILED_STATUS: ("gpu_failed", "ended because its GPU failed"),
 }
-"""Cause of a failure by the exit status of a worker that knows it."""
+"""Cause of a failure by the exit status of a worker that knows it, and in words."""
 NEVER_JOINED_MESSAGE = "ended without training: it never reached `with phalanx.session(...)`"
-
-
 EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )
-MAX_STACK_BYTES = 16_000
-"""Maximum bytes of a reported stack."""
+MAX_STACK_BYTES, MAX_LINE_CHARS = 16_000, 300
+"""Maximum bytes of a reported stack, and characters of a reported line."""
 EXIT_REPORT_TIMEOUT_S = 120.0
 """Seconds for killed workers to end, including the time to free their memory, and for their exits to be reported."""
 
@@ -144,13 +142,10 @@ class AttemptState:
 
     def heartbeats(self) -> tuple[dict[int, Heartbeat | None], Callable[[], set[int]]]:
         """Return the last heartbeats of the live workers, and a function that finds those stopped by a signal."""
-        by_node = {}
-        for node, ranks in self.ranks_by_node.items():
-            present_ranks = set(ranks) - self.exit_statuses.keys()
-            node_heartbeats = {
-                rank: heartbeat for rank, heartbeat in node.heartbeats(ranks).items() if rank in present_ranks
-            }
-            by_node[node] = node_heartbeats
+        by_node = {
+            node: {rank: each for rank, each in node.heartbeats(ranks).items() if rank not in self.exit_statuses}
+            for node, ranks in self.ranks_by_node.items()
+        }
         heartbeats = {rank: heartbeat for node_found in by_node.values() for rank, heartbeat in node_found.items()}
         return heartbeats, lambda: {rank for node, found in by_node.items() for rank in node.stopped_ranks(found)}
 
@@ -160,10 +155,9 @@ class AttemptState:
 
     def last_step(self, rank: int) -> int | None:
         """The step of a worker's last sign, where it gave one."""
-        for node, ranks in self.ranks_by_node.items():
-            if rank in ranks and (heartbeat := node.heartbeats(ranks)[rank]) is not None:
-                return heartbeat.step
-        return None
+        node = self.node_of(rank)
+        heartbeat = None if node is None else node.heartbeats(self.ranks_by_node[node])[rank]
+        return None if heartbeat is None else heartbeat.step
 
     def node_of(self, rank: int) -> NodeHandle | None:
         """The node of a worker."""
@@ -213,13 +207,9 @@ def decide_outcome(attempt: AttemptState, logs: Path) -> tuple[ExitCode | None, 
 
 def describe_exit(code: int) -> str:
     """Describe the exit status of a worker."""
+    if code in CAUSE_BY_STATUS:
+        return CAUSE_BY_STATUS[code][1]
     text = f"was killed by {format_signal(-code)}" if code < 0 else f"ended with exit code {code}"
-    if code == LOST_PEER_STATUS:
-        text = "lost the connection to another worker"
-    if code == STORAGE_FAILED_STATUS:
-        text = "ended because storage failed"
-    if code == GPU_FAILED_STATUS:
-        text = "ended because its GPU failed"
     if code == -signal.SIGBUS:
         text += " (possibly a file that is mapped into memory could not be read)"
     if code == -signal.SIGKILL:
@@ -259,8 +249,8 @@ def fault_fields(attempt: AttemptState, message: str) -> WorkerFailure:
     rank, status = attempt.first_failure
     if status < 0:
         return WorkerFailure(rank=rank, cause="signal", signal=format_signal(-status), message=message)
-    if (cause := CAUSE_BY_STATUS.get(status)) is not None:
-        return WorkerFailure(rank=rank, cause=cause, message=message)
+    if status in CAUSE_BY_STATUS:
+        return WorkerFailure(rank=rank, cause=CAUSE_BY_STATUS[status][0], message=message)
     return WorkerFailure(rank=rank, cause="exit_code", exit_code=status, message=message)
 
 
@@ -274,10 +264,10 @@ def worker_log_path(logs: Path, attempt: int, rank: int) -> Path:
     return logs / f"attempt-{attempt}-rank-{rank}.log"
 
 
-def last_log_line(log: Path, limit: int = 300) -> str:
-    """Return the last line of a worker's log and the log's path; empty if it cannot be read."""
+def last_log_line(log: Path) -> str:
+    """Return the end of the last line of a worker's log, and the log's path; empty if it cannot be read."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
         return ""
-    return f": {lines[-1][-limit:]} (log: {log})" if lines else ""
+    return f": {lines[-1][-MAX_LINE_CHARS:]} (log: {log})" if lines else ""

@@ -29,8 +29,7 @@ from phalanx.jobs.backends.base import (
     warn_about_missing_variables,
 )
 from phalanx.jobs.local_queue.daemon import ensure_running, find_runner
-from phalanx.jobs.local_queue.database import JobDatabase, queue_exists
-from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, JobRecord, Resources
+from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, JobDatabase, JobRecord, Resources, queue_exists
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.pause_file import DRAIN_FILE, read_pause, remove_pause, write_pause

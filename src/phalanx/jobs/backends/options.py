@@ -4,7 +4,7 @@ The dataclasses are the one list of names, types and defaults: backends read the
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
@@ -43,6 +43,7 @@ def backend_option(
     default: Any = None,
     shown_default: str = "",
     default_factory: Any = MISSING,
+    parse: Callable[[str], Any] = str,
     **metadata: Any,
 ) -> Any:
     """Declare an option as a field of a dataclass.
@@ -53,28 +54,46 @@ def backend_option(
         default: Its value where it is not given; MISSING where it must be given.
         shown_default: The default in words, where it is not that of the field.
         default_factory: Makes a default that is mutable; `default` is MISSING then.
+        parse: Reads its value. ValueError says what was expected.
         metadata: More about it, for the backend.
     """
-    more = {"help": help, "value_type": value_type, "shown_default": shown_default, **metadata}
+    more = {"help": help, "value_type": value_type, "shown_default": shown_default, "parse": parse, **metadata}
     return field(default=default, default_factory=default_factory, metadata=more)
 
 
-def check_option_names(job: Job, backend: str, options_class: Any) -> None:
-    """Raise UsageError for an option of a job that its backend does not have."""
-    names = [each.name.replace("_", "-") for each in fields(options_class)]
-    for name in job.backend_options:
-        if name not in names:
-            near = get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+def parse_backend_options(job: Job, backend: str, options_class: Any) -> Any:
+    """Return the options of a job for its backend. Raises UsageError for one that it does not have, and for a
+    wrong value."""
+    parsers = {each.name.replace("_", "-"): each.metadata["parse"] for each in fields(options_class)}
+    values: dict[str, Any] = {}
+    for name, text in job.backend_options.items():
+        if name not in parsers:
+            near = get_close_matches(name, parsers, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(parsers)}"
             raise UsageError(f"job {job.name}: {backend} has no option {name!r}; {hint}")
+        try:
+            values[name.replace("-", "_")] = parsers[name](text)
+        except ValueError as error:
+            raise UsageError(f"job {job.name}: option {name}={text}: {error}") from None
+    return options_class(**values)
 
 
-def parse_count(job: Job, name: str, default: int) -> int:
-    """Return the value of an option that is a number. Raises UsageError for another value."""
-    text = job.backend_options.get(name, str(default))
+def parse_count(text: str) -> int:
+    """Read a whole number."""
     if not re.fullmatch(r"[0-9]+", text):
-        raise UsageError(f"job {job.name}: option {name}={text}: expected a whole number, 0 or more")
+        raise ValueError("expected a whole number, 0 or more")
     return int(text)
+
+
+def parse_choice(*choices: str) -> Callable[[str], str]:
+    """Return the reader of a value that is one of `choices`."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text
+
+    return parse
 
 
 def list_option_help(backend: str) -> Iterator[OptionHelp]:

@@ -3,10 +3,8 @@
 import contextlib
 import os
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,13 +152,3 @@ def verify_run(
                 f"fewer faults"
             )
     return (*reasons, *(f"left behind: {each}" for each in leftovers))
-
-
-@contextlib.contextmanager
-def create_scratch_dir() -> Iterator[Path]:
-    """Yield a scratch directory for runs, with a short path because it may contain sockets."""
-    path = Path(tempfile.mkdtemp(prefix="phalanx-chaos-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

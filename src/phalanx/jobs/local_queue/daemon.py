@@ -25,8 +25,7 @@ import psutil
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_signal
-from phalanx.jobs.local_queue.database import JobDatabase
-from phalanx.jobs.local_queue.job_record import CANCEL_REQUESTED, CANCEL_SENT, JobRecord, Resources
+from phalanx.jobs.local_queue.database import CANCEL_REQUESTED, CANCEL_SENT, JobDatabase, JobRecord, Resources
 from phalanx.jobs.local_queue.job_runner import OUTPUT_FILE, AttemptEnd, AttemptSpec, read_ending
 from phalanx.jobs.pause_file import DRAIN_FILE, is_paused
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, JobState, state_from_exit_code
@@ -322,13 +321,13 @@ def _start_daemon(folder: Path, *locks: int) -> None:
 
 
 @contextlib.contextmanager
-def hold_daemon_lock(folder: Path, lock_fd: int | None = None, timeout_s: float = TAKEOVER_TIMEOUT_S) -> Iterator[bool]:
+def hold_daemon_lock(folder: Path, lock_fd: int | None = None) -> Iterator[bool]:
     """Yield whether this process is the queue's daemon during the block. `lock_fd`: an inherited lock."""
     if lock_fd is None:
         lock_fd = _open_lock_file(folder)
     os.set_inheritable(lock_fd, False)
     try:
-        yield acquire_lock(lock_fd, timeout_s)
+        yield acquire_lock(lock_fd, TAKEOVER_TIMEOUT_S)
     finally:
         os.close(lock_fd)
 

@@ -5,7 +5,6 @@ command, forwards signals, warns before the time limit, ends the remaining proce
 records the exit code. When it is killed, so is the command.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -89,23 +87,17 @@ def main() -> None:
 class JobProcess:
     """The process of a job's command. `reason`: why it was asked to end, once it was."""
 
-    def __init__(
-        self,
-        process: "subprocess.Popen[bytes]",
-        spec: AttemptSpec,
-        signals: SignalQueue,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._process, self._spec, self._signals, self._clock = process, spec, signals, clock
+    def __init__(self, process: "subprocess.Popen[bytes]", spec: AttemptSpec, signals: SignalQueue):
+        self._process, self._spec, self._signals = process, spec, signals
         self._kill_deadline: float | None = None
         self.reason: str | None = None
 
     def wait(self) -> None:
         """Forward signals until the process ends; warn it before the time limit, and kill it afterwards."""
-        with EventLoop(self._clock) as loop:
+        with EventLoop() as loop:
             loop.add_reader(self._signals.wake_socket, self._signals.clear_wake)
             if self._spec.time_limit_s is not None:
-                self._kill_deadline = self._clock() + self._spec.time_limit_s
+                self._kill_deadline = time.monotonic() + self._spec.time_limit_s
                 loop.set_timer(self._warn, self._kill_deadline - self._spec.warning_s)
                 loop.set_timer(self._kill, self._kill_deadline)
             while self._process.poll() is None:
@@ -118,7 +110,7 @@ class JobProcess:
             logger.info("passing signal %d on to process %d", number, self._process.pid)
             self._process.send_signal(number)
             if number == signal.SIGTERM:
-                grace_deadline = self._clock() + max(EXIT_GRACE_S, self._spec.warning_s)
+                grace_deadline = time.monotonic() + max(EXIT_GRACE_S, self._spec.warning_s)
                 self._kill_deadline = min(self._kill_deadline or grace_deadline, grace_deadline)
                 self.reason = "was asked to stop"
                 loop.set_timer(self._kill, self._kill_deadline)
@@ -136,10 +128,8 @@ class JobProcess:
 
 def read_secrets(job_dir: Path) -> dict[str, str]:
     """Values that only this process's user can read."""
-    with contextlib.suppress(FileNotFoundError):
-        found: dict[str, str] = json.loads((job_dir / "secrets.json").read_text())
-        return found
-    return {}
+    file = job_dir / "secrets.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def write_ending(

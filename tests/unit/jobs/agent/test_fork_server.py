@@ -2,6 +2,7 @@
 
 import os
 import platform
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,3 +239,22 @@ def test_a_signal_that_comes_too_early_waits_for_the_workers_handler(
     with open(gate, "w") as opened:
         opened.write("x")
     assert exits(fork_server, 1) == {0: 75}
+
+
+def test_workers_and_their_children_die_with_the_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_TORCH)
+    for name in ("worker", "child"):
+        os.mkfifo(tmp_path / name)
+    message = start_workers("fork_server_calls:wait_for_ever", str(tmp_path), tmp_path)
+    with ForkServerClient() as fork_server:
+        fork_server.wait_until_ready()
+        send(fork_server.control, message)
+        pids = [int((tmp_path / name).read_text()) for name in ("worker", "child")]
+        handles = [os.pidfd_open(pid) for pid in pids]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        inside = fork_server.process.pid
+    for handle in handles:
+        ready, _, _ = select.select([handle], [], [], 10)
+        assert ready, "a process outlived the fork server"
+        os.close(handle)
+    assert not psutil.pid_exists(inside)

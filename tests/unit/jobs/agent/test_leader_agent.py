@@ -24,7 +24,6 @@ from phalanx.jobs.agent.attempt import (
     decide_outcome,
     fault_fields,
     find_first_failure,
-    last_log_line,
 )
 from phalanx.jobs.agent.attempt_supervisor import AttemptSupervisor
 from phalanx.jobs.agent.fork_server_client import ForkServerClient, ForkServerLostError, StopRequestedError
@@ -158,12 +157,6 @@ def test_a_fault_names_rank_and_signal_or_code() -> None:
     assert (failed.rank, failed.cause, failed.exit_code) == (0, "exit_code", 3)
     lost = fault_fields(attempt({0: LOST_PEER_STATUS, 1: LOST_PEER_STATUS}), "why")
     assert (lost.rank, lost.cause, lost.what) == (0, "peer_disconnected", "peer disconnected")
-
-
-def test_last_words_are_the_end_of_the_last_line(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    log.write_bytes(b"first\n" + b"x" * 500 + b"end \xff\n\n")
-    assert last_log_line(log, limit=10) == f": xxxxxend \ufffd (log: {log})"
 
 
 class Stage(ForkServerClient):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.ray.backend import DRIVER_MODULE, REQUEST_FILE, SNAPSHOT_PLACEHOLDER, RayBackend
+from phalanx.jobs.backends.base import NodeService
+from phalanx.jobs.backends.ray.backend import DRIVER_MODULE, REQUEST_FILE, SNAPSHOT_PLACEHOLDER, RayBackend, parse_node
 from phalanx.jobs.backends.ray.driver import PlacementError, RayAttempt, RayDriver, send_signal
 from phalanx.jobs.backends.ray.driver_spec import (
     LOST_NODE_EXIT_CODE,
@@ -26,7 +27,7 @@ from phalanx.jobs.backends.ray.driver_spec import (
 )
 from phalanx.jobs.backends.ray.node_actor import NodeActor
 from phalanx.jobs.snapshot import Snapshot, snapshot_folder
-from phalanx.jobs.spec import Job, JobState
+from phalanx.jobs.spec import Job
 
 
 def task(**fields: Any) -> DriverSpec:
@@ -167,35 +168,6 @@ def test_a_ray_that_does_not_answer_is_an_error_in_words() -> None:
     pytest.importorskip("ray")
     with pytest.raises(UsageError, match="Ray does not answer"):
         RayBackend("http://127.0.0.1:9", environ={}).list_jobs()
-
-
-def test_a_list_asks_once_for_all_jobs_and_for_the_logs_of_those_that_it_shows() -> None:
-    asked: list[str] = []
-
-    def list_jobs() -> list[SimpleNamespace]:
-        asked.append("jobs")
-        record = {"status": "RUNNING", "driver_exit_code": None, "message": None, "start_time": 5000, "end_time": None}
-        names = {"a": "sweep.0", "b": "sweep.1", "c": "other", "d": None}
-        return [
-            SimpleNamespace(submission_id=id, metadata={"phalanx-job": name} if name else None, **record)
-            for id, name in names.items()
-        ]
-
-    def get_job_logs(id: str) -> str:
-        asked.append(f"log of {id}")
-        return "Running entrypoint for job x: y\nphalanx driver: attempt 1 on 10.0.0.1\n"
-
-    engine = RayBackend("http://head:8265", environ={})
-    engine._clients["http://head:8265"] = SimpleNamespace(list_jobs=list_jobs, get_job_logs=get_job_logs)
-    found = [(status.id, status.name, status.state, status.nodes) for status in engine.list_jobs("sweep")]
-    assert found == [
-        ("a", "sweep.0", JobState.RUNNING, ("10.0.0.1",)),
-        ("b", "sweep.1", JobState.RUNNING, ("10.0.0.1",)),
-    ]
-    assert asked == ["jobs", "log of a", "log of b"]
-    asked.clear()
-    assert len(engine.list_jobs()) == 3
-    assert asked == ["jobs", "log of a", "log of b", "log of c"]
 
 
 def test_an_address_that_is_not_the_dashboards_is_refused() -> None:
@@ -430,3 +402,31 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_token_is_removed_with_the_node(tmp_path: Path) -> None:
     (line,), _ = run_node(tmp_path, sys.executable, "-c", "import os; print(os.environ['PHALANX_TOKEN_FILE'])")
     assert not Path(line).exists()
+
+
+def test_a_dead_machine_is_down_and_says_why() -> None:
+    state = SimpleNamespace(
+        node_ip="10.0.0.1", node_name="gpu-1", state="DEAD", state_message="no heartbeat", resources_total=None
+    )
+    node = parse_node(state, {})
+    assert (node.service, node.reason, node.num_gpus, node.host_names) == (
+        NodeService.DOWN,
+        "no heartbeat",
+        0,
+        ("gpu-1",),
+    )
+
+
+def test_a_machine_has_its_gpus_and_jobs() -> None:
+    state = SimpleNamespace(
+        node_ip="10.0.0.1", node_name="10.0.0.1", state="ALIVE", state_message="", resources_total={"GPU": 8.0}
+    )
+    node = parse_node(state, {"10.0.0.1": ("gpt-1",)})
+    assert (node.service, node.jobs, node.num_gpus, node.host_names) == (NodeService.OPEN, ("gpt-1",), 8, ())
+
+
+def test_a_drain_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(UsageError, match=r"cannot be undone.*`ray stop`"):
+        RayBackend("http://127.0.0.1:1").drain_node("10.0.0.1", "hot", "ada")
+    with pytest.raises(UsageError, match="Ray drains no nodes"):
+        RayBackend("http://127.0.0.1:1").undrain_node("10.0.0.1")

@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UsageError
+from phalanx.jobs.backends.base import NodeService
 from phalanx.jobs.backends.slurm.backend import QUEUE_MAX_AGE_S, SlurmBackend
-from phalanx.jobs.backends.slurm.programs import run_program
+from phalanx.jobs.backends.slurm.programs import (
+    NODE_COLUMNS,
+    NodeSize,
+    add_node_share,
+    count_gpus,
+    parse_node_sizes,
+    parse_nodes,
+    run_program,
+)
 from phalanx.jobs.backends.slurm.status import (
     QUEUE_COLUMNS,
     expand_hostlist,
@@ -433,14 +442,6 @@ def test_slurm_is_asked_once_for_all_jobs_and_again_after_five_seconds(tmp_path:
     assert recorded.asked_queue() == 60 / QUEUE_MAX_AGE_S
 
 
-def test_a_list_asks_slurm_once_and_a_list_of_an_array_shows_only_its_members(tmp_path: Path) -> None:
-    slurm, recorded, ids = many_submitted(tmp_path, 20)
-    assert [status.id for status in slurm.list_jobs()] == sorted(ids, key=int)
-    assert recorded.asked_queue() == 1
-    assert slurm.list_jobs("job") == []
-    assert recorded.asked_queue() == 0
-
-
 def test_a_job_that_was_submitted_since_slurm_was_asked_is_asked_for(tmp_path: Path) -> None:
     slurm, recorded, _ = many_submitted(tmp_path, 1)
     slurm.poll("0")
@@ -482,3 +483,103 @@ def test_a_controller_that_does_not_answer_is_asked_no_more_often(tmp_path: Path
             slurm.poll("0")
         recorded.now += 1.0
     assert recorded.asked_queue() == 10 / QUEUE_MAX_AGE_S
+
+
+def line(name: str, state: str = "idle", gres: str = "gpu:2", user: str = "Unknown", reason: str = "none") -> str:
+    """A line as sinfo prints it."""
+    values = {"name": name, "host": name, "state": state, "gres": gres, "user": user, "reason": reason}
+    return "".join(values[column].ljust(width) for column, (_, width) in NODE_COLUMNS.items())
+
+
+@pytest.mark.parametrize(
+    ("state", "service"),
+    [
+        ("idle", NodeService.OPEN),
+        ("idle~", NodeService.OPEN),  # powered down until a job needs it
+        ("mixed", NodeService.OPEN),
+        ("allocated", NodeService.OPEN),
+        ("completing", NodeService.OPEN),
+        ("drained", NodeService.DRAINED),
+        ("drained*", NodeService.DRAINED),
+        ("draining", NodeService.DRAINED),
+        ("failing", NodeService.DRAINED),
+        ("idle*", NodeService.DOWN),
+        ("down*", NodeService.DOWN),
+        ("unknown", NodeService.DOWN),
+        ("powering_down", NodeService.DOWN),
+    ],
+)
+def test_each_state_says_whether_jobs_start_there(state: str, service: NodeService) -> None:
+    (node,) = parse_nodes(line("n1", state), "")
+    assert (node.state, node.service) == (state, service)
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("gpu:2", 2),
+        ("gpu", 1),
+        ("gpu:h100:8(S:0-1)", 8),
+        ("nic:4,gpu:a100:4(S:0),gpu:v100:2", 6),
+        ("gpu:h100:8(S:0,3-5),nic:2", 8),
+    ],
+)
+def test_gpus_are_counted_in_generic_resources(gres: str, count: int) -> None:
+    assert count_gpus(gres) == count
+
+
+def test_a_node_of_two_partitions_is_one_node_with_the_jobs_of_all_users() -> None:
+    nodes = parse_nodes("\n".join([line("n1"), line("n1"), line("n2")]), "7 n[1-2]\n8_1 n2\n")
+    assert [(node.name, node.jobs) for node in nodes] == [("n1", ("7",)), ("n2", ("7", "8_1"))]
+
+
+def test_a_reason_names_the_user_that_gave_it() -> None:
+    (node,) = parse_nodes(line("n1", "drained", user="ada(1000)", reason="fan is loud, x=1"), "")
+    assert node.reason == "fan is loud, x=1 (ada)"
+
+
+@pytest.mark.parametrize("text", ["Invalid user id", "Access/permission denied"])
+def test_a_user_without_the_right_is_told_what_is_needed(tmp_path: Path, text: str) -> None:
+    def refuse(argv: Sequence[str]) -> tuple[int, str, str]:
+        return 1, "", f"slurm_update error: {text}\n"
+
+    with pytest.raises(UsageError, match=r"n1: Slurm refuses it to your user; it takes root, .*adminlevel=admin"):
+        SlurmBackend(refuse, tmp_path).drain_node("n1", "hot", "ada")
+
+
+H100 = "192 2063838 gpu:h100:8(S:0-1)\n"
+SMALL = "4 15000 gpu:1\n"
+
+
+def job(gpus: int = 0, **fields: object) -> Job:
+    return Job("a", ("true",), Path("/"), gpus_per_node=gpus, **fields)  # type: ignore[arg-type]
+
+
+def test_sizes_are_read_and_other_lines_left_out() -> None:
+    text = H100 + SMALL + "64+ 1 (null)\nslurm 23.11.4\n96 500000 gpu:a100:4,gpu:mig:2,shard:8\n"
+    sizes = [NodeSize(192, 2063838, 8), NodeSize(4, 15000, 1), NodeSize(64, 1, 0), NodeSize(96, 500000, 6)]
+    assert parse_node_sizes(text) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "cpus", "mib"),
+    [
+        (H100, {"gpus": 8}, 192, 2063838),
+        (H100, {"gpus": 2}, 48, 515959),
+        (H100 + SMALL, {"gpus": 1}, 4, 15000),
+        (H100 + SMALL, {"gpus": 4}, 96, 1031919),
+        (H100, {}, 4, None),
+        (H100, {"workers_per_node": 4}, 16, None),
+        ("1 1 (null)\n", {"workers_per_node": 4}, 1, None),
+        ("64 1 gpu:4\n", {"gpus": 4}, 64, None),
+        (H100, {"backend_options": {"exclusive": "yes"}}, 192, None),
+        ("", {"gpus": 8}, 32, None),
+        (H100, {"gpus": 8, "cpus_per_node": 7, "memory_bytes": 2**30}, 7, 1024),
+    ],
+)
+def test_a_job_has_the_share_of_a_node_that_its_gpus_are(
+    text: str, fields: dict[str, object], cpus: int, mib: int | None
+) -> None:
+    shared = add_node_share(job(**fields), parse_node_sizes(text))  # type: ignore[arg-type]
+    assert (shared.cpus_per_node, shared.memory_bytes) == (cpus, None if mib is None else mib * 2**20)

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from phalanx.jobs.local_queue.daemon import (
     next_state,
     select_jobs_to_start,
 )
-from phalanx.jobs.local_queue.database import JobDatabase
-from phalanx.jobs.local_queue.job_record import JobRecord, Resources, read_record
+from phalanx.jobs.local_queue.database import JobDatabase, JobRecord, Resources
 from phalanx.jobs.local_queue.job_runner import AttemptEnd, ending_path
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, JobState
 from phalanx.run.boot_clock import BootClock, process_identity
@@ -284,29 +283,6 @@ def test_a_change_that_presumes_another_state_changes_nothing(store: JobDatabase
     assert get_job(store, row.id).code is None
 
 
-def test_a_look_reads_no_job_that_is_over_and_an_unchanged_queue_not_at_all(
-    store: JobDatabase, supervisor: QueueDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert supervisor.tick() is False  # an empty queue keeps it from nothing
-    over = add(store, "over")
-    store.update_if(over.id, JobState.QUEUED, state=JobState.DONE)
-    waits = add(store, "waits")
-    store.update_if(waits.id, JobState.QUEUED, due=store.boot_clock.make_timestamp(60.0))
-    read: list[str] = []
-
-    def noting(row: sqlite3.Row) -> JobRecord:
-        read.append(row["name"])
-        return read_record(row)
-
-    monkeypatch.setattr("phalanx.jobs.local_queue.database.read_record", noting)
-    assert supervisor.tick()
-    assert "waits" in read
-    assert "over" not in read
-    read.clear()
-    assert supervisor.tick()
-    assert read == []
-
-
 def test_jobs_that_ended_long_ago_are_found(store: JobDatabase, clocks: Clocks) -> None:
     row = add(store, "job")
     store.update_if(row.id, JobState.QUEUED, state=JobState.CANCELLED, ended=store.clock())
@@ -314,37 +290,6 @@ def test_jobs_that_ended_long_ago_are_found(store: JobDatabase, clocks: Clocks) 
     assert store.list_ended_before(1200.0) == []
     clocks.wall += 201.0
     assert store.list_ended_before(1200.0) == [row.id]
-
-
-@pytest.mark.parametrize(
-    ("ask", "index"),
-    [
-        (lambda store: store.list_jobs(JobState.QUEUED, JobState.RUNNING), "by_state (state=?)"),
-        (lambda store: store.has_open_jobs(), "COVERING INDEX by_state (state=?)"),
-        (lambda store: store.list_ended_before(60.0), "COVERING INDEX by_state (state=? AND ended<?)"),
-        (lambda store: store.list_statuses("sweep"), "by_name (name>? AND name<?)"),
-        (lambda store: store.get_job(3), "INTEGER PRIMARY KEY (rowid=?)"),
-        (lambda store: store.update_if(3, JobState.DONE, code=1), "INTEGER PRIMARY KEY (rowid=?)"),
-        (lambda store: add(store, "another"), "one_name (name=?)"),
-    ],
-)
-def test_a_call_that_needs_few_jobs_finds_them_by_an_index(
-    store: JobDatabase, ask: Callable[[JobDatabase], object], index: str
-) -> None:
-    for number in range(50):
-        store.update_if(add(store, f"old{number}").id, JobState.QUEUED, state=JobState.DONE)
-    asked: list[str] = []
-    store._db.set_trace_callback(asked.append)  # with values in the place of question marks
-    ask(store)
-    store._db.set_trace_callback(None)
-    steps = [
-        str(row["detail"])
-        for query in asked
-        if query.startswith(("SELECT", "UPDATE", "DELETE"))
-        for row in store._db.execute(f"EXPLAIN QUERY PLAN {query}")
-    ]
-    assert [step for step in steps if index in step]
-    assert [step for step in steps if step == "SCAN jobs"] == []
 
 
 def test_a_list_has_the_statuses_of_the_jobs(store: JobDatabase, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.options import backend_option, check_option_names, parse_count
+from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_choice, parse_count
 from phalanx.jobs.spec import Job
 
 OptionT = TypeVar("OptionT")
@@ -21,12 +21,46 @@ POD_SUFFIX_CHARS = len("-abcde")
 """Length of the suffix that Kubernetes adds to pod names."""
 
 
+def _parse_list(text: str, read: Callable[[str], OptionT]) -> tuple[OptionT, ...]:
+    return tuple(read(part.strip()) for part in text.split(","))
+
+
+def _parse_claim(text: str) -> tuple[str, str]:
+    claim, colon, path = text.partition(":")
+    if not colon or not path.startswith("/") or ":" in path:
+        raise ValueError("expected CLAIM:/PATH, several divided by commas")
+    return claim, path
+
+
+def _parse_selector(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError("expected KEY=VALUE, several divided by commas")
+    return key, value
+
+
+def _parse_toleration(text: str) -> Mapping[str, Any]:
+    """KEY[=VALUE][:EFFECT], as `kubectl taint` writes taints."""
+    rest, _, effect = text.partition(":")
+    key, equals, value = rest.partition("=")
+    if effect and effect not in TAINT_EFFECTS:
+        raise ValueError(
+            f"{effect!r} is no effect of a taint; expected KEY[=VALUE][:EFFECT] with {', '.join(TAINT_EFFECTS)}"
+        )
+    toleration: dict[str, Any] = {"key": key, "operator": "Equal" if equals else "Exists"}
+    if equals:
+        toleration["value"] = value
+    return toleration | ({"effect": effect} if effect else {})
+
+
 @dataclass(frozen=True)
 class KubernetesOptions:
     """A job's options, checked."""
 
     image: str = backend_option("Container image with Phalanx and what the recipe needs.", "IMAGE", MISSING)
-    kind: str = backend_option("What runs the job.", "|".join(WORKLOAD_KINDS), "jobset")
+    kind: str = backend_option(
+        "What runs the job.", "|".join(WORKLOAD_KINDS), "jobset", parse=parse_choice(*WORKLOAD_KINDS)
+    )
     namespace: str | None = backend_option("Namespace.", "NAME", shown_default="that of the kubeconfig's context")
     runtime: str = backend_option("Training runtime, with kind=trainjob.", "NAME", "torch-distributed")
     queue: str | None = backend_option("Queue of Kueue.", "NAME")
@@ -34,15 +68,24 @@ class KubernetesOptions:
     topology_required: str | None = backend_option("Node label within which Kueue must place all pods.", "LABEL")
     topology_preferred: str | None = backend_option("Node label within which Kueue places all pods if it can.", "LABEL")
     service_account: str | None = backend_option("Service account of the pods.", "NAME")
-    pvc: tuple[tuple[str, str], ...] = backend_option("Volume claims to mount.", "CLAIM:/PATH,...", ())
+    pvc: tuple[tuple[str, str], ...] = backend_option(
+        "Volume claims to mount.", "CLAIM:/PATH,...", (), parse=lambda text: _parse_list(text, _parse_claim)
+    )
     """Claims, and where each is mounted."""
     node_selector: Mapping[str, str] = backend_option(
-        "Labels of the nodes.", "KEY=VALUE,...", MISSING, default_factory=dict
+        "Labels of the nodes.",
+        "KEY=VALUE,...",
+        MISSING,
+        default_factory=dict,
+        parse=lambda text: dict(_parse_list(text, _parse_selector)),
     )
     tolerations: tuple[Mapping[str, Any], ...] = backend_option(
-        "Taints of nodes that are tolerated.", "KEY[=VALUE][:EFFECT],...", ()
+        "Taints of nodes that are tolerated.",
+        "KEY[=VALUE][:EFFECT],...",
+        (),
+        parse=lambda text: _parse_list(text, _parse_toleration),
     )
-    max_restarts: int = backend_option("Maximum number of restarts, with kind=jobset.", "NUMBER", 10)
+    max_restarts: int = backend_option("Maximum number of restarts, with kind=jobset.", "NUMBER", 10, parse=parse_count)
 
     @property
     def worker_group_name(self) -> str:
@@ -53,26 +96,12 @@ class KubernetesOptions:
 def parse_options(job: Job) -> KubernetesOptions:
     """A job's options; UsageError names the first that is wrong, and what would be right. What they name is checked by
     the cluster."""
-    check_option_names(job, "kubernetes", KubernetesOptions)
-    parsers: dict[str, Callable[[str], Any]] = {
-        "kind": _parse_kind,
-        "pvc": lambda text: _parse_list(text, _parse_claim),
-        "node-selector": lambda text: dict(_parse_list(text, _parse_selector)),
-        "tolerations": lambda text: _parse_list(text, _parse_toleration),
-        "max-restarts": lambda text: parse_count(job, "max-restarts", KubernetesOptions.max_restarts),
-    }
     if not job.backend_options.get("image"):
         raise UsageError(
             f"job {job.name}: Kubernetes starts jobs from a container image, and none is given; name one that holds "
             "Phalanx and what the recipe needs with the option image=REGISTRY/NAME:TAG"
         )
-    values: dict[str, Any] = {}
-    for name, text in job.backend_options.items():
-        try:
-            values[name.replace("-", "_")] = parsers.get(name, str)(text)
-        except ValueError as error:
-            raise UsageError(f"job {job.name}: option {name}={text}: {error}") from None
-    options = KubernetesOptions(**values)
+    options: KubernetesOptions = parse_backend_options(job, "kubernetes", KubernetesOptions)
     _check_combinations(job, options)
     return options
 
@@ -110,41 +139,3 @@ def _check_combinations(job: Job, options: KubernetesOptions) -> None:
         raise UsageError(f"{where}: a TrainJob takes a priority-class only together with a queue of Kueue's")
     if options.kind == "jobset" and "runtime" in job.backend_options:
         raise UsageError(f"{where}: option runtime is for kind=trainjob")
-
-
-def _parse_list(text: str, read: Callable[[str], OptionT]) -> tuple[OptionT, ...]:
-    return tuple(read(part.strip()) for part in text.split(","))
-
-
-def _parse_kind(text: str) -> str:
-    if text not in WORKLOAD_KINDS:
-        raise ValueError(f"expected one of {', '.join(WORKLOAD_KINDS)}")
-    return text
-
-
-def _parse_claim(text: str) -> tuple[str, str]:
-    claim, colon, path = text.partition(":")
-    if not colon or not path.startswith("/") or ":" in path:
-        raise ValueError("expected CLAIM:/PATH, several divided by commas")
-    return claim, path
-
-
-def _parse_selector(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError("expected KEY=VALUE, several divided by commas")
-    return key, value
-
-
-def _parse_toleration(text: str) -> Mapping[str, Any]:
-    """KEY[=VALUE][:EFFECT], as `kubectl taint` writes taints."""
-    rest, _, effect = text.partition(":")
-    key, equals, value = rest.partition("=")
-    if effect and effect not in TAINT_EFFECTS:
-        raise ValueError(
-            f"{effect!r} is no effect of a taint; expected KEY[=VALUE][:EFFECT] with {', '.join(TAINT_EFFECTS)}"
-        )
-    toleration: dict[str, Any] = {"key": key, "operator": "Equal" if equals else "Exists"}
-    if equals:
-        toleration["value"] = value
-    return toleration | ({"effect": effect} if effect else {})

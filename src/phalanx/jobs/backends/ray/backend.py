@@ -14,7 +14,7 @@ import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from phalanx.jobs.backends.base import (
     group_running_jobs,
     read_secrets,
 )
-from phalanx.jobs.backends.options import backend_option, check_option_names, parse_count
+from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_choice, parse_count
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
@@ -74,28 +74,11 @@ class RayOptions:
         "Placement strategy of the nodes.",
         "|".join(PLACEMENT_STRATEGIES),
         shown_default="STRICT_SPREAD with several nodes, else PACK",
+        parse=parse_choice(*PLACEMENT_STRATEGIES),
     )
-    patience: int = backend_option("Seconds to wait for machines.", "NUMBER", 600)
-    max_restarts: int = backend_option("Maximum number of restarts.", "NUMBER", 10)
+    patience: int = backend_option("Seconds to wait for machines.", "NUMBER", 600, parse=parse_count)
+    max_restarts: int = backend_option("Maximum number of restarts.", "NUMBER", 10, parse=parse_count)
     python: str = backend_option("Python of the cluster's machines, which has Phalanx.", "PATH", "python")
-
-
-def parse_options(job: Job) -> RayOptions:
-    """A job's options; UsageError names the first that is wrong, and what would be right."""
-    check_option_names(job, "ray", RayOptions)
-    given = job.backend_options
-    strategy = given.get("strategy")
-    if strategy not in (None, *PLACEMENT_STRATEGIES):
-        raise UsageError(
-            f"job {job.name}: option strategy={strategy}: expected one of {', '.join(PLACEMENT_STRATEGIES)}"
-        )
-    return RayOptions(
-        address=given.get("address"),
-        strategy=strategy,
-        patience=parse_count(job, "patience", RayOptions.patience),
-        max_restarts=parse_count(job, "max-restarts", RayOptions.max_restarts),
-        python=given.get("python", RayOptions.python),
-    )
 
 
 class RayBackend(Backend):
@@ -103,19 +86,14 @@ class RayBackend(Backend):
 
     name = "ray"
 
-    def __init__(
-        self,
-        address: str | None = None,
-        environ: Mapping[str, str] = os.environ,
-        make_suffix: Callable[[], str] = lambda: secrets.token_hex(4),
-    ):
-        self._address, self._environ, self._make_suffix = address, environ, make_suffix
+    def __init__(self, address: str | None = None, environ: Mapping[str, str] = os.environ):
+        self._address, self._environ = address, environ
         self._clients: dict[str, Any] = {}
 
     def render(self, job: Job) -> SubmitRequest:
         """Return the request to the API."""
         job = add_inherited_variables(job, self._environ, shares_files=False)
-        options = parse_options(job)
+        options: RayOptions = parse_backend_options(job, "ray", RayOptions)
         _check_job(job)
         task = make_driver_spec(job)
         words = (options.python, "-P", "-m", DRIVER_MODULE, "run", task.to_json())
@@ -152,7 +130,7 @@ class RayBackend(Backend):
         same_name = [info.submission_id for info in active_jobs if (info.metadata or {}).get(JOB_NAME_KEY) == job.name]
         if same_name:
             raise UsageError(f"job {job.name}: that name is taken by {same_name[0]}; stop it, or take another")
-        submission = f"{job.name}-{self._make_suffix()}"
+        submission = f"{job.name}-{secrets.token_hex(4)}"
         sent["submission_id"] = sent["runtime_env"]["env_vars"][JOB_ID_VARIABLE] = submission
         file = secrets_path(str(job.working_dir), submission)
         if job.secrets:
@@ -312,7 +290,7 @@ class RayBackend(Backend):
 
 def make_driver_spec(job: Job) -> DriverSpec:
     """A job in the words of its driver."""
-    options = parse_options(job)
+    options: RayOptions = parse_backend_options(job, "ray", RayOptions)
     return DriverSpec(
         command=job.command,
         working_dir=str(job.working_dir) if job.snapshot is None else job.snapshot.start_dir,

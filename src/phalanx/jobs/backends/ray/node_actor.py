@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +161,15 @@ class PauseReader:
     """Reads the switch of a job, at most once a second. An actor that is restarted has forgotten the reason: the job
     resumes."""
 
-    def __init__(self, ray: Any, switch: Any, clock: Callable[[], float] = time.monotonic):
-        self._ray, self._switch, self._clock = ray, switch, clock
+    def __init__(self, ray: Any, switch: Any):
+        self._ray, self._switch = ray, switch
         self._reason: str | None = None
-        self._next_poll = clock()
+        self._next_poll = time.monotonic()
 
     def __call__(self) -> str | None:
         """Return why the job is paused; None if it is not."""
-        if self._clock() >= self._next_poll:
-            self._next_poll = self._clock() + PAUSE_POLL_INTERVAL_S
+        if (now := time.monotonic()) >= self._next_poll:
+            self._next_poll = now + PAUSE_POLL_INTERVAL_S
             try:
                 self._reason = self._ray.get(self._switch.get_reason.remote())
             except self._ray.exceptions.ActorUnavailableError:

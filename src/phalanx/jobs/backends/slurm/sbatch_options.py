@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, fields
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.options import backend_option, check_option_names, parse_count
+from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_count
 from phalanx.jobs.spec import Job
 
 Version = tuple[int, ...]
@@ -33,7 +33,7 @@ class SlurmOptions:
     container_image: str | None = backend_option("Container image, by pyxis.", "IMAGE")
     container_mounts: str | None = backend_option("Mounts of that container.", "SRC:DST,...")
     apptainer_image: str | None = backend_option("Container image, by Apptainer.", "IMAGE")
-    max_requeues: int = backend_option("Maximum number of requeues.", "NUMBER", 100)
+    max_requeues: int = backend_option("Maximum number of requeues.", "NUMBER", 100, parse=parse_count)
 
 
 PASSTHROUGH_OPTIONS = tuple(each.name for each in fields(SlurmOptions) if "is_passed" in each.metadata)
@@ -60,7 +60,7 @@ class SbatchOptions:
 
 def parse_options(job: Job, version: Version) -> SbatchOptions:
     """Parse the backend options. Raises UsageError with the first invalid option and the expected value."""
-    check_option_names(job, "slurm", SlurmOptions)
+    options: SlurmOptions = parse_backend_options(job, "slurm", SlurmOptions)
     for name, text in job.backend_options.items():
         _check_option(job, name, text)
     given = job.backend_options
@@ -87,13 +87,12 @@ def parse_options(job: Job, version: Version) -> SbatchOptions:
         f"--export={','.join(EXPORTED_VARIABLES)}",  # and those of the job, by the scripts
         *(f"--{name}={given[name]}" for name in PASSTHROUGH_OPTIONS if name in given),
     ]
-    max_requeues = parse_count(job, "max-requeues", SlurmOptions.max_requeues)
     step = [f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []
     if job.min_nodes is not None:  # later options override those that the script gives
         step += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-    if image := given.get("container-image"):
-        step.append(f"--container-image={image}")
-    return SbatchOptions(tuple(header), tuple(step), given.get("apptainer-image"), max_requeues)
+    if options.container_image is not None:
+        step.append(f"--container-image={options.container_image}")
+    return SbatchOptions(tuple(header), tuple(step), options.apptainer_image, options.max_requeues)
 
 
 def _check_option(job: Job, name: str, text: str) -> None:
