@@ -197,6 +197,17 @@ def test_a_time_limit_first_asks_and_then_kills(engine: LocalBackend, tmp_path: 
     wait_until(lambda: engine.poll(ident).state.is_final)
 
 
+def test_jobs_that_do_not_fit_beside_each_other_wait_their_turn(engine: LocalBackend, tmp_path: Path) -> None:
+    cores = discover_machine().physical_cores
+    code = "import os; d = os.open('one', os.O_CREAT | os.O_EXCL); import time; time.sleep(0.3); os.unlink('one')"
+    idents = [engine.submit(engine.render(python(tmp_path, code, f"job-{index}", cores))) for index in range(3)]
+    for ident in idents:
+        wait_until(lambda ident=ident: engine.poll(ident).state.is_final)
+        assert engine.poll(ident).state is JobState.DONE
+    starts = [engine.poll(ident).started_at or 0.0 for ident in idents]
+    assert starts == sorted(starts)
+
+
 def test_a_waiting_job_is_cancelled_without_ever_running(engine: LocalBackend, tmp_path: Path) -> None:
     cores = discover_machine().physical_cores
     first = engine.submit(engine.render(python(tmp_path, SLEEPER, "first", cores)))
@@ -234,6 +245,13 @@ def test_secrets_lie_where_only_their_user_can_read_them_and_go_with_the_job(
     engine.cancel(ident)
     wait_until(lambda: engine.poll(ident).state.is_final)
     wait_until(lambda: not file.exists(), 5)
+
+
+def test_a_secret_that_is_not_there_is_told_before_anything_is_queued(engine: LocalBackend, tmp_path: Path) -> None:
+    before = len(engine.list_jobs())
+    with pytest.raises(UsageError, match="NOT_THERE"):
+        engine.submit(engine.render(Job("job", ("true",), tmp_path, secrets=("NOT_THERE",))))
+    assert len(engine.list_jobs()) == before
 
 
 def test_a_file_that_is_no_queue_is_told(tmp_path: Path) -> None:

@@ -165,6 +165,13 @@ def test_no_secret_is_in_scripts_or_what_slurm_shows(slurm: SlurmBackend, rig: S
     assert not (folder / "secrets.sh").exists()
 
 
+def test_a_partition_that_is_not_there_is_refused_in_slurms_words(slurm: SlurmBackend, tmp_path: Path) -> None:
+    request = slurm.render(Job("nowhere", ("true",), tmp_path, backend_options={"partition": "nowhere"}))
+    with pytest.raises(UsageError, match="job nowhere: invalid partition specified: nowhere"):
+        slurm.submit(request)
+    assert not Path(request.commands[0][-1]).parent.exists()
+
+
 def test_more_nodes_than_there_are_are_refused(slurm: SlurmBackend, tmp_path: Path) -> None:
     request = slurm.render(Job("large", ("true",), tmp_path, num_nodes=5))
     with pytest.raises(UsageError, match="needs 5 nodes, and the default partition has 4 nodes"):
@@ -207,6 +214,25 @@ def test_a_job_is_warned_before_its_time_is_over_and_goes_on(
     assert lines.count("warned") == 1
 
 
+def test_a_preempted_job_saves_and_goes_on(slurm: SlurmBackend, rig: SlurmCluster, tmp_path: Path) -> None:
+    source = (
+        "import os, signal, sys, time\n"
+        "if os.environ.get('SLURM_RESTART_COUNT', '0') != '0': sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(75)))\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(0.1)"
+    )
+    whole = {"exclusive": "yes"}
+    id = slurm.submit(slurm.render(Job("yielding", python(source), tmp_path, num_nodes=4, backend_options=whole)))
+    until(slurm, id, lambda _: list(slurm.read_logs(id)).count("ready") == 4)
+    urgent = Job("urgent", ("hostname",), tmp_path, num_nodes=4, backend_options={**whole, "partition": "urgent"})
+    first = slurm.submit(slurm.render(urgent))
+    assert until(slurm, first, over).state is JobState.DONE
+    status = until(slurm, id, over)
+    assert (status.state, status.num_attempts) == (JobState.DONE, 2), list(slurm.read_logs(id))
+    assert list(slurm.read_logs(id)).count("saved") == 4
+
+
 def test_a_job_ends_while_the_controller_is_gone_and_is_started_again(
     slurm: SlurmBackend, rig: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -241,3 +267,34 @@ def test_a_job_waits_for_nodes_that_are_out_of_service(slurm: SlurmBackend, rig:
         rig.revive("n4")
     assert until(slurm, id, over).state is JobState.DONE
     assert sorted(slurm.read_logs(id)) == ["n1", "n2", "n3", "n4"]
+
+
+def test_a_job_that_slurm_has_forgotten_is_still_known(slurm: SlurmBackend, jobs: dict[str, str]) -> None:
+    id = jobs["unfinished"]
+    until(slurm, id, over)
+    forgetful = SlurmBackend(lambda argv: (1, "", "slurm_load_jobs error: Invalid job id specified"), slurm._dirs.root)
+    status = forgetful.poll(id)
+    assert (status.name, status.state, status.exit_code, status.num_attempts) == ("unfinished", JobState.DONE, 0, 2)
+    assert status.nodes == slurm.poll(id).nodes
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_job_that_loses_a_node_goes_on_elsewhere(
+    slurm: SlurmBackend, rig: SlurmCluster, tmp_path: Path, which: int
+) -> None:
+    source = (
+        "import os, signal, sys, time\n"
+        "if os.environ.get('SLURM_RESTART_COUNT', '0') != '0': sys.exit(0)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(300)"
+    )
+    id = slurm.submit(slurm.render(Job(f"lost-node-{which}", python(source), tmp_path, num_nodes=2)))
+    until(slurm, id, lambda _: list(slurm.read_logs(id)).count("ready") == 2)
+    victim = slurm.poll(id).nodes[which]
+    rig.kill_node(victim)
+    try:
+        status = until(slurm, id, over, 120)
+        assert (status.state, status.num_attempts) == (JobState.DONE, 2), list(slurm.read_logs(id))
+        assert victim not in status.nodes
+    finally:
+        rig.revive(victim)
