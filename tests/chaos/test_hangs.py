@@ -6,7 +6,7 @@ import time
 import pytest
 
 from phalanx.errors import ExitCode
-from phalanx.jobs.agent.heartbeat_checks import MIN_SILENCE_S
+from phalanx.jobs.agent.hang_detection import MIN_SILENCE_S
 from phalanx.run import Event
 from phalanx.run.event_types import HangDetected, StragglerDetected, WorkerFailure
 from train_harness import TrainHarness, plan_fault

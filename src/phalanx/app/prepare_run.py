@@ -301,6 +301,7 @@ def resolve_run(
     check_parallelism(prepared, folder, call)
     recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
     plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, **describe_data_read(opened, recipe)}
+    notes += describe_short_sources(opened, recipe)
     notes += describe_batch_scaling(given, recipe, peak_learning_rate(recipe))
     notes += describe_other_load(given, cluster)
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
@@ -325,6 +326,18 @@ def check_same_data(run: Run, plan: dict[str, Any], fingerprint: str, force: boo
             f"{run.location}: was trained on other data (fingerprint {before}, now {fingerprint}); {RESTORE_FILES_HINT}"
         )
     return {**plan, FINGERPRINT_KEY: fingerprint}
+
+
+def describe_short_sources(data: RunData, recipe: Recipe) -> list[str]:
+    """Describe the sources that have fewer samples than a step takes of them."""
+    weights = data.mixture.average_weights()
+    shares = [recipe.batch.global_size * weight / sum(weights) for weight in weights]
+    return [
+        f"data.source.{number}: has {format_plural(num_samples, 'training sample')}, and a step takes about "
+        f"{share:.0f} of it: they repeat within each step"
+        for number, (num_samples, share) in enumerate(zip(data.mixture.num_samples, shares, strict=True))
+        if len(shares) > 1 and num_samples < math.floor(share)
+    ]
 
 
 def describe_data_read(data: RunData, recipe: Recipe) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.app.prepare_run import describe_data
+from phalanx.app.prepare_run import describe_data, describe_short_sources
 from phalanx.recipe import Recipe
 from small_data import dataset, numbered, opened
 
@@ -37,6 +37,13 @@ def recipe_of(folders: list[Path], **data: object) -> Recipe:
 def test_samples_padding_and_validation_are_counted(folders: list[Path], packing: str | None, expected: str) -> None:
     data = opened(*folders, sequence=8 if packing is None else 24, share=0.01, packing=packing)
     assert describe_data(data, recipe_of(folders, packing=packing)).startswith(expected)
+
+
+def test_a_source_that_is_smaller_than_its_share_of_a_step_is_named(folders: list[Path]) -> None:
+    notes = describe_short_sources(opened(*folders, share=0.01), recipe_of(folders))
+    assert notes == [
+        "data.source.1: has 6 training samples, and a step takes about 16 of it: they repeat within each step"
+    ]
 
 
 def test_documents_that_are_longer_than_a_sample_are_counted(folders: list[Path]) -> None:

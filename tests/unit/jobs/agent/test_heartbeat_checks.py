@@ -2,18 +2,15 @@
 
 import pytest
 
-from phalanx.jobs.agent.heartbeat_checks import (
+from phalanx.jobs.agent.hang_detection import (
     MIN_SILENCE_S,
-    MIN_SLOWDOWN,
-    MIN_STEPS,
     NEXT_PHASES,
     RENDEZVOUS_SILENCE_S,
     UNTIMED_PHASES,
     find_deadlock,
     find_hang,
-    find_straggler,
-    has_too_few_steps,
 )
+from phalanx.jobs.agent.heartbeat_checks import MIN_SLOWDOWN, MIN_STEPS, find_straggler, has_too_few_steps
 from phalanx.run.heartbeat import PHASE_NAMES, Heartbeat
 from phalanx.run.process_messages import PendingCollective, WaitingInCollective
 
