@@ -21,22 +21,22 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
-    "src/phalanx/app": 4_820,
-    "src/phalanx/autoconfig": 3_020,
-    "src/phalanx/cli": 3_140,
-    "src/phalanx/cluster": 5_120,
+    "src/phalanx/app": 4_750,
+    "src/phalanx/autoconfig": 2_910,
+    "src/phalanx/cli": 3_130,
+    "src/phalanx/cluster": 4_330,
     "src/phalanx/data": 6_530,
-    "src/phalanx/jobs": 10_810,
+    "src/phalanx/jobs": 10_740,
     "src/phalanx/models": 1_220,
-    "src/phalanx/observe": 4_170,
-    "src/phalanx/planner": 4_810,
-    "src/phalanx/recipe": 3_220,
+    "src/phalanx/observe": 4_120,
+    "src/phalanx/planner": 4_500,
+    "src/phalanx/recipe": 3_200,
     "src/phalanx/run": 3_220,
     "src/phalanx/serve": 2_130,
     "src/phalanx/storage": 1_870,
     "src/phalanx/telemetry": 1_400,
-    "src/phalanx/train": 24_960,
-    "fleet/src": 17_400,
+    "src/phalanx/train": 24_770,
+    "fleet/src": 16_110,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
 GOALS = {"src/phalanx": 80_000, "fleet/src": 17_400, "tests": 74_000}
