@@ -22,6 +22,7 @@ on every worker, in the order of the recipe. A callback that raises ends the run
 callback may change the weights if every worker makes the same change.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ from phalanx.run.event_types import (
 )
 from phalanx.train.step_metrics import StepFlags, StepResult
 
+logger = logging.getLogger(__name__)
+
 MOMENT_BY_EVENT: dict[type[Event], str] = {
     StepDone: "post_step",
     EvaluationDone: "post_evaluation",
@@ -52,6 +55,16 @@ MOMENT_BY_EVENT: dict[type[Event], str] = {
 }
 MOMENTS_WITHIN_STEP = ("pre_step", "pre_forward", "pre_backward", "pre_optimizer_step")
 CALLBACK_HOOKS = ("on_train_start", "on_restart", *MOMENTS_WITHIN_STEP, *MOMENT_BY_EVENT.values())
+EARLIER_HOOKS = {
+    "start": "on_train_start",
+    "step": "post_step",
+    "evaluation": "post_evaluation",
+    "checkpoint": "post_checkpoint",
+    "nonfinite_step": "on_nonfinite_step",
+    "checkpoint_failed": "on_checkpoint_failed",
+    "end": "on_train_end",
+}
+"""Earlier names of the methods. Those of a callback with none of today's names are called, with a warning."""
 
 
 class TrainerCallback:
@@ -147,7 +160,11 @@ class UserCallbacks(TrainerCallback):
 
 def find_user_methods(callback: Any) -> dict[str, Callable[..., Any]]:
     """Return the methods of a user's callback by the names of their moments."""
-    return {hook: method for hook in CALLBACK_HOOKS if callable(method := getattr(callback, hook, None))}
+    found = {hook: method for hook in CALLBACK_HOOKS if callable(method := getattr(callback, hook, None))}
+    if not found:
+        named = {hook: getattr(callback, name, None) for name, hook in EARLIER_HOOKS.items()}
+        found = {hook: method for hook, method in named.items() if callable(method)}
+    return found
 
 
 def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:
@@ -160,7 +177,11 @@ def load_callbacks(names: Sequence[str], folder: Path | None) -> list[Any]:
             callback = kind()
         except Exception as error:
             raise RecipeError(f"{key}: {name}() failed: {describe_exception(error, folder)}") from error
-        if not find_user_methods(callback):
+        methods = find_user_methods(callback)
+        if not methods:
             raise RecipeError(f"{key}: {name} has none of the methods {', '.join(CALLBACK_HOOKS)}")
+        if not any(callable(getattr(callback, hook, None)) for hook in methods):
+            renamed = ", ".join(f"{old} -> {new}" for old, new in EARLIER_HOOKS.items() if new in methods)
+            logger.warning("%s: %s has methods with earlier names: rename %s", key, name, renamed)
         callbacks.append(callback)
     return callbacks

@@ -113,3 +113,12 @@ def test_a_callback_that_cannot_be_is_named_by_its_key(
     (tmp_path / f"{paths[0].partition(':')[0]}.py").write_text(f"class One:\n    {source}\n")
     with pytest.raises(RecipeError, match=message):
         load_callbacks(paths, tmp_path)
+
+
+def test_methods_with_earlier_names_are_called_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = "class Old:\n    def start(self, run): self.seen = [run.step]\n    def end(self, run, event): ...\n"
+    (tmp_path / "own_old.py").write_text(source)
+    (callback,) = load_callbacks(["own_old:Old"], tmp_path)
+    UserCallbacks([callback], RunContext(tmp_path, 0, 1, nn.Linear(1, 1), step=3)).on_train_start()
+    assert callback.seen == [3]
+    assert "earlier names: rename start -> on_train_start, end -> on_train_end" in caplog.text
