@@ -1,7 +1,7 @@
 """The part of a recipe that says what to train and to evaluate on: sources, tokenizer, sequence length."""
 
 import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -204,6 +204,15 @@ class DataConfig(ConfigModel):
         if self.chat is not None and not is_alone and not self.document_masking:
             raise ValueError("chat: the conversations of a sample are kept separate; expected document_masking: true")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_retired_key(cls, values: Any) -> Any:
+        """Read recipes of earlier runs, which hold the version of the order in which sources are mixed. Data in another
+        order than today's have another fingerprint."""
+        if isinstance(values, dict) and values.get("order") in (1, 2):
+            return {name: value for name, value in values.items() if name != "order"}
+        return values
 
 
 class EarlyStopConfig(ConfigModel):

@@ -481,6 +481,10 @@ class FaultToleranceConfig(ConfigModel):
     """With `--nodes MIN:MAX`: seconds after which a node that has joined takes part, if no checkpoint comes before."""
 
 
+RETIRED_KEYS = ("budget", "lora")
+"""Keys of earlier versions that checkpoints still hold, without a value."""
+
+
 class Recipe(ConfigModel):
     """Everything that defines a run."""
 
@@ -587,6 +591,16 @@ class Recipe(ConfigModel):
         if isinstance(chat, dict) and chat.get("images"):
             implied = {"packing": "single"}
         return {**values, "data": {**implied, **data, "chat": chat}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_retired_keys(cls, values: Any) -> Any:
+        """Read recipes in checkpoints of earlier versions, which hold `budget: null` and `lora: null`."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("lora") is not None:
+            raise ValueError("lora: the key is `adapter`, with the same keys in it: adapter: {rank: 8}")
+        return {name: value for name, value in values.items() if name not in RETIRED_KEYS or value is not None}
 
 
 def _expand_text_task(values: dict[str, Any], kind: str, task: Any) -> dict[str, Any]:

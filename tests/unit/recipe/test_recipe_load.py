@@ -4,6 +4,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from phalanx.errors import DataError, PhalanxError, RecipeError, UsageError
 from phalanx.recipe import Recipe, load_recipe
@@ -337,6 +338,18 @@ def test_errors_of_an_override_name_it(folder: Path, text: str, argument: str, e
 def test_a_key_without_a_value_is_no_null(folder: Path, text: str) -> None:
     key = "optimizer.lr" if "lr}" in text else text.partition(":")[0]
     assert refusal(f"seed: 1\n{text}\n").startswith(f"r.yaml:2: {key}: found nothing, expected ")
+
+
+def test_recipes_in_checkpoints_of_earlier_versions_can_be_read() -> None:
+    old = {**Recipe().model_dump(), "budget": None, "lora": None}
+    old["data"]["order"] = 2
+    assert Recipe.model_validate(old) == Recipe()
+    with pytest.raises(ValidationError, match="budget"):
+        Recipe.model_validate({**old, "budget": {"kwh": 1.0}})
+    with pytest.raises(ValidationError, match="lora"):
+        Recipe.model_validate({**old, "lora": {"rank": 8}})
+    with pytest.raises(ValidationError, match="order"):
+        Recipe.model_validate({"data": {"order": 7}})
 
 
 # -- variables ---------------------------------------------------------------------------------------------------------
