@@ -183,7 +183,7 @@ def add_inherited_variables(job: Job, environment: Mapping[str, str], shares_fil
 
 def warn_about_missing_variables(job: Job, environment: Mapping[str, str]) -> None:
     """Warn about variables of trackers, networks, storage and the like that are set here and that the job lacks."""
-    names = (name for name, _ in _select(environment) if not name.startswith("PHALANX_"))
+    names = (name for name, _ in _select(environment) if not name.startswith(PREFIXES_BY_PURPOSE["Phalanx"]))
     if missing := [name for name in names if name not in {*job.environment, *job.secrets}]:
         logger.warning(
             "job %s does not get %s: secrets and files of this machine are passed only by --secret NAME or "
@@ -275,18 +275,25 @@ def find_node(nodes: Sequence[BackendNode], name: str, backend: str) -> BackendN
     raise UsageError(f"{name}: {backend} has no such node; {hint} (`phalanx nodes ls --on {backend}` lists all)")
 
 
-INHERITED_PREFIXES = (
-    *("WANDB_", "MLFLOW_", "TRACKIO_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "PHALANX_"),
-    *("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "KMP_", "GOMP_"),
-    *("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
-    *("SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    *("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_", "S3_ENDPOINT"),
-)
+PREFIXES_BY_PURPOSE = {
+    "trackers": ("WANDB_", "MLFLOW_", "TRACKIO_"),
+    "networks": ("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_", "TORCH_GLOO_"),
+    "proxies and certificates": (
+        *("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
+        *("SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    ),
+    "storage": ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_", "S3_ENDPOINT"),
+    "hubs": ("HF_", "HUGGINGFACE_", "TRANSFORMERS_"),
+    "threads": ("OMP_", "MKL_", "KMP_", "GOMP_"),
+    "torch": ("TORCH", "PYTORCH_"),
+    "Phalanx": ("PHALANX_",),
+}
 """Names, or how names begin. Variables of devices and of paths of programs belong to the place where a job runs."""
 NOT_INHERITED = re.compile(
     "PHALANX_(NODE_.*|NUM_NODES|LEADER_ADDR|SNAPSHOT_.*|EVENTS_FD|ATTEMPT|RENDEZVOUS_ID|STORE_.*|JOB_TAG)"
 )
 """Variables of the node contract, of workers and of a snapshot: a job has its own."""
+INHERITED_PREFIXES = tuple(prefix for prefixes in PREFIXES_BY_PURPOSE.values() for prefix in prefixes)
 CREDENTIALS_IN_URL = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 LOCAL_PATH = re.compile(r"(?:^|file://|sqlite:///)[/~]")
 

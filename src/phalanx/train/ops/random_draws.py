@@ -39,6 +39,7 @@ Runs = tuple[tuple[int, int], ...]
 Place = tuple[tuple[int, ...], tuple[tuple[int, Runs], ...]]
 """The shape of a whole tensor, and the runs that a rank holds along some of its dimensions."""
 SDPA_NAME = "scaled_dot_product_attention"
+SELU_ALPHA = 1.7580993408473766  # of torch's alpha_dropout: SELU's scale times its alpha
 
 
 def derive_seed(*components: object) -> int:
@@ -296,16 +297,24 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return input.mul_(kept).mul_(1 / (1 - p)) if inplace else input * kept * (1 / (1 - p))
 
 
-def _replace_dropout(original: Callable[..., Tensor], unbatched_dims: int = 0) -> Callable[..., Tensor]:
-    """Make the replacement of a relative of F.dropout that drops out whole features (channels)."""
+def _replace_dropout(
+    original: Callable[..., Tensor], features: bool, alpha: bool, unbatched_dims: int = 0
+) -> Callable[..., Tensor]:
+    """Make the replacement of a relative of F.dropout: one that drops out whole features (channels), or keeps mean and
+    deviation (alpha)."""
 
     def replacement(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
         channels = 1 if input.dim() == unbatched_dims else 2
-        shape = (*input.shape[:channels], *[1] * (input.dim() - channels))
+        shape = (*input.shape[:channels], *[1] * (input.dim() - channels)) if features else tuple(input.shape)
         place = locate(shape) if training and 0 < p < 1 else None
         if place is None:
             return original(input, p, training, inplace)
-        return input * draw_kept(shape, p, input, place) * (1 / (1 - p))
+        kept = draw_kept(shape, p, input, place)
+        if not alpha:
+            return input * kept * (1 / (1 - p))
+        a = ((SELU_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+        result: Tensor = torch.where(kept, input, -SELU_ALPHA) * a + SELU_ALPHA * a * p
+        return result
 
     return replacement
 
@@ -475,15 +484,11 @@ torch_dropout, torch_attention, torch_rand, torch_randint = (
 )
 _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (F, "dropout"): dropout,
-    (F, "dropout1d"): _replace_dropout(F.dropout1d, unbatched_dims=2),
-    (F, "dropout2d"): _replace_dropout(F.dropout2d),
-    (F, "dropout3d"): _replace_dropout(F.dropout3d, unbatched_dims=4),
-    **{
-        (F, name): _refuse_cut(
-            getattr(F, name), name, lambda p=0.5, training=False, inplace=False: training and 0 < p < 1
-        )
-        for name in ("alpha_dropout", "feature_alpha_dropout")
-    },
+    (F, "dropout1d"): _replace_dropout(F.dropout1d, features=True, alpha=False, unbatched_dims=2),
+    (F, "dropout2d"): _replace_dropout(F.dropout2d, features=True, alpha=False),
+    (F, "dropout3d"): _replace_dropout(F.dropout3d, features=True, alpha=False, unbatched_dims=4),
+    (F, "alpha_dropout"): _replace_dropout(F.alpha_dropout, features=False, alpha=True),
+    (F, "feature_alpha_dropout"): _replace_dropout(F.feature_alpha_dropout, features=True, alpha=True),
     (F, "rrelu"): _refuse_cut(F.rrelu, "rrelu", lambda lower=0.0, upper=0.0, training=False, inplace=False: training),
     (torch, "dropout"): lambda input, p, train: dropout(input, p, train),
     **{(torch, name): _replace_factory(getattr(torch, name)) for name in ("rand", "randn", "randint")},
