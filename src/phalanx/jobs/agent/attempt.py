@@ -29,8 +29,10 @@ NEVER_JOINED_MESSAGE = "ended without training: it never reached `with phalanx.s
 EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )
-MAX_STACK_BYTES, MAX_LINE_CHARS = 16_000, 300
-"""Maximum bytes of a reported stack, and characters of a reported line."""
+MAX_STACK_BYTES = 16_000
+"""Maximum bytes of a reported stack."""
+MAX_LINE_CHARS = 300
+"""Maximum characters of a reported line."""
 EXIT_REPORT_TIMEOUT_S = 120.0
 """Seconds for killed workers to end, including the time to free their memory, and for their exits to be reported."""
 
