@@ -53,11 +53,12 @@ class WorkerMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """One way to go, with the bytes of its activations."""
+    """One way to go: with what it takes, bytes of the state and of activations."""
 
     checkpointing: str
     loss_mode: str
     micro_size: int
+    state_bytes: int
     activation_bytes: int
 
 
@@ -217,7 +218,7 @@ def fitting_plans(
         for micro_size in micro_batch_candidates(recipe, worker.world_size):
             activations = activation_bytes(recipe, sample_bytes, micro_size, worker.world_size)
             if state + activations <= usable_bytes:
-                plans.append(MemoryPlan(mode, loss_mode, micro_size, activations))
+                plans.append(MemoryPlan(mode, loss_mode, micro_size, state, activations))
     return plans
 
 

@@ -186,8 +186,8 @@ class GemmTiming(StrictModel):
 
 
 class OpTiming(StrictModel):
-    """Time of one operation of a kind ("reference", "add"): `bytes` that it reads and writes, `flops` if it
-    computes."""
+    """Time of one operation of a kind: `bytes` that it reads and writes, `flops` if it computes.
+    `calibration/memory_ops.py` lists the kinds."""
 
     kind: str
     precision: Precision

@@ -86,6 +86,17 @@ class Results:
     """Seconds of the reference product, before the first family and after each."""
     failures: list[str] = field(default_factory=list)
 
+    def add_gemms(self, rows: list[dict[str, Any]]) -> None:
+        self.gemms += [GemmTiming.model_validate(row) for row in rows]
+
+    def add_ops(self, rows: list[dict[str, Any]]) -> None:
+        self.ops += [OpTiming.model_validate(row) for row in rows]
+
+    @property
+    def drift(self) -> float:
+        """Share by which the slowest reference product took longer than the fastest."""
+        return max(self.reference_times_s) / min(self.reference_times_s) - 1
+
 
 def default_num_processes(machine: Machine) -> int:
     """Return the number of processes that measure together: one per GPU, else 2 if there are at least 2 cores."""
@@ -113,12 +124,11 @@ def calibrate_machine(
     busy_cores_before = count_busy_cores(root, executor.sleep)
     _time_reference(machine, executor, results)
     _run_families(machine, executor, quick, processes, results, started, budget_s)
-    drift = max(results.reference_times_s) / min(results.reference_times_s) - 1
     measurements = Measurements(
         when=executor.timestamp(),
         key=hardware_key(machine, root),
         threads=machine.physical_cores if machine.device == "cpu" else None,
-        drift=round(drift, 4),
+        drift=round(results.drift, 4),
         busy_cores=round(busy_cores_before or 0.0, 2),
         products=results.gemms,
         operations=results.ops,
@@ -147,12 +157,6 @@ def _run_families(
     def measure(function: str, budget_s: float) -> Any:
         return executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", payload(budget_s))
 
-    def measure_gemms(budget_s: float) -> None:
-        results.gemms += [GemmTiming.model_validate(row) for row in measure("gemm:measure_gemms", budget_s)]
-
-    def measure_additions(budget_s: float) -> None:
-        results.ops += [OpTiming.model_validate(row) for row in measure("op_benchmark:measure_additions", budget_s)]
-
     def measure_launches(budget_s: float) -> None:
         results.launch_us = measure("op_benchmark:measure_launch", budget_s)
 
@@ -165,8 +169,8 @@ def _run_families(
         results.collectives = [CollectiveTiming.model_validate(row) for row in rows]
 
     steps: dict[str, Callable[[float], None]] = {
-        "matrix products": measure_gemms,
-        "memory": measure_additions,
+        "matrix products": lambda budget_s: results.add_gemms(measure("gemm:measure_gemms", budget_s)),
+        "memory": lambda budget_s: results.add_ops(measure("op_benchmark:measure_additions", budget_s)),
         "launches": measure_launches,
         "processes together": measure_collectives,
         "storage": lambda budget_s: _measure_storage(executor, quick, results, budget_s),
