@@ -21,7 +21,7 @@ def fork_server(lab: TrainHarness) -> ForkServerClient:
     return lab.fork_server
 
 
-ASKED = {"device": "cpu", "threads": 1, "seconds": 0.2, "sizes": [65536]}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 0.2, "sizes": [65536]}
 
 
 def test_worlds_measure_together_one_after_the_other(fork_server: ForkServerClient, tmp_path: Path) -> None:

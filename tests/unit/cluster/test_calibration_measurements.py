@@ -10,7 +10,7 @@ from phalanx.cluster.calibration import gemm, op_benchmark, timing
 from phalanx.cluster.calibration.timing import BenchTimer
 from phalanx.cluster.spec import GemmTiming, OpTiming
 
-ASKED = {"device": "cpu", "threads": 1, "seconds": 0.5, "memory_bytes": 2**34}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 0.5, "memory_bytes": 2**34}
 
 
 @pytest.fixture
@@ -39,9 +39,12 @@ def test_caches_are_counted_once_however_many_cores_share_them(tmp_path: Path) -
         (folder / "size").write_text("524288K\n")
         (folder / "shared_cpu_list").write_text(f"{core // 2 * 2}-{core // 2 * 2 + 1}\n")
     assert op_benchmark.last_level_cache_bytes(tmp_path) == 2**30
-    assert op_benchmark.bytes_per_run_of("cpu", tmp_path) == 2**31
+    assert op_benchmark.bytes_per_run_of("cpu", True, tmp_path) == 2**31
     assert op_benchmark.last_level_cache_bytes(tmp_path / "elsewhere") == 0
-    assert op_benchmark.bytes_per_run_of("cpu", tmp_path / "elsewhere") == op_benchmark.MIN_BYTES_PER_RUN["cpu"]
+    assert (
+        op_benchmark.bytes_per_run_of("cpu", True, tmp_path / "elsewhere")
+        == op_benchmark.MIN_BYTES_PER_RUN["cpu", True]
+    )
 
 
 def test_products_are_measured(watch: BenchTimer) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.cluster.calibration.timing import (
     BenchTimer,
+    coarse_to_fine,
     median_seconds_of,
     split_budget,
 )
@@ -58,3 +59,8 @@ def test_what_one_case_leaves_the_others_get_but_not_without_end() -> None:
     for _, share in split_budget("abcd", 8.0, BenchTimer(clock)):
         got.append(share)
     assert got == [2.0, pytest.approx(8 / 3), 4.0, 6.0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 41])
+def test_coarse_first_leaves_nothing_out(count: int) -> None:
+    assert sorted(coarse_to_fine(list(range(count)))) == list(range(count))

@@ -1,5 +1,5 @@
-"""Benchmarks that several processes of one machine run together: all-reduces of a small and a large buffer, among two
-and among all processes, with the result checked each time.
+"""Benchmarks that several processes of one machine run together: all-reduces by size, among two and among all
+processes, with the result checked each time.
 
 Bus bandwidth by the rules of nccl-tests (doc/PERFORMANCE.md), comparable with the link for any number of ranks. Runs on
 every rank of an existing world; all ranks take the same decisions.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.calibration.timing import (
     BenchTimer,
+    coarse_to_fine,
     make_timer,
     median_seconds_of,
     round_seconds,
@@ -24,8 +25,13 @@ from phalanx.recipe.devices import device_kind_of, size_table_of
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-BUFFER_SIZES_BYTES = {"cpu": (BYTES_PER_KIB, 64 * BYTES_PER_MIB), "cuda": (BYTES_PER_KIB, 256 * BYTES_PER_MIB)}
-"""Bytes of the whole buffer: one that shows the latency, one that shows the bandwidth."""
+BUFFER_SIZES_BYTES = {
+    ("cpu", True): (BYTES_PER_KIB, 64 * BYTES_PER_KIB, BYTES_PER_MIB, 8 * BYTES_PER_MIB),
+    ("cpu", False): tuple(BYTES_PER_KIB * 4**power for power in range(9)),
+    ("cuda", True): (BYTES_PER_KIB, 256 * BYTES_PER_KIB, 16 * BYTES_PER_MIB, 256 * BYTES_PER_MIB),
+    ("cuda", False): tuple(BYTES_PER_KIB * 4**power for power in range(11)),
+}
+"""Bytes of the whole buffer by device and quickness."""
 MAX_CALLS_PER_TIMING = 8
 """Maximum calls per measurement. Sums grow with each call; with 64 ranks they reach 64^8, which fp32 can represent."""
 MAX_BYTES_PER_TIMING = 2 * BYTES_PER_MIB
@@ -40,7 +46,7 @@ def bus_factor(ranks: int) -> float:
 def measure_collectives(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure all-reduces of the default process group. Returns the same on every rank.
 
-    `payload`: `device`, `threads` of each process (CPU), `seconds` in all, optionally `sizes`.
+    `payload`: `device`, `threads` of each process (CPU), `quick`, `seconds` in all, optionally `sizes`.
     """
     import torch
     import torch.distributed as dist
@@ -49,9 +55,10 @@ def measure_collectives(payload: dict[str, Any]) -> list[dict[str, Any]]:
     timer = replace(make_timer(device), max_over_ranks=make_agreement())
     if device == "cpu":
         torch.set_num_threads(payload["threads"])
-    sizes = payload.get("sizes") or BUFFER_SIZES_BYTES[size_table_of(device)]
+    sizes = payload.get("sizes") or BUFFER_SIZES_BYTES[size_table_of(device), payload["quick"]]
     groups = {world: None} if world == 2 else {2: dist.new_group([0, 1]), world: None}
-    cases = [(size, ranks) for size in sizes for ranks in groups]
+    # whole sizes are left out where time is short
+    cases = [(size, ranks) for size in coarse_to_fine(sizes) for ranks in groups]
     return [
         measure_all_reduce(size, ranks, groups[ranks], share, device, timer)
         for (size, ranks), share in split_budget(cases, payload["seconds"], timer)

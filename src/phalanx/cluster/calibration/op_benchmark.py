@@ -24,12 +24,22 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TENSOR_SIZES_BYTES = {"cpu": (16 * BYTES_PER_MIB,), "cuda": (256 * BYTES_PER_MIB, BYTES_PER_GIB)}
-"""Bytes of a tensor; the largest that fits is measured. On a CPU larger ones would include page faults of the operating
-system."""
-MIN_BYTES_PER_RUN = {"cpu": 256 * BYTES_PER_MIB, "cuda": BYTES_PER_GIB}
-"""Minimum bytes that one run of a measurement moves, including results: more than a cache holds. A CPU with a larger
-cache gets `CACHE_FACTOR` times its size."""
+TENSOR_SIZES_BYTES = {
+    ("cpu", True): (8 * BYTES_PER_MIB,),
+    ("cpu", False): (16 * BYTES_PER_MIB,),
+    ("cuda", True): (256 * BYTES_PER_MIB,),
+    ("cuda", False): (256 * BYTES_PER_MIB, BYTES_PER_GIB),
+}
+"""Bytes of a tensor, by device and `quick`; the largest that fits is measured. On a CPU larger ones would include page
+faults of the operating system."""
+MIN_BYTES_PER_RUN = {
+    ("cpu", True): 160 * BYTES_PER_MIB,
+    ("cpu", False): 256 * BYTES_PER_MIB,
+    ("cuda", True): BYTES_PER_GIB,
+    ("cuda", False): BYTES_PER_GIB,
+}
+"""Minimum bytes that one run of a measurement moves, including results, by device and `quick`: more than a cache holds.
+A CPU with a larger cache gets `CACHE_FACTOR` times its size."""
 CACHE_FACTOR = 2
 MAX_PAIRS = 24
 """Maximum pairs of operands."""
@@ -49,15 +59,15 @@ TINY_TENSOR_ELEMENTS = 16
 def measure_additions(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
     """Measure additions of fp32 tensors, which show the bandwidth of the memory. No row where no size fits.
 
-    `payload`: `device` (of torch), `threads` (CPU), `seconds` in total, `memory_bytes` of the device, and optionally
-    `sizes`.
+    `payload`: `device` (of torch), `threads` (CPU), `seconds` in total, `quick`, `memory_bytes` of the device, and
+    optionally `sizes`.
     """
     import torch
 
-    device = payload["device"]
+    device, quick = payload["device"], payload["quick"]
     timer = timer or make_timer(device)
-    started, bytes_per_run = timer.clock(), bytes_per_run_of(device)
-    sizes = payload.get("sizes") or TENSOR_SIZES_BYTES[size_table_of(device)]
+    started, bytes_per_run = timer.clock(), bytes_per_run_of(device, quick)
+    sizes = payload.get("sizes") or TENSOR_SIZES_BYTES[size_table_of(device), quick]
     tensor_bytes = max((size for size in sizes if size <= payload["memory_bytes"] * MEMORY_SHARE), default=0)
     if not tensor_bytes:
         return []
@@ -81,10 +91,10 @@ def measure_additions(payload: dict[str, Any], timer: BenchTimer | None = None) 
     return [{**row, "shape": list(shape)}]
 
 
-def bytes_per_run_of(device: str, root: Path = Path("/")) -> int:
+def bytes_per_run_of(device: str, quick: bool, root: Path = Path("/")) -> int:
     """Bytes that one run moves on this machine."""
     return max(
-        MIN_BYTES_PER_RUN[size_table_of(device)],
+        MIN_BYTES_PER_RUN[size_table_of(device), quick],
         CACHE_FACTOR * last_level_cache_bytes(root) if device == "cpu" else 0,
     )
 

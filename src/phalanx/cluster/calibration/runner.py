@@ -151,6 +151,7 @@ def _run_families(
             "device": machine.device,
             "threads": machine.physical_cores,
             "memory_bytes": machine.device_memory_bytes,
+            "quick": quick,
             "seconds": budget_s,
         }
 

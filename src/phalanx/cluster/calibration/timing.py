@@ -64,13 +64,22 @@ def make_timer(device: str) -> BenchTimer:
 
 
 def split_budget(cases: Sequence[CaseT], seconds: float, timer: BenchTimer) -> Iterator[tuple[CaseT, float]]:
-    """Yield each case with its time budget until `seconds` have passed; later cases are skipped."""
+    """Yield each case with its time budget until `seconds` have passed; later cases are skipped.
+
+    Order the cases with `coarse_to_fine`, so that those that fit represent all of them.
+    """
     started = timer.clock()
     for index, case in enumerate(cases):
         remaining = seconds - timer.max_over_ranks(timer.clock() - started)
         if remaining <= 0:
             return
         yield case, min(remaining / (len(cases) - index), MAX_BUDGET_FACTOR * seconds / len(cases))
+
+
+def coarse_to_fine(cases: Sequence[CaseT]) -> list[CaseT]:
+    """Sort cases by the reversed bits of their index (van der Corput): every prefix is spread evenly over all cases."""
+    bits = max(1, len(cases) - 1).bit_length()
+    return [cases[i] for i in sorted(range(len(cases)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))]
 
 
 def median_seconds_of(run: Callable[[], Sequence[float]], budget_s: float, timer: BenchTimer) -> tuple[float, ...]:
