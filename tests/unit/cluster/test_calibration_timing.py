@@ -8,7 +8,9 @@ import pytest
 from phalanx.cluster.calibration.timing import (
     BenchTimer,
     coarse_to_fine,
+    keep_fastest,
     median_seconds_of,
+    remaining_seconds,
     split_budget,
 )
 from settable_clock import SettableClock
@@ -61,6 +63,21 @@ def test_what_one_case_leaves_the_others_get_but_not_without_end() -> None:
     assert got == [2.0, pytest.approx(8 / 3), 4.0, 6.0]
 
 
+def test_getting_ready_costs_all_the_same_however_long_each_took() -> None:
+    clock = SettableClock()
+    clock.now += 1.0
+    assert remaining_seconds(10.0, 0.0, BenchTimer(clock)) == 9.0
+    assert remaining_seconds(10.0, 0.0, BenchTimer(clock, max_over_ranks=lambda seconds: seconds + 2)) == 7.0
+    assert remaining_seconds(1.5, 0.0, BenchTimer(clock)) == 0.75
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 41])
 def test_coarse_first_leaves_nothing_out(count: int) -> None:
     assert sorted(coarse_to_fine(list(range(count)))) == list(range(count))
+
+
+def test_of_two_rows_that_differ_in_seconds_only_the_lesser_is_kept() -> None:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for kind, seconds in [("add", 2.0), ("add", 1.0), ("add", 3.0), ("mul", 5.0)]:
+        keep_fastest(found, {"kind": kind, "shape": [1, 2], "seconds": seconds})
+    assert [(row["kind"], row["seconds"]) for row in found.values()] == [("add", 1.0), ("mul", 5.0)]

@@ -1,19 +1,85 @@
-"""The rate of matrix products by precision: the best of square products of a few sizes."""
+"""Matrix products by shape, layout and precision: what most of a training step is made of.
+
+The shapes are those of linear layers in the layouts of forward and backward. Operands come from a pool that no cache
+holds (cold_buffers.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cluster.calibration.timing import BenchTimer, make_timer, median_seconds_of, round_seconds
+from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, torch_dtype
+from phalanx.cluster.calibration.op_benchmark import num_argument_sets, prepare_buffers
+from phalanx.cluster.calibration.timing import (
+    NUM_ROUNDS,
+    BenchTimer,
+    coarse_to_fine,
+    keep_fastest,
+    make_timer,
+    median_seconds_of,
+    remaining_seconds,
+    round_seconds,
+    split_budget,
+)
 from phalanx.recipe.devices import has_fp8, size_table_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
+
+OperandLayout = Literal["nn", "nt", "tn"]
+BYTES_PER_RUN = {True: 32 * 2**20, False: 64 * 2**20}
+"""Bytes that one run moves, by quickness."""
+MAX_GEMM_FLOPS = {("cpu", True): 4e9, ("cpu", False): 6e10, ("cuda", True): 2e12, ("cuda", False): 2e13}
+"""FLOPs of the largest product by device and quickness."""
+HIDDEN_SIZES = {"cpu": (256, 768, 2048), "cuda": (1024, 4096, 8192)}
+TOKEN_COUNTS = {"cpu": (512, 4096), "cuda": (2048, 16384)}
+MAX_MATRIX_MEMORY_SHARE = 1 / 32
+"""Share of the device's memory that the largest matrix may take."""
 MATRIX_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """A product [m, k] x [k, n], and the layout of its operands (`GemmTiming.layout`)."""
+
+    m: int
+    n: int
+    k: int
+    operand_layout: OperandLayout
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def largest_matrix_elements(self) -> int:
+        """Number of elements of the largest of the three matrices."""
+        return max(self.m * self.k, self.k * self.n, self.m * self.n)
+
+
+def gemm_shapes(device: str, quick: bool) -> list[GemmShape]:
+    """Return the shapes to measure on a device, at most 36 (quick: 15)."""
+    kind = size_table_of(device)
+    max_flops = MAX_GEMM_FLOPS[kind, quick]
+    found = linear_layer_shapes(HIDDEN_SIZES[kind][: 2 if quick else None], TOKEN_COUNTS[kind])
+    allowed = [shape for shape in dict.fromkeys(found) if shape.flops <= max_flops]
+    return coarse_to_fine(allowed)[: 15 if quick else None]
+
+
+def linear_layer_shapes(widths: Sequence[int], tokens: Sequence[int]) -> list[GemmShape]:
+    """Forward, gradient of the input and gradient of the weight of layers from `width` to `width` and 4 `width`."""
+    found = []
+    for width in widths:
+        for count in tokens:
+            for out in (width, 4 * width):
+                found.append(GemmShape(count, out, width, "nt"))
+                found.append(GemmShape(count, width, out, "nn"))
+                found.append(GemmShape(out, width, count, "tn"))
+    return found
 
 
 def gemm_precisions(device: str) -> list[str]:
@@ -32,42 +98,60 @@ def gemm_precisions(device: str) -> list[str]:
 
 
 def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Measure square matrix products by precision. Returns plain values for `GemmTiming`.
+    """Measure matrix products by shape and precision.
 
-    `payload`: `device` (of torch), `threads` (CPU), `seconds` in total, and optionally `sizes`.
+    `payload`: `device`, `threads`, `seconds` in total, `quick`, `memory_bytes` of the device, and optionally `shapes`:
+    (m, n, k, layout) each.
     """
-    import torch
-
-    device = payload["device"]
+    device, quick = payload["device"], payload["quick"]
     timer = timer or make_timer(device)
-    if device == "cpu":
-        torch.set_num_threads(payload["threads"])
-    sizes = payload.get("sizes") or MATRIX_SIZES[size_table_of(device)]
-    precisions = gemm_precisions(device)
-    budget_s = payload["seconds"] / len(precisions) / len(sizes)
-    values = torch.randn(2, max(sizes) ** 2, device=device)  # zeros would be multiplied with less power
-    rows = []
-    for precision in precisions:
-        for size in sizes:
-            operands = values[:, : size**2].reshape(2, size, size).to(torch_dtype(precision))
-            rows.append(time_square_product(operands, precision, budget_s, timer))
-            if rows[-1]["seconds"] > budget_s:  # bf16 without hardware for it: a larger size would only cost time
-                break
-    return rows
+    started = timer.clock()
+    shapes_to_measure = [GemmShape(*each) for each in payload.get("shapes") or ()] or gemm_shapes(device, quick)
+    max_bytes = payload["memory_bytes"] * MAX_MATRIX_MEMORY_SHARE
+    shapes_to_measure = [shape for shape in shapes_to_measure if 4 * shape.largest_matrix_elements <= max_bytes]
+    cases = [
+        (shape, each)
+        for shape in shapes_to_measure
+        for each in gemm_precisions(device)
+        if each != "fp8" or all(side % 16 == 0 for side in (shape.m, shape.n, shape.k))  # tiles of tensor cores
+    ]
+    elements = max((shape.largest_matrix_elements for shape in shapes_to_measure), default=0)
+    pool, allocator_guard = prepare_buffers(
+        device, payload.get("threads"), max(8 * elements, 4 * BYTES_PER_RUN[quick]), BYTES_PER_RUN[quick]
+    )
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    remaining_s = remaining_seconds(payload["seconds"], started, timer)
+    for (shape, precision), share in split_budget(cases * NUM_ROUNDS[quick], remaining_s, timer):
+        (seconds,) = median_seconds_of(
+            make_gemm_runner(shape, precision, pool, BYTES_PER_RUN[quick], timer), share, timer
+        )
+        row = {"precision": precision, "m": shape.m, "n": shape.n, "k": shape.k, "layout": shape.operand_layout}
+        keep_fastest(found, {**row, "seconds": round_seconds(seconds)})
+    del allocator_guard
+    return list(found.values())
 
 
-def time_square_product(operands: Tensor, precision: str, budget_s: float, timer: BenchTimer) -> dict[str, Any]:
-    """Time the product of two matrices `operands` [2, n, n]. Returns the fields of a `GemmTiming`."""
+def make_gemm_runner(
+    shape: GemmShape, precision: str, pool: ColdBufferPool, bytes_per_run: int, timer: BenchTimer
+) -> Callable[[], tuple[float]]:
+    """Return a function that measures the time of one product: it runs several, each with its own operands, and keeps
+    all results until the end."""
     import torch
 
-    (a, b), size, layout = operands, operands.shape[1], "nn"
-    if precision == "fp8":  # supports only this layout
-        b, layout = b.t(), "nt"
-    product = fp8_matmul(operands.device) if precision == "fp8" else torch.mm
-    with torch.no_grad(), use_tf32(precision == "tf32"):
-        (seconds,) = median_seconds_of(lambda: (timer.time_call(lambda: product(a, b)),), budget_s, timer)
-    row = {"precision": precision, "m": size, "n": size, "k": size, "layout": layout}
-    return {**row, "seconds": round_seconds(seconds)}
+    dtype = torch_dtype(precision)
+    nbytes = dtype.itemsize * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n)
+    pairs = [make_operands(shape, pool, dtype, precision) for _ in range(num_argument_sets(nbytes, bytes_per_run))]
+    product = fp8_matmul(pool.device) if precision == "fp8" else torch.mm
+
+    def all_pairs() -> None:
+        kept = [product(a, b) for a, b in pairs]
+        del kept
+
+    def run() -> tuple[float]:
+        with torch.no_grad(), use_tf32(precision == "tf32"):
+            return (timer.time_call(all_pairs) / len(pairs),)
+
+    return run
 
 
 @contextmanager
@@ -83,15 +167,18 @@ def use_tf32(is_allowed: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def torch_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of operands in a precision."""
-    import torch
+def make_operands(
+    shape: GemmShape, pool: ColdBufferPool, dtype: torch.dtype, precision: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a [m, k] and b [k, n] in the layout of the shape. fp8 products support only the layout "nt"."""
+    operand_layout = "nt" if precision == "fp8" else shape.operand_layout
+    sides_a = (shape.k, shape.m) if operand_layout == "tn" else (shape.m, shape.k)
+    sides_b = (shape.n, shape.k) if operand_layout == "nt" else (shape.k, shape.n)
+    a, b = pool.take_tensor(*sides_a, dtype=dtype), pool.take_tensor(*sides_b, dtype=dtype)
+    return (a.t() if operand_layout == "tn" else a), (b.t() if operand_layout == "nt" else b)
 
-    kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return kinds.get(precision, torch.float8_e4m3fn)
 
-
-def fp8_matmul(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def fp8_matmul(device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the product of two matrices in fp8, the second one in the layout "nt"."""
     import torch
 
@@ -115,14 +202,22 @@ def measure_matmul(
     """
     import torch
 
-    total_s = seconds * len(gemm_precisions(device))
+    timer = timer or make_timer(device)
+    sizes = sizes or MATRIX_SIZES[size_table_of(device)]
+    pool = ColdBufferPool(device, 8 * max(sizes) ** 2)
     previous_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    rates = {}
     try:
-        rows = measure_gemms({"device": device, "threads": threads, "seconds": total_s, "sizes": sizes}, timer)
+        for precision in gemm_precisions(device):
+            best = 0.0
+            for size in sizes:
+                run = make_gemm_runner(GemmShape(size, size, size, "nn"), precision, pool, 1, timer)
+                (time_s,) = median_seconds_of(run, seconds / len(sizes), timer)
+                best = max(best, 2 * size**3 / time_s / 1e12)
+                if time_s > seconds / len(sizes):  # bf16 without hardware for it: a larger size would only cost time
+                    break
+            rates[precision] = best
     finally:
         torch.set_num_threads(previous_threads)
-    rates: dict[str, float] = {}
-    for row in rows:
-        rate = 2 * row["m"] ** 3 / row["seconds"] / 1e12
-        rates[row["precision"]] = max(rate, rates.get(row["precision"], 0.0))
     return rates

@@ -27,6 +27,9 @@ MAX_BUDGET_FACTOR = 3.0
 """A case may take this many even shares of the budget; slow cases use the time that fast ones leave."""
 MAX_WARMUP_FACTOR = 3.0
 """A warm-up run that takes more than this many shares of the budget is the only run."""
+NUM_ROUNDS = {True: 1, False: 2}
+"""Passes over all cases, by `quick`. The lower of two medians counts (`keep_fastest`): other load comes in bursts,
+which rarely affect both."""
 RunInProcess = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a separate process."""
 REFERENCE_OP = "reference"
@@ -76,6 +79,12 @@ def split_budget(cases: Sequence[CaseT], seconds: float, timer: BenchTimer) -> I
         yield case, min(remaining / (len(cases) - index), MAX_BUDGET_FACTOR * seconds / len(cases))
 
 
+def remaining_seconds(seconds: float, started: float, timer: BenchTimer) -> float:
+    """Return what is left of `seconds` after the preparation since `started`, but at least half, so that something is
+    measured."""
+    return max(seconds / 2, seconds - timer.max_over_ranks(timer.clock() - started))
+
+
 def coarse_to_fine(cases: Sequence[CaseT]) -> list[CaseT]:
     """Sort cases by the reversed bits of their index (van der Corput): every prefix is spread evenly over all cases."""
     bits = max(1, len(cases) - 1).bit_length()
@@ -102,6 +111,13 @@ def _run_once(run: Callable[[], Sequence[float]], timer: BenchTimer) -> tuple[tu
     started = timer.clock()
     found = tuple(run())
     return found, max(timer.max_over_ranks(timer.clock() - started), 1e-9)
+
+
+def keep_fastest(found: dict[tuple[Any, ...], dict[str, Any]], row: dict[str, Any]) -> None:
+    """Add a row, or replace the one that differs only by a larger `seconds`."""
+    key = tuple(str(value) for name, value in row.items() if name != "seconds")
+    if key not in found or row["seconds"] < found[key]["seconds"]:
+        found[key] = row
 
 
 def round_seconds(seconds: float) -> float:
