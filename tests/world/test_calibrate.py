@@ -21,15 +21,18 @@ def fork_server(lab: TrainHarness) -> ForkServerClient:
     return lab.fork_server
 
 
-ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 0.2, "sizes": [65536]}
+SMALL = {"sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
+ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34, "processes": 2}
 
 
 def test_worlds_measure_together_one_after_the_other(fork_server: ForkServerClient, tmp_path: Path) -> None:
+    payload = {**ASKED, **SMALL, "seconds": 0.2}
     for _ in range(2):
-        rows = call_on_ranks(
-            fork_server, tmp_path, "phalanx.cluster.calibration.collectives:measure_collectives", ASKED, 2
+        value = call_on_ranks(
+            fork_server, tmp_path, "phalanx.cluster.calibration.collectives:measure_concurrently", payload, 2
         )
-        assert rows[0]["backend"] == "gloo"
+        assert value["collectives"][0]["backend"] == "gloo"
+        assert value["products"][0]["processes"] == 2
 
 
 def test_a_member_that_fails_ends_the_others(fork_server: ForkServerClient, tmp_path: Path) -> None:

@@ -1,20 +1,34 @@
-"""All-reduces, in real worlds of two and three, as small as can be."""
+"""All-reduces and what processes measure side by side, in real worlds of two and three, as small as can be."""
 
+import time
 from typing import Any
 
 import pytest
 
 from phalanx.cluster.calibration.collectives import bus_factor
-from phalanx.cluster.spec import CollectiveTiming
+from phalanx.cluster.spec import CollectiveTiming, GemmTiming, OpTiming
 from process_worlds import ProcessWorlds
 
 ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 5.0, "memory_bytes": 2**34}
 
 
 def collectives(rank: int, world: int) -> Any:
-    from phalanx.cluster.calibration.collectives import measure_collectives
+    from phalanx.cluster.calibration.collectives import make_agreement, measure_collectives
+    from phalanx.cluster.calibration.timing import BenchTimer
 
-    return measure_collectives({**ASKED, "sizes": [1024, 65536]})
+    return measure_collectives({**ASKED, "sizes": [1024, 65536]}, BenchTimer(max_over_ranks=make_agreement()))
+
+
+def together(rank: int, world: int) -> Any:
+    """Rank 1 takes longer to get ready, and so has less time left than the others."""
+    from phalanx.cluster.calibration import op_benchmark
+    from phalanx.cluster.calibration.collectives import measure_concurrently
+
+    if rank == 1:
+        ready = op_benchmark.ColdBufferPool
+        op_benchmark.ColdBufferPool = lambda *given: time.sleep(0.15) or ready(*given)
+    small = {"seconds": 15.0, "sizes": [65536], "kinds": ["add"], "shapes": [(64, 64, 64, "nt")]}
+    return measure_concurrently({**ASKED, **small, "processes": world})
 
 
 def wrong(rank: int, world: int) -> Any:
@@ -60,3 +74,13 @@ def test_bus_bandwidth_follows_the_rules_of_nccl_tests(world: ProcessWorlds) -> 
 
 def test_a_wrong_result_is_noticed_by_all(world: ProcessWorlds) -> None:
     assert [row["right"] for row in world.run(2, wrong)] == [False, False]
+
+
+def test_processes_measure_side_by_side(world: ProcessWorlds) -> None:
+    results = world.run_once(2, together)
+    assert results[0] == results[1]
+    value = results[0]
+    assert {GemmTiming.model_validate(row).processes for row in value["products"]} == {2}
+    kinds = {(each.kind, each.processes) for each in map(OpTiming.model_validate, value["operations"])}
+    assert kinds == {("add", 2)}
+    assert value["collectives"]

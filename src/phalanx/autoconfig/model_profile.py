@@ -3,7 +3,7 @@
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 from pydantic import TypeAdapter
@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 
     from phalanx.data import DataInfo
 
+NumberFormat = Literal["half", "single", "mixed"]
+"""In what a model is followed: 16 bits, as on GPUs; fp32; or as autocast has it on a CPU."""
 PROFILE_ADAPTER = TypeAdapter(ModelProfile)
 
 
-def profile_model(loaded: LoadedRecipe, facts: "DataInfo") -> ModelProfile:
+def profile_model(
+    loaded: LoadedRecipe,
+    facts: "DataInfo",
+    number_format: NumberFormat = "half",
+) -> ModelProfile:
     """Return what a recipe's model needs of a machine: traced on the meta device, or read from the cache."""
     recipe = loaded.recipe
     key = {
         "follower": _compute_tracer_version(),
+        "numbers": number_format,
         "model": recipe.model.model_dump(mode="json"),
         "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
         "facts": vars(facts),
@@ -38,14 +45,14 @@ def profile_model(loaded: LoadedRecipe, facts: "DataInfo") -> ModelProfile:
     }
 
     def trace_model() -> dict[str, Any]:
-        profile: dict[str, Any] = PROFILE_ADAPTER.dump_python(_trace_model(loaded, facts), mode="json")
+        profile: dict[str, Any] = PROFILE_ADAPTER.dump_python(_trace_model(loaded, facts, number_format), mode="json")
         return profile
 
     return PROFILE_ADAPTER.validate_python(load_or_measure("profiles", key, trace_model))
 
 
-def _trace_model(loaded: LoadedRecipe, facts: "DataInfo") -> ModelProfile:
-    """The profile of a recipe's model in 16 bits, as on GPUs, by running through it without memory."""
+def _trace_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberFormat) -> ModelProfile:
+    """The profile of a recipe's model, by running through it without memory."""
     import torch
     from torch import nn
 
@@ -53,6 +60,7 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo") -> ModelProfile:
         build_on_meta,
         image_classification_forward,
         language_modeling_forward,
+        profile_autocast,
         profile_fake_tensors,
         profile_model,
     )
@@ -92,9 +100,12 @@ def _trace_model(loaded: LoadedRecipe, facts: "DataInfo") -> ModelProfile:
         height, width, channels = facts.image_shape
         forward, tokens = image_classification_forward(channels, height, width), 1
     try:
+        if number_format == "mixed":
+            return profile_autocast(make, forward, tokens)
+        dtype = torch.bfloat16 if number_format == "half" else torch.float32
         if directory is not None:
-            return profile_fake_tensors(make, forward, tokens)
-        return profile_model(build_on_meta(make), forward, tokens)
+            return profile_fake_tensors(make, forward, tokens, dtype)
+        return profile_model(build_on_meta(make, dtype), forward, tokens)
     except RecipeError:
         raise
     except Exception as error:  # a model of the user's own may fail at being followed in any way
@@ -148,4 +159,13 @@ def cache_profile(payload: dict[str, Any]) -> None:
     from phalanx.data.cache import expect_data_info
 
     recipe, folder = Recipe.model_validate(payload["recipe"]), Path(payload["folder"])
-    profile_model(LoadedRecipe(recipe, None, folder, {}), expect_data_info(recipe.data, folder))
+    facts = expect_data_info(recipe.data, folder)
+    for number_format in (
+        ("single", "mixed") if recipe.precision == "auto" else (select_number_format(recipe.precision),)
+    ):
+        profile_model(LoadedRecipe(recipe, None, folder, {}), facts, number_format)
+
+
+def select_number_format(precision: str) -> NumberFormat:
+    """In what a model is followed for a CPU."""
+    return "mixed" if precision == "bf16" else "single"

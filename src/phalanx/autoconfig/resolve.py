@@ -38,6 +38,7 @@ from phalanx.autoconfig.micro_batch import (
     num_shards,
     state_bytes_per_parameter,
 )
+from phalanx.autoconfig.model_profile import profile_model, select_number_format
 from phalanx.autoconfig.plan import plan_run
 from phalanx.autoconfig.trial_names import (
     MATMUL_TRIAL,
@@ -52,12 +53,17 @@ from phalanx.autoconfig.trial_names import (
     UNCALLED_ADAPTERS_KEY,
     describe_trial,
 )
-from phalanx.cluster import Machine, discover_machine, find_data_sheet, load_cluster
+from phalanx.cluster import Cluster, Machine, discover_machine, find_data_sheet, load_cluster
 from phalanx.cluster.calibration.anomalies import MAX_BUSY_CORES
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
 from phalanx.compat import has_compiler
 from phalanx.data import open_data
+from phalanx.data.cache import expect_data_info
 from phalanx.errors import RecipeError, SubprocessError
+from phalanx.planner.device_costs import device_costs_for_stack, phalanx_stack
+from phalanx.planner.measured_costs import MeasuredCosts, MissingMeasurementError
+from phalanx.planner.scenario import Scenario, transport_of
+from phalanx.planner.step_time import StepBreakdown, measured_step_time
 from phalanx.recipe import Recipe, ResolvedRecipe
 from phalanx.recipe.grad_sync_defaults import (
     CHANGED_PARAMETERS_KEY,
@@ -139,7 +145,8 @@ def resolve_auto(
 ) -> tuple[ResolvedRecipe, dict[str, Any], dict[str, Any]]:
     """Run the trials of a recipe with prepared data, choose, and return the resolved recipe, the plan and the cluster
     facts, for `world_size` workers on `num_nodes` nodes like this machine."""
-    parallelism = choose_parallelism(given, folder, machine, world_size, call)
+    local_cluster = load_traced_cluster(machine, given, folder, call)
+    parallelism = [] if local_cluster is None else choose_parallelism(given, folder, local_cluster, world_size)
     if parallelism:
         given = given.model_copy(update={"parallelism": parallelism[0].value})
     threads = choose_num_threads(given, machine.physical_cores, world_size, os.environ)
@@ -186,7 +193,8 @@ def resolve_auto(
         "data_sheet_tflops": None if data_sheet is None else data_sheet.tflops,
         "data_sheet_source": None if data_sheet is None else data_sheet.source,
     }
-    return recipe, build_plan_json(profile, choices, seconds, recipe), cluster
+    plan = build_plan_json(profile, choices, seconds, recipe)
+    return recipe, {**plan, **predict_step_parts(recipe, folder, local_cluster, world_size)}, cluster
 
 
 def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int, device: str) -> None:
@@ -212,28 +220,50 @@ def describe_other_load(given: Recipe, cluster: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def choose_parallelism(
-    given: Recipe, folder: Path, machine: Machine, world_size: int, call: SubprocessCall
-) -> list[AutoChoice]:
-    """Choose what `parallelism: auto` becomes for several GPUs that `phalanx calibrate` measured. CPUs take replicas:
-    what sharding costs there is not predicted."""
+def load_traced_cluster(machine: Machine, given: Recipe, folder: Path, call: SubprocessCall) -> Cluster | None:
+    """Load this machine as `phalanx calibrate` measured it, and trace the recipe's model, so that steps can be
+    predicted. None where the machine is not calibrated or the model cannot be traced."""
+    local_cluster = load_calibrated_cluster(machine)
+    if local_cluster is None:
+        return None
+    payload = {"recipe": given.model_dump(mode="json"), "folder": str(folder)}
+    try:
+        call(TRACE_TRIAL, payload)
+    except RecipeError:  # trials tell what is wrong with it, if anything is
+        return None
+    return local_cluster
+
+
+def choose_parallelism(given: Recipe, folder: Path, local_cluster: Cluster, world_size: int) -> list[AutoChoice]:
+    """Choose what `parallelism: auto` becomes for several GPUs. CPUs take replicas: what sharding costs there is not
+    predicted."""
     needs_whole_replicas = given.determinism == "elastic" or given.local_sgd is not None
-    if given.parallelism != "auto" or world_size == 1 or needs_whole_replicas or machine.device == "cpu":
+    is_cpu = local_cluster.node.accelerator.generation == "cpu"
+    if given.parallelism != "auto" or world_size == 1 or needs_whole_replicas or is_cpu:
         return []
     path = default_calibration_path(discover_machine(device=given.device))
-    if not path.is_file():
-        return []
     try:
-        cluster = load_cluster(str(path))
-        if cluster.measured is not None and cluster.measured.busy_cores >= MAX_BUSY_CORES:
-            return []
-        call(TRACE_TRIAL, {"recipe": given.model_dump(mode="json"), "folder": str(folder)})
-        planned = plan_run(LoadedRecipe(given, None, folder, {}), cluster, world_size)
-    except RecipeError:  # another version's file, a model that cannot be traced, or nothing is predicted to fit
+        planned = plan_run(LoadedRecipe(given, None, folder, {}), str(path), world_size)
+    except RecipeError:  # the model cannot be traced, or nothing is predicted to fit
         return []
     reason = f"the fastest of {planned.num_valid} that are valid: {planned.best.step_s:.3g} s a step predicted"
     reason += f"; the next best takes {planned.alternatives[0].step_s:.3g} s" if planned.alternatives else ""
     return [AutoChoice("parallelism", planned.best.scenario.parallelism, reason)]
+
+
+def predict_step_parts(
+    recipe: ResolvedRecipe, folder: Path, local_cluster: Cluster | None, world_size: int
+) -> dict[str, Any]:
+    """What the probe's file says of a step, for plan.json."""
+    if local_cluster is None:
+        return {}
+    micro_size, checkpointing = recipe.batch.micro_size, recipe.memory.activation_checkpointing
+    parts = predict_step(recipe, micro_size, checkpointing, folder, local_cluster, world_size)
+    if parts is None:
+        return {}
+    computing = parts.total - parts.grad_sync - parts.optimizer - parts.other
+    by_part = {"computing": computing, "grad_sync": parts.grad_sync, "optimizer": parts.optimizer}
+    return {"calibrated_step_s": parts.total, "calibrated_breakdown_s": by_part, "calibrated_by": "phalanx calibrate"}
 
 
 def measure_memory(
@@ -358,3 +388,56 @@ def make_trial_recipe(given: Recipe) -> dict[str, Any]:
     """What a trial must know of a recipe; the rest takes its defaults, so that it does not make trials differ."""
     values = given.model_dump(mode="json")
     return {key: values[key] for key in ("device", "model", "adapter", "task", "data", "batch", "optimizer", "seed")}
+
+
+def predict_step(
+    recipe: Recipe, micro_size: int, checkpointing: str, folder: Path, cluster: Cluster, world_size: int
+) -> StepBreakdown | None:
+    """Seconds of a step by cause, of a resolved recipe on this machine as it was measured; None where that cannot be
+    said: on GPUs and for divided models by data sheets only, and not for what was not measured."""
+    measured, parallelism = cluster.measured, recipe.parallelism
+    if measured is None or cluster.node.accelerator.generation != "cpu" or not isinstance(parallelism, Parallelism):
+        return None
+    if (
+        parallelism.replicate != parallelism.world
+        or recipe.compile is not False
+        or recipe.precision not in ("fp32", "bf16")
+    ):
+        return None
+    loaded = LoadedRecipe(recipe, None, folder, {})
+    profile = profile_model(loaded, expect_data_info(recipe.data, folder), select_number_format(recipe.precision))
+    stack = phalanx_stack(cluster.node.accelerator, world_size)
+    cpu_stack = replace(stack, fuses_memory_ops=False, compute_factor=1.0, comm_factor=1.0)
+    setup = Scenario(
+        profile,
+        cluster,
+        parallelism,
+        micro_size,
+        recipe.batch.global_size,
+        recipe.precision,
+        checkpointing=checkpointing,
+        zero_level=0,
+        stack=cpu_stack,
+        transport=transport_of(recipe, profile),
+    )
+    try:
+        return measured_step_time(
+            setup,
+            device_costs_for_stack(cluster.node.accelerator, "fp32", cpu_stack),
+            MeasuredCosts(measured, world_size),
+        )
+    except MissingMeasurementError:
+        return None
+
+
+def load_calibrated_cluster(machine: Machine) -> Cluster | None:
+    """Load this machine as `phalanx calibrate` measured it under today's driver and libraries; None where it did not,
+    or while other programs used the cores."""
+    path = default_calibration_path(machine)
+    try:
+        cluster = load_cluster(str(path)) if path.is_file() else None
+    except RecipeError:  # torn, or of another version: `phalanx calibrate` makes it again, and training does without
+        return None
+    if cluster is None or (cluster.measured is not None and cluster.measured.busy_cores >= MAX_BUSY_CORES):
+        return None
+    return cluster

@@ -36,7 +36,7 @@ def calibrate(
         str | None, typer.Option(metavar="DIR|URL", help="Run directory of the recipe.", show_default="runs/NAME")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure fewer sizes: under 20 s instead of 2 minutes.")
+        bool, typer.Option("--quick", help="Measure fewer sizes: under 20 s instead of 3 minutes.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Cluster file to write.", show_default=DEFAULT_OUT_TEXT)
@@ -58,7 +58,7 @@ def calibrate(
 ) -> None:
     """Measure this machine, and write a cluster file for `phalanx plan`.
 
-    Measures matrix multiplication, the memory's bandwidth, collectives and storage, and compares with data sheets. Run
+    Measures matrix multiplication, memory-bound operations, collectives and storage, and compares with data sheets. Run
     on an idle machine. Ctrl-C stops and writes nothing.
     """
     from phalanx.app.calibrate import calibrate
@@ -130,12 +130,17 @@ def format_page(cluster: Cluster, machine: Machine) -> list[str]:
 
 
 def _compute_rows(machine: Machine, measured: Measurements) -> Iterator[tuple[str, ...]]:
-    """Matrix products, memory and launches."""
+    """Matrix products, attention, memory and launches."""
     sheet = data_sheet_of(machine)
     for precision, rate in best_gemm_tflops(measured.products).items():
         sheet_tflops = sheet.tflops.get(precision) if sheet else None  # type: ignore[call-overload]
         expected = (f"{format_significant(sheet_tflops)} TFLOP/s", f"{rate / sheet_tflops:.0%}") if sheet_tflops else ()
         yield f"matrix products, best, {precision}", f"{format_significant(rate)} TFLOP/s", *expected
+    operations = [each for each in measured.operations if each.processes == 1]
+    attention = [each for each in operations if each.kind == "attention"]
+    for precision in dict.fromkeys(each.precision for each in attention):
+        best = max(each.flops / each.seconds / 1e12 for each in attention if each.precision == precision)
+        yield f"attention, best, {precision}", f"{format_significant(best)} TFLOP/s"
     if (gbps := measured_memory_bandwidth(measured.operations, machine.device)) is not None:
         sheet_gbps = sheet.memory_gbps if sheet else None
         expected = (f"{format_bytes(1e9 * sheet_gbps)}/s", f"{gbps / sheet_gbps:.0%}") if sheet_gbps else ()

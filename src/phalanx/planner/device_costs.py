@@ -1,8 +1,9 @@
 """What one device needs for an operation: products by a fitted curve, attention by its rate, the rest by memory.
 
-Costs come in layers, and each prediction says which it used: the data sheet with general efficiencies (`sheet`), or
-curves fitted to measurements of that hardware (`fitted`). All functions take numbers or NumPy arrays, of one shape, and
-return seconds.
+Costs come in layers, and each prediction says which it used: the data sheet with general efficiencies (`sheet`), curves
+fitted to measurements of that hardware (`fitted`), or what was measured on this very machine (`measured`, see
+`measured_costs.py`). Here are the first two. All functions take numbers or NumPy arrays, of one shape, and return
+seconds.
 
 Fitted constants belong to (hardware, software stack), never to a model or a run: data/stacks.yaml.
 docs/explanation/planner.md lists them all, and a test counts them.
@@ -20,8 +21,8 @@ from phalanx.cluster.spec import AcceleratorSpec, MatmulCurve
 from phalanx.planner.model_profile import AttentionOp
 from phalanx.planner.scenario import SoftwareStack
 
-CostSource = Literal["sheet", "fitted"]
-LOG_ERROR_STD_BY_SOURCE: dict[CostSource, float] = {"sheet": 0.13, "fitted": 0.10}
+CostSource = Literal["sheet", "fitted", "measured"]
+LOG_ERROR_STD_BY_SOURCE: dict[CostSource, float] = {"sheet": 0.13, "fitted": 0.10, "measured": 0.07}
 """Standard deviation of log(measured / predicted) that a prediction from each layer has had; see
 docs/benchmarks/planner.md."""
 TYPICAL_MATMUL_CURVE = MatmulCurve(efficiency=0.74, bandwidth=0.85, overhead_us=5.0, sharpness=1.4)

@@ -82,6 +82,8 @@ class MemoryOp:
     fused_bytes: Affine
     launches: bool
     tp_sharded: bool = False
+    element_bytes: int = 4
+    """Bytes of an element of its largest tensor."""
 
 
 @dataclass(frozen=True)

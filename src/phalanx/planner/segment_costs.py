@@ -19,6 +19,7 @@ from phalanx.planner.model_profile import (
     MemoryOp,
     ModelSegment,
     PassDirection,
+    ProfiledOp,
     TensorAllReduce,
 )
 from phalanx.planner.scenario import SoftwareStack
@@ -83,8 +84,12 @@ class SegmentWork:
     """Products of single experts among those that are grouped: launches of their own where software loops over them."""
 
 
+OpCost = Callable[[ProfiledOp, ShardSpec], ComputeTime]
+"""What an operation costs, divided so."""
+
+
 def segment_work(
-    segment: ModelSegment, pass_direction: PassDirection, shard: ShardSpec, device: DeviceCosts
+    segment: ModelSegment, pass_direction: PassDirection, shard: ShardSpec, cost_of: OpCost
 ) -> SegmentWork:
     """What a phase of a segment asks of one rank."""
     total = ComputeTime()
@@ -103,7 +108,7 @@ def segment_work(
             dispatch_bytes.append(_evaluate(op.num_bytes, shard.samples) / shard.tensor)
             copies = op.copies_per_token
         else:
-            total = total + _op_time(device, op, shard)
+            total = total + cost_of(op, shard)
             if isinstance(op, Gemm) and op.is_grouped:
                 num_expert_gemms = num_expert_gemms + np.maximum(_evaluate(op.count, shard.samples) / shard.expert, 1.0)
             if isinstance(op, AttentionOp):
@@ -125,13 +130,20 @@ def segment_work(
     )
 
 
-def _op_time(device: DeviceCosts, op: Gemm | AttentionOp | MemoryOp, shard: ShardSpec) -> ComputeTime:
-    if isinstance(op, Gemm):
-        return ComputeTime(gemm=_gemm_time(device, op, shard))
-    if isinstance(op, AttentionOp):
-        heads = op.num_heads / shard.tensor if op.tp_sharded else op.num_heads
-        return ComputeTime(attention=attention_seconds(device, op, shard.samples, heads))
-    return ComputeTime(memory_bound=_memory_op_time(device, op, shard))
+def op_cost_from(device: DeviceCosts) -> OpCost:
+    """Costs by data sheet or fitted curves."""
+
+    def cost(op: ProfiledOp, division: ShardSpec) -> ComputeTime:
+        if isinstance(op, Gemm):
+            return ComputeTime(gemm=_gemm_time(device, op, division))
+        if isinstance(op, AttentionOp):
+            heads = op.num_heads / division.tensor if op.tp_sharded else op.num_heads
+            return ComputeTime(attention=attention_seconds(device, op, division.samples, heads))
+        if isinstance(op, MemoryOp):
+            return ComputeTime(memory_bound=_memory_op_time(device, op, division))
+        return ComputeTime()
+
+    return cost
 
 
 def _gemm_time(device: DeviceCosts, op: Gemm, shard: ShardSpec) -> ArrayLike:

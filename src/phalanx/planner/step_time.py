@@ -11,13 +11,16 @@ import numpy as np
 from phalanx.planner.collectives import CollectiveKind, GroupCollectives
 from phalanx.planner.device_costs import DeviceCosts
 from phalanx.planner.layouts import CHECKPOINTING_MODES, PIPELINE_SCHEDULES, Layouts, layout_of
+from phalanx.planner.measured_costs import MeasuredCosts
 from phalanx.planner.model_profile import PASS_DIRECTIONS, ModelSegment, PassDirection
-from phalanx.planner.pipeline import StageSegments, StageTime, pipeline_seconds, split_profile
+from phalanx.planner.pipeline import StageSegments, StageTime, pipeline_seconds, split_into_stages, split_profile
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.segment_costs import (
     ArrayLike,
+    OpCost,
     PassBreakdown,
     ShardSpec,
+    op_cost_from,
     segment_pass_time,
     segment_work,
 )
@@ -96,8 +99,8 @@ class LayoutStepTimes:
 class LayoutCosts:
     """The costs of a model's segments under each layout, computed once. Everything else is that of `scenario`."""
 
-    def __init__(self, scenario: Scenario, layouts: Layouts, device: DeviceCosts) -> None:
-        self.scenario, self.layouts, self.device = scenario, layouts, device
+    def __init__(self, scenario: Scenario, layouts: Layouts, device: DeviceCosts, cost_of: OpCost) -> None:
+        self.scenario, self.layouts, self.device, self._cost_of = scenario, layouts, device, cost_of
         data_parallel = layouts.replicate * layouts.shard
         self.num_micro_batches = np.maximum(1, scenario.global_batch // (data_parallel * layouts.micro_size))
         self.samples = layouts.micro_size / layouts.context
@@ -130,8 +133,8 @@ class LayoutCosts:
 
     def _compute_pass(self, segment: ModelSegment, direction: PassDirection) -> PassBreakdown:
         modes = self.layouts.checkpointing * int(direction == "backward" and segment.is_block)
-        work = segment_work(segment, direction, self._shard, self.device)
-        recomputed = segment_work(segment, "forward", self._shard, self.device) if modes.any() else None
+        work = segment_work(segment, direction, self._shard, self._cost_of)
+        recomputed = segment_work(segment, "forward", self._shard, self._cost_of) if modes.any() else None
         parts = {name: np.zeros(len(self.layouts)) for name in PassBreakdown.__dataclass_fields__}
         for mode in set(modes.tolist()):
             pass_time = segment_pass_time(
@@ -245,6 +248,31 @@ def stage_send_seconds(costs: LayoutCosts) -> np.ndarray:
     return costs.collectives.seconds("send", layouts.pipeline, stride, num_bytes)
 
 
+def measured_step_time(scenario: Scenario, device: DeviceCosts, measured_costs: MeasuredCosts) -> StepBreakdown:
+    """Seconds of a step by cause on a machine that was measured, one process after the other's operations: whole
+    replicas only. NotMeasured: something that it needs was not."""
+    costs = LayoutCosts(scenario, layout_of(scenario), device, measured_costs.cost_of)
+    stage = split_into_stages(scenario)[0]
+    passes = [stage_pass_time(costs, stage, direction) for direction in PASS_DIRECTIONS]
+    num_trained = sum(costs.num_trained(segment).item() * count for segment, count in stage.segments)
+    ranks = scenario.parallelism.replicate
+    totals = {
+        name: scenario.num_micro_batches * sum(getattr(each, name).item() for each in passes)
+        for name in PassBreakdown.__dataclass_fields__
+    }
+    totals["memory_bound"] += (scenario.num_micro_batches - 1) * measured_costs.accumulate_seconds(num_trained)
+    return StepBreakdown(
+        **totals,
+        grad_sync=measured_costs.all_reduce_seconds(
+            num_trained * scenario.stack.gradient_bytes * scenario.transport.wire_ratio, ranks
+        )
+        if ranks > 1
+        else 0.0,
+        optimizer=measured_costs.optimizer_seconds(num_trained),
+        other=scenario.stack.step_overhead_s,
+    )
+
+
 def predict_step_time(scenario: Scenario, device: DeviceCosts) -> StepBreakdown:
     """Seconds of a step by cause, from the point of view of the busiest pipeline rank."""
     return predict_step_times(scenario, layout_of(scenario), device, simulate_pipeline=True).breakdown(0)
@@ -261,7 +289,7 @@ def predict_step_times(
     group_rows, group_of = layouts.unique_rows("pipeline", "virtual_stages")
     for group in range(len(group_rows)):
         rows = np.flatnonzero(group_of == group)
-        costs = LayoutCosts(scenario, layouts.take(rows), device)
+        costs = LayoutCosts(scenario, layouts.take(rows), device, op_cost_from(device))
         for name, seconds in _predict_equal_stages(costs, simulate_pipeline).items():
             parts[name][rows] = seconds
     return LayoutStepTimes(parts)

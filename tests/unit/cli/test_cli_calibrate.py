@@ -31,6 +31,10 @@ CPU = Cpu("AMD EPYC 9654", "AuthenticAMD", 25, 17, 2.6, ("avx2", "avx512f", "avx
 MACHINE = Machine("host", "cpu", CPU.name, 1, 2, 2, 2**34, 2**34, CPU)
 
 
+def timed(kind: str, nbytes: float, seconds: float, **given: Any) -> OpTiming:
+    return OpTiming(kind=kind, precision="fp32", bytes=nbytes, seconds=seconds, **given)
+
+
 def reduce(nbytes: int, seconds: float) -> CollectiveTiming:
     busbw = nbytes / seconds / 1e9
     return CollectiveTiming(kind="all_reduce", backend="gloo", ranks=2, bytes=nbytes, seconds=seconds, busbw_gbps=busbw)
@@ -48,7 +52,12 @@ def found(**given: Any) -> Cluster:
             GemmTiming(precision="bf16", m=1024, n=1024, k=1024, seconds=0.005),
             GemmTiming(precision="fp32", m=1024, n=1024, k=1024, seconds=0.03, processes=2),
         ],
-        "operations": [OpTiming(kind="add", precision="fp32", bytes=5e7, seconds=0.00125)],
+        "operations": [
+            timed("add", 5e7, 0.00125),
+            timed("attention", 4e6, 0.002, flops=1.4e8),
+            timed("attention_backward", 8e6, 0.005, flops=3.5e8),
+            timed("eager_op", 192, 1.44e-5),
+        ],
         "launch_us": 1.5,
         "collectives": [reduce(1024, 3e-4), reduce(2**24, 0.01)],
         "storage": StorageSpec(node_write_gbps=1.05, node_read_gbps=1.18),
@@ -77,6 +86,7 @@ def test_the_page_shows_measured_next_to_the_data_sheet_with_units() -> None:
         "matrix products, best, fp32 0.172 TFLOP/s 0.166 TFLOP/s 103%",
         "memory 40.0 GB/s",
         "launch of an operation 1.5 us",
+        "attention, best, fp32 0.0700 TFLOP/s",
         "all_reduce of 2 processes, gloo 300 us for 1.02 kB, bus 1.68 GB/s at 16.8 MB",
         "disk, write 1.05 GB/s",
         "disk, read 1.18 GB/s",

@@ -52,8 +52,12 @@ class World:
         return {
             "timing:measure_reference": lambda: timed("reference", self.reference()),
             "gemm:measure_gemms": lambda: [product, {**product, "precision": "bf16", "seconds": 0.01}],
-            "op_benchmark:measure_additions": lambda: [timed("add", 0.001)],
-            "op_benchmark:measure_launch": lambda: 1.5,
+            "op_benchmark:measure_memory_ops": lambda: [timed("add", 0.001)],
+            "op_benchmark:measure_attention": lambda: [timed("attention", 0.01), timed("attention_backward", 0.02)],
+            "op_benchmark:measure_overheads": lambda: {
+                "launch_us": 1.5,
+                "operations": [timed("eager_op", 5e-6)],
+            },
         }[name]()
 
     def wait(self, seconds: float) -> None:
@@ -72,7 +76,8 @@ class World:
         if name == self.fails:
             raise MeasurementFailed("worker 1 was killed by SIGKILL")
         row = {"kind": "all_reduce", "backend": "gloo", "ranks": world, "bytes": 1024, "seconds": 1e-4}
-        return [{**row, "busbw_gbps": 0.01}]
+        found = {"collectives": [{**row, "busbw_gbps": 0.01}]}
+        return {**found, "products": [], "operations": [timed("add", 0.002, processes=world)]}
 
     def calibrate(self, machine: Machine = MACHINE, **options: Any) -> tuple[Cluster, Measurements]:
         """The cluster and what was measured of it."""
@@ -99,8 +104,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def test_every_family_is_in_the_cluster(world: World) -> None:
     cluster, measured = world.calibrate()
     assert {each.precision for each in measured.products} == {"fp32", "bf16"}
-    assert [each.kind for each in measured.operations] == ["reference", "add"]
-    assert [each.ranks for each in measured.collectives] == [2]
+    assert [each.kind for each in measured.operations] == [
+        "reference",
+        "add",
+        "attention",
+        "attention_backward",
+        "eager_op",
+        "add",
+    ]
+    assert measured.operations[-1].processes == 2
     assert (measured.launch_us, measured.threads) == (1.5, 2)
     assert measured.storage is not None
     assert (measured.storage.node_write_gbps, measured.storage.node_read_gbps) == (0.5, 1.5)
@@ -108,8 +120,8 @@ def test_every_family_is_in_the_cluster(world: World) -> None:
     device = cluster.node.accelerator
     assert device.tflops["bf16"] > device.achieved_tflops["bf16"] == pytest.approx(0.2147, abs=1e-4)
     assert (device.memory_gbps, device.kernel_us) == (30.0, 1.5)
-    (payload,) = (payload for name, payload in world.asked if name == "collectives:measure_collectives")
-    assert payload["threads"] == 1  # processes share the cores
+    (payload,) = (payload for name, payload in world.asked if name == "collectives:measure_concurrently")
+    assert (payload["processes"], payload["threads"]) == (2, 1)  # which share the cores
 
 
 def test_of_a_gpu_nothing_is_measured_that_no_prediction_reads(world: World) -> None:
@@ -153,7 +165,7 @@ def test_by_default_two_of_two_cores_and_all_gpus_measure() -> None:
     ("name", "text"),
     [
         ("gemm:measure_gemms", "matrix products: not measured: the trial process ended with SIGKILL"),
-        ("collectives:measure_collectives", "processes together: not measured: worker 1 was killed by SIGKILL"),
+        ("collectives:measure_concurrently", "processes together: not measured: worker 1 was killed by SIGKILL"),
     ],
 )
 def test_a_family_that_fails_costs_only_itself(world: World, name: str, text: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.autoconfig.model_profile import profile_model
+from phalanx.autoconfig.model_profile import NumberFormat, profile_model
 from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
 from phalanx.planner.model_profile import Gemm, ModelProfile
@@ -20,11 +20,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def followed(folder: Path) -> ModelProfile:
+def followed(folder: Path, numbers: NumberFormat = "half") -> ModelProfile:
     """The profile of the model in `folder`, by a recipe beside it."""
     recipe = folder.parent / "recipe.yaml"
     recipe.write_text(json.dumps({"model": {"build": f"hf:{folder.name}"}, "data": {"source": {"text": "text.txt"}}}))
-    return profile_model(load_recipe(recipe), FACTS)
+    return profile_model(load_recipe(recipe), FACTS, numbers)
 
 
 def products(profile: ModelProfile, phase: str) -> float:

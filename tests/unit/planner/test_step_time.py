@@ -1,6 +1,5 @@
 """Seconds of a step: parts that add up, and what more bandwidth, more ranks and other layouts must do to them."""
 
-import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,8 +14,8 @@ from phalanx.planner.device_costs import DeviceCosts, attention_seconds, device_
 from phalanx.planner.model_profile import Affine, AttentionOp, Gemm, ModelProfile
 from phalanx.planner.pipeline import balance_stages, split_into_stages
 from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, Scenario, SoftwareStack, transport_of
-from phalanx.planner.segment_costs import ShardSpec, segment_work
-from phalanx.planner.step_time import BREAKDOWN_LABELS, StepBreakdown, format_breakdown, predict_step_time
+from phalanx.planner.segment_costs import ShardSpec, op_cost_from, segment_work
+from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Parallelism
 
@@ -361,7 +360,8 @@ def test_a_device_without_bf16_computes_in_fp16_instead() -> None:
 def test_fused_operations_are_fewer_launches_and_less_time() -> None:
     segment = decoder().segments[1]
     eager, fused = (
-        segment_work(segment, "forward", ShardSpec(1, fuses_memory_ops=each), H100) for each in (False, True)
+        segment_work(segment, "forward", ShardSpec(1, fuses_memory_ops=each), op_cost_from(H100))
+        for each in (False, True)
     )
     assert fused.num_launches < eager.num_launches
     assert fused.compute.memory_bound < eager.compute.memory_bound
@@ -369,25 +369,9 @@ def test_fused_operations_are_fewer_launches_and_less_time() -> None:
 
 
 def test_rows_of_experts_meet_where_their_expert_is() -> None:
-    segment = mixture().segments[1]
-    expert = next(one for one in segment.ops if isinstance(one, Gemm) and one.is_expert)
-    alone = replace(segment, ops=(expert,))
-    here, away = (segment_work(alone, expert.phase, ShardSpec(1, expert=ranks), H100).compute.gemm for ranks in (1, 8))
+    price = op_cost_from(H100)
+    expert = next(one for one in mixture().segments[1].ops if isinstance(one, Gemm) and one.is_expert)
+    here, away = (price(expert, ShardSpec(1, expert=ranks)).gemm for ranks in (1, 8))
     flops = 2 * expert.count.fixed * expert.m.evaluate(1) * expert.n.fixed * expert.k.fixed
     assert away <= here  # as many rows in fewer, taller products
     assert away > flops / H100.peak_flops
-
-
-# --- as text ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_breakdown_sums_to_the_whole_and_leaves_out_what_takes_nothing() -> None:
-    text = format_breakdown(StepBreakdown(gemm=3.0, optimizer=0.9, pipeline_bubble=0.1), width=20)
-    shares = [float(found[1]) for line in text.splitlines() if (found := re.search(r"([0-9.]+)%", line))]
-    assert shares == [75.0, 2.5, 22.5, 100.0]
-    assert len(text.splitlines()) == 4
-    assert "75.0%  " + "#" * 15 in text
-
-
-def test_every_part_has_words() -> None:
-    assert set(BREAKDOWN_LABELS) == set(vars(StepBreakdown()))

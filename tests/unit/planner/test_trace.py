@@ -25,6 +25,7 @@ from phalanx.planner.trace.trace_model import (
     build_on_meta,
     image_classification_forward,
     language_modeling_forward,
+    profile_autocast,
     profile_model,
 )
 
@@ -426,6 +427,21 @@ def test_convolutions_are_products_with_the_operations_that_torch_counts() -> No
         model(torch.randn(2, 3, 32, 32)).sum().backward()
     assert found.flops() == pytest.approx(counted.get_total_flops() / 2, rel=0.01)
     assert found.num_parameters == sum(each.numel() for each in model.parameters())
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision_multiplies_in_16_bits_and_normalises_in_32() -> None:
+    def make() -> nn.Module:
+        return transformer(VOCAB, SEQUENCE, layers=2, hidden_size=WIDTH, num_heads=4)
+
+    found = profile_autocast(make, language_modeling_forward(VOCAB, SEQUENCE), SEQUENCE)
+    assert {op.element_bytes for segment in found.segments for op in products(segment)} == {2}
+    assert {op.element_bytes for op in block(found).ops if isinstance(op, MemoryOp) and op.name == "pow"} == {4}
+    assert attention(block(found), "forward").element_bytes == 2
+    half = of(build_on_meta(make))
+    assert (found.num_parameters, found.flops()) == (half.num_parameters, half.flops())
 
 
 # --- as JSON ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Benchmarks that several processes of one machine run together: all-reduces by size, among two and among all
-processes, with the result checked each time.
+processes, with the result checked each time, and on a CPU also products and operations, while each process computes on
+its part of the cores.
 
 Bus bandwidth by the rules of nccl-tests (doc/PERFORMANCE.md), comparable with the link for any number of ranks. Runs on
 every rank of an existing world; all ranks take the same decisions.
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from phalanx.cluster.calibration import gemm, op_benchmark
 from phalanx.cluster.calibration.timing import (
     BenchTimer,
     coarse_to_fine,
@@ -36,6 +38,10 @@ MAX_CALLS_PER_TIMING = 8
 """Maximum calls per measurement. Sums grow with each call; with 64 ranks they reach 64^8, which fp32 can represent."""
 MAX_BYTES_PER_TIMING = 2 * BYTES_PER_MIB
 """A buffer of this size or more is timed alone: it shows more than the clock's own noise."""
+TIME_WEIGHTS = {"collectives": 6.0, "products": 4.0, "operations": 4.0, "attention": 2.0}
+"""Weights by which the parts share the time."""
+MIN_SHARE_OF_BUDGET = 1 / 4
+"""Minimum budget of a part, over its even share, when earlier parts used up the time: every part measures something."""
 
 
 def bus_factor(ranks: int) -> float:
@@ -43,18 +49,15 @@ def bus_factor(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def measure_collectives(payload: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_collectives(payload: dict[str, Any], timer: BenchTimer) -> list[dict[str, Any]]:
     """Measure all-reduces of the default process group. Returns the same on every rank.
 
-    `payload`: `device`, `threads` of each process (CPU), `quick`, `seconds` in all, optionally `sizes`.
+    `payload`: `device`, `quick`, `seconds` in all, optionally `sizes`. `timer.max_over_ranks` must be a collective of
+    all ranks (`make_agreement`).
     """
-    import torch
     import torch.distributed as dist
 
     device, world = payload["device"], dist.get_world_size()
-    timer = replace(make_timer(device), max_over_ranks=make_agreement())
-    if device == "cpu":
-        torch.set_num_threads(payload["threads"])
     sizes = payload.get("sizes") or BUFFER_SIZES_BYTES[size_table_of(device), payload["quick"]]
     groups = {world: None} if world == 2 else {2: dist.new_group([0, 1]), world: None}
     # whole sizes are left out where time is short
@@ -116,3 +119,35 @@ def make_agreement() -> Callable[[float], float]:
         return float(value)
 
     return agree
+
+
+def measure_concurrently(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
+    """Measure `collectives`, `products` and `operations`. Returns the same on every rank.
+
+    `payload`: `device`, `threads` of each process, `processes`, `seconds` in total, `quick`, `memory_bytes`.
+    """
+    import torch
+
+    device = payload["device"]
+    timer = replace(timer or make_timer(device), max_over_ranks=make_agreement())
+    if device == "cpu":
+        torch.set_num_threads(payload["threads"])
+    parts_to_run = ["collectives"]
+    if device == "cpu":
+        parts_to_run += ["products", "operations", *([] if payload["quick"] else ["attention"])]
+    started, weight_left = timer.clock(), sum(TIME_WEIGHTS[name] for name in parts_to_run)
+    min_budget_s = MIN_SHARE_OF_BUDGET * payload["seconds"] / weight_left
+    found: dict[str, Any] = {"products": [], "operations": []}
+    for name in parts_to_run:
+        remaining_s = payload["seconds"] - timer.max_over_ranks(timer.clock() - started)
+        part_payload = {**payload, "seconds": max(remaining_s / weight_left, min_budget_s) * TIME_WEIGHTS[name]}
+        weight_left -= TIME_WEIGHTS[name]
+        if name == "collectives":
+            found[name] = measure_collectives(part_payload, timer)
+        elif name == "products":
+            found[name] = gemm.measure_gemms(part_payload, timer)
+        elif name == "operations":
+            found[name] += op_benchmark.measure_memory_ops(part_payload, timer)
+        else:
+            found["operations"] += op_benchmark.measure_attention(part_payload, timer)
+    return found

@@ -1,11 +1,12 @@
 """Matrix products by shape, layout and precision: what most of a training step is made of.
 
-The shapes are those of linear layers in the layouts of forward and backward. Operands come from a pool that no cache
-holds (cold_buffers.py).
+Half of the shapes are those of linear layers in the layouts of forward and backward, half are spread evenly over the
+logarithms of m, n and k. Operands come from a pool that no cache holds (cold_buffers.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,14 +32,20 @@ if TYPE_CHECKING:
 
 
 OperandLayout = Literal["nn", "nt", "tn"]
+OPERAND_LAYOUTS: tuple[OperandLayout, ...] = ("nt", "nn", "tn")
 BYTES_PER_RUN = {True: 32 * 2**20, False: 64 * 2**20}
 """Bytes that one run moves, by quickness."""
 MAX_GEMM_FLOPS = {("cpu", True): 4e9, ("cpu", False): 6e10, ("cuda", True): 2e12, ("cuda", False): 2e13}
 """FLOPs of the largest product by device and quickness."""
 HIDDEN_SIZES = {"cpu": (256, 768, 2048), "cuda": (1024, 4096, 8192)}
 TOKEN_COUNTS = {"cpu": (512, 4096), "cuda": (2048, 16384)}
+SIDE_RANGE = {"cpu": (16, 8192), "cuda": (64, 32768)}
+"""Least and most m, n, k of the shapes in between."""
 MAX_MATRIX_MEMORY_SHARE = 1 / 32
 """Share of the device's memory that the largest matrix may take."""
+NUM_SPREAD_SHAPES = 20
+PLASTIC_CONSTANT = 1.2207440846057596
+"""Root of x^4 = x + 1: powers of its inverse spread points evenly in three dimensions (Roberts 2018)."""
 MATRIX_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 
 
@@ -62,10 +69,11 @@ class GemmShape:
 
 
 def gemm_shapes(device: str, quick: bool) -> list[GemmShape]:
-    """Return the shapes to measure on a device, at most 36 (quick: 15)."""
+    """Return the shapes to measure on a device, about 40 (quick: 15)."""
     kind = size_table_of(device)
     max_flops = MAX_GEMM_FLOPS[kind, quick]
     found = linear_layer_shapes(HIDDEN_SIZES[kind][: 2 if quick else None], TOKEN_COUNTS[kind])
+    found += spread_shapes(NUM_SPREAD_SHAPES, *SIDE_RANGE[kind], max_flops)
     allowed = [shape for shape in dict.fromkeys(found) if shape.flops <= max_flops]
     return coarse_to_fine(allowed)[: 15 if quick else None]
 
@@ -79,6 +87,23 @@ def linear_layer_shapes(widths: Sequence[int], tokens: Sequence[int]) -> list[Ge
                 found.append(GemmShape(count, out, width, "nt"))
                 found.append(GemmShape(count, width, out, "nn"))
                 found.append(GemmShape(out, width, count, "tn"))
+    return found
+
+
+def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) -> list[GemmShape]:
+    """Return `count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `max_side`.
+
+    No shape exceeds `max_flops`. Layouts alternate. Sides are multiples of 8, as in models.
+    """
+    found: list[GemmShape] = []
+    index, span = 0, math.log2(max_side / min_side)
+    while len(found) < count and index < 100 * count:
+        index += 1
+        points = [(0.5 + index * PLASTIC_CONSTANT**-power) % 1 for power in (1, 2, 3)]
+        m, n, k = (max(8, round(min_side * 2 ** (span * point) / 8) * 8) for point in points)
+        shape = GemmShape(m, n, k, OPERAND_LAYOUTS[len(found) % 3])
+        if shape.flops <= max_flops:
+            found.append(shape)
     return found
 
 
@@ -100,14 +125,14 @@ def gemm_precisions(device: str) -> list[str]:
 def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
     """Measure matrix products by shape and precision.
 
-    `payload`: `device`, `threads`, `seconds` in total, `quick`, `memory_bytes` of the device, and optionally `shapes`:
-    (m, n, k, layout) each.
+    `payload`: `device`, `threads`, `seconds` in total, `quick`, `memory_bytes` of the device, `processes` that measure
+    concurrently, and optionally `gemm_shapes` as (m, n, k, layout).
     """
     device, quick = payload["device"], payload["quick"]
     timer = timer or make_timer(device)
     started = timer.clock()
     shapes_to_measure = [GemmShape(*each) for each in payload.get("shapes") or ()] or gemm_shapes(device, quick)
-    max_bytes = payload["memory_bytes"] * MAX_MATRIX_MEMORY_SHARE
+    max_bytes = payload["memory_bytes"] * MAX_MATRIX_MEMORY_SHARE / payload.get("processes", 1)
     shapes_to_measure = [shape for shape in shapes_to_measure if 4 * shape.largest_matrix_elements <= max_bytes]
     cases = [
         (shape, each)
@@ -126,7 +151,7 @@ def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> l
             make_gemm_runner(shape, precision, pool, BYTES_PER_RUN[quick], timer), share, timer
         )
         row = {"precision": precision, "m": shape.m, "n": shape.n, "k": shape.k, "layout": shape.operand_layout}
-        keep_fastest(found, {**row, "seconds": round_seconds(seconds)})
+        keep_fastest(found, {**row, "seconds": round_seconds(seconds), "processes": payload.get("processes", 1)})
     del allocator_guard
     return list(found.values())
 

@@ -36,18 +36,19 @@ from phalanx.cluster.system_files import count_busy_cores
 
 REFERENCE_DURATION_S = 0.15
 """Seconds for the reference product after each family."""
-TOTAL_DURATION_S = {True: 13.0, False: 80.0}
+TOTAL_DURATION_S = {True: 13.0, False: 145.0}
 """Seconds of all measurements, by `quick`. Process starts are extra: on a CPU `--quick` stays below 20 s and a full
-calibration below 2 minutes. With a GPU, each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
+calibration below 3 minutes. With a GPU, each process also loads libraries and kernels: `--quick` took 29 to 39 s."""
 TIME_WEIGHTS = {
     "matrix products": 8.0,
-    "memory": 1.0,
-    "launches": 1.0,
-    "processes together": 6.0,
+    "operations": 9.0,
+    "attention": 4.0,
+    "overheads": 1.0,
+    "processes together": 11.0,
     "storage": 2.0,
 }
 """Weights by which the families share the time, in the order in which they run."""
-MAX_DURATION_S = {"memory": 5.0, "launches": 2.0, "storage": 10.0}
+MAX_DURATION_S = {"overheads": 2.0, "storage": 10.0}
 """Maximum seconds of a family; more would not improve its result."""
 CALIBRATION_PACKAGE = "phalanx.cluster.calibration"
 
@@ -158,28 +159,34 @@ def _run_families(
     def measure(function: str, budget_s: float) -> Any:
         return executor.run_in_process(f"{CALIBRATION_PACKAGE}.{function}", payload(budget_s))
 
-    def measure_launches(budget_s: float) -> None:
-        results.launch_us = measure("op_benchmark:measure_launch", budget_s)
+    def measure_overheads(budget_s: float) -> None:
+        value = measure("op_benchmark:measure_overheads", budget_s)
+        results.launch_us = value["launch_us"]
+        results.add_ops(value["operations"])
 
-    def measure_collectives(budget_s: float) -> None:
-        rows = executor.run_in_world(
-            f"{CALIBRATION_PACKAGE}.collectives:measure_collectives",
-            {**payload(budget_s), "threads": max(1, machine.physical_cores // processes)},
+    def measure_concurrently(budget_s: float) -> None:
+        threads = max(1, machine.physical_cores // processes) if machine.device == "cpu" else machine.physical_cores
+        value = executor.run_in_world(
+            f"{CALIBRATION_PACKAGE}.collectives:measure_concurrently",
+            {**payload(budget_s), "processes": processes, "threads": threads},
             processes,
         )
-        results.collectives = [CollectiveTiming.model_validate(row) for row in rows]
+        results.collectives = [CollectiveTiming.model_validate(row) for row in value["collectives"]]
+        results.add_gemms(value["products"])
+        results.add_ops(value["operations"])
 
     steps: dict[str, Callable[[float], None]] = {
         "matrix products": lambda budget_s: results.add_gemms(measure("gemm:measure_gemms", budget_s)),
-        "memory": lambda budget_s: results.add_ops(measure("op_benchmark:measure_additions", budget_s)),
-        "launches": measure_launches,
-        "processes together": measure_collectives,
+        "operations": lambda budget_s: results.add_ops(measure("op_benchmark:measure_memory_ops", budget_s)),
+        "attention": lambda budget_s: results.add_ops(measure("op_benchmark:measure_attention", budget_s)),
+        "overheads": measure_overheads,
+        "processes together": measure_concurrently,
         "storage": lambda budget_s: _measure_storage(executor, quick, results, budget_s),
     }
     if processes < 2:
         del steps["processes together"]
-    if machine.num_gpus:  # its kernels do not wait for each launch
-        del steps["launches"]
+    if machine.num_gpus:  # predictions of GPUs read neither
+        del steps["attention"], steps["overheads"]
     weight_left = sum(TIME_WEIGHTS[name] for name in steps)
     for name, step in steps.items():
         elapsed = executor.clock() - started

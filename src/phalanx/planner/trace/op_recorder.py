@@ -355,9 +355,11 @@ class OpRecorder:
             read[self.storage_key(inputs[0])] = sum(written.values())  # only the rows that are picked
         if name == "embedding" and (weight := self.weight_names.get(self.storage_key(inputs[0]))):
             self.segment.tp_dims.setdefault(weight, "n")
+        largest = max([*inputs, *outputs], key=lambda each: each.numel())
         self.segment.memory_accesses.append((len(self.segment.ops), read, written))
         self._record_inputs(*inputs)
         rest = {"phase": self.pass_direction, "name": name, "tp_sharded": divided}
+        rest["element_bytes"] = largest.element_size()
         if name == "_to_copy" and (weight := self.weight_names.get(self.storage_key(inputs[0]))) is not None:
             self.weight_names[self.storage_key(outputs[0])] = weight  # a weight in another precision is that weight
         self.segment.ops.append(

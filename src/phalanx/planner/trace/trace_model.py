@@ -107,21 +107,35 @@ def build_on_meta(
         return (model.to(dtype) if wrong else model).train()
 
 
-def profile_fake_tensors(make: Callable[[], nn.Module], forward: LossFromSamples, tokens: int) -> ModelProfile:
+def profile_autocast(make: Callable[[], nn.Module], forward: LossFromSamples, tokens: int) -> ModelProfile:
+    """The profile of a model with weights in fp32 that computes in bf16 on a CPU, as autocast has it: which operations
+    are in which precision only that device's dispatcher knows, so tensors pretend to be on it."""
+
+    def mixed(model: nn.Module, samples: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(model, samples)
+
+    with fake_tensor_mode(symbols=False):
+        return profile_model(build_on_meta(make, torch.float32, "cpu"), mixed, tokens)
+
+
+def profile_fake_tensors(
+    make: Callable[[], nn.Module], forward: LossFromSamples, tokens: int, dtype: torch.dtype
+) -> ModelProfile:
     """Profile a model with fake tensors instead of meta tensors: with the latter some models, such as those of
     transformers, read tensor values, for example to build masks, and fail."""
     with fake_tensor_mode(symbols=False):
-        return profile_model(_convert_to_bf16(build_on_meta(make, torch.float32, "cpu")), forward, tokens)
+        return profile_model(_convert_dtype(build_on_meta(make, torch.float32, "cpu"), dtype), forward, tokens)
 
 
-def _convert_to_bf16(model: nn.Module) -> nn.Module:
-    """The model with parameters and buffers in bf16. `to` exchanges tensors, which those that pretend to be on a device
-    do not allow."""
+def _convert_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with parameters and buffers of this dtype. `to` exchanges tensors, which those that pretend to be on a
+    device do not allow."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor.is_floating_point() and tensor.dtype != torch.bfloat16:
-                new = made.get(id(tensor), tensor.detach().to(torch.bfloat16))
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                new = made.get(id(tensor), tensor.detach().to(dtype))
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, tensor.requires_grad) if id(tensor) not in made else new
                 made[id(tensor)] = new
