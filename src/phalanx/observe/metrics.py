@@ -1,4 +1,4 @@
-"""Speed, time split, MFU: pure functions over numbers. None means "could not be measured"."""
+"""Speed, time split, MFU and prediction error: pure functions over numbers. None means "could not be measured"."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,17 @@ import numpy as np
 
 from phalanx.observe.history import STEP_COMPONENTS, Floats, StepTable
 
+PREDICTED_COMPONENTS: Mapping[str, tuple[str, ...]] = {
+    "computing": ("forward", "backward"),
+    "grad_sync": ("grad_sync",),
+    "optimizer": ("optimizer",),
+    "the rest": ("data_wait", "checkpoint_stall", "other"),
+}
+"""Predicted parts of a step -> the measured parts that they consist of. The rest is not predicted."""
+WARMUP_STEPS_EXCLUDED = 5
+"""Steps that are left out where there are more: caches and threads start cold."""
+MIN_ERROR_SHARE = 0.05
+"""A step's error below which no part is named: two timings of the same step differ by as much."""
 MIN_NOISE_ESTIMATES = 5
 """Steps that must have added to the estimate of the gradient noise: the first ones say little."""
 
@@ -110,6 +121,34 @@ def compute_mfu(model_flops_per_s: float | None, peak_flops_per_s: float | None)
     """Compute model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B). At most 1: training that beats a
     measured peak shows that the peak was measured too low, on a busy machine. None when either is unknown."""
     return min(1.0, model_flops_per_s / peak_flops_per_s) if model_flops_per_s and peak_flops_per_s else None
+
+
+@dataclass(frozen=True)
+class PredictionError:
+    """The part of a step with the largest prediction error; seconds."""
+
+    component: str
+    predicted_s: float
+    measured_s: float
+
+
+def largest_prediction_error(steps: StepTable, plan: Mapping[str, Any] | None) -> PredictionError | None:
+    """Find the part of a step with the largest prediction error; None without a prediction or steps, and where the
+    whole step is within MIN_ERROR_SHARE of its prediction."""
+    predicted = (plan or {}).get("calibrated_breakdown_s") or (plan or {}).get("predicted_breakdown_s")
+    if not isinstance(predicted, dict) or not len(steps):
+        return None
+    first = WARMUP_STEPS_EXCLUDED if len(steps) > 2 * WARMUP_STEPS_EXCLUDED else 0
+    errors = []
+    for name, parts in PREDICTED_COMPONENTS.items():
+        columns = [STEP_COMPONENTS.index(part) for part in parts]
+        measured_s = float(np.median(steps.breakdown_s[first:, columns].sum(axis=1)))
+        errors.append(PredictionError(name, float(predicted.get(name) or 0.0), measured_s))
+    predicted_s = sum(each.predicted_s for each in errors)
+    measured_s = sum(each.measured_s for each in errors)
+    if abs(measured_s - predicted_s) < MIN_ERROR_SHARE * predicted_s:
+        return None
+    return max(errors, key=lambda each: abs(each.measured_s - each.predicted_s))
 
 
 def last_noise_scale(steps: StepTable) -> float | None:

@@ -46,6 +46,7 @@ class RunInfo:
     device_name: str
     physical_cores: int | None
     measured_matmul_tflops: dict[str, float]
+    flops_rule: str | None
     checkpoint_interval_steps: int | None
     auto_choices: tuple[tuple[str, str, str], ...]
     """What `auto` became: (key, value, why)."""
@@ -146,6 +147,7 @@ def read_run_info(
             for k, v in _sub_mapping(cluster, "measured_matmul_tflops").items()
             if isinstance(v, int | float)
         },
+        flops_rule=plan.get("flops_rule"),
         checkpoint_interval_steps=int_or_none(_sub_mapping(recipe, "checkpoint").get("every")),
         auto_choices=tuple(
             (str(item.get("key", "?")), _shown(item.get("value", "?")), str(item.get("reason", "")))

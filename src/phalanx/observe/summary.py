@@ -82,6 +82,8 @@ class SpeedSummary:
     predicted_step_s: float | None = None
     calibrated_step_s: float | None = None
     """From what `phalanx calibrate` measured; `predicted_step_s` is from trials of this very model."""
+    largest_error: metrics.PredictionError | None = None
+    """The part of a step with the largest prediction error."""
     model_flops_per_s: float | None = None
     """FLOP/s of the model's forward and backward."""
     flops_rule: str | None = None
@@ -320,6 +322,7 @@ def _summarize_speed(
         step_p95_s=float(np.quantile(seconds, 0.95)) if len(seconds) else None,
         predicted_step_s=_positive_or_none((plan or {}).get("predicted_step_s")),
         calibrated_step_s=_positive_or_none((plan or {}).get("calibrated_step_s")),
+        largest_error=metrics.largest_prediction_error(steps, plan),
         model_flops_per_s=model_flops_per_s,
         flops_rule=(plan or {}).get("flops_rule"),
         matmul_flops_per_s=matmul,

@@ -163,6 +163,12 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         error = error if abs(share) >= 0.005 else "as predicted"
         step += f"; predicted {formatting.format_duration(predicted_s)}, {error}"
     facts = [("speed", speed_text), ("step", step)]
+    if predicted_s and (largest_error := speed.largest_error) is not None:
+        parts = (
+            f"{formatting.format_duration(largest_error.predicted_s)} predicted, "
+            f"{formatting.format_duration(largest_error.measured_s)} measured"
+        )
+        facts.append(("largest error", f"{largest_error.component}: {parts}"))
     computed = f" ({formatting.format_flops(speed.model_flops_per_s)} of {{}})"
     measured, sheet = formatting.format_percent(speed.mfu_measured), formatting.format_percent(speed.mfu_data_sheet)
     if speed.mfu_measured is not None:

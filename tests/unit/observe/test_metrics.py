@@ -146,3 +146,15 @@ def test_smoothing_does_not_spread_a_spike() -> None:
     values = 2.0 + 0.1 * np.sin(np.arange(5000.0))
     values[2500] = 900.0
     assert metrics.smooth_series(values).max() < 2.2
+
+
+@pytest.mark.parametrize(("predicted_s", "named"), [(0.392, False), (0.36, True), (0.44, True)])
+def test_a_part_is_named_only_for_a_prediction_error_of_five_percent(
+    tmp_path: Path, predicted_s: float, named: bool
+) -> None:
+    """The steps take 0.4 s; 0.356 s of them are computing, 0.024 s the optimizer, 0.02 s what is not predicted."""
+    run = read_history(healthy(tmp_path / "run", total=60) / "events.jsonl").steps
+    plan = {"predicted_breakdown_s": {"computing": predicted_s - 0.024, "grad_sync": 0.0, "optimizer": 0.024}}
+    error = metrics.largest_prediction_error(run, plan)
+    assert (error is not None) == named
+    assert error is None or error.component in ("computing", "the rest")
