@@ -48,6 +48,8 @@ class ColdBufferPool:
         if flat is None:
             flat = self._flat[dtype] = self._flat[torch.float32].to(dtype)
         elements, step = math.prod(shape), ALIGNMENT_BYTES // dtype.itemsize
+        if elements > len(flat):
+            raise ValueError(f"{elements} elements asked of a pool of {len(flat)}")
         start = self._next % len(flat) // step * step
         if start + elements > len(flat):
             start = 0
