@@ -35,7 +35,7 @@ BUDGETS = {
     "src/phalanx/serve": 2_130,
     "src/phalanx/storage": 1_870,
     "src/phalanx/telemetry": 1_400,
-    "src/phalanx/train": 24_790,
+    "src/phalanx/train": 24_800,
     "fleet/src": 16_110,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""

@@ -5,8 +5,8 @@ means in the file: dependent values are computed from it, and values are checked
 """
 
 import json
+import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +196,12 @@ def _build_config(where: Path, values: dict[str, Any], args: Mapping[str, Any]) 
     transformers = import_transformers()
     while True:
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / HF_CONFIG_FILE).write_text(json.dumps(values))
-                return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            # in memory: a worker that is killed here leaves no file behind
+            with open(os.memfd_create(HF_CONFIG_FILE), "w") as file:
+                json.dump(values, file)
+                file.flush()
+                path = f"/proc/self/fd/{file.fileno()}"
+                return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             key = _find_field(error)
             if key in values and type(values[key]) is int and "float" in str(error):

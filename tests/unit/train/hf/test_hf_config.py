@@ -78,6 +78,11 @@ def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path) -> None:
         hf_model.build_on_meta(tmp_path, {"num_attention_heads": 3})
 
 
+def test_a_config_is_read_without_temporary_files(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert hf_model.load_architecture(mixtral, {"num_hidden_layers": 1}).config.num_hidden_layers == 1
+
+
 def test_a_whole_number_is_taken_where_a_fraction_is_meant(mixtral: Path, tmp_path: Path) -> None:
     args = {"router_aux_loss_coef": 1}
     assert hf_model.build_on_meta(mixtral, args).config.router_aux_loss_coef == 1.0
