@@ -254,6 +254,7 @@ def decode_incrementally(
         yield new
         if is_end:
             yield show_control_token(tokenizer.control_tokens.get(token, str(token)))
-            pending, decoded = [], ""
+            pending = []
+            decoded = ""
     if rest := tokenizer.decode(pending)[len(decoded) :]:
         yield rest

@@ -341,7 +341,8 @@ class NodeAgent:
         if is_first and self._run is not None:
             self.check_node(self._run)
         self._ranks, self._num_attempt_nodes = list(range(first, first + count)), start.world_size // count
-        self._live_ranks, self._exit_deadline = set(self._ranks), None
+        self._live_ranks = set(self._ranks)
+        self._exit_deadline = None
         here.reset()
 
     def _forward_messages(self, connection: AuthConnection, local_node: LocalNode, sock: Any) -> None:

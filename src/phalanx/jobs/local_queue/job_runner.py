@@ -88,7 +88,9 @@ class JobProcess:
     """The process of a job's command. `reason`: why it was asked to end, once it was."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", spec: AttemptSpec, signals: SignalQueue):
-        self._process, self._spec, self._signals = process, spec, signals
+        self._process = process
+        self._spec = spec
+        self._signals = signals
         self._kill_deadline: float | None = None
         self.reason: str | None = None
 

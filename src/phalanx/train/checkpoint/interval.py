@@ -40,11 +40,13 @@ class StepTimes:
 
     def reset_copies(self) -> None:
         """Forget the steps during copies."""
-        self._copy_steps_s, self._num_copy_steps = 0.0, 0
+        self._copy_steps_s = 0.0
+        self._num_copy_steps = 0
 
     def begin(self, kind: str) -> None:
         """Record that a save (`disk`) or a copy (`memory`) starts, between two steps."""
-        self._running, self._ended = self._running | {kind}, self._ended - {kind}
+        self._running |= {kind}
+        self._ended -= {kind}
 
     def end(self, kind: str) -> None:
         """Record that it finished, or was given up, in the current step."""
@@ -86,7 +88,8 @@ class InMemoryInterval:
         self._reset()
 
     def _reset(self) -> None:
-        self._num_copies, self._known_s = 0, 0.0
+        self._num_copies = 0
+        self._known_s = 0.0
         self._step_times.reset_copies()
 
     def is_due(self, step: int) -> bool:
@@ -118,7 +121,8 @@ class InMemoryInterval:
     def record_copied(self, known_s: float) -> None:
         """Record a copy that cost training at least `known_s`."""
         self._step_times.end("memory")
-        self._num_copies, self._known_s = self._num_copies + 1, self._known_s + known_s
+        self._num_copies += 1
+        self._known_s += known_s
         if not self._first_copy_done:  # it allocates memory that later copies reuse
             self._first_copy_done = True
             self._reset()

@@ -69,7 +69,8 @@ def distribute_like(parameter: Tensor, part: Tensor) -> Tensor:
 
 def fsdp_rows(parameter: DTensor) -> RowRange:
     """Return the rows of the whole tensor that are here."""
-    mesh, last = parameter.device_mesh, parameter.device_mesh.ndim - 1  # a dimension before the last one replicates
+    mesh = parameter.device_mesh
+    last = mesh.ndim - 1  # a dimension before the last one replicates
     return fsdp_row_range(parameter.shape[0], mesh.get_local_rank(last), mesh.size(last))
 
 

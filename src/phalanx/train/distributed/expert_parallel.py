@@ -44,9 +44,8 @@ def apply_expert_parallel(model: nn.Module, group: Group) -> dict[str, DimShard]
         for key, parameter in list(module.named_parameters(remove_duplicate=False)):
             owner, _, attribute = key.rpartition(".")
             if parameter not in new_params:
-                part = parameter.detach()[
-                    slice(*dim_shard.ranges[0])
-                ].clone()  # a view would keep all experts in memory
+                own = slice(*dim_shard.ranges[0])
+                part = parameter.detach()[own].clone()  # a view would keep all experts in memory
                 new_params[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 dim_shards[f"{name}.{key}" if name else key] = dim_shard
             setattr(module.get_submodule(owner), attribute, new_params[parameter])

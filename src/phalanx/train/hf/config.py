@@ -16,7 +16,7 @@ from torch import nn
 
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
+from phalanx.recipe.imports import HF_CONFIG_FILE
 from phalanx.recipe.validation_errors import describe_value, suggest_nearest
 from phalanx.safe_files import read_text
 
@@ -229,9 +229,9 @@ def _describe_config_error(
             )
         return RecipeError(
             f"model.build: {where}: transformers {transformers.__version__} knows no architecture of model_type "
-            f"{values.get('model_type')!r} ({describe_exception(error)})"
+            f"{values.get('model_type')!r}"
         )
-    reason = " ".join(str(error.__cause__ or error).split())
+    reason = re.sub(r"/proc/self/fd/\d+", str(where), " ".join(str(error.__cause__ or error).split()))
     key = _find_field(error)
     if not key:
         return RecipeError(f"{format_args(where, args)}: {reason}")

@@ -130,7 +130,8 @@ def test_tied_tensors_that_differ_in_the_files_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "nonesuch"}, "knows no architecture of model_type 'nonesuch'"),
+        ({"model_type": "nonesuch"}, "knows no architecture of model_type 'nonesuch'$"),
+        ({"model_type": None}, "knows no architecture of model_type None$"),
         ({"architectures": ["NoSuchModel"]}, "has no architecture 'NoSuchModel'"),
         ({"architectures": None}, "names no architecture; give one"),
     ],

@@ -93,7 +93,9 @@ class DeterministicTree(GradSyncAlgorithm):
 
     def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
         """Send each worker its part of every node on this worker."""
-        world_size, nodes, flat = self._comm.world_size, bucket.tree_nodes, bucket.buffer.flat
+        world_size = self._comm.world_size
+        nodes = bucket.tree_nodes
+        flat = bucket.buffer.flat
         part = bucket.num_elements // world_size
         if bucket_index not in self._received:
             self._received[bucket_index] = flat.new_empty(part * len(self._nodes))
