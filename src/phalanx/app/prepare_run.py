@@ -450,6 +450,8 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
     if described is None and model is not None:  # a model of images
         keep_companions(run, model, prepared.notes.append)
     if described is None or "file" not in described:
+        if described is not None and model is not None:  # bytes have no files
+            keep_companions(run, model, prepared.notes.append, [GENERATION_CONFIG_FILE])
         return described
     content = read_bytes(dataset / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
     write_atomic(run.tokenizer, content)

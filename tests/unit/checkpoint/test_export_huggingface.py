@@ -337,6 +337,18 @@ def test_an_own_tokenizer_keeps_the_generation_config_without_its_tokens(tmp_pat
     assert kept == {"temperature": 0.6, **({} if end is None else {"eos_token_id": end})}
 
 
+def test_a_run_of_bytes_keeps_the_generation_config_without_its_tokens(tmp_path: Path) -> None:
+    model, meta = originate(tmp_path)
+    run = Run(tmp_path / "run")
+    run.companions.mkdir(parents=True)
+    (run.companions / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "suppress_tokens": [5]}))
+    run.plan.write_text(json.dumps({"tokenizer": {"name": "bytes"}}))
+    out = export(tmp_path, get_model_tensors(model), meta)
+    kept = json.loads((out / "generation_config.json").read_text())
+    assert kept.pop("eos_token_id") == json.loads((out / "config.json").read_text())["eos_token_id"]
+    assert kept == {"temperature": 0.6}
+
+
 def test_tensors_that_the_model_does_not_use_are_named(tmp_path: Path) -> None:
     tiny.build_random_model("deepseek-v3").save_pretrained(tmp_path / "origin")
     file = tmp_path / "origin" / "model.safetensors"

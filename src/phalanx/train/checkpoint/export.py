@@ -423,6 +423,8 @@ def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: Not
     if own is None:
         if described.get("name") == "bytes":
             notes("no tokenizer: the run's tokens are bytes")
+            if GENERATION_CONFIG_FILE in copied:
+                _replace_generation_tokens(folder)
         return
     if not described.get("of_model"):
         _name_ends(folder, run, described)

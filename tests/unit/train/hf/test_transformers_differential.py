@@ -116,6 +116,8 @@ def test_a_step_and_an_export_of_a_language_model_are_those_of_transformers(tmp_
     assert loss == pytest.approx(step_of_transformers(theirs, inputs), rel=TOLERANCE)
     compare(ours, theirs)
     out = export_huggingface(save(tmp_path / "run" / "checkpoints", 1, get_model_tensors(ours), meta), tmp_path / "out")
+    declared, written = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "origin", out))
+    assert {key for key in declared if key not in written or declared[key] != written[key]} <= args.keys()
     again = transformers.AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():
         torch.testing.assert_close(
