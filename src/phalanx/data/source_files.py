@@ -4,7 +4,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from glob import escape, glob
@@ -54,6 +54,11 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
         for is_anywhere in [pattern.startswith("**/") or is_url(pattern)]
         for regex in [_glob_to_regex(pattern if is_anywhere else _absolute_pattern(pattern, base_dir))]
     ]
+    excluded_folders = [
+        re.compile(regex.pattern.removesuffix("/.*"), re.DOTALL)
+        for regex, _ in exclusions
+        if regex.pattern.endswith("/.*")
+    ]
     found: dict[object, SourceFile] = {}
     real = cache(os.path.realpath)
     for pattern in to_glob_list(globs):
@@ -62,12 +67,15 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
             found.update((file.path, file) for file in objects if file.path not in found)
             continue
         pattern = _download_matches(pattern) if is_url(pattern) else pattern
-        matching = sorted(_find_matches(pattern, base_dir))
-        files = [path for path in matching if os.path.isfile(path)]
+        matching = sorted(_find_matches(pattern, base_dir, excluded_folders))
         not_excluded = [
-            path for path in files if not any(path == name or regex.fullmatch(path) for regex, name in exclusions)
+            path
+            for path in matching
+            if os.path.isfile(path) and not any(path == name or regex.fullmatch(path) for regex, name in exclusions)
         ]
         if not not_excluded:
+            matching = sorted(_find_matches(pattern, base_dir, []))
+            files = [path for path in matching if os.path.isfile(path)]
             if directory := next((path for path in matching if os.path.isdir(path)), None):
                 advice = f"{directory} is a folder; name the files in it, such as {directory}/*"
                 raise RecipeError(f"data.source: {pattern!r} matches no file: {advice}")
@@ -191,9 +199,9 @@ def _absolute_pattern(pattern: str, base_dir: Path) -> str:
     return os.path.normpath(os.path.join(escaped, os.path.expanduser(pattern)))
 
 
-def _find_matches(pattern: str, base_dir: Path) -> list[str]:
+def _find_matches(pattern: str, base_dir: Path, excluded_folders: list[re.Pattern[str]]) -> list[str]:
     """Return the paths that a pattern matches as Python's `glob` does. Links among directories lead to each of them
-    about once, where `glob` would follow them without end."""
+    about once, where `glob` would follow them without end. `**` does not enter excluded directories."""
     exact = _absolute_path(pattern, base_dir)
     if os.path.lexists(exact):
         return [exact]
@@ -205,7 +213,7 @@ def _find_matches(pattern: str, base_dir: Path) -> list[str]:
     return [
         path
         for directory in glob(head or "/")
-        for path in walk_files(directory, with_hidden)
+        for path in walk_files(directory, with_hidden, excluded_folders)
         if regex.fullmatch(f"{path.removeprefix(directory).lstrip('/')}/")
     ]
 
@@ -226,15 +234,20 @@ def _step_to_regex(step: str) -> str:
     return f"{hidden}{_glob_to_regex(step).pattern}/"
 
 
-def walk_files(directory: str | Path, with_hidden: bool = True) -> Iterator[str]:
-    """Yield what lies below a directory and is none, through links as well, but not in directories above."""
+def walk_files(
+    directory: str | Path, with_hidden: bool = True, excluded_folders: Sequence[re.Pattern[str]] = ()
+) -> Iterator[str]:
+    """Yield what lies below a directory and is none, through links as well, but not in directories above or excluded
+    ones."""
     visited = {str(parent) for parent in Path(os.path.realpath(directory)).parents}
     for folder, folders, names in os.walk(directory, followlinks=True):
         visited.add(os.path.realpath(folder))
         folders[:] = [
             name
             for name in folders
-            if (with_hidden or name[0] != ".") and os.path.realpath(os.path.join(folder, name)) not in visited
+            if (with_hidden or name[0] != ".")
+            and not any(regex.fullmatch(os.path.join(folder, name)) for regex in excluded_folders)
+            and os.path.realpath(os.path.join(folder, name)) not in visited
         ]
         yield from (os.path.join(folder, name) for name in names)
 

@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -55,6 +56,14 @@ def test_excluded_files_are_left_out(tree, exclude):
     assert names(find_files("**/*.txt", exclude, tree)) == ["a.txt", "b.txt", "c.txt"]
 
 
+def test_an_excluded_directory_is_not_entered(tree, monkeypatch):
+    entered = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: entered.append(Path(path).name) or scandir(path))
+    assert names(find_files("**/*.txt", "**/skip/**", tree)) == ["a.txt", "b.txt", "c.txt"]
+    assert "er" in entered and "skip" not in entered
+
+
 def test_a_folder_with_a_glob_character_in_its_name_is_searched(tmp_path):
     write_texts(tmp_path / "we[i]rd", {"a.txt": "a"})
     write_texts(tmp_path / "we[i]rd", {"b.txt": "b", "c.txt": "c"})
@@ -67,6 +76,8 @@ def test_a_glob_without_files_is_named(tree):
     assert error.value.code == 78
     with pytest.raises(RecipeError, match=r"matches no file that is not excluded \(2 are\)"):
         find_files("*.txt", "**", tree)
+    with pytest.raises(RecipeError, match=r"matches no file that is not excluded \(3 are\)"):
+        find_files("**/[b-d].txt", ["b.txt", "deep/**"], tree)
 
 
 @pytest.mark.parametrize("packer", [bytes, gzip.compress])

@@ -272,7 +272,6 @@ def is_exiting(pid: int) -> bool:
 
 def freeze_gc() -> None:
     """Exclude all current objects from garbage collection in the children, so that their memory stays shared."""
-    gc.collect()
     gc.freeze()
 
 
