@@ -51,6 +51,7 @@ from phalanx.run import Event, Run
 from phalanx.run.event_types import StepDone
 from phalanx.train.builder import build_context
 from phalanx.train.distributed.environment import DistEnv
+from phalanx.train.inference import load_trained_model
 from phalanx.train.reference import ensure_reference
 from phalanx.train.tasks.grpo import Grpo
 from phalanx.train.train_context import TrainContext, WorkerProcess
@@ -178,9 +179,11 @@ def make_peer(
     models: tuple[str, str] = ("policy", "base"),
     attention: str = "sdpa",
     tokenizer: str = "base",
+    adapter: Any = None,
     **options: Any,
 ) -> Any:
-    """Make TRL's trainer `kind` of records, with a policy and, where it needs one, a reference."""
+    """Make TRL's trainer `kind` of records, with a policy and, where it needs one, a reference; `adapter`: PEFT's
+    configuration of one."""
     import datasets
     import trl.experimental.cpo
     import trl.experimental.orpo
@@ -195,6 +198,8 @@ def make_peer(
     more: Values = {"ref_model": load_model(folder / models[1])} if kind in ("DPO", "KTO") else {}
     if kind == "GRPO":
         more = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    if adapter is not None:
+        more["peft_config"] = adapter
     return getattr(owner, f"{kind}Trainer")(
         model=load_model(folder / models[0], attn_implementation=attention),
         args=arguments,
@@ -400,6 +405,23 @@ def read_peer(
     return [Trained(row["input_ids"], [label != -100 for label in row["labels"]]) for row in trainer.train_dataset]
 
 
+def read_axolotl(folder: Path, records: Sequence[Values], template: str, tokenizer: str = "base") -> list[Trained]:
+    """The samples that axolotl's `chat_template` strategy makes with its defaults, without those that are too long,
+    which it drops."""
+    if "messages" not in records[0]:
+        raise ImportError("another strategy")
+    from axolotl.prompt_strategies.chat_template import ChatTemplatePrompter, ChatTemplateStrategy
+
+    loaded = load_tokenizer(folder / tokenizer, template)
+    prompter = ChatTemplatePrompter(loaded, chat_template=template, max_length=PARITY_LENGTH)
+    strategy = ChatTemplateStrategy(
+        prompter, loaded, False, PARITY_LENGTH, roles_to_train=["assistant"], train_on_eos="turn"
+    )
+    rows = [strategy.tokenize_prompt(record) for record in records]
+    rows = [row for row in rows if len(row["input_ids"]) <= PARITY_LENGTH]
+    return [Trained(row["input_ids"], [label != -100 for label in row["labels"]]) for row in rows]
+
+
 def chat(*contents: str) -> Values:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]}
@@ -486,8 +508,8 @@ def answer(check: Callable[[], str]) -> str:
         return ""
 
 
-def check_all(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Each question, and the answers of ours and TRL's."""
+def check_all(folder: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Each question, and the answers of ours, TRL's and axolotl's rules."""
     text = {"prompt": "one", "completion": "two"}
     questions: list[tuple[str, Callable[[Reader], str], bool]] = [
         ("only answers are trained: template without generation tags", partial(check_mask, folder), False),
@@ -504,7 +526,9 @@ def check_all(folder: Path) -> Iterator[tuple[str, str, str]]:
     ]
     for name, check, is_packed in questions:
         ours = partial(read_ours, folder, **({} if is_packed else {"packing": "single"}))
-        yield name, answer(partial(check, ours)), answer(partial(check, partial(read_peer, folder, packing=is_packed)))
+        peer = partial(read_peer, folder, packing=is_packed)
+        rules = "" if is_packed else answer(partial(check, partial(read_axolotl, folder)))
+        yield name, answer(partial(check, ours)), answer(partial(check, peer)), rules
     for name, attention in (("packed is as separate: loss and gradients, sdpa", "sdpa"), ("the same, eager", "eager")):
         recipe: Values = {"task": "chat", "model": {"build": "hf:base", "args": {"attn_implementation": attention}}}
         ours_of = partial(measure_ours, folder, **recipe)
@@ -516,6 +540,127 @@ def check_all(folder: Path) -> Iterator[tuple[str, str, str]]:
             name,
             answer(partial(check_packing, partial(ours_of, data=alone), partial(ours_of, data=packed))),
             answer(partial(check_packing, peer_of, partial(peer_of, packing=True))),
+            "",
+        )
+    yield from check_exports(folder)
+
+
+# ---- exports
+
+
+LESSON = [chat("one two", "three"), chat("four", "five six")]
+LESSON_STEPS, LESSON_LR = 60, 1e-2
+ADAPTER: Values = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def write_raw_base(folder: Path) -> None:
+    """A base that was not trained for conversations: its end is <|endoftext|>, not the end of a turn."""
+    save_chat_model(folder / "raw", eos_token_id=0)
+    tokenizer = load_tokenizer(folder / "raw", TAGGED)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder / "raw")
+
+
+def run_phalanx(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "phalanx", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1000:])
+
+
+def export_ours(folder: Path, name: str, adapter: Values | None) -> Run:
+    """Train the lesson as a user would, and export it to `name`."""
+    write_records(folder, "lesson", LESSON)
+    recipe: Values = {"model": {"build": "hf:raw"}, "task": "chat", "precision": "fp32", "compile": False}
+    recipe |= {"data": chat_data("lesson", packing="single") | {"tokenizer": "raw"}, "steps": LESSON_STEPS}
+    recipe |= {"batch": {"global_size": 2, "micro_size": 2}, "evaluation": {"holdout_fraction": 0.0, "every": None}}
+    recipe |= {"optimizer": {"name": "adamw", "lr": LESSON_LR}, "num_threads": 1}
+    recipe |= {} if adapter is None else {"adapter": adapter}
+    (folder / f"{name}.yaml").write_text(json.dumps(recipe))
+    run = Run(folder / f"{name}-run")
+    run_phalanx("train", folder / f"{name}.yaml", "--run", run.path)
+    run_phalanx("checkpoint", "export", run.path, folder / name)
+    return run
+
+
+def export_peer(folder: Path, name: str, adapter: Any) -> Tensor:
+    """Train the lesson by TRL, save it to `name`, and return the trained model's logits of it."""
+    options: Values = {"assistant_only_loss": True, "max_steps": LESSON_STEPS, "learning_rate": LESSON_LR}
+    trainer = make_peer("SFT", folder, LESSON, TAGGED, ("raw", "raw"), tokenizer="raw", adapter=adapter, **options)
+    trainer.train()
+    logits = lesson_logits(folder, trainer.model)
+    if adapter is None:
+        trainer.save_model(folder / name)
+        return logits
+    trainer.model.merge_and_unload().save_pretrained(folder / name)
+    trainer.processing_class.save_pretrained(folder / name)
+    return logits
+
+
+def lesson_logits(folder: Path, model: nn.Module) -> Tensor:
+    rows = load_tokenizer(folder / "raw", TEMPLATE).apply_chat_template(LESSON[0]["messages"], return_dict=True)
+    with torch.no_grad():
+        output = model.eval()(torch.tensor([rows["input_ids"]]))
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def check_logits(folder: Path, name: str, trained: Tensor) -> str:
+    """Compare the logits of what was trained with those of what was saved."""
+    saved = lesson_logits(folder, load_model(folder / name))
+    difference = float((saved - trained).abs().max() / trained.abs().max())
+    return f"{'yes' if difference < 1e-5 else 'no'} ({difference:.0e})"
+
+
+def check_stops(folder: Path, name: str) -> str:
+    """Whether the saved model answers as it was taught, and ends there, with what was saved beside it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / name)
+    prompt = tokenizer.apply_chat_template(
+        LESSON[0]["messages"][:1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    [answer] = load_model(folder / name).generate(**prompt, max_new_tokens=16, do_sample=False)
+    text = tokenizer.decode(answer[prompt["input_ids"].shape[1] :])
+    return "yes" if text == "three<|im_end|>" else f"no: {text.replace('|', chr(92) + '|')!r}"
+
+
+def check_exports(folder: Path) -> Iterator[tuple[str, str, str, str]]:
+    """What is saved after training: by `phalanx checkpoint export`, and by TRL as its documentation says."""
+    write_raw_base(folder)
+    run, adapter_run = export_ours(folder, "ours", None), export_ours(folder, "ours-merged", ADAPTER)
+
+    def ours_of(trained: Run) -> Tensor:
+        return lesson_logits(folder, load_trained_model(trained, None, False, torch.device("cpu")).model)
+
+    def adapter_logits() -> Tensor:
+        import peft
+
+        run_phalanx("checkpoint", "export", adapter_run.path, folder / "ours-peft", "--form", "peft")
+        return lesson_logits(folder, peft.PeftModel.from_pretrained(load_model(folder / "raw"), folder / "ours-peft"))
+
+    def peer_of(name: str, has_adapter: bool) -> Tensor:
+        import peft
+
+        values = {"r": ADAPTER["rank"], "lora_alpha": ADAPTER["alpha"], "target_modules": ADAPTER["target_modules"]}
+        return export_peer(folder, name, peft.LoraConfig(task_type="CAUSAL_LM", **values) if has_adapter else None)
+
+    yield (
+        "exported is as trained: logits",
+        answer(lambda: check_logits(folder, "ours", ours_of(run))),
+        answer(lambda: check_logits(folder, "theirs", peer_of("theirs", False))),
+        "",
+    )
+    yield (
+        "merged is as with the adapter: logits",
+        answer(lambda: check_logits(folder, "ours-merged", adapter_logits())),
+        answer(lambda: check_logits(folder, "theirs-merged", peer_of("theirs-merged", True))),
+        "",
+    )
+    for name, suffix in (("the export answers and stops", ""), ("the same, merged", "-merged")):
+        yield (
+            name,
+            answer(lambda suffix=suffix: check_stops(folder, f"ours{suffix}")),
+            answer(lambda suffix=suffix: check_stops(folder, f"theirs{suffix}")),
+            "",
         )
 
 
@@ -772,7 +917,10 @@ NOTES = {
     "answer as its cross-entropy, as in the paper; TRL has one mean over all prompts and answers of the batch, so the "
     "first row has TRL's odds ratio and log-probabilities with the paper's cross-entropy, the second all of TRL. The "
     "loss of GRPO is 0 because all answers have the same length; its gradient is not.",
-    "inputs": "TRL has `assistant_only_loss=True`, and packs by `bfd`. A refusal is an error before the first step.",
+    "inputs": "TRL has `assistant_only_loss=True`, and packs by `bfd`. Axolotl does not install here as a whole: asked "
+    "is its `chat_template` strategy, with its defaults. A refusal is an error before the first step. The base of the "
+    "exports ends a text with `<|endoftext|>`, as one that never saw a conversation; it learns two of them by heart in "
+    "60 steps.",
     "sft": "Phalanx attends within documents by a dense mask of each sample, TRL of the whole batch.",
     "dpo": "The reference is computed before the first step, and not in the figures.",
     "vocabulary": "Logits of 1,024 tokens are 256 MiB in fp32.",
@@ -793,8 +941,8 @@ def parity_lines(rows: Iterator[tuple[str, Measured, Measured | None]]) -> Itera
         yield f"| {name} | {ours.loss:z.5f} | {loss} | {ours.norm:.5f} | {norm} | {difference} |"
 
 
-def input_lines(rows: Iterator[tuple[str, str, str]]) -> Iterator[str]:
-    yield from ("| question | phalanx | TRL SFT |", "|---|---|---|")
+def input_lines(rows: Iterator[tuple[str, str, str, str]]) -> Iterator[str]:
+    yield from ("| question | phalanx | TRL SFT | axolotl's rules |", "|---|---|---|---|")
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -832,7 +980,7 @@ def main() -> None:
     if options.contender is not None:
         run_contender(options.contender, options.inputs, options.steps)
         return
-    packages = ("torch", "transformers", "trl", "accelerate", "datasets")
+    packages = ("torch", "transformers", "trl", "peft", "axolotl", "accelerate", "datasets")
     versions = ", ".join(f"{name} {installed(name)}" for name in packages if installed(name))
     load = os.getloadavg()[0]
     head = (

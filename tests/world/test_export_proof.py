@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import train_harness
+from chat_inputs import save_chat_model, write_chat_inputs
 from phalanx.app import export, export_proof
 from phalanx.app.export_record import find_license
 from phalanx.cli import main
@@ -143,6 +144,25 @@ def test_an_export_proves_itself_in_a_process_of_its_own_and_says_what_it_is(run
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: origin-llama-tied\nlicense: apache-2.0\n---\n")
     assert re.search(r"\| loss \| PASS \| \d", card)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_export_stops_at_the_end_of_an_answer_that_its_base_did_not_know(
+    lab: TrainHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_chat_inputs(lab.folder)
+    save_chat_model(lab.folder / "base", eos_token_id=0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(lab.folder / "base")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(lab.folder / "base")
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    monkeypatch.setattr(train_harness, "BASE_RECIPE", {**train_harness.BASE_RECIPE, "model": {}, "data": {}})
+    data = {"source": {"jsonl": "chat.jsonl"}, "tokenizer": "base", "seq_len": 64}
+    changes: Values = {"model": {"build": "hf:base"}, "task": "chat", "data": data, "steps": 2}
+    outcome = export.export_checkpoint(str(lab.train(changes).run.path), tmp_path / "out")
+    assert all(check.passed for check in outcome.checks)
+    config = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert config.eos_token_id == [0, end_of_turn]
 
 
 @pytest.mark.usefixtures("in_this_process")

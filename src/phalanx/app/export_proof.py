@@ -199,14 +199,16 @@ def _describe_text(run: Run, inputs: Tensor) -> TextFacts:
     texts = [PROBE_TEXT, tokenizer.decode(inputs[0].tolist())]
     encoded = [tokenizer.encode_prompt(text) for text in texts]
     separator = [] if tokenizer.separator_token is None else [tokenizer.separator_token]
-    stops = described.get("stops") if isinstance(described, Mapping) else None
+    described = described if isinstance(described, Mapping) else {}
+    ends = list(described.get("stops") or separator)
+    ends += [described["end_of_turn"]] if "end_of_turn" in described else []
     configs = (run.read_json_or_empty(run.companions / name) for name in (TOKENIZER_CONFIG_FILE, "chat_template.json"))
     template: Any = next((config["chat_template"] for config in configs if config.get("chat_template")), None)
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}
     if (file := run.companions / "chat_template.jinja").is_file():
         template = file.read_text(encoding="utf-8")
-    return TextFacts(texts, encoded, list(tokenizer.begin_tokens), separator, stops or separator, template)
+    return TextFacts(texts, encoded, list(tokenizer.begin_tokens), separator, ends, template)
 
 
 def _reload(

@@ -33,20 +33,21 @@ from phalanx.cluster.health.checks.host import nearest_existing
 from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
 from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
-from phalanx.data.bad_rows import count_skipped
-from phalanx.data.chat_template import MAX_TEMPLATE_BYTES
+from phalanx.data.bad_rows import BadRowError, count_skipped
+from phalanx.data.chat import ChatEncoder, ChatPlan
+from phalanx.data.chat_template import MAX_TEMPLATE_BYTES, find_chat_template
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
 from phalanx.data.source_files import SOURCE_ORIGINS_KEY, pin_sources
-from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
+from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens, load_run_tokenizer
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.formatting import format_bytes, format_percent, format_plural
 from phalanx.planner.storage_costs import checkpoint_bytes_of
 from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, load_resolved_recipe, scale_batch_with_workers
 from phalanx.recipe.batch_scaling import describe_batch_scaling
 from phalanx.recipe.checks import check_task, num_workers_for
-from phalanx.recipe.data_schema import list_sources
+from phalanx.recipe.data_schema import ChatConfig, list_sources
 from phalanx.recipe.devices import FP8_VARIABLE, check_device
 from phalanx.recipe.imports import huggingface_location
 from phalanx.recipe.load import LoadedRecipe, dump_recipe
@@ -407,6 +408,8 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     write_atomic(run.resolved, dump_recipe(prepared.recipe))
     described = copy_tokenizer(prepared)
     keep_chat_template(prepared)
+    if described is not None and prepared.recipe.data.chat is not None:
+        described = {**described, **find_end_of_turn(run, described)}
     write_json(run.plan, {**prepared.plan, **({} if described is None else {TOKENIZER_KEY: described})})
     prices = load_prices()
     write_json(run.cluster, {**prepared.cluster, **({} if prices is None else {"prices": prices.model_dump()})})
@@ -480,6 +483,18 @@ def keep_chat_template(prepared: PreparedRun) -> None:
     if path.is_file() or not run.has_checkpoint():
         run.companions.mkdir(exist_ok=True)
         write_atomic(run.companions / CHAT_TEMPLATE_FILE, read_bytes(path, MAX_TEMPLATE_BYTES))
+
+
+def find_end_of_turn(run: Run, tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """The control token that ends an answer by the run's chat template, if it has one: generation must stop there."""
+    if (template := find_chat_template(run.companions)) is None:
+        return {}
+    encoder = ChatEncoder(
+        ChatPlan(ChatConfig(), template), load_run_tokenizer(run.tokenizer, tokenizer, run.companions)
+    )
+    with contextlib.suppress(BadRowError):  # the template does not take a question and an answer alone
+        return {"end_of_turn": encoder.find_end_of_turn()}
+    return {}
 
 
 def check_upload(recipe: Recipe) -> None:

@@ -430,12 +430,27 @@ def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: Not
         _name_ends(folder, run, described)
         if GENERATION_CONFIG_FILE in copied and "stops" not in described:  # it came with another tokenizer
             _replace_generation_tokens(folder)
+    if "end_of_turn" in described:
+        _add_generation_end(folder, described["end_of_turn"])
     if not copied.keys() - {TOKENIZER_FILE} and run.plan.is_file() and "of_model" not in described:
         notes(
             f"{TOKENIZER_CONFIG_FILE} and {HF_CONFIG_FILE} name the ends of a text by tokenizer.json alone, because an "
             "earlier version started the run. If its tokenizer is that of "
             f"{meta['model']['huggingface']['directory']}, copy the other files from there"
         )
+
+
+def _add_generation_end(folder: Path, token: int) -> None:
+    """Let generation stop at a token as well: at the end of an answer, which a base that never saw a conversation does
+    not name."""
+    path = folder / GENERATION_CONFIG_FILE
+    values = json.loads((path if path.is_file() else folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
+    named = values.get("eos_token_id")
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    if token in ends:
+        return
+    kept = values if path.is_file() else {key: values.get(key) for key in ("bos_token_id", "pad_token_id")}
+    _write_json(path, {**kept, "eos_token_id": [*ends, token]})
 
 
 def write_image_processor(meta: Mapping[str, Any], run: Run, folder: Path) -> None:
