@@ -165,19 +165,20 @@ async def answer_form(access: Access, request: Request, act: Callable[[Form], st
     """Do what a form asks for, if its browser may, and answer with the sentence that `act` returns."""
     if (refusal := describe_refusal(access, request)) is not None:
         return PlainTextResponse(refusal, 403)
-    if (form := await read_form(request)) is None:
+    if (body := await read_body(request, MAX_FORM_BYTES)) is None:
         return PlainTextResponse("The request is too long.", 413)
+    form = {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
     try:
         return PlainTextResponse(await run_in_threadpool(act, form))
     except UsageError as error:
         return PlainTextResponse(str(error), 409)
 
 
-async def read_form(request: Request) -> Form | None:
-    """The values of a form; None where it is longer than any of this server's."""
+async def read_body(request: Request, max_bytes: int) -> bytes | None:
+    """The body of a request; None where it is longer than `max_bytes`."""
     body = b""
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_FORM_BYTES:
+        if len(body) > max_bytes:
             return None
-    return {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
+    return body

@@ -21,8 +21,8 @@ from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import build_summary
 from phalanx.run import EventTail, Run
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups, ValueRollup
-from phalanx.serve.log_pages import render_log_tail
-from phalanx.serve.run_row import RUNNING_WITHIN_S, stat_run
+from phalanx.serve.job_pages import render_log_tail
+from phalanx.serve.run_index import RUNNING_WITHIN_S, stat_run
 
 READ_BUDGET_S = 0.5
 """Seconds of reading after which a page shows what was read so far: a long run takes minutes."""

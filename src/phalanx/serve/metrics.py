@@ -14,8 +14,7 @@ from starlette.responses import Response
 from phalanx.jobs.spec import JobState
 from phalanx.serve.job_pages import JobReader
 from phalanx.serve.page_context import AddedPages, PageContext
-from phalanx.serve.run_index import RunIndex
-from phalanx.serve.run_row import RunRow
+from phalanx.serve.run_index import RunIndex, RunRow
 from phalanx.telemetry.agent_endpoint import METRICS_TYPE
 from phalanx.telemetry.exposition import MetricDefinition, render_families
 

@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from phalanx import formatting
-from phalanx.serve.run_row import RunRow
+from phalanx.serve.run_index import RunRow
 from phalanx.std_streams import escape_control_chars
 
 logger = logging.getLogger(__name__)
