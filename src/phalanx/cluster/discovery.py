@@ -1,6 +1,6 @@
 """Discover this machine: the cores and memory that this process may use, its CPU and its accelerators. Linux only;
 reads /proc and /sys below a given root, so that tests can present another machine. `calibration/gemm.py` measures
-rates, and `data_sheet.py` has peak rates.
+rates, and `catalog.py` has peak rates.
 """
 
 import functools

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.gpu_topology import import_nvml
+from phalanx.cluster.device_links import import_nvml
 from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.node_env import find_node_name

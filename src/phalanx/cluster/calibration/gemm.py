@@ -1,7 +1,7 @@
 """Matrix products by shape, layout and precision: what most of a training step is made of.
 
 Half of the shapes are those of linear layers in the layouts of forward and backward, half are spread evenly over the
-logarithms of m, n and k. Operands come from a pool that no cache holds (cold_buffers.py).
+logarithms of m, n and k. Operands come from a pool that no cache holds (`ColdBufferPool`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, torch_dtype
 from phalanx.cluster.calibration.op_benchmark import num_argument_sets, prepare_buffers
 from phalanx.cluster.calibration.timing import (
     NUM_ROUNDS,
     BenchTimer,
+    ColdBufferPool,
     coarse_to_fine,
     keep_fastest,
     make_timer,
@@ -24,6 +24,7 @@ from phalanx.cluster.calibration.timing import (
     remaining_seconds,
     round_seconds,
     split_budget,
+    torch_dtype,
 )
 from phalanx.recipe.devices import has_fp8, size_table_of
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool
+from phalanx.cluster.calibration.timing import ColdBufferPool
 
 if TYPE_CHECKING:
     import torch

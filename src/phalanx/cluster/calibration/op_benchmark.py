@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes, torch_dtype, warm_allocator
 from phalanx.cluster.calibration.memory_ops import MakeOpCase, OpCase, count_moved_bytes, memory_op_cases
 from phalanx.cluster.calibration.timing import (
     NUM_ROUNDS,
     BenchTimer,
+    ColdBufferPool,
     coarse_to_fine,
     keep_fastest,
+    last_level_cache_bytes,
     make_timer,
     median_seconds_of,
     remaining_seconds,
     round_seconds,
     split_budget,
+    torch_dtype,
+    warm_allocator,
 )
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_KIB, BYTES_PER_MIB
 from phalanx.recipe.devices import size_table_of

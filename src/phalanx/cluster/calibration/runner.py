@@ -16,11 +16,9 @@ from phalanx.cluster.calibration import location_speed
 from phalanx.cluster.calibration.anomalies import best_gemm_tflops, find_anomalies, measured_memory_bandwidth
 from phalanx.cluster.calibration.hardware_key import hardware_key
 from phalanx.cluster.calibration.timing import time_reference_gemm
-from phalanx.cluster.catalog import find_accelerator, find_entry
-from phalanx.cluster.data_sheet import find_data_sheet
+from phalanx.cluster.catalog import find_accelerator, find_data_sheet, find_entry
+from phalanx.cluster.device_links import choose_scale_out, choose_scale_up, discover_gpu_links, discover_nics
 from phalanx.cluster.discovery import Machine
-from phalanx.cluster.gpu_topology import choose_scale_up, discover_gpu_links
-from phalanx.cluster.nics import choose_scale_out, discover_nics
 from phalanx.cluster.spec import (
     AcceleratorSpec,
     Cluster,

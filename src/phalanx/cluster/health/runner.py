@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from phalanx.cluster.gpu_topology import import_nvml
-from phalanx.cluster.health.checks import gpus, host, kernel_log, matmul, network, storage
+from phalanx.cluster.calibration.location_speed import describe_speed, measure_location, remove_probe
+from phalanx.cluster.device_links import import_nvml
+from phalanx.cluster.health.checks import gpus, host, kernel_log, matmul, network
 from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict, parse_finding, worst_verdict
-from phalanx.errors import PhalanxError, SubprocessError, UsageError
+from phalanx.errors import PhalanxError, SubprocessError, UsageError, describe_os_error
 from phalanx.formatting import format_exit_status
 from phalanx.run.call_process import CallProcess, value_of
 from phalanx.run.messages import Message
@@ -44,6 +45,32 @@ class HealthCheck:
     is_benchmark: bool = False
 
 
+def check_storage(context: CheckContext) -> list[HealthFinding]:
+    """Measure each location of the context. One that cannot be used fails."""
+    findings = []
+    for place in context.locations:
+        verdict, figures = HealthVerdict.FAIL, dict[str, Any]()
+        try:
+            speed = measure_location(place, context.probe_name)
+        except (PhalanxError, OSError) as error:
+            reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+            reason = reason.replace(f"/{context.probe_name}", "")
+        else:
+            verdict = HealthVerdict.PASS if speed.latencies_s else HealthVerdict.UNKNOWN
+            reason, figures = f"{place.location}: {describe_speed(speed)}", speed.model_dump()
+            for name, (median_s, p99_s) in figures.pop("latencies_s").items():
+                figures |= {f"{name}_median_s": median_s, f"{name}_p99_s": p99_s}
+        findings.append(HealthFinding(f"storage/{place.key}", verdict, reason, figures))
+    return findings
+
+
+def remove_probes(payload: dict[str, Any]) -> None:
+    """Remove what a measurement that was killed has written."""
+    context = CheckContext.from_json(payload)
+    for place in context.locations:
+        remove_probe(place, context.probe_name)
+
+
 HEALTH_CHECKS = (
     HealthCheck("versions", lambda context: host.evaluate_versions(host.measure_versions(context))),
     HealthCheck("gpus", lambda context: gpus.check_gpus(context, import_nvml()), timeout_s=20.0),
@@ -61,7 +88,7 @@ HEALTH_CHECKS = (
         timeout_s=network.ALL_REDUCE_TIMEOUT_S + 30.0,
         is_benchmark=True,
     ),
-    HealthCheck("storage", storage.check_storage, timeout_s=60.0, is_benchmark=True),
+    HealthCheck("storage", check_storage, timeout_s=60.0, is_benchmark=True),
 )
 
 
@@ -232,7 +259,7 @@ def run_storage_check(check: HealthCheck, context: CheckContext) -> list[HealthF
     finally:
         if not is_done:
             with CheckProcess() as process, contextlib.suppress(CheckAborted):
-                process.call(f"{HEALTH_PACKAGE}.checks.storage:remove_probes", context.as_json(), START_TIMEOUT_S)
+                process.call(f"{HEALTH_PACKAGE}.runner:remove_probes", context.as_json(), START_TIMEOUT_S)
 
 
 class CheckAborted(Exception):

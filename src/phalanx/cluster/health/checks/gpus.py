@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.cluster.device_links import GpuLinks, discover_gpu_links
 from phalanx.cluster.discovery import GPU_DEVICE_FILES
-from phalanx.cluster.gpu_topology import GpuLinks, discover_gpu_links
 from phalanx.cluster.health.finding import (
     CheckContext,
     FindingValue,
@@ -253,3 +253,32 @@ def _findings_without_nvml(context: CheckContext, words: str) -> list[HealthFind
         else evaluate_gpu_count(count, expected),
         HealthFinding("gpus/state", HealthVerdict.UNKNOWN, text),
     ]
+
+
+def check_gpus_present(context: CheckContext) -> list[HealthFinding]:
+    """Check without the driver that the expected GPUs are there and answer on the PCI bus. Unknown where the
+    driver's directory is hidden (gVisor, WSL2)."""
+    count, expected = count_gpus(context.root), context.expected_devices
+    if count == 0 and expected and not can_count_gpus(context.root):
+        reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
+        return [HealthFinding("gpus/count", HealthVerdict.UNKNOWN, reason)]
+    findings = [evaluate_gpu_count(count, expected)]
+    for bus in find_lost_gpus(context.root):
+        text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
+        findings.append(HealthFinding("gpus/count", HealthVerdict.FAIL, text, {"bus": bus}))
+    return findings
+
+
+def find_lost_gpus(root: Path) -> list[str]:
+    """Addresses of NVIDIA's GPUs that fell off the bus: reading their configuration gives nothing but ones."""
+    folder = root / "proc/driver/nvidia/gpus"
+    found = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    return [bus for bus in found if _read_vendor(root / "sys/bus/pci/devices" / bus / "config") == b"\xff\xff"]
+
+
+def _read_vendor(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(2)
+    except OSError:  # hidden in this container
+        return None

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from phalanx.cluster.calibration.hardware_key import read_driver_version
+from phalanx.cluster.device_links import discover_nics
 from phalanx.cluster.discovery import cgroup_dirs, parse_meminfo, read_cgroup_cores, read_cgroup_memory
 from phalanx.cluster.environment import package_version
+from phalanx.cluster.health.checks.gpus import check_gpus_present
 from phalanx.cluster.health.finding import (
     CheckContext,
     FindingValue,
@@ -23,7 +25,6 @@ from phalanx.cluster.health.finding import (
     evaluate_threshold,
     worst_verdict,
 )
-from phalanx.cluster.nics import discover_nics
 from phalanx.cluster.system_files import count_busy_cores, parse_cpu_list, read_small_file
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX
@@ -87,9 +88,7 @@ def _format_number(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"
 
 
-def measure_memory(
-    context: CheckContext, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
-) -> dict[str, FindingValue]:
+def measure_memory(context: CheckContext, statvfs: StatVfs = os.statvfs) -> dict[str, FindingValue]:
     """Bytes of memory. `available` is the less of what the kernel and what the control group has left."""
     meminfo = read_small_file(context.root / "proc/meminfo")
     total, available = parse_meminfo(meminfo, "MemTotal"), parse_meminfo(meminfo, "MemAvailable")
@@ -329,3 +328,16 @@ def check_leaked_resources(context: CheckContext) -> list[HealthFinding]:
     names = ", ".join(sorted(sizes)[:MAX_SHOWN]) + (" ..." if len(sizes) > MAX_SHOWN else "")
     reason = f"dead runs left {total / BYTES_PER_MIB:.1f} MiB in /dev/shm: {names}"
     return [HealthFinding("leaked-resources", HealthVerdict.WARN, reason, figures)]
+
+
+def run_preflight(
+    run_dir: Path, expect_devices: int | None = None, root: Path = Path("/"), statvfs: StatVfs = os.statvfs
+) -> list[HealthFinding]:
+    """Check what changes between attempts, within milliseconds and without a library that could hang: free disk space,
+    memory, /dev/shm and the number of GPUs. The node is unfit if a finding is (`HealthVerdict.is_unfit`)."""
+    context = CheckContext(run_dir, root=root, expected_devices=expect_devices)
+    return [
+        *check_disk_space(context, statvfs)[:1],
+        *evaluate_memory(measure_memory(context, statvfs)),
+        *check_gpus_present(context),
+    ]

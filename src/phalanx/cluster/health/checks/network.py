@@ -14,8 +14,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from phalanx.cluster.device_links import Nic, discover_nics, find_missing_interfaces
 from phalanx.cluster.health.finding import CheckContext, FindingValue, HealthFinding, HealthVerdict, worst_verdict
-from phalanx.cluster.nics import Nic, discover_nics, find_missing_interfaces
 from phalanx.formatting import format_bytes
 
 ResolveName = Callable[[str], list[str]]
