@@ -12,7 +12,6 @@ DRAIN_FILE = "drained.json"
 
 
 def is_paused(job_dir: Path) -> bool:
-    """Whether a job is paused."""
     return (job_dir / PAUSE_FILE).exists()
 
 
@@ -32,5 +31,4 @@ def write_pause(job_dir: Path, reason: str, file_name: str = PAUSE_FILE) -> None
 
 
 def remove_pause(job_dir: Path, file_name: str = PAUSE_FILE) -> None:
-    """End the pause of a job."""
     (job_dir / file_name).unlink(missing_ok=True)

@@ -78,7 +78,6 @@ class EventLog:
             self._pending = _line(LogOpened(format=FORMAT_VERSION, phalanx_version=phalanx.__version__))
 
     def write(self, event: Event) -> None:
-        """Append one event."""
         self._pending += _line(event)
         try:
             self._flush()

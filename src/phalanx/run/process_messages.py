@@ -282,7 +282,6 @@ class Topology(TypedMessage):
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self.nproc_per_node * len(self.hosts)
 
 

@@ -67,7 +67,6 @@ class NodeMinute:
     """Up to the end of this minute; None in the minutes of no run."""
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
         return json.dumps({"format": TELEMETRY_FORMAT, **to_json(self)}).encode() + b"\n"
 
 

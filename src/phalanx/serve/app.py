@@ -76,7 +76,6 @@ class Server:
 
     @cached_property
     def run_routes(self) -> "RunRoutes":
-        """The pages of a run."""
         from phalanx.serve.run_routes import RunRoutes
 
         return RunRoutes(self.index, self.context)
@@ -125,7 +124,6 @@ class Server:
         )
 
     async def show_runs(self, request: Request) -> Response:
-        """The list of runs."""
         query = _read_query(request)
         body = render_runs(self._render_list(query), query)
         return self.context.render("Runs", "Runs", body, query.to_address("stream/runs"))
@@ -140,7 +138,6 @@ class Server:
         return self.context.stream(read)
 
     async def show_jobs(self, request: Request) -> Response:
-        """The jobs of the backend."""
         head = '<header><h1>Jobs</h1></header><p id="answer" role="status"></p>'
         body = f'{head}<div id="jobs">{self._render_jobs(request)}</div>'
         return self.context.render("Jobs", "Jobs", body, "stream/jobs")
@@ -154,8 +151,6 @@ class Server:
         return self.context.stream(read)
 
     async def cancel_job(self, request: Request) -> Response:
-        """Cancel a job."""
-
         def act(form: Form) -> str:
             self.jobs.cancel(form.get("job", ""))
             return f"Job {form.get('job', '')} is being cancelled."
@@ -167,11 +162,9 @@ class Server:
         return Response(DASHBOARD_FILE.read_bytes(), media_type="application/json")
 
     async def send_css(self, request: Request) -> Response:
-        """The style sheet."""
         return self._static(self._css, "text/css")
 
     async def send_script(self, request: Request) -> Response:
-        """The scripts."""
         return self._static(self._script, "text/javascript")
 
     def _render_list(self, query: RunQuery) -> str:
@@ -281,7 +274,6 @@ class _EndingServer(uvicorn.Server):
         self._pages = server
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGINT or SIGTERM."""
         self._pages.stopping.set()
         super().handle_exit(sig, frame)
 

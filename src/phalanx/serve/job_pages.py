@@ -56,7 +56,6 @@ class JobReader:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop_requested.set()
         self._wake.set()
         self._thread.join(STOP_TIMEOUT_S)

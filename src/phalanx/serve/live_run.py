@@ -98,7 +98,6 @@ class LiveRun:
 
     @property
     def num_steps(self) -> int:
-        """Steps in memory."""
         return len(self._builder.step_numbers)
 
     def _open(self) -> None:
@@ -174,7 +173,6 @@ class LiveRuns:
         self._open: OrderedDict[Path, LiveRun] = OrderedDict()
 
     def find(self, run: Run) -> LiveRun:
-        """The live run of a directory."""
         with self._lock:
             found = self._open.pop(run.path, None) or LiveRun(run, self._clock)
             self._open[run.path] = found

@@ -39,7 +39,6 @@ RUN_METRICS = {
 
 
 def list_metrics() -> list[MetricDefinition]:
-    """All metrics."""
     return [RUN_COUNT, *RUN_METRICS.values(), JOB_COUNT]
 
 

@@ -101,27 +101,21 @@ class AddedPages(Protocol):
 
     def open(self, site: ServedSite) -> None:
         """Called once, before all others."""
-        ...
 
     def make_routes(self) -> Sequence[Route]:
         """The routes of the pages."""
-        ...
 
     def start(self) -> None:
         """Start threads; called once the server answers requests."""
-        ...
 
     def stop(self) -> None:
         """End them."""
-        ...
 
     async def run(self) -> None:
         """Run in the server's event loop until cancelled."""
-        ...
 
     def build_metrics(self, with_readings: bool) -> "Iterable[Metric]":
         """What `/metrics` has besides runs and jobs; without readings of devices if so asked."""
-        ...
 
 
 PageMaker = Callable[..., AddedPages]

@@ -79,7 +79,6 @@ RUN_COLUMNS = ("", "run", "status", "step", "loss", "validation", "speed", "work
 
 
 def render_frame(frame: PageFrame, body: str) -> str:
-    """The whole document."""
     tabs = "".join(
         f'<a href="{address}"{" aria-current=page" if name == frame.tab else ""}>{name}</a>'
         for name, address in (*OWN_TABS, *frame.added_tabs)
@@ -115,7 +114,6 @@ class PageResponse(Response):
         self._frame, self._body = frame, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the page."""
         query = scope.get("query_string", b"").decode("latin-1")
         here = _page_path(scope)[1:] + (f"?{query}" if query else "")
         text = render_frame(replace(self._frame, root=relative_root(scope), here=here), self._body)
@@ -192,7 +190,6 @@ def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: boo
 
 
 def render_runs(content: str, query: RunQuery) -> str:
-    """The page of all runs."""
     order = {"sort": query.sort, "descending": "1" if query.descending else ""}
     sort = "".join(f'<input type="hidden" name="{key}" value="{value}">' for key, value in order.items() if value)
     return f"""<header><h1>Runs</h1></header>

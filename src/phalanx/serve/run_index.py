@@ -250,7 +250,6 @@ class RunIndex:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop_requested.set()
         self._thread.join(STOP_TIMEOUT_S)
 

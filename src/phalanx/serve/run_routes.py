@@ -127,7 +127,6 @@ class RunRoutes:
     chat: ChatProcess = field(default_factory=ChatProcess)
 
     async def show_run(self, request: Request) -> Response:
-        """The page of a run."""
         if (run := self.index.find_run(request.path_params["id"])) is None:
             return self._missing_run()
         try:

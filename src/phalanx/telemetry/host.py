@@ -92,7 +92,6 @@ class HostSource:
         self._last_energy: tuple[float, float] | None = None
 
     def read(self) -> SourceReading:
-        """Read all values now."""
         utilization, energy_j = self._read_utilization(), self._read_energy()
         power_w, is_estimate = self._measure_power(energy_j), False
         if energy_j is None and utilization is not None:

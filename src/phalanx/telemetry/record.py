@@ -20,9 +20,8 @@ from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.node_env import find_node_name
 from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, read_newest_energy
-from phalanx.telemetry.amd import AmdsmiSource
+from phalanx.telemetry.gpu_sources import AmdsmiSource, NvmlSource
 from phalanx.telemetry.host import HostSource
-from phalanx.telemetry.nvml import NvmlSource
 from phalanx.telemetry.rollup import DeviceChecker, MinuteBuilder, add_minute_energy, merge_hosts
 from phalanx.telemetry.sample import (
     SAMPLE_INTERVAL_S,

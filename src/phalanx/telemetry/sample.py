@@ -134,15 +134,12 @@ class TelemetrySource(Protocol):
     @property
     def problems(self) -> Sequence[str]:
         """What it cannot read here, and why."""
-        ...
 
     def read(self) -> SourceReading:
         """Read all values now. A value that cannot be read is None; the source itself never raises for that."""
-        ...
 
     def close(self) -> None:
         """Release what it holds. `read` is not called afterwards."""
-        ...
 
 
 class SourceUnavailableError(Exception):

@@ -69,7 +69,6 @@ class BenchTimer:
 
 
 def make_timer(device: str) -> BenchTimer:
-    """Return a timer for a torch device."""
     if device == "cpu":
         return BenchTimer()
     import torch
@@ -236,7 +235,6 @@ def warm_allocator(device: str, nbytes: int) -> Tensor | None:
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of operands in a precision."""
     import torch
 
     kinds = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

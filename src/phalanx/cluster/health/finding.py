@@ -44,7 +44,6 @@ class HealthFinding:
     values: Mapping[str, FindingValue] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         figures = dict(self.values)
         return {"check": self.check, "verdict": str(self.verdict), "reason": self.reason, "figures": figures}
 
@@ -79,13 +78,11 @@ class CheckContext:
     """How the names of files and objects begin that are written there."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         return {**values, "locations": [asdict(place) for place in self.locations]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Return the context of plain values."""
         paths = {name: Path(part) for name, part in value.items() if isinstance(part, str) and name != "probe_name"}
         locations = tuple(StorageLocation(**place) for place in value["locations"])
         return cls(**{**value, **paths, "locations": locations})

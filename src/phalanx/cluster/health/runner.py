@@ -183,7 +183,6 @@ class NodeHealthReport:
 
     @property
     def verdict(self) -> HealthVerdict:
-        """The worst verdict of all findings."""
         return worst_verdict(each.verdict for each in self.findings)
 
     @property
@@ -192,7 +191,6 @@ class NodeHealthReport:
         return not any(each.verdict.is_unfit for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "format": REPORT_FORMAT,
             "node": self.node,

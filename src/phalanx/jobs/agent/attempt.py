@@ -162,11 +162,9 @@ class AttemptState:
         return None if heartbeat is None else heartbeat.step
 
     def node_of(self, rank: int) -> NodeHandle | None:
-        """The node of a worker."""
         return next((node for node, ranks in self.ranks_by_node.items() if rank in ranks), None)
 
     def host_of(self, rank: int) -> str | None:
-        """The host of a worker."""
         node = self.node_of(rank)
         return None if node is None else node.name
 
@@ -208,7 +206,6 @@ def decide_outcome(attempt: AttemptState, logs: Path) -> tuple[ExitCode | None, 
 
 
 def describe_exit(code: int) -> str:
-    """Describe the exit status of a worker."""
     if code in CAUSE_BY_STATUS:
         return CAUSE_BY_STATUS[code][1]
     text = f"was killed by {format_signal(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -262,7 +259,6 @@ def unfit_node_event(rank: int, host: str | None, message: str) -> WorkerFailure
 
 
 def worker_log_path(logs: Path, attempt: int, rank: int) -> Path:
-    """Return the log file of a worker."""
     return logs / f"attempt-{attempt}-rank-{rank}.log"
 
 

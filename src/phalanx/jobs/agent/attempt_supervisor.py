@@ -269,7 +269,6 @@ class AttemptSupervisor:
         self._kill_workers()
 
     def _kill_workers(self) -> None:
-        """Kill all workers."""
         self.attempt.killed, self.attempt.exit_deadline = True, None
         self.leader.signal_workers(signal.SIGKILL)
 
@@ -302,7 +301,6 @@ class AttemptSupervisor:
                 self.leader.emit(warning_of(to_fields(message)))
 
     def _handle_event(self, event: Event) -> None:
-        """Handle an event of a worker."""
         if isinstance(event, WorkerStarted):
             self.attempt.announced_ranks.add(event.rank)
         elif isinstance(event, CheckpointSaved | InMemoryCheckpointSaved):
@@ -330,7 +328,6 @@ class AttemptSupervisor:
             self.leader.warn(f"{what}; the rendezvous is complete, and the workers continue")
 
     def _on_worker_exited(self, rank: int, status: int) -> None:
-        """Handle the exit of a worker."""
         self.attempt.exit_statuses[rank] = status
         bad = status not in PLANNED_EXIT_CODES or rank in self.attempt.early_exits
         if bad and not self.attempt.is_over:

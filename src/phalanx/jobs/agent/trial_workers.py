@@ -91,7 +91,6 @@ class TrialWorkers:
         return self._results[0]
 
     def _fork(self, fork_server: ForkServerClient) -> float:
-        """Fork the workers, and return when."""
         self._fork_server = fork_server
         fork_server.wait_until_ready()
         for _ in drain(fork_server.events):  # messages of earlier workers
@@ -138,7 +137,6 @@ class TrialWorkers:
                 self._raise_lost(EXITS_NOT_REPORTED_MESSAGE)
 
     def _iter_step_events(self, deadline: float) -> Iterator[StepDone]:
-        """Yield step events as they arrive."""
         while True:
             messages = self._receive_until(deadline)
             yield from (message for message in messages if isinstance(message, StepDone))

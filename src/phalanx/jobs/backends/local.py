@@ -202,7 +202,6 @@ class LocalBackend(Backend):
         return [str(id) for id in self.database.list_ended_before(seconds)] if queue_exists(self.folder) else []
 
     def list_nodes(self) -> list[BackendNode]:
-        """Return this machine."""
         drain_reason = read_pause(self.folder, DRAIN_FILE)
         running = [status.id for status in self.list_jobs() if status.state is JobState.RUNNING]
         service = NodeService.OPEN if drain_reason is None else NodeService.DRAINED

@@ -117,7 +117,6 @@ class RunShape:
 
     @property
     def workers_per_node(self) -> int:
-        """Workers of a node."""
         return self.world_size // self.num_nodes
 
     @property

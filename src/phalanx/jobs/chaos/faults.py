@@ -71,11 +71,9 @@ class FaultContext:
         return self.find_process(self.monitor.worker_pids[rank])
 
     def find_fork_server(self, rank: int) -> psutil.Process:
-        """Return the fork server of a worker."""
         return self.find_process(self.find_worker(rank).ppid())
 
     def find_agent(self, rank: int) -> psutil.Process:
-        """Return the agent of a worker's node."""
         return self.find_process(self.find_fork_server(rank).ppid())
 
     def agents(self) -> set[psutil.Process]:
@@ -94,7 +92,6 @@ class FaultContext:
         return process
 
     def wait(self, seconds: float) -> FaultSteps:
-        """Yield until `seconds` have passed."""
         deadline = self.clock() + seconds
         while (remaining_s := deadline - self.clock()) > 0:
             yield min(POLL_INTERVAL_S, remaining_s)
@@ -118,7 +115,6 @@ def inject_faults(faults: Sequence[Fault], context: FaultContext) -> FaultSteps:
 
 
 def wait_for_trigger(trigger: FaultTrigger, context: FaultContext) -> FaultSteps:
-    """Yield until the trigger has occurred."""
     monitor, typical = context.monitor, context.typical
     if trigger.phase is FaultPhase.RESTART:
         while monitor.attempt < context.min_attempt or not monitor.worker_pids:
@@ -171,7 +167,6 @@ def record_injection(fault: Fault, context: FaultContext, description: str, phas
 
 
 def current_phase(monitor: RunMonitor) -> FaultPhase:
-    """Return the current phase of the run."""
     return FaultPhase.RESTART if not monitor.is_training else FaultPhase.SAVE if monitor.is_saving else FaultPhase.STEP
 
 
@@ -260,7 +255,6 @@ def run_while_paused(context: FaultContext, action: Callable[[], None]) -> Fault
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True

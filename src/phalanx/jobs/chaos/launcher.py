@@ -82,7 +82,6 @@ class RunMonitor:
         return found
 
     def update(self, event: Event) -> None:
-        """Update the state by one event."""
         if isinstance(event, WorkerStarted):
             if event.attempt > self.attempt:
                 self.attempt, self.worker_pids, self.is_training, self.last_step = event.attempt, {}, False, None

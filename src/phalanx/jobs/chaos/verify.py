@@ -118,7 +118,6 @@ def _is_probe(path: Path) -> bool:
 
 
 def find_temporary_files(run: Run) -> list[Path]:
-    """Return incomplete files in a run directory."""
     found = (path for path in run.path.rglob("*") if any(part in path.name for part in TEMPORARY_NAME_PARTS))
     return sorted(path for path in found if not any(part in path.parent.name for part in TEMPORARY_NAME_PARTS))
 

@@ -299,7 +299,6 @@ class NodeLauncher:
             output.pipe.close()
 
     def reap_processes(self) -> None:
-        """Handle processes that ended."""
         for name, process in list(self.processes.items()):
             status = process.poll()
             if status is None:
@@ -325,7 +324,6 @@ class NodeLauncher:
         self.signal_processes(signal.SIGTERM)
 
     def handle_node_messages(self, connection: AuthConnection, node: str) -> None:
-        """Handle messages of another node."""
         messages = connection.receive()
         for message in messages or ():
             if isinstance(message, NodeFinished):

@@ -252,7 +252,6 @@ def find_runner(row: JobRecord) -> psutil.Process | None:
 
 
 def make_process_tag(job_dir: Path) -> str:
-    """Return the tag of a job's processes."""
     return f"{job_dir.parent.parent}:{job_dir.name}"
 
 

@@ -149,7 +149,6 @@ def write_ending(
 
 
 def ending_path(job_dir: Path, attempt: int) -> Path:
-    """Return the file that records the end of an attempt."""
     return job_dir / f"ended-{attempt}.json"
 
 

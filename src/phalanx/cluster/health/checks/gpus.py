@@ -112,7 +112,6 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
 
 
 def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
-    """Return all problems of one GPU."""
     if gpu.unreachable_reason is not None:
         return [
             (HealthVerdict.FAIL, f"it does not answer ({gpu.unreachable_reason}): reset it, or restart the machine")
@@ -241,7 +240,6 @@ def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
 
 
 def _findings_without_nvml(context: CheckContext, words: str) -> list[HealthFinding]:
-    """Return what is known without NVML."""
     text = f"not known: temperature, memory errors and clocks are {words}"
     count, expected = count_gpus(context.root), context.expected_devices
     unknown_count = HealthFinding(

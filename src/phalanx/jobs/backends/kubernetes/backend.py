@@ -260,7 +260,6 @@ class KubernetesBackend(Backend):
         self._patch_node(node, make_cordon(reason, actor))
 
     def undrain_node(self, node: str) -> None:
-        """Uncordon a node."""
         self._patch_node(node, make_cordon(None, None))
 
     def _evict_pods(self, namespace: str, name: str) -> None:

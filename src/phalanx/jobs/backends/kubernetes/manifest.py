@@ -141,7 +141,6 @@ def make_failure_policy(max_restarts: int, is_elastic: bool = False) -> Manifest
 
 
 def make_pod_template(job: Job, options: KubernetesOptions) -> Manifest:
-    """The template of a JobSet's pods."""
     container: Manifest = {
         "name": CONTAINER_NAME,
         "image": options.image,

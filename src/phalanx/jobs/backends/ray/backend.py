@@ -91,7 +91,6 @@ class RayBackend(Backend):
         self._clients: dict[str, Any] = {}
 
     def render(self, job: Job) -> SubmitRequest:
-        """Return the request to the API."""
         job = add_inherited_variables(job, self._environ, shares_files=False)
         options: RayOptions = parse_backend_options(job, "ray", RayOptions)
         _check_job(job)

@@ -269,7 +269,6 @@ class RayDriver:
             attempt.call_all("kill")
 
     def _is_time_to_save(self) -> bool:
-        """Whether the time has come to save."""
         return self._time_limit_at is not None and time.monotonic() > self._time_limit_at - self._spec.warning_s
 
 
@@ -279,7 +278,6 @@ def _shell_exit_code(code: int) -> int:
 
 
 def print_driver_line(text: str) -> None:
-    """Print a line of the driver."""
     print(DRIVER_LINE_PREFIX + text, flush=True)
 
 

@@ -233,7 +233,6 @@ class SlurmBackend(SlurmNodes, Backend):
         return printed_lines(self._find_job_dir(job_id) / LOG_FILE)
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job in any state."""
         folder = self._find_job_dir(job_id)
         if self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0)).state.is_final:
             return

@@ -53,7 +53,6 @@ UNKNOWN_TEXTS = ("", "none", "Unknown", "(null)")
 
 
 def run_program(argv: Sequence[str]) -> tuple[int, str, str]:
-    """Run a program on this machine."""
     begun = time.perf_counter()
     try:
         done = subprocess.run(
@@ -185,7 +184,6 @@ class SlurmNodes:
         self._update_node(node, "State=DRAIN", f"Reason={reason}")
 
     def undrain_node(self, node: str) -> None:
-        """Resume a node."""
         self._update_node(node, "State=RESUME")
 
     def _update_node(self, node: str, *changes: str) -> None:

@@ -182,7 +182,6 @@ def parse_past_status(id: str, name: str, cancelled: bool, submitted: float, res
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
     return "ended well" if code == 0 else f"ended with exit code {code}"
 
 
