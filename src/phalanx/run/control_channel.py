@@ -23,9 +23,10 @@ from phalanx.run.authentication import (
     HandshakeServer,
     accept_authenticated,
     open_authenticated,
+    open_listener,
+    resolve_address,
 )
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.listener import open_listener, resolve_address
 from phalanx.run.messages import Message, ProtocolError, decode, encode
 from phalanx.run.process_messages import Introduction
 

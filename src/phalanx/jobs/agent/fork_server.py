@@ -30,9 +30,9 @@ from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.recipe import describe_exception
 from phalanx.run import heartbeat
+from phalanx.run.authentication import open_listener
 from phalanx.run.call_process import answer_call, import_function
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.listener import open_listener
 from phalanx.run.messages import Message, ProtocolError, receive, send
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.run.process_messages import (

@@ -15,7 +15,7 @@ from phalanx.jobs.spec import Job
 
 OPTION_CLASSES = {
     "slurm": "phalanx.jobs.backends.slurm.sbatch_options:SlurmOptions",
-    "kubernetes": "phalanx.jobs.backends.kubernetes.options:KubernetesOptions",
+    "kubernetes": "phalanx.jobs.backends.kubernetes.manifest:KubernetesOptions",
     "ray": "phalanx.jobs.backends.ray.backend:RayOptions",
 }
 """The dataclass of each backend that has options. None of them imports torch or the backend's client library."""

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -188,8 +188,7 @@ def inject_freeze(fault: Fault, context: FaultContext) -> FaultSteps:
         record_injection(fault, context, f"SIGSTOP to worker {fault.rank} for {seconds:.2f} s")
         yield from context.wait(seconds)
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.resume()
+        signal_all([worker], signal.SIGCONT)
 
 
 def inject_disk_full(fault: Fault, context: FaultContext) -> FaultSteps:
@@ -242,16 +241,19 @@ def run_while_paused(context: FaultContext, action: Callable[[], None]) -> Fault
     """Run `action` while all agents of the run and their descendants are paused with SIGSTOP."""
     processes = [process for agent in context.agents() for process in (agent, *agent.children(recursive=True))]
     try:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
+        signal_all(processes, signal.SIGSTOP)
         while any(is_running(process) for process in processes):
             yield FINE_POLL_INTERVAL_S
         action()
     finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        signal_all(processes, signal.SIGCONT)
+
+
+def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those of the processes that have not ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -286,9 +288,7 @@ def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
         file = flip_bit(list_checkpoints(folder)[0], random.Random(fault.randomness))
         victim.kill()
     except BaseException:
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.resume()
+        signal_all(workers, signal.SIGCONT)
         raise
     context.damaged_checkpoints.add(checkpoint_identity(file.parent))
     record_injection(fault, context, f"a bit of {file.parent.name}/{file.name} flipped, SIGKILL to worker {fault.rank}")
@@ -297,9 +297,7 @@ def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
 def kill_node(fault: Fault, context: FaultContext) -> FaultSteps:
     """Kill all processes of a node at once, the agent first, so that it cannot report anything."""
     agent = context.find_agent(fault.rank)
-    for process in (agent, *agent.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    signal_all((agent, *agent.children(recursive=True)), signal.SIGKILL)
     record_injection(fault, context, f"SIGKILL to all of the node of worker {fault.rank}")
     yield POLL_INTERVAL_S
 
@@ -316,9 +314,7 @@ def partition_node(fault: Fault, context: FaultContext) -> FaultSteps:
         while context.monitor.num_faults == faults:
             yield POLL_INTERVAL_S
     finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        signal_all(processes, signal.SIGCONT)
 
 
 def kill_daemon(fault: Fault, context: FaultContext) -> FaultSteps:

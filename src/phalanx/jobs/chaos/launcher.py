@@ -23,6 +23,7 @@ from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.spec import JobState
 from phalanx.process_lifetime import die_with_parent
 from phalanx.run import Event, EventTail, Run
+from phalanx.run.authentication import reserve_port
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -32,7 +33,6 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.listener import reserve_port
 from phalanx.run.node_env import EXPECTED_VARIABLE
 
 CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"

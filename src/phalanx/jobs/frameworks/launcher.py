@@ -28,10 +28,9 @@ from phalanx.jobs.frameworks.process_env import make_process_variables, select_v
 from phalanx.jobs.signal_queue import SignalQueue, kill_descendants
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
-from phalanx.run.authentication import load_token
+from phalanx.run.authentication import load_token, open_listener
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.listener import open_listener
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.process_messages import LauncherHello, Leave, NodeFailed, NodeFinished, Topology

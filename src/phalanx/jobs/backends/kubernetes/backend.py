@@ -38,7 +38,7 @@ from phalanx.jobs.backends.kubernetes.client import (
     send_signal_to_pod,
     translate_api_errors,
 )
-from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
+from phalanx.jobs.backends.kubernetes.manifest import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
 from phalanx.jobs.backends.kubernetes.status import make_cordon, parse_node, parse_status, pod_index, select_latest_pods
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
@@ -104,10 +104,12 @@ class KubernetesBackend(Backend):
         client, default = self._connect()
         name, namespace = workload["metadata"]["name"], workload["metadata"].get("namespace", default)
         what = f"submitting job {request.job.name} as {kind} {name} to namespace {namespace}"
-        custom, location = client.custom, {**API_GROUPS[kind], "namespace": namespace}
+        custom, job_id = client.custom, f"{namespace}/{kind}/{name}"
         strict: dict[str, Any] = {"field_validation": "Strict", "_request_timeout": REQUEST_TIMEOUTS_S}
         with translate_api_errors(what):
-            created = custom.create_namespaced_custom_object(**location, body=workload, **strict)
+            created = custom.create_namespaced_custom_object(
+                **API_GROUPS[kind], namespace=namespace, body=workload, **strict
+            )
         owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": name}
         secret["metadata"]["ownerReferences"] = [owner | {"uid": created["metadata"]["uid"]}]
         try:
@@ -117,10 +119,9 @@ class KubernetesBackend(Backend):
             with translate_api_errors(
                 f"{what}: it could not be made whole, nor removed; `phalanx jobs cancel` ends it"
             ):
-                custom.delete_namespaced_custom_object(**location, name=name, _request_timeout=REQUEST_TIMEOUTS_S)
+                custom.delete_namespaced_custom_object(**_locate_workload(job_id))
             raise
         logger.info("created %s %s and its Secret in namespace %s", kind, name, namespace)
-        job_id = f"{namespace}/{kind}/{name}"
         self._known_names[job_id] = request.job.name
         return job_id
 
@@ -209,18 +210,13 @@ class KubernetesBackend(Backend):
 
     def cancel(self, job_id: str) -> None:
         """Delete the job and its Secret. Its pods get the job's warning time to save."""
-        namespace, kind, name = _parse_job_id(job_id)
         status = self.poll(job_id)
         if status.state.is_final:
             return
         self._known_names[job_id] = status.name
         with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # deleted meanwhile
             self._client.custom.delete_namespaced_custom_object(
-                **API_GROUPS[kind],
-                namespace=namespace,
-                name=name,
-                propagation_policy="Foreground",
-                _request_timeout=REQUEST_TIMEOUTS_S,
+                **_locate_workload(job_id), propagation_policy="Foreground"
             )
 
     def pause(self, job_id: str, reason: str) -> None:
@@ -285,29 +281,22 @@ class KubernetesBackend(Backend):
             self._client.core.patch_node(node, change, _request_timeout=REQUEST_TIMEOUTS_S)
 
     def _patch_workload(self, job_id: str, change: dict[str, Any]) -> None:
-        namespace, kind, name = _parse_job_id(job_id)
-        with translate_api_errors(f"changing {job_id}, which needs the verb patch on {API_GROUPS[kind]['plural']}"):
-            self._client.custom.patch_namespaced_custom_object(
-                **API_GROUPS[kind], namespace=namespace, name=name, body=change, _request_timeout=REQUEST_TIMEOUTS_S
-            )
+        location = _locate_workload(job_id)
+        with translate_api_errors(f"changing {job_id}, which needs the verb patch on {location['plural']}"):
+            self._client.custom.patch_namespaced_custom_object(**location, body=change)
 
     def _get_workload(self, job_id: str) -> dict[str, Any]:
-        found = self._find_workload(job_id)
-        if found is None:
+        if (found := self._find_workload(job_id)) is None:
             raise NoSuchJobError(self.name, job_id)
         return found
 
     def _find_workload(self, job_id: str) -> dict[str, Any] | None:
         """The JobSet or TrainJob, if it is there."""
-        namespace, kind, name = _parse_job_id(job_id)
-        try:
-            with translate_api_errors(f"asking for {job_id}"):
-                found: dict[str, Any] = self._client.custom.get_namespaced_custom_object(
-                    **API_GROUPS[kind], namespace=namespace, name=name, _request_timeout=REQUEST_TIMEOUTS_S
-                )
-        except ObjectNotFoundError:
-            return None
-        return found
+        location = _locate_workload(job_id)
+        with suppress(ObjectNotFoundError), translate_api_errors(f"asking for {job_id}"):
+            found: dict[str, Any] = self._client.custom.get_namespaced_custom_object(**location)
+            return found
+        return None
 
     def _list_pods(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
         """Return the pods of the last attempt, by node."""
@@ -383,6 +372,12 @@ def _group_by_job(objects: Iterable[Mapping[str, Any]]) -> dict[str, list[Mappin
     for each_object in objects:
         found.setdefault(each_object["metadata"]["labels"][JOBSET_NAME_LABEL], []).append(each_object)
     return found
+
+
+def _locate_workload(job_id: str) -> dict[str, Any]:
+    """Where a JobSet or TrainJob is, and the timeout of a request for it."""
+    namespace, kind, name = _parse_job_id(job_id)
+    return {**API_GROUPS[kind], "namespace": namespace, "name": name, "_request_timeout": REQUEST_TIMEOUTS_S}
 
 
 def _parse_job_id(job_id: str) -> tuple[str, str, str]:

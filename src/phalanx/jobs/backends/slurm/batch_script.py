@@ -10,12 +10,11 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.backends.slurm.sbatch_options import SbatchOptions, Version, parse_options
-from phalanx.jobs.backends.slurm.status import SlurmResult, parse_result
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, with_unpacked_snapshot
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
@@ -97,10 +96,23 @@ def write_private_file(path: Path, text: str) -> None:
         file.write(text)
 
 
+@dataclass(frozen=True)
+class SlurmResult:
+    """Result file of the batch script at the end of an attempt."""
+
+    exit_code: int
+    attempt: int
+    nodes: tuple[str, ...]
+    ended: float
+
+
 def read_result_file(folder: Path) -> SlurmResult | None:
     """Read what the last attempt of a job left behind, if there is any."""
     path = folder / RESULT_FILE
-    return parse_result(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    found = dict(line.split(" ", 1) for line in path.read_text().splitlines())
+    return SlurmResult(int(found["code"]), int(found["attempt"]), tuple(found["nodes"].split()), float(found["ended"]))
 
 
 def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
