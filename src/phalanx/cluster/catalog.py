@@ -297,10 +297,8 @@ def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:
 
 
 def cpu_data_sheet(cpu: Cpu, cores: int) -> DataSheet | None:
-    """Return cores x clock x FLOPs per cycle; None when the clock or the instruction set is unknown.
-
-    Where the system reports only the nominal clock, a CPU with a boost clock can exceed this peak.
-    """
+    """Return cores x clock x FLOPs per cycle; None when the clock or the instruction set is unknown. Where the system
+    reports only the nominal clock, a CPU with a boost clock can exceed this peak."""
     rates, isa = flops_per_cycle(cpu)
     if cpu.ghz is None or not rates:
         return None

@@ -39,8 +39,7 @@ class GpuLinks:
 
     @property
     def host_gbps(self) -> float | None:
-        """GB/s of its PCIe link in one direction, at its maximum generation and current width, without protocol
-        overhead."""
+        """GB/s of its PCIe link one way, at its maximum generation and current width, without protocol overhead."""
         if not self.lanes or not self.max_pcie_generation:
             return None
         return pcie_gbps(self.max_pcie_generation, self.lanes)
@@ -69,8 +68,7 @@ def pcie_gbps(generation: int, lanes: int) -> float:
 
 
 def discover_gpu_links(nvml: Any = None) -> tuple[GpuLinks, ...]:
-    """Return the links of all GPUs, in the order of their addresses. `nvml` is NVIDIA's library, imported unless
-    given."""
+    """Return the links of all GPUs, by address. `nvml` is NVIDIA's library, imported unless given."""
     nvml = nvml if nvml is not None else import_nvml()
     if nvml is None:
         return ()
@@ -86,10 +84,8 @@ def discover_gpu_links(nvml: Any = None) -> tuple[GpuLinks, ...]:
 
 
 def choose_scale_up(links: tuple[GpuLinks, ...]) -> ScaleUpNetwork | None:
-    """Return the network among the GPUs of this machine: NVLink when all GPUs have the same links, else PCIe.
-
-    None for fewer than 2 GPUs or an unknown rate.
-    """
+    """Return the network among the GPUs of this machine: NVLink when all GPUs have the same links, else PCIe. None for
+    fewer than 2 GPUs or an unknown rate."""
     if len(links) < 2:
         return None
     nvlink = {each.nvlink_gbps for each in links}
@@ -178,8 +174,7 @@ class Nic:
 
 
 def discover_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
-    """Return all ports except loopback: RDMA first, then Ethernet, each sorted by name. A RoCE port appears as both,
-    since it can be used as either."""
+    """Return all ports except loopback, sorted: RDMA first, then Ethernet. A RoCE port appears as both."""
     rdma = [card for device in _list_dirs(root / "sys/class/infiniband") for card in _rdma_ports(device)]
     plain = [_ethernet_nic(folder) for folder in _list_dirs(root / "sys/class/net") if folder.name != "lo"]
     return (*rdma, *plain)

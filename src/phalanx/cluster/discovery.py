@@ -38,8 +38,7 @@ BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU features with products in bf16, of x86 and ARM."""
 
 FEW_WORKERS, WORKERS_A_CORE = 64, 16
-"""Limit on the workers of a node, in total or per core, whichever is larger: each worker takes memory even when it
-computes little."""
+"""Limit on a node's workers, in total or per core, whichever is larger: each takes memory."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +157,8 @@ def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGp
 
 
 def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
-    """Parse the first processor of an x86 or ARM /proc/cpuinfo.
-
-    The clock is `ghz`, else the nominal clock in the model name ("@ 2.60GHz"), else the current clock.
-    """
+    """Parse the first processor of an x86 or ARM /proc/cpuinfo. The clock is `ghz`, else the nominal clock in the model
+    name ("@ 2.60GHz"), else the current clock."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -238,10 +235,8 @@ def read_cgroup_memory(root: Path) -> int | None:
 
 
 def cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the directory of this process's cgroup and those of its parents, each of which may set a limit.
-
-    In a container the path that the kernel reports may lie outside the mount; then only existing directories count.
-    """
+    """Yield the directory of this process's cgroup and those of its parents, each of which may set a limit. In a
+    container the path that the kernel reports may lie outside the mount; then only existing directories count."""
     for line in read_small_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

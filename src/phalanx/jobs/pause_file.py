@@ -1,5 +1,4 @@
-"""Files that hold jobs, with the reason: one in a job's directory pauses that job, one in the directory of the local
-queue drains this machine."""
+"""Files that hold jobs, with the reason: in a job's directory that job, in that of the local queue all of them."""
 
 from pathlib import Path
 

@@ -22,9 +22,7 @@ KILL_TIMEOUT_S = 30.0
 
 class SignalQueue:
     """Owns `signals` while entered as a context, and SIGCHLD with `wake_on_child_exit`, which only wakes the loop.
-
-    `received`: signals that are not handled yet, oldest first.
-    """
+    `received`: signals that are not handled yet, oldest first."""
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS, wake_on_child_exit: bool = False) -> None:
         self.received: list[int] = []

@@ -41,8 +41,7 @@ SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot. `source_dir`: the absolute path of the copied directory; `start_dir`: the relative path in it where
-    the job starts."""
+    """A snapshot of `source_dir`, an absolute path. `start_dir`: the relative path in it where the job starts."""
 
     tar: bytes = field(repr=False)
     source_dir: Path
@@ -93,8 +92,7 @@ def snapshot_folder(source_dir: Path, start_dir: str = ".", required_file: str |
 
 
 def _read_file(source_dir: Path, name: str, link_target: str | None) -> tuple[tarfile.TarInfo, bytes]:
-    """Return the header and the content of a file or link, without owner and modification time, so that equal files
-    yield equal bytes."""
+    """Return header and content of a file or link, without owner and time, so that equal files yield equal bytes."""
     info, path = tarfile.TarInfo(name), source_dir / name
     info.mode = 0o644
     if link_target is not None:
@@ -165,8 +163,7 @@ def _list_git_files(folder: Path) -> list[str] | None:
 
 
 def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str | None], list[tuple[str, str]]]:
-    """Return the included names with the targets of links, and names that are left out but may be missed, with the
-    reason."""
+    """Return included names with the targets of links, and left-out names that may be missed, with the reason."""
     is_excluded = cache(_is_excluded)
     included: dict[str, str | None] = {}
     excluded: dict[str, str] = {}

@@ -38,8 +38,7 @@ class JobState(StrEnum):
 
 
 CORES_PER_GPU, CORES_PER_WORKER = 4, 1
-"""Cores for each GPU, and for each worker on CPUs, of a job that does not say how many it needs: even small nodes of
-clouds have as many."""
+"""Cores for each GPU, and each worker on CPUs, of a job that does not say: even small nodes of clouds have as many."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables; other users may be able to see them."""
     secrets: tuple[str, ...] = ()
-    """Names of variables that are passed on from the submitter's environment. Their values are never written where
-    other users can read them."""
+    """Names of variables of the submitter's environment. Their values are never written where others can read them."""
     backend_options: Mapping[str, str] = field(default_factory=dict)
     """Backend options, such as partition=gpu."""
     snapshot: Snapshot | None = None

@@ -102,8 +102,7 @@ def open_authenticated(
 def accept_authenticated(
     sock: socket.socket, token: bytes, purposes: Container[bytes], timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> tuple[bytes, bytes, bytes]:
-    """Do the listener's half of `open_authenticated` for any of these purposes. Returns the purpose and both random
-    numbers, its own first."""
+    """Do the listener's half for any of these purposes. Returns the purpose and both random numbers, its own first."""
     sock.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -197,8 +196,7 @@ class HandshakeServer(Generic[PeerT]):
 
 
 def load_token(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The job's token, from PHALANX_TOKEN_FILE or PHALANX_TOKEN. UsageError without one, or with one that could be
-    guessed."""
+    """The job's token, from PHALANX_TOKEN_FILE or PHALANX_TOKEN. UsageError without one, or if it could be guessed."""
     path, token = environment.get("PHALANX_TOKEN_FILE"), environment.get("PHALANX_TOKEN", "")
     if path is not None:
         try:

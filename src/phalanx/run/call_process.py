@@ -31,10 +31,8 @@ _caller_sockets: list[socket.socket] = []
 
 
 class CallProcess:
-    """The caller's side. The process dies with this one; until it is ready, calls wait in its socket.
-
-    It has a session of its own: Ctrl-C reaches only this process, and `kill` all that it has started.
-    """
+    """The caller's side. The process dies with this one; until it is ready, calls wait in its socket. It has a session
+    of its own: Ctrl-C reaches only this process, and `kill` all that it has started."""
 
     def __init__(self, *inherited_fds: int) -> None:
         self.socket, far = make_socket_pair()

@@ -155,8 +155,7 @@ def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE
 
 
 class ControlServer:
-    """Where the leader listens. Members that have proved themselves, and said what they are, stand in `joins`;
-    `wake` is called for each."""
+    """Where the leader listens. `joins` has members that have proved themselves; each wakes `wake_socket`."""
 
     def __init__(self, address: tuple[str, int], token: bytes):
         try:

@@ -66,10 +66,7 @@ def _read_number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def parse_num_nodes(text: str, name: str) -> tuple[int, int]:
-    """Parse a number of nodes: N, or MIN:MAX. Returns the least and the largest.
-
-    Raises UsageError, which begins with `name`.
-    """
+    """Parse a number of nodes, N or MIN:MAX: the least and the largest. Raises UsageError, which begins with `name`."""
     match = re.fullmatch(r"(?:([0-9]+):)?([0-9]+)", text.strip())
     if match is None or not 0 < int(match[1] or match[2]) <= int(match[2]):
         raise UsageError(f"{name}{text}: expected a number of nodes such as 4, or MIN:MAX such as 2:4")

@@ -27,8 +27,7 @@ class ValueRollup(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollups:
-    """Values by the name of a sample's field, and what counters counted within the minute. What is missing all the
-    minute is not in it."""
+    """Values by the name of a sample's field, and the increases of counters, without what is missing all the minute."""
 
     values: dict[str, ValueRollup] = field(default_factory=dict)
     increases: dict[str, float] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""The server: its routes (pages, streams of server-sent events that renew them, actions), its start, and its end on
-Ctrl-C."""
+"""The server: its routes (pages, server-sent events that renew them, actions), its start, and its end on Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -225,8 +224,7 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, added: Sequence[AddedPages], report: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM, with added pages; `report` gets the address. UsageError where the address cannot
-    be used, or a directory is none."""
+    """Serve until SIGINT or SIGTERM; `report` gets the address. UsageError for a bad address or directory."""
     for root in options.roots:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")

@@ -232,8 +232,7 @@ class NodeCharts:
         self._has_gpus = self._is_estimate = False
 
     def read(self) -> None:
-        """Read what was added since the last call. Files that are none are left out, as the run may come from another
-        person."""
+        """Read what was added since the last call. Files that are none are left out: others may have made the run."""
         paths = sorted(self._run.telemetry.glob("*.jsonl"))[:MAX_NODES]
         for path in paths:
             if path not in self._tails:
@@ -302,8 +301,7 @@ def make_axes(history: RunHistory, unit: str) -> XAxes:
 
 
 def rescale_charts(charts: Sequence[Chart], axes: XAxes, name: str) -> list[Chart]:
-    """Charts over the axis `name` of X_NAMES. What was read after the last step has no step and no tokens: only the
-    axis of time shows it."""
+    """Charts over one of X_NAMES. What was read after the last step shows on the axis of time only."""
     end_s = max([float(axes.time[-1]), *(chart.x_range[1] for chart in charts if chart.x_label == SECONDS_LABEL)])
     time_label, size = next((label, size) for label, size, least in TIME_UNITS if end_s / size >= least)
     targets = {"step": (axes.step, "step"), "time": (axes.time / size, time_label), "units": (axes.units, axes.unit)}

@@ -24,8 +24,7 @@ STREAM_INTERVAL_S = 1.0
 """Between two messages of a stream, which also say that the connection lives."""
 
 Message = dict[str, Any]
-"""A message, as `live.js` reads it: `sections` are HTML by the id of the element; some pages have `charts` or a
-`heatMap`."""
+"""A message for `live.js`: `sections` are HTML by element id; some pages have `charts` or a `heatMap`."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 

@@ -106,8 +106,7 @@ def render_frame(frame: PageFrame, body: str) -> str:
 
 
 class PageResponse(Response):
-    """Renders a page for the address that was asked for. What would turn text around, and halves of characters, as of
-    file names, are written out."""
+    """Renders a page for its address. What would turn text around, and halves of characters, are written out."""
 
     def __init__(self, frame: PageFrame, body: str, status: int = 200):
         super().__init__(status_code=status)
@@ -133,8 +132,7 @@ def _page_path(scope: Scope) -> str:
 def render_each(
     items: Iterable[ItemT], render: Callable[[ItemT], Sequence[str]], name: Callable[[ItemT], str], num_columns: int
 ) -> Iterator[Sequence[str]]:
-    """Yield the row of each item. One that cannot be rendered has its name and `unreadable`, and the others are
-    there."""
+    """Yield the row of each item; of one that cannot be rendered, its name and `unreadable`."""
     for item in items:
         try:
             yield render(item)

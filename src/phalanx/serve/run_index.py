@@ -19,8 +19,7 @@ END_BYTES = 1 << 16
 """Bytes that are read at each end of the file: some 200 events."""
 PIECE_BYTES = 1 << 12
 RUNNING_WITHIN_S = 150.0
-"""A run without an end is running while something was written for so long: agents write a line of telemetry each
-minute."""
+"""A run without an end is running while something was written for so long: telemetry comes each minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ def stat_run(run: Run) -> tuple[FileState | None, float]:
 
 
 def read_run_row(run: Run, before: RunRow | None = None) -> RunRow:
-    """Read the row of a run; where `before` is its row a moment ago, only what was added since. Nothing in the
-    directory makes this fail."""
+    """Read the row of a run, or what was added since its row `before`. Nothing in the directory makes this fail."""
     state, written_at = stat_run(run)
     empty = RunRow(run.path, state, written_at)
     if state is None:
@@ -193,8 +191,7 @@ def run_id(path: Path) -> str:
 
 
 def find_run_dirs(root: Path, max_depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """Directories of runs at or below `root`; nothing within a run, and nothing behind links. Skips what it may not
-    read."""
+    """Directories of runs at or below `root`; nothing within a run or behind links. Skips what it may not read."""
     try:
         with os.scandir(root) as entries:
             found = list(entries)

@@ -82,10 +82,8 @@ class _Gpu:
 
 
 class NvmlSource(_GpuLibrary):
-    """All NVIDIA GPUs of this machine. `library` is the module pynvml, or a stand-in with its functions.
-
-    Raises SourceUnavailableError where NVML cannot be initialized or has no GPU.
-    """
+    """All NVIDIA GPUs of this machine. `library` is the module pynvml, or a stand-in with its functions. Raises
+    SourceUnavailableError where NVML cannot be initialized or has no GPU."""
 
     name = "NVML"
 
@@ -225,10 +223,8 @@ def _text(value: str | bytes) -> str:
 
 
 class AmdsmiSource(_GpuLibrary):
-    """All AMD GPUs of this machine. `library` is the module amdsmi, or a stand-in with its functions.
-
-    Raises SourceUnavailableError where the driver does not answer or has no GPU.
-    """
+    """All AMD GPUs of this machine. `library` is the module amdsmi, or a stand-in with its functions. Raises
+    SourceUnavailableError where the driver does not answer or has no GPU."""
 
     name = "amdsmi"
 

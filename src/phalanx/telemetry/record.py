@@ -222,8 +222,7 @@ def read_metrics_port(environment: Mapping[str, str]) -> int:
 
 
 def _open_endpoint(node: str) -> "AgentEndpoint | None":
-    """The endpoint that the environment asks for; None where it asks for none, or another agent of this node has the
-    port."""
+    """The endpoint that the environment asks for; None without, or where another agent of this node has the port."""
     if not (port := read_metrics_port(os.environ)):
         return None
     if importlib.util.find_spec("prometheus_client") is None:

@@ -92,10 +92,8 @@ def linear_layer_shapes(widths: Sequence[int], tokens: Sequence[int]) -> list[Ge
 
 
 def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) -> list[GemmShape]:
-    """Return `count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `max_side`.
-
-    No shape exceeds `max_flops`. Layouts alternate. Sides are multiples of 8, as in models.
-    """
+    """Return `count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `max_side`. No shape
+    exceeds `max_flops`. Layouts alternate. Sides are multiples of 8, as in models."""
     found: list[GemmShape] = []
     index, span = 0, math.log2(max_side / min_side)
     while len(found) < count and index < 100 * count:
@@ -160,8 +158,7 @@ def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> l
 def make_gemm_runner(
     shape: GemmShape, precision: str, pool: ColdBufferPool, bytes_per_run: int, timer: BenchTimer
 ) -> Callable[[], tuple[float]]:
-    """Return a function that measures the time of one product: it runs several, each with its own operands, and keeps
-    all results until the end."""
+    """Return a function that times one product: several, each with its own operands, and all results kept."""
     import torch
 
     dtype = torch_dtype(precision)

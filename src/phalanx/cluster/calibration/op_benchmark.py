@@ -118,11 +118,8 @@ class SizedCase:
 
 
 def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Measure the operations of `memory_ops.py`.
-
-    `payload`: `device` (of torch), `threads` (CPU), `seconds` in total, `quick`, `memory_bytes` of the device,
-    `processes` that measure concurrently, and optionally `sizes` and `kinds`.
-    """
+    """Measure the operations of `memory_ops.py`. `payload`: `device` (of torch), `threads` (CPU), `seconds` in total,
+    `quick`, `memory_bytes` of the device, `processes` that measure concurrently, and optionally `sizes` and `kinds`."""
     import torch
 
     device, quick = payload["device"], payload["quick"]
@@ -174,8 +171,7 @@ def measure_memory_op(
 
 
 def measure_attention(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Measure attention, forward and backward; `payload` as for `measure_memory_ops`, optionally with
-    `attention_shapes`."""
+    """Measure attention, forward and backward; `payload` as above, optionally with `attention_shapes`."""
     quick, timer = payload["quick"], timer or BenchTimer()
     started, bytes_per_run = timer.clock(), bytes_per_run_of("cpu", quick)
     shapes = payload.get("attention_shapes") or QUICK_SHAPES + ([] if quick else EXTRA_SHAPES)

@@ -111,10 +111,8 @@ def calibrate_machine(
     seconds: float | None = None,
     root: Path = Path("/"),
 ) -> Cluster:
-    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`) and list anomalies.
-
-    Raises UsageError when the disk has too little free space.
-    """
+    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`) and list anomalies. Raises UsageError when
+    the disk has too little free space."""
     processes = default_num_processes(machine) if processes is None else processes
     location_speed.check_free_space(executor.scratch_dir, quick)
     scale_up = choose_scale_up(discover_gpu_links()) if machine.num_gpus else None
@@ -220,8 +218,7 @@ def _measure_storage(executor: Executor, quick: bool, results: Results, budget_s
 
 
 def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
-    """Return the data sheet of the device: from the catalogue, or for a CPU from cores, clock and instruction set. None
-    if unknown."""
+    """Return the data sheet of the device: of the catalogue, or computed for a CPU. None if unknown."""
     if machine.num_gpus:
         return find_accelerator(machine.device_name) if find_entry("accelerators", machine.device_name) else None
     sheet = find_data_sheet(machine)
@@ -234,8 +231,7 @@ def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
 
 
 def describe_accelerator(machine: Machine, measurements: Measurements) -> AcceleratorSpec:
-    """Add measured rates to the data sheet. The peak of a CPU is raised to its measured rate: boost clocks exceed the
-    nominal clock."""
+    """Add measured rates to the data sheet. They may raise a CPU's peak: boost clocks exceed the nominal clock."""
     best: Any = {name: round(rate, 4) for name, rate in best_gemm_tflops(measurements.products).items() if rate >= 1e-4}
     accelerator = data_sheet_of(machine)
     if accelerator is None:

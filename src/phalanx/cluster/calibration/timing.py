@@ -39,8 +39,7 @@ MAX_BUDGET_FACTOR = 3.0
 MAX_WARMUP_FACTOR = 3.0
 """A warm-up run that takes more than this many shares of the budget is the only run."""
 NUM_ROUNDS = {True: 1, False: 2}
-"""Passes over all cases, by `quick`. The lower of two medians counts (`keep_fastest`): other load comes in bursts,
-which rarely affect both."""
+"""Passes over all cases, by `quick`; the lower of two medians counts: bursts of other load rarely affect both."""
 RunInProcess = Callable[[str, Any], Any]
 """Runs `module:function(payload)` in a separate process."""
 REFERENCE_OP = "reference"
@@ -77,10 +76,8 @@ def make_timer(device: str) -> BenchTimer:
 
 
 def split_budget(cases: Sequence[CaseT], seconds: float, timer: BenchTimer) -> Iterator[tuple[CaseT, float]]:
-    """Yield each case with its time budget until `seconds` have passed; later cases are skipped.
-
-    Order the cases with `coarse_to_fine`, so that those that fit represent all of them.
-    """
+    """Yield each case with its time budget until `seconds` have passed; later cases are skipped. Order the cases with
+    `coarse_to_fine`, so that those that fit represent all of them."""
     started = timer.clock()
     for index, case in enumerate(cases):
         remaining = seconds - timer.max_over_ranks(timer.clock() - started)
@@ -90,8 +87,7 @@ def split_budget(cases: Sequence[CaseT], seconds: float, timer: BenchTimer) -> I
 
 
 def remaining_seconds(seconds: float, started: float, timer: BenchTimer) -> float:
-    """Return what is left of `seconds` after the preparation since `started`, but at least half, so that something is
-    measured."""
+    """Return what is left of `seconds` since `started`, but at least half, so that something is measured."""
     return max(seconds / 2, seconds - timer.max_over_ranks(timer.clock() - started))
 
 
@@ -218,10 +214,8 @@ def last_level_cache_bytes(root: Path = Path("/")) -> int:
 
 
 def warm_allocator(device: str, nbytes: int) -> Tensor | None:
-    """Keep about `nbytes` of memory mapped in the allocator for as long as the returned tensor lives.
-
-    Returns None on GPUs: torch's caching allocator keeps the memory anyway.
-    """
+    """Keep about `nbytes` of memory mapped in the allocator for as long as the returned tensor lives. Returns None on
+    GPUs: torch's caching allocator keeps the memory anyway."""
     import torch
 
     if device != "cpu":

@@ -90,8 +90,7 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Limits `warn` and `fail` in `unit`, None if there is no such verdict: upper limits if `is_upper`, else lower
-    ones."""
+    """Limits `warn` and `fail` in `unit`, None for no such verdict: upper limits if `is_upper`, else lower ones."""
 
     unit: str
     warn: float | None

@@ -33,11 +33,8 @@ MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """One check.
-
-    `timeout_s`: the check is aborted after this time. `is_benchmark`: it takes seconds, runs in a separate process, and
-    is skipped by `--quick`.
-    """
+    """One check. `timeout_s`: the check is aborted after this time. `is_benchmark`: it takes seconds, runs in a
+    separate process, and is skipped by `--quick`."""
 
     name: str
     run_check: Callable[[CheckContext], list[HealthFinding]]
@@ -246,8 +243,7 @@ def run_check(check: HealthCheck, context: CheckContext, runner: CheckProcess) -
 
 
 def run_storage_check(check: HealthCheck, context: CheckContext) -> list[HealthFinding]:
-    """Measure a location, in a process of its own: a network disk may hang. What a killed process has written is
-    removed."""
+    """Measure a location in its own process: a network disk may hang. What a killed process has written is removed."""
     is_done = False
     try:
         with CheckProcess() as process:

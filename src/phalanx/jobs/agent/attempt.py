@@ -170,8 +170,7 @@ class AttemptState:
 
 
 def decide_outcome(attempt: AttemptState, logs: Path) -> tuple[ExitCode | None, str | None]:
-    """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
-    again, and why."""
+    """The exit code that an attempt means for the run, None to start again, and a message if there is one."""
     codes = attempt.exit_statuses
     if attempt.result is not None and all(code == 0 for code in codes.values()):
         return ExitCode.UNFINISHED if attempt.result.get("status") == "interrupted" else ExitCode.DONE, None

@@ -162,10 +162,8 @@ class ForkServer:
         send(self.agent_socket, WorkersStarted(attempt=self.attempt))
 
     def start_store(self, address: str) -> int:
-        """Fork the process that hosts the rendezvous store of several nodes; return its port.
-
-        It listens on one address only, where torch would listen on all. If it dies at once, it is started again.
-        """
+        """Fork the process that hosts the rendezvous store of several nodes; return its port. It listens on one address
+        only, where torch would listen on all. If it dies at once, it is started again."""
         for _ in range(MAX_STORE_STARTS):
             if store_port := self._fork_store(address):
                 return store_port
@@ -285,8 +283,7 @@ def _find_gpu_failure(error: Exception) -> UnfitNodeError | None:
 
 
 def main() -> None:
-    """Entry point of the fork server: `python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD HEARTBEAT_FD
-    PARENT_PID`."""
+    """`python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD HEARTBEAT_FD PARENT_PID`."""
     configure_logging()
     agent_fd, events_fd, heartbeat_fd, parent = (int(argument) for argument in sys.argv[1:5])
     die_with_parent(parent)

@@ -38,10 +38,8 @@ HUGE_PAGES_TUNABLE = "glibc.malloc.hugetlb"
 
 
 def add_huge_pages(tunables: str) -> str:
-    """Return GLIBC_TUNABLES with huge pages, unless it sets them already.
-
-    The exit of a killed process is visible only after the kernel has freed its memory, which is faster with huge pages.
-    """
+    """Return GLIBC_TUNABLES with huge pages, unless it sets them already. The exit of a killed process is visible only
+    after the kernel has freed its memory, which is faster with huge pages."""
     return tunables if HUGE_PAGES_TUNABLE in tunables else ":".join(filter(None, (tunables, f"{HUGE_PAGES_TUNABLE}=1")))
 
 
@@ -178,18 +176,14 @@ class ForkServerClient:
         return self._wait_for_reply(StoreStarted, deadline=Deadline(what, STORE_TIMEOUT_S, self.report)).port
 
     def preload(self, function: str, payload: Any) -> None:
-        """Run `module:function(payload)` in the fork server itself, to import modules once for all workers.
-
-        The function must not start a thread, touch a tensor or raise.
-        """
+        """Run `module:function(payload)` in the fork server itself, to import modules once for all workers. The
+        function must not start a thread, touch a tensor or raise."""
         self.wait_until_ready()
         self.send(Preload(function=function, payload=payload))
 
     def call(self, function: str, payload: Any) -> Any:
-        """Run `module:function(payload)` in a fork of the fork server and return its value.
-
-        Raises the PhalanxError of a user's mistake, `SubprocessError` for anything else, and `ForkServerLostError`.
-        """
+        """Run `module:function(payload)` in a fork of the fork server and return its value. Raises the PhalanxError of
+        a user's mistake, `SubprocessError` for anything else, and `ForkServerLostError`."""
         self.wait_until_ready()
         self._num_calls += 1
         logger.debug("trial %d: %s", self._num_calls, function)

@@ -65,8 +65,7 @@ class TrialWorkers:
         self._results: dict[int, Any] = {}
 
     def start(self, fork_server: ForkServerClient) -> None:
-        """Fork the workers by a fork server that has no others, and let them warm up. Raises WorkersFailedError on
-        failure."""
+        """Fork the workers by a fork server without others, and let them warm up. Raises WorkersFailedError."""
         started_at = self._fork(fork_server)
         for count, event in enumerate(self._iter_step_events(started_at + self.timeout_s), 1):
             if count == 1:
@@ -75,8 +74,7 @@ class TrialWorkers:
                 break
 
     def run_to_end(self, fork_server: ForkServerClient) -> Any:
-        """Fork the workers, wait until all have ended, and return the result of rank 0. Raises WorkersFailedError on
-        failure."""
+        """Fork the workers, wait until all have ended, and return rank 0's result. Raises WorkersFailedError."""
         deadline = self._fork(fork_server) + self.timeout_s
         self._attempt.announced_ranks = set(range(self.world_size))
         while self._attempt.unreported_ranks:

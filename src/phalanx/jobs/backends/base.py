@@ -94,8 +94,7 @@ class Backend(Protocol):
         return [self.render(job) for job in jobs]
 
     def submit_array(self, requests: Sequence[SubmitRequest]) -> list[str]:
-        """Submit the array and return the ids of its members. If one cannot be submitted, those before it are
-        cancelled, and the error says so."""
+        """Submit the array and return its members' ids. If one cannot be submitted, those before it are cancelled."""
         submitted: list[str] = []
         try:
             for request in requests:
@@ -235,8 +234,7 @@ class BackendNode:
 
 
 class NodeBackend(Backend, Protocol):
-    """A backend that lists and drains nodes. Every method raises UsageError for what the user can fix, such as a
-    missing permission."""
+    """A backend that lists and drains nodes. Methods raise UsageError for what the user can fix, as a permission."""
 
     def list_nodes(self) -> list[BackendNode]:
         """Return all nodes, in the backend's order. Changes nothing."""

@@ -244,8 +244,7 @@ class LocalBackend(Backend):
         return f"this machine is drained: {drain}; `phalanx nodes undrain {os.uname().nodename}` starts jobs again"
 
     def restart_dead_daemon(self) -> None:
-        """Restart a daemon that was killed while jobs wait or run. Checking the lock of a live daemon takes
-        microseconds."""
+        """Restart a daemon that was killed while jobs wait or run. Looking at a live one's lock takes microseconds."""
         is_due = self._clock() - self._last_daemon_start >= DAEMON_START_INTERVAL_S
         if not is_due or not queue_exists(self.folder) or not self.database.has_open_jobs():
             return
@@ -262,9 +261,7 @@ class LocalBackend(Backend):
 
     def _resources_for(self, job: Job) -> Resources:
         """Return the resources of a job. The default is all cores, or a share of them equal to its share of the GPUs.
-
-        Raises UsageError when the job can never fit on this machine.
-        """
+        Raises UsageError when the job can never fit on this machine."""
         machine = self._machine()
         num_gpus = machine.num_gpus
         if job.num_nodes > 1:

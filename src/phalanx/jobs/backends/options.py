@@ -62,8 +62,7 @@ def backend_option(
 
 
 def parse_backend_options(job: Job, backend: str, options_class: Any) -> Any:
-    """Return the options of a job for its backend. Raises UsageError for one that it does not have, and for a
-    wrong value."""
+    """Return the options of a job for its backend. Raises UsageError for an unknown one and for a wrong value."""
     parsers = {each.name.replace("_", "-"): each.metadata["parse"] for each in fields(options_class)}
     values: dict[str, Any] = {}
     for name, text in job.backend_options.items():

@@ -16,11 +16,8 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault.
-
-    `ends_attempt`: it ends the attempt. `needs_peers`: needs more than one worker. `needs_nodes`: needs several nodes.
-    `needs_queue`: needs a run in the local queue.
-    """
+    """A kind of fault. `ends_attempt`: it ends the attempt. `needs_peers`: needs more than one worker. `needs_nodes`:
+    needs several nodes. `needs_queue`: needs a run in the local queue."""
 
     description: str
     ends_attempt: bool = True
@@ -102,10 +99,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class RunShape:
-    """The properties of a run that a fault plan depends on.
-
-    `checkpoint_every`: steps between checkpoints, None for one at the end only.
-    """
+    """What a fault plan depends on. `checkpoint_every`: steps between checkpoints, None for one at the end only."""
 
     steps: int
     checkpoint_every: int | None
@@ -133,10 +127,8 @@ def list_possible_kinds(run_shape: RunShape) -> tuple[str, ...]:
 
 
 def parse_kinds(text: str | None, run_shape: RunShape) -> tuple[str, ...]:
-    """Parse a list of kinds such as `kill,agent`; None means all possible ones.
-
-    Raises UsageError for an unknown kind, or for one that cannot be injected into this run.
-    """
+    """Parse a list of kinds such as `kill,agent`; None means all possible ones. Raises UsageError for an unknown kind,
+    or for one that cannot be injected into this run."""
     if text is None:
         return list_possible_kinds(run_shape)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))

@@ -270,10 +270,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
-    """Flip a bit of the newest checkpoint and kill a worker.
-
-    All workers stay paused until their agent ends them, so that none can write a newer checkpoint.
-    """
+    """Flip a bit of the newest checkpoint and kill a worker. All workers stay paused until their agent ends them, so
+    that none can write a newer checkpoint."""
     folder = context.monitor.run.checkpoints
     while (
         len(intact := list_intact_checkpoints(folder, context.damaged_checkpoints)) < 2
@@ -303,8 +301,7 @@ def kill_node(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def partition_node(fault: Fault, context: FaultContext) -> FaultSteps:
-    """Pause all processes of a node, as if the network dropped all its packets, until the leader drops the node; then
-    resume them."""
+    """Pause all processes of a node, as if the network dropped its packets, until the leader drops the node."""
     agent, faults = context.find_agent(fault.rank), context.monitor.num_faults
     processes = [agent, *agent.children(recursive=True)]
     try:

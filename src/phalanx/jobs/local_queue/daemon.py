@@ -45,8 +45,7 @@ TAKEOVER_TIMEOUT_S = 10.0
 """Seconds that a daemon waits for another one that may be about to exit."""
 MAX_ATTEMPTS = 1000
 MIN_RETRY_DELAY_S = 1.0
-"""Minimum delay before a job that ended unfinished and without progress is restarted; it doubles with each such attempt
-in a row."""
+"""Minimum delay before a job without progress is restarted; it doubles with each such attempt in a row."""
 MAX_RETRY_DELAY_S = 60.0
 """Maximum of this delay."""
 JOB_TAG_VARIABLE = "PHALANX_JOB_TAG"
@@ -187,11 +186,8 @@ def apply_array_limits(ready: list[JobRecord], running: list[JobRecord]) -> list
 def next_state(
     row: JobRecord, ending: AttemptEnd, now: float, boot_clock: BootClock
 ) -> tuple[JobState, dict[str, Any]]:
-    """Return the next state of a job after an attempt, and the changes to its row.
-
-    An attempt without a recorded end counts as having lasted until now (`now` in unix seconds, if it began before this
-    boot).
-    """
+    """Return the next state of a job after an attempt, and the changes to its row. An attempt without a recorded end
+    counts as having lasted until now (`now` in unix seconds, if it began before this boot)."""
     shown_code, reason = ending.exit_code, ending.reason
     # the shell's 128 + N for signal N counts as -N
     code = 128 - shown_code if 128 < shown_code <= 128 + signal.SIGRTMAX else shown_code
@@ -240,8 +236,7 @@ def next_state(
 
 
 def find_runner(row: JobRecord) -> psutil.Process | None:
-    """Return the runner process of a job; None when it has ended. A reused pid is detected by the start time of the
-    process."""
+    """Return the runner process of a job; None when it has ended. Its start time shows a reused pid."""
     if row.runner is None:
         return None
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -278,11 +273,8 @@ def spawn_runner(job_dir: Path, attempt: int) -> int:
 
 
 def ensure_running(folder: Path, may_be_idle: bool = True) -> bool:
-    """Make sure that the queue has a daemon. Returns whether one was started.
-
-    `may_be_idle`: a running daemon may have found no jobs and be about to exit, so another is started, which waits for
-    that and exits if the first one stays.
-    """
+    """Make sure that the queue has a daemon. Returns whether one was started. `may_be_idle`: a running daemon may have
+    found no jobs and be about to exit, so another is started, which waits for that and exits if the first one stays."""
     lock_fd = _open_lock_file(folder)
     try:
         if acquire_lock(lock_fd, 0):

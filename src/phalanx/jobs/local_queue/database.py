@@ -192,11 +192,8 @@ class JobDatabase:
         return self.folder / "jobs" / str(job)
 
     def add(self, job: Job, resources: Resources, fill_dir: Callable[[Path], None] = lambda home: None) -> int:
-        """Add a job to the queue. Returns its id.
-
-        `fill_dir` gets the job's directory and fills it before the job becomes visible. Raises UsageError when a job of
-        this name waits or runs.
-        """
+        """Add a job to the queue. Returns its id. `fill_dir` gets the job's directory and fills it before the job
+        becomes visible. Raises UsageError when a job of this name waits or runs."""
         with self._transaction():
             same_name = self._db.execute(
                 "SELECT id, state FROM jobs WHERE name = ? AND state IN ('queued', 'running')", (job.name,)
@@ -273,10 +270,8 @@ class JobDatabase:
             return cursor.rowcount == 1
 
     def delete_job(self, job_id: int) -> bool:
-        """Delete a finished job and its directory; return False and change nothing if it is not finished.
-
-        The row goes last: if this process dies meanwhile, the job can be deleted again.
-        """
+        """Delete a finished job and its directory; return False and change nothing if it is not finished. The row goes
+        last: if this process dies meanwhile, the job can be deleted again."""
         with self._transaction():
             deletion = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('queued', 'running')"
             if self._db.execute(deletion, (job_id,)).rowcount != 1:

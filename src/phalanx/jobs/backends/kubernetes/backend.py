@@ -59,8 +59,7 @@ REQUEST_TIMEOUTS_S = (10.0, 60.0)
 
 
 class KubernetesBackend(Backend):
-    """The Kubernetes backend. `config`: a kubeconfig file; the default is that of `kubectl`, or the service account of
-    a pod."""
+    """The Kubernetes backend. `config`: a kubeconfig file instead of `kubectl`'s, or a pod's service account."""
 
     name = "kubernetes"
 
@@ -95,8 +94,7 @@ class KubernetesBackend(Backend):
         return SubmitRequest(self.name, job, texts)
 
     def submit(self, request: SubmitRequest) -> str:
-        """Create what runs the job, then its Secret, which belongs to it and goes with it; until the Secret is there,
-        pods wait."""
+        """Create what runs the job, then its Secret, for which pods wait; it belongs to the job and goes with it."""
         objects = {name.removesuffix(".yaml"): parse_yaml(text, name)[0] for name, text in request.files.items()}
         secret = objects.pop("secret")
         ((kind, workload),) = objects.items()
@@ -137,10 +135,8 @@ class KubernetesBackend(Backend):
         return parse_status(job_id, workload, jobs, self._list_pods(namespace, name))
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
-        """Return the jobs of all users that Phalanx submitted to the namespace of the context.
-
-        The number of requests does not depend on the number of jobs.
-        """
+        """Return the jobs of all users that Phalanx submitted to the namespace of the context. The number of requests
+        does not depend on the number of jobs."""
         client, namespace = self._connect()
         workloads: list[tuple[str, Mapping[str, Any]]] = []
         missing = 0
@@ -173,10 +169,8 @@ class KubernetesBackend(Backend):
         return sorted(found, key=lambda status: (status.submitted_at or 0.0, status.id))
 
     def send_signal(self, job_id: str, number: int) -> None:
-        """Send a signal with `kill` in each container, since Kubernetes can only send the signals that end a pod.
-
-        The signal goes to the first process, which the kernel shields from signals that it does not handle.
-        """
+        """Send a signal with `kill` in each container, since Kubernetes can only send the signals that end a pod. The
+        signal goes to the first process, which the kernel shields from signals that it does not handle."""
         if number in (signal.SIGKILL, signal.SIGSTOP):
             raise UsageError(
                 f"{job_id}: the first process of a container cannot be sent {signal.Signals(number).name} from within; "
@@ -305,10 +299,8 @@ class KubernetesBackend(Backend):
     def _read_pod_log(
         self, namespace: str, pod: Mapping[str, Any], prefix: str, follow: bool = False, since: int | None = None
     ) -> Iterator[tuple[str, str]]:
-        """Yield the lines of a pod so far, each with its timestamp.
-
-        With `follow`, yield until the pod ends. `since`: only lines of the last `since` seconds and later.
-        """
+        """Yield the lines of a pod so far, each with its timestamp. With `follow`, yield until the pod ends. `since`:
+        only lines of the last `since` seconds and later."""
         since_option: dict[str, Any] = {} if since is None else {"since_seconds": since}
         name = pod["metadata"]["name"]
         with translate_api_errors(f"reading the log of pod {name}"):

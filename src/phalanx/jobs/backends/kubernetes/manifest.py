@@ -100,8 +100,7 @@ class KubernetesOptions:
 
 
 def parse_options(job: Job) -> KubernetesOptions:
-    """A job's options; UsageError names the first that is wrong, and what would be right. What they name is checked by
-    the cluster."""
+    """A job's options. Raises UsageError for the first that is wrong; what they name is checked by the cluster."""
     if not job.backend_options.get("image"):
         raise UsageError(
             f"job {job.name}: Kubernetes starts jobs from a container image, and none is given; name one that holds "
@@ -113,10 +112,7 @@ def parse_options(job: Job) -> KubernetesOptions:
 
 
 def make_object_name(job: Job, options: KubernetesOptions) -> str:
-    """Return the name of a job's objects: the job's name in lower case, with '-' for '.' and '_'.
-
-    Raises UsageError when the result is no valid name.
-    """
+    """Return the job's name in lower case, with '-' for '.' and '_'. Raises UsageError when that is no valid name."""
     name = re.sub(r"[._]+", "-", job.name.lower()).strip("-")
     if not SERVICE_PATTERN.fullmatch(name):
         raise UsageError(f"job name {job.name!r}: on Kubernetes it becomes a DNS name and must begin with a letter")
@@ -166,8 +162,7 @@ TTL_AFTER_FINISHED_S = 7 * 24 * 3600
 """Seconds after which a finished job, its logs and its name are deleted."""
 
 RESTART_EXIT_CODES = (ExitCode.UNFINISHED, ExitCode.UNFIT_NODE, 137, 143)
-"""Exit codes after which a job is restarted. 137 and 143 are those of SIGKILL and SIGTERM, which leave no other
-code."""
+"""Exit codes after which a job is restarted. 137 and 143 are those of SIGKILL and SIGTERM."""
 FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.DATA, ExitCode.RECIPE, ExitCode.GAVE_UP)
 
 TOKEN_VARIABLE = "PHALANX_TOKEN"
@@ -190,8 +185,7 @@ def make_secret(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def make_jobset(job: Job, options: KubernetesOptions) -> Manifest:
-    """A JobSet with one Job that has one pod a node. It fails as a whole, and is started again as a whole when the exit
-    code says so."""
+    """A JobSet with one Job that has one pod a node. It fails, and is started again, as a whole."""
     workers = options.worker_group_name
     template: Manifest = {
         "parallelism": job.num_nodes,
@@ -251,10 +245,7 @@ def make_pod_failure_policy(is_elastic: bool = False) -> Manifest:
 
 def make_failure_policy(max_restarts: int, is_elastic: bool = False) -> Manifest:
     """Restart the JobSet after a disruption, which does not count, or after an unfinished run. `is_elastic`: also when
-    its pods failed too often one by one.
-
-    All other failures are final, including the time limit.
-    """
+    its pods failed too often one by one. All other failures are final, including the time limit."""
     codes = "|".join(str(int(code)) for code in RESTART_EXIT_CODES)
     restart = {"onJobFailureReasons": ["PodFailurePolicy"]}
     lost_pods = {"name": "lost-pods", "action": "RestartJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]}

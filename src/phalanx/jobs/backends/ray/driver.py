@@ -146,8 +146,7 @@ class RayDriver:
         return True
 
     def _reserve_nodes(self) -> Any:
-        """Create a placement group with a bundle for each node; None if the job is paused meanwhile. Raises
-        PlacementError."""
+        """Create a placement group with a bundle a node; None if the job is paused. Raises PlacementError."""
         task = self._spec
         label_selector = (
             {NODE_ID_LABEL: f"!in({','.join(sorted(self._excluded_nodes))})"} if self._excluded_nodes else None

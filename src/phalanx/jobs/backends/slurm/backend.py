@@ -149,8 +149,7 @@ class SlurmBackend(SlurmNodes, Backend):
         return [self._get_status(id, folders[id], queue) for id in ordered]
 
     def release(self, job_id: str) -> bool:
-        """Release a job that is held because of unfit nodes, and exclude these nodes. Returns False for any other
-        job."""
+        """Release a job that is held because of unfit nodes, without these nodes. Returns False for any other job."""
         folder = self._find_job_dir(job_id)
         marker = folder / UNFIT_FILE
         if not marker.exists() or is_paused(folder):
@@ -170,8 +169,7 @@ class SlurmBackend(SlurmNodes, Backend):
         return True
 
     def pause(self, job_id: str, reason: str) -> None:
-        """Hold a job, which outlasts a requeue, and ask one that runs to save: its script passes the signal on as at
-        the time limit, and requeues it."""
+        """Hold a job, also after a requeue. The script of one that runs saves and requeues it as at the time limit."""
         folder, status = self._find_job(job_id)
         if status.state.is_final:
             raise UsageError(f"job {job_id} ({status.name}) is {status.state}: there is nothing to pause")

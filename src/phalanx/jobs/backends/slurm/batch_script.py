@@ -152,9 +152,7 @@ def _check_folders(job: Job, folder: Path) -> None:
 
 def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_dirs: Sequence[Path] = ()) -> str:
     """Render the script of the first node: it starts the step, forwards the warning signal, and evaluates the end.
-
-    `member_dirs`: working directories of the members of an array; each member has a directory in `folder`.
-    """
+    `member_dirs`: working directories of the members of an array; each member has a directory in `folder`."""
     num_granted = "${#nodes[@]}"
     output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
     output = f"{output}/%a/{LOG_FILE}" if member_dirs else f"{output}/{LOG_FILE}"
@@ -217,8 +215,7 @@ def quote_directive(option: str) -> str:
 
 
 def _container_options(job: Job, folders: Sequence[Path]) -> list[str]:
-    """Return the container options: the job's directories are mounted at the same paths, in addition to given
-    mounts."""
+    """Return the container options: given mounts, and the job's directories at the same paths."""
     if "container-image" not in job.backend_options:
         return []
     own = [f"{path}:{path}" for path in dict.fromkeys(folders)]

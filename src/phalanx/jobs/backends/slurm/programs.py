@@ -241,8 +241,7 @@ NODE_COLUMNS = {
     "user": ("user", 64),
     "reason": ("reason", 1024),
 }
-"""Columns of `sinfo --Format`: name and width, at which sinfo truncates. The reason comes last: it may hold any
-character, and sinfo counts bytes."""
+"""Columns of `sinfo --Format`, as QUEUE_COLUMNS. The reason comes last: it may hold any character."""
 NODE_FORMAT = ",".join(f"{name}:{width}" for name, width in NODE_COLUMNS.values())
 SINFO_COMMAND = ("sinfo", "--noheader", "--Node", "--all", f"--Format={NODE_FORMAT}")
 SQUEUE_COMMAND = ("squeue", "--noheader", "--all", "--array", "--states=running,completing", "--format=%i %N")

@@ -1,5 +1,4 @@
-"""Translate a job's resources and backend options to options of sbatch and srun. Validated here; `batch_script.py`
-renders them."""
+"""Validate a job's resources and backend options, and translate them to options of sbatch and srun."""
 
 import math
 from dataclasses import dataclass, fields
