@@ -29,7 +29,6 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.yaml_loader import KeyPath, format_key
 
 CatalogKind = Literal["accelerators", "nodes", "links", "topologies", "storage"]
-CATALOG_KINDS: tuple[CatalogKind, ...] = ("accelerators", "nodes", "links", "topologies", "storage")
 _SINGULAR_BY_KIND = {
     "accelerators": "accelerator",
     "nodes": "node",

@@ -30,7 +30,6 @@ class GpuLinks:
     generation, never in width."""
 
     pci_address: str
-    """PCI address, such as "0000:1b:00.0"."""
     lanes: int | None = None
     max_lanes: int | None = None
     max_pcie_generation: int | None = None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from phalanx.cluster.system_files import read_small_file
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
+from phalanx.formatting import format_plural
 from phalanx.recipe.devices import DEVICE_KINDS, has_bf16
 
 MATMUL_CPU_FLAGS = (
@@ -60,7 +61,6 @@ class DetectedGpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int] | None = None
-    """CUDA compute capability."""
     uuid: str = ""
     rocm: bool = False
     """Whether it is AMD's, which torch calls "cuda", too."""
@@ -298,20 +298,17 @@ def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
         raise UsageError(explain_too_few_gpus(each, machine.num_gpus))
     most = max(FEW_WORKERS, WORKERS_A_CORE * machine.physical_cores)
     if not machine.num_gpus and each > most:
+        cores = format_plural(machine.physical_cores, "core")
         raise UsageError(
-            f"{each:,} workers on a node with {_cores(machine)}: expected at most {most:,}; "
+            f"{each:,} workers on a node with {cores}: expected at most {most:,}; "
             f"use --nproc-per-node {machine.physical_cores}, or a layout of fewer workers"
         )
-
-
-def _cores(machine: Machine) -> str:
-    return f"{machine.physical_cores} {'core' if machine.physical_cores == 1 else 'cores'}"
 
 
 def explain_too_few_gpus(num_workers: int, num_gpus: int) -> str:
     """Explain that a node has fewer GPUs than workers, and what to do."""
     return (
-        f"{num_workers} workers on a node with {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: each worker takes one; "
+        f"{num_workers} workers on a node with {format_plural(num_gpus, 'GPU')}: each worker takes one; "
         f"use --nproc-per-node {num_gpus}, or device=cpu to train on the CPU"
     )
 

@@ -17,7 +17,6 @@ from phalanx.run.event_loop import EventLoop
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals by which users and schedulers ask an agent to stop."""
 KILL_TIMEOUT_S = 30.0
-"""Seconds for killed processes to end."""
 
 
 class SignalQueue:

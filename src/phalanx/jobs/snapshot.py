@@ -34,7 +34,6 @@ EXCLUDED_DIR_MARKERS = (
 )
 """A directory that contains all names of one of these sets is never code: a virtual environment, a cache or a run."""
 GIT_TIMEOUT_S = 300.0
-"""Time limit of a git command in seconds."""
 SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
 """Names of files with secrets, which are left out: others may be able to read a snapshot."""
 
@@ -48,7 +47,6 @@ class Snapshot:
     start_dir: str
     num_files: int
     num_bytes: int
-    """Bytes of the files."""
     excluded: tuple[tuple[str, str], ...] = ()
     """Names of files that were left out but may be missed, and why."""
 

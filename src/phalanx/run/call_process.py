@@ -27,7 +27,6 @@ KILL_TIMEOUT_S = 2.0
 MAX_ERROR_CHARS = 8000
 """Length limit of an error's text and of its traceback: both fit a packet."""
 _caller_sockets: list[socket.socket] = []
-"""In a process that answers calls: the socket of its caller."""
 
 
 class CallProcess:

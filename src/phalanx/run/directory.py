@@ -70,7 +70,6 @@ class Run:
     trackers = _PathOf("trackers")
     """Directory of what was sent to experiment trackers: NAME.json of each."""
     tensorboard = _PathOf("tensorboard")
-    """Directory of TensorBoard's event files."""
     reference = _PathOf("reference.safetensors")
     """Log-probabilities that a loss compares with: of the model before the first step, or of a stored teacher."""
     result = _PathOf("result.json")

@@ -29,7 +29,6 @@ PHASE_NAMES = (
 )
 """What a worker can have finished; the parts of a step are those of `train/step_timer.py`."""
 MAX_WORKERS = 1024
-"""Most workers of one agent."""
 _SLOT_STRUCT = struct.Struct("<qqqqdd")
 _SLOT_BYTES = 64
 HEARTBEAT_FD_VARIABLE = "PHALANX_HEARTBEAT_FD"

@@ -60,7 +60,6 @@ class NodeMinute:
     node: str
     host: Rollups
     devices: dict[str, Rollups]
-    """By the id of the device."""
     cpu_power_is_estimate: bool = False
     run_energy: NodeEnergy | None = None
     """Up to the end of this minute; None in the minutes of no run."""

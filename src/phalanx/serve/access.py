@@ -20,7 +20,6 @@ TOKEN_VARIABLE = "PHALANX_SERVE_TOKEN"
 MIN_TOKEN_CHARS = 16
 MAX_FORM_BYTES = 1 << 14
 Form = Mapping[str, str]
-"""Values of a form by name."""
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'self'; form-action 'self'; frame-ancestors 'self'",

@@ -220,7 +220,6 @@ class ServeOptions:
     demands_token: bool = True
     """Whether pages are shown to browsers with the token only."""
     proxy_names: Sequence[str] = ()
-    """Names of proxies before the server."""
 
 
 def serve(options: ServeOptions, added: Sequence[AddedPages], report: Callable[[str], None]) -> None:

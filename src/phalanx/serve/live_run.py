@@ -64,7 +64,6 @@ class RunPage:
     """Over steps, those of nodes over seconds."""
     axes: XAxes
     share_read: float
-    """Share of the events that are read."""
 
     def rescale_charts(self, x_name: str) -> Sequence[Chart]:
         """The charts over one of X_NAMES."""

@@ -52,7 +52,6 @@ class RunRow:
     first_event_at: float | None = None
     last_event_at: float | None = None
     problem: str | None = None
-    """Why its events cannot be read."""
 
     def status(self, now: float) -> str:
         """`done`, `interrupted`, `failed`, `running`, `incomplete` (it was killed), `not started` or `unreadable`."""
@@ -215,10 +214,9 @@ class RunIndex:
         self,
         roots: Sequence[Path],
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ):
         self.roots = tuple(roots)
-        self._clock, self._wall_clock = clock, wall_clock
+        self._clock = clock
         self._rows: dict[str, RunRow] = {}
         self._next_search_at = -1.0
         self._stop_requested = threading.Event()
@@ -277,7 +275,7 @@ class RunIndex:
         self._rows = kept
 
     def _update_recent(self) -> None:
-        since = self._wall_clock() - RECENT_S
+        since = time.time() - RECENT_S
         changed = {
             id: read_run_row(Run(row.path), row)
             for id, row in self._rows.items()

@@ -38,7 +38,6 @@ ALL_LINKS_SCOPE = 0xFFFFFFFF
 VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Members of nvmlValue_t by nvmlValueType_t."""
 SLOWDOWN_THRESHOLD = 1
-"""NVML_TEMPERATURE_THRESHOLD_SLOWDOWN."""
 BLANK_VALUES = frozenset((2**32 - 1, 2**64 - 1))
 """NVML_VALUE_NOT_AVAILABLE in the unsigned types: "no value"."""
 VIOLATION_REASONS = {

@@ -92,8 +92,8 @@ class SamplingThread:
     """Takes a sample a second in a thread of its own until `stop`. The thread also opens the sources, by
     `make_sampler`, and closes them: a driver or storage that hangs never blocks the caller."""
 
-    def __init__(self, make_sampler: Callable[[], NodeSampler], clock: Callable[[], float] = time.monotonic):
-        self._make_sampler, self._clock = make_sampler, clock
+    def __init__(self, make_sampler: Callable[[], NodeSampler]):
+        self._make_sampler = make_sampler
         self._stop_requested = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -107,11 +107,11 @@ class SamplingThread:
 
     def _run(self) -> None:
         with contextlib.closing(self._make_sampler()) as sampler:
-            due = self._clock()
+            due = time.monotonic()
             while True:
                 sampler.read()
-                due = max(due + SAMPLE_INTERVAL_S, self._clock())  # what a slow source missed is not made up for
-                if self._stop_requested.wait(due - self._clock()):
+                due = max(due + SAMPLE_INTERVAL_S, time.monotonic())  # what a slow source missed is not made up for
+                if self._stop_requested.wait(due - time.monotonic()):
                     return
 
 

@@ -54,7 +54,6 @@ class DeviceSample:
     """UUID, or another name that stays the same when devices are renumbered."""
     name: str = ""
     power_instant_w: float | None = None
-    """Power over milliseconds."""
     power_mean_w: float | None = None
     """Mean power over about a second, by the device (NVML on Ampere and later, AMD's average socket power)."""
     power_cap_w: float | None = None

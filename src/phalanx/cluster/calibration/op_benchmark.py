@@ -271,7 +271,6 @@ CHAIN_LENGTH = 200
 TINY_TENSOR_ELEMENTS = 16
 """Elements; too few for a second thread."""
 NUM_TINY_BLOCKS = 4
-"""Blocks of the tiny transformer."""
 
 
 def measure_overheads(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:

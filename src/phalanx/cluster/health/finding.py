@@ -71,9 +71,7 @@ class CheckContext:
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
     expected_devices: int | None = None
-    """Expected number of GPUs."""
     locations: tuple[StorageLocation, ...] = ()
-    """What a recipe names."""
     probe_name: str = field(default_factory=lambda: f"{PROBE}{secrets.token_hex(8)}")
     """How the names of files and objects begin that are written there."""
 

@@ -24,11 +24,9 @@ from phalanx.run.messages import Message
 from phalanx.run.process_messages import CallRaised, CallReturned
 
 REPORT_FORMAT = 1
-HEALTH_PACKAGE = "phalanx.cluster.health"
 START_TIMEOUT_S = 60.0
 """Seconds for the process to start; a loaded machine may start Python slowly, and is not unfit because of that."""
 MAX_ERROR_CHARS = 300
-"""Length limit of an error text."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +209,10 @@ def run_checks(
     context: CheckContext,
     checks: Sequence[HealthCheck],
     progress: Callable[[str], None] = lambda name: None,
-    clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
 ) -> NodeHealthReport:
     """Run the checks. Ctrl-C leaves no process behind."""
-    started, found = clock(), list[HealthFinding]()
+    started, found = time.monotonic(), list[HealthFinding]()
     with CheckProcess() as shared_process:
         for check in checks:
             progress(check.name)
@@ -227,7 +224,7 @@ def run_checks(
                     found += run_check(check, context, own_process)
             else:
                 found += run_check(check, context, shared_process)
-    return NodeHealthReport(platform.node(), now(), clock() - started, tuple(found))
+    return NodeHealthReport(platform.node(), now(), time.monotonic() - started, tuple(found))
 
 
 def run_check(check: HealthCheck, context: CheckContext, runner: CheckProcess) -> list[HealthFinding]:
@@ -235,8 +232,7 @@ def run_check(check: HealthCheck, context: CheckContext, runner: CheckProcess) -
     payload = {"check": check.name, "site": context.as_json()}
     try:
         return [
-            parse_finding(each)
-            for each in runner.call(f"{HEALTH_PACKAGE}.runner:run_check_in_process", payload, check.timeout_s)
+            parse_finding(each) for each in runner.call(f"{__name__}:run_check_in_process", payload, check.timeout_s)
         ]
     except CheckAborted as error:
         return [HealthFinding(check.name, HealthVerdict.ERROR, str(error), {"limit": check.timeout_s})]
@@ -253,7 +249,7 @@ def run_storage_check(check: HealthCheck, context: CheckContext) -> list[HealthF
     finally:
         if not is_done:
             with CheckProcess() as process, contextlib.suppress(CheckAborted):
-                process.call(f"{HEALTH_PACKAGE}.runner:remove_probes", context.as_json(), START_TIMEOUT_S)
+                process.call(f"{__name__}:remove_probes", context.as_json(), START_TIMEOUT_S)
 
 
 class CheckAborted(Exception):

@@ -30,9 +30,7 @@ EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )
 MAX_STACK_BYTES = 16_000
-"""Maximum bytes of a reported stack."""
 MAX_LINE_CHARS = 300
-"""Maximum characters of a reported line."""
 EXIT_REPORT_TIMEOUT_S = 120.0
 """Seconds for killed workers to end, including the time to free their memory, and for their exits to be reported."""
 
@@ -61,7 +59,6 @@ class AttemptState:
 
     world_size: int
     ranks_by_node: dict[NodeHandle, range] = field(default_factory=dict)
-    """Ranks of the workers of each node."""
     number: int = 0
     exit_statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)

@@ -86,12 +86,8 @@ class AttemptSupervisor:
 
     def _start_workers(self, command: Command) -> None:
         leader, attempt = self.leader, self.attempt
-        logger.info(
-            "attempt %d: starting %d workers on %d nodes",
-            attempt.number,
-            attempt.world_size,
-            len(attempt.ranks_by_node),
-        )
+        where = f"{attempt.world_size} workers on {len(attempt.ranks_by_node)} nodes"
+        logger.info("attempt %d: starting %s", attempt.number, where)
         start = StartWorkers(
             attempt=attempt.number,
             world_size=attempt.world_size,

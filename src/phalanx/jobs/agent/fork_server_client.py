@@ -50,7 +50,6 @@ READY_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 600.0
 """Minimum time limit of a trial in seconds."""
 STORE_TIMEOUT_S = 60.0
-"""Seconds for the store to listen."""
 SEND_TIMEOUT_S = 10.0
 """Seconds for the fork server to receive a message."""
 Answer = TypeVar("Answer")

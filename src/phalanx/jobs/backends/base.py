@@ -144,7 +144,6 @@ BACKEND_CLASSES = {
     "ray": "phalanx.jobs.backends.ray.backend:RayBackend",
     "kubernetes": "phalanx.jobs.backends.kubernetes.backend:KubernetesBackend",
 }
-"""Class of each backend; imported on use."""
 
 
 def open_backend(name: str) -> Backend:

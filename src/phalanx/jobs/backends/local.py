@@ -153,13 +153,8 @@ class LocalBackend(Backend):
         """Cancel a job. A running job is asked to save, and killed if it has not ended after its warning time."""
         row = self._get_record(job_id)
         if row.state is JobState.QUEUED:
-            values = {
-                "state": JobState.CANCELLED,
-                "cancelled": 1,
-                "reason": "cancelled",
-                "ended": self.database.clock(),
-            }
-            if self.database.update_if(row.id, JobState.QUEUED, **values):
+            values = {"state": JobState.CANCELLED, "cancelled": 1, "reason": "cancelled"}
+            if self.database.update_if(row.id, JobState.QUEUED, ended=self.database.clock(), **values):
                 (self.database.job_dir(row.id) / "secrets.json").unlink(missing_ok=True)
                 return
             row = self._get_record(job_id)  # it was started just now

@@ -56,7 +56,6 @@ class FaultContext:
     find_daemons: Callable[[], Sequence[psutil.Process]] = tuple
     clock: Callable[[], float] = time.monotonic
     last_attempt: int = -1
-    """The attempt of the last fault."""
     min_attempt: int = 0
     """The attempt that must have begun before the next fault."""
     saved_step: int = 0

@@ -170,13 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         raise RendezvousError("asked to stop before all nodes had come")
 
                 topology, connections = join_nodes(node_env, int(nproc_per_node), stack, check_stop)
-            logger.info(
-                "node %d: %d %s processes on each of %s",
-                node_env.node_rank,
-                int(nproc_per_node),
-                framework,
-                topology.hosts,
-            )
+            what = f"{int(nproc_per_node)} {framework} processes on each of {topology.hosts}"
+            logger.info("node %d: %s", node_env.node_rank, what)
             return NodeLauncher(framework, topology, node_env.node_rank, command, connections).run(stack)
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr)

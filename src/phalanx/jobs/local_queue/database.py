@@ -22,7 +22,6 @@ from phalanx.run.boot_clock import BootClock
 from phalanx.run.private_files import check_owner, is_storage_failure, make_state_dir
 
 FORMAT_VERSION = 4
-"""Of the file."""
 SNAPSHOT_DIR = "code"
 """Directory of the unpacked snapshot in a job's directory."""
 _SCHEMA_SQL = """

@@ -46,7 +46,6 @@ class GpuState:
     unreachable_reason: str | None = None
     """Error when the GPU does not respond."""
     used_memory_share: float | None = None
-    """Used memory over total memory."""
     temperature_margin_k: float | None = None
     """Kelvin below the temperature at which the GPU slows down."""
     throttle_bits: int = 0
@@ -256,11 +255,11 @@ def _findings_without_nvml(context: CheckContext, words: str) -> list[HealthFind
 def check_gpus_present(context: CheckContext) -> list[HealthFinding]:
     """Check without the driver that the expected GPUs are there and answer on the PCI bus. Unknown where the
     driver's directory is hidden (gVisor, WSL2)."""
-    count, expected = count_gpus(context.root), context.expected_devices
-    if count == 0 and expected and not can_count_gpus(context.root):
+    count = count_gpus(context.root)
+    if count == 0 and context.expected_devices and not can_count_gpus(context.root):
         reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
         return [HealthFinding("gpus/count", HealthVerdict.UNKNOWN, reason)]
-    findings = [evaluate_gpu_count(count, expected)]
+    findings = [evaluate_gpu_count(count, context.expected_devices)]
     for bus in find_lost_gpus(context.root):
         text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
         findings.append(HealthFinding("gpus/count", HealthVerdict.FAIL, text, {"bus": bus}))

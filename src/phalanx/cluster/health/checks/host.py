@@ -236,12 +236,10 @@ def evaluate_ulimits(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     return [HealthFinding("ulimits", worst_verdict(verdicts), summary, figures)]
 
 
-def measure_versions(
-    context: CheckContext, version_of: Callable[[str], str | None] = package_version
-) -> dict[str, FindingValue]:
+def measure_versions(context: CheckContext) -> dict[str, FindingValue]:
     return {
         "python": platform.python_version(),
-        **{name: version_of(name) for name in RECORDED_PACKAGES},
+        **{name: package_version(name) for name in RECORDED_PACKAGES},
         "kernel": read_small_file(context.root / "proc/sys/kernel/osrelease") or platform.release(),
         "driver": read_driver_version(context.root),
     }

@@ -273,10 +273,8 @@ def make_pod_template(job: Job, options: KubernetesOptions) -> Manifest:
         "workingDir": str(job.working_dir),
         "env": make_environment(job, options),
         "volumeMounts": _volume_mounts(options),
+        "resources": make_resources(job),
     }
-    wanted = make_resources(job)
-    if wanted:
-        container["resources"] = wanted
     spec: Manifest = {"restartPolicy": "Never"} | _pod_spec(job, options) | {"containers": [container]}
     if options.queue is None and options.priority_class is not None:
         spec["priorityClassName"] = options.priority_class
@@ -293,10 +291,8 @@ def make_trainjob(job: Job, options: KubernetesOptions) -> Manifest:
         "command": [escape_literal(word) for word in _with_working_dir(job)],
         "env": make_environment(job, options),
         "numNodes": job.num_nodes,
+        "resourcesPerNode": make_resources(job),
     }
-    wanted = make_resources(job)
-    if wanted:
-        trainer["resourcesPerNode"] = wanted
     patched = {
         "metadata": {"labels": dict(MANAGED_BY_LABELS), "annotations": _pod_annotations(job, options)},
         "spec": _pod_spec(job, options)
