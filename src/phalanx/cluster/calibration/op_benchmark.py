@@ -156,11 +156,9 @@ def measure_memory_op(
     """Measure one case for about `budget_s` seconds, with enough argument sets to move `bytes_per_run` bytes."""
     dtype = torch_dtype(case.precision)
     work = case.make_case(pool, case.size_bytes, 1, dtype)
-    nbytes = (
-        work.moved_bytes
-        if work.moved_bytes is not None
-        else count_moved_bytes(work.argument_sets[0], work.run_op(*work.argument_sets[0]))
-    )
+    nbytes = work.moved_bytes
+    if nbytes is None:
+        nbytes = count_moved_bytes(work.argument_sets[0], work.run_op(*work.argument_sets[0]))
     sets = num_argument_sets(nbytes, bytes_per_run)
     if sets > 1 and len(work.argument_sets[0]):
         work = case.make_case(pool, case.size_bytes, sets, dtype)
@@ -189,14 +187,9 @@ def measure_attention(payload: dict[str, Any], timer: BenchTimer | None = None) 
         sets = num_argument_sets(4 * prepare_attention(shape, pool, 1, dtype).bytes, bytes_per_run)
         work = prepare_attention(shape, pool, sets, dtype)
         forward, backward = median_seconds_of(lambda work=work: _time_forward_backward(work, timer), share, timer)  # type: ignore[misc]
+        backward_flops = BACKWARD_FLOPS_FACTOR * work.flops
         forward_row = ("attention", precision, work.bytes, work.flops, forward)
-        backward_row = (
-            "attention_backward",
-            precision,
-            2 * work.bytes,
-            BACKWARD_FLOPS_FACTOR * work.flops,
-            backward,
-        )
+        backward_row = ("attention_backward", precision, 2 * work.bytes, backward_flops, backward)
         for row in (forward_row, backward_row):
             keep_fastest(found, _timing_row(*row, shape, processes))
     del allocator_guard
