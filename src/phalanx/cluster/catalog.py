@@ -271,10 +271,8 @@ def find_data_sheet(machine: Machine) -> DataSheet | None:
 
 def flops_per_cycle(cpu: Cpu) -> tuple[dict[str, int], str]:
     """FLOPs a cycle of one core by precision, and the instruction set that gives them; a fused multiply-add is two.
-
     Fused vector units x fp32 lanes x 2: AVX-512 64, on AMD's Zen 4 (family 25) the half; AVX2 and SVE 32; NEON and AVX
-    16. Instructions that sum pairs (AVX512-BF16, AVX512-FP16) double it; an AMX unit has 1024.
-    """
+    16. Instructions that sum pairs (AVX512-BF16, AVX512-FP16) double it; an AMX unit has 1024."""
     flags = set(cpu.flags)
     if "avx512f" in flags:
         fp32, isa = (32 if cpu.vendor == "AuthenticAMD" and cpu.family < 26 else 64), "AVX-512"

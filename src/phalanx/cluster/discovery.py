@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -68,11 +68,9 @@ class DetectedGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The part of a machine that this process may use.
-
-    `device`, `device_name` and `device_count` describe the devices that train: "cuda", the name and the number of GPUs,
-    or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one device.
-    """
+    """The part of a machine that this process may use. `device`, `device_name` and `device_count` describe the devices
+    that train: "cuda", the name and the number of GPUs, or else "cpu", the CPU's name and 1. `device_memory_bytes` is
+    the memory of one device."""
 
     hostname: str
     device: str
@@ -90,8 +88,7 @@ class Machine:
 
     @property
     def has_fast_bf16(self) -> bool:
-        """Whether the device that trains has instructions for products in bf16. Without them a CPU takes 10 to 60
-        times as long as in fp32."""
+        """Whether the device has instructions for bf16; without them a CPU takes 10 to 60 times as long as in fp32."""
         return bool(BF16_CPU_FLAGS & set(self.cpu.flags)) if self.device == "cpu" else has_bf16(self.capability)
 
     @property
@@ -106,12 +103,9 @@ def discover_machine(
     find_accelerators: Callable[[], list[DetectedGpu]] | None = None,
     device: str = "auto",
 ) -> Machine:
-    """Discover the machine below `root`.
-
-    `affinity` (the allowed CPUs) and the accelerators come from the system unless given. Raises RecipeError when the
-    recipe's `device` is missing, and UnfitNodeError for different GPUs in one machine, since the slowest would slow
-    down all others unnoticed.
-    """
+    """Discover the machine below `root`. `affinity` (the allowed CPUs) and the accelerators come from the system unless
+    given. Raises RecipeError when the recipe's `device` is missing, and UnfitNodeError for different GPUs in one
+    machine, since the slowest would slow down all others unnoticed."""
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     threads = count_free_cores(root, cpus)
     memory = parse_meminfo((root / "proc/meminfo").read_text(), "MemTotal")
@@ -163,7 +157,8 @@ def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
     for line in text.splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    name = fields.get("model name") or fields.get("Model") or _arm_cpu_name(fields) or "unknown CPU"
+    arm_name = f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}" if "CPU part" in fields else None
+    name = fields.get("model name") or fields.get("Model") or arm_name or "unknown CPU"
     if ghz is None and (nominal := re.search(r"@\s*([\d.]+)\s*GHz", name)):
         ghz = float(nominal[1])
     if ghz is None and float(fields.get("cpu MHz") or 0) > 0:
@@ -177,12 +172,6 @@ def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
         ghz=ghz,
         flags=tuple(flag for flag in MATMUL_CPU_FLAGS if flag in flags),
     )
-
-
-def _arm_cpu_name(fields: Mapping[str, str]) -> str | None:
-    if "CPU part" not in fields:
-        return None
-    return f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}"
 
 
 def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
@@ -262,11 +251,9 @@ GPU_DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 
 
 def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[DetectedGpu]:
-    """List the GPUs that torch can use here, subject to CUDA_VISIBLE_DEVICES.
-
-    Runs in a separate process: a process that has initialized CUDA cannot fork workers. Without a driver's device file
-    the list is empty, and torch is not imported. Raises UnfitNodeError when torch cannot list the GPUs.
-    """
+    """List the GPUs that torch can use here, subject to CUDA_VISIBLE_DEVICES. Runs in a separate process: a process
+    that has initialized CUDA cannot fork workers. Without a driver's device file the list is empty, and torch is not
+    imported. Raises UnfitNodeError when torch cannot list the GPUs."""
     if not any((root / name).exists() for name in GPU_DEVICE_FILES):
         return []
     visible = tuple(os.environ.get(name) for name in VISIBLE_DEVICES_VARIABLES)

@@ -50,8 +50,7 @@ class LogStream:
         """Whether anything has happened since."""
 
     def read_new(self, is_last: bool = False) -> list[LogLine]:
-        """Return the lines since the last call, ordered by time as far as it is known. `is_last`: no more output will
-        follow, so incomplete lines count."""
+        """Return the lines since the last call, by time as far as known. `is_last`: incomplete lines count, too."""
         now = self._clock()
         found = self._read_events()  # first: they contain the nodes of the workers
         found += self._read_logs(now, is_last)

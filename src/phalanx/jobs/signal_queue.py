@@ -64,11 +64,9 @@ class SignalQueue:
 
 
 def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
-    """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`.
-
-    Includes processes that appear meanwhile: a killed process may just have forked, and its child is reparented to this
-    process.
-    """
+    """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`. Includes
+    processes that appear meanwhile: a killed process may just have forked, and its child is reparented to this
+    process."""
     this_process, deadline = psutil.Process(), time.monotonic() + timeout_s
     while descendants := this_process.children(recursive=True):
         if time.monotonic() >= deadline:

@@ -67,10 +67,8 @@ class Snapshot:
 
 def snapshot_folder(source_dir: Path, start_dir: str = ".", required_file: str | None = None) -> Snapshot:
     """Make a snapshot of a directory: in a git work tree all files that git does not ignore, elsewhere all files,
-    except those that are never code.
-
-    `required_file`: a file that it must contain. Raises UsageError when it is too large, or a file cannot be read.
-    """
+    except those that are never code. `required_file`: a file that it must contain. Raises UsageError when it is too
+    large, or a file cannot be read."""
     names = list(_list_candidates(source_dir))
     included, excluded = _select_files(source_dir, names)
     if required_file is not None and required_file not in included:

@@ -21,13 +21,8 @@ from phalanx.safe_files import read_text
 
 
 def open_listener(host: str, port: int, backlog: int | None = None) -> socket.socket:
-    """Return a socket that listens at `host`, an address or a name; "" means all addresses, IPv4 and IPv6.
-
-    A name that has addresses of both families is listened to at the IPv4 address.
-
-    Raises:
-        OSError: the name leads nowhere, or the port is taken.
-    """
+    """Return a socket that listens at `host`: an address, a name (at its IPv4 address, if it has one), or "" for all
+    addresses, IPv4 and IPv6. Raises OSError when the name leads nowhere, or the port is taken."""
     if not host:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET

@@ -135,8 +135,7 @@ class AuthConnection:
 
 
 def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """Connect to the leader. Raises ConnectionError when nothing listens there, `AuthenticationError` when the listener
-    does not know the token."""
+    """Connect to the leader. Raises ConnectionError, or `AuthenticationError` for one without the token."""
     try:
         sock, leader_nonce, own_nonce = open_authenticated(address, token, AGENT_PURPOSE, timeout_s)
     except TimeoutError:
@@ -145,8 +144,7 @@ def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float =
 
 
 def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """Do the leader's half of `connect_to_leader`. Raises `AuthenticationError` when the caller does not prove in time
-    that it knows the token."""
+    """Do the leader's half. Raises `AuthenticationError` when the caller does not prove itself in time."""
     try:
         _, own_nonce, peer_nonce = accept_authenticated(sock, token, (AGENT_PURPOSE,), timeout_s)
     except TimeoutError:

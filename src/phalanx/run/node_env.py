@@ -25,11 +25,9 @@ def find_node_name() -> str:
 
 @dataclass(frozen=True)
 class NodeEnv:
-    """Which node of how many this is, and where the leading one listens.
-
-    `min_nodes`: with how many nodes the run may train; None: only with all of them. `num_expected`: how many should
-    join, this one included, where that is known. `took_over`: this node leads in place of a leader that was lost.
-    """
+    """Which node of how many this is, and where the leading one listens. `min_nodes`: with how many nodes the run may
+    train; None: only with all of them. `num_expected`: how many should join, this one included, where that is known.
+    `took_over`: this node leads in place of a leader that was lost."""
 
     node_rank: int = 0
     num_nodes: int = 1

@@ -49,8 +49,7 @@ def make_access(
     demands_token: bool = True,
     proxy_names: Sequence[str] = (),
 ) -> Access:
-    """What a server on `host` demands. UsageError for a token that is easily guessed, and for pages without a token
-    that other machines can reach."""
+    """What a server on `host` demands. UsageError for a weak token, and for pages that others reach without one."""
     if given_token is not None and len(given_token) < MIN_TOKEN_CHARS:
         raise UsageError(
             f"{TOKEN_VARIABLE}: has {len(given_token)} characters, expected {MIN_TOKEN_CHARS} or more; without the "

@@ -42,13 +42,7 @@ PORT_VARIABLE = "PHALANX_METRICS_PORT"
 
 
 class NodeSampler:
-    """Takes samples of this node.
-
-    Args:
-        on_minute: called with each minute that is over, and at the end with the part of one.
-        on_sample: called with each sample.
-        clock: seconds of a monotonic clock; `wall_clock`: seconds since the epoch.
-    """
+    """Takes samples of this node. `on_minute` gets each minute that is over, and at the end the part of one."""
 
     def __init__(
         self,
@@ -138,14 +132,8 @@ def import_amdsmi() -> Any:
 
 class MinuteFile:
     """Appends minutes to RUN/telemetry/NODE.jsonl. One process writes it: a second agent on the same node leaves it to
-    the first. Nothing that fails here stops a run.
-
-    Args:
-        host: Name for the file where another agent has that of the node: pods on one node have their own accelerators.
-
-    Attributes:
-        device_ids: accelerators of the run; only their energy is counted. Empty: they are not known.
-    """
+    the first, and writes that of `host`, since pods on one node have their own accelerators. Nothing that fails here
+    stops a run. `device_ids`: accelerators of the run; only their energy is counted. Empty: they are not known."""
 
     def __init__(self, run: Run, node: str, host: str | None = None):
         self.device_ids: Sequence[str] = ()

@@ -55,12 +55,8 @@ class DeviceChecker:
     """The last count of each device, and since when it is that."""
 
     def is_frozen(self, sample: DeviceSample, time_s: float, renewal_s: float = 0.0) -> bool:
-        """Whether this reading is one of a counter that does not change.
-
-        Args:
-            time_s: of a monotonic clock.
-            renewal_s: seconds between new values at the source.
-        """
+        """Whether this reading is one of a counter that does not change. `time_s`: of a monotonic clock; `renewal_s`:
+        seconds between new values at the source."""
         value, power_w = sample.energy_joules, sample.power_w
         last, changed_at = self._counts.get(sample.id, (None, 0.0))
         if value is None or value != last or power_w is None or power_w < MIN_ACTIVE_W:

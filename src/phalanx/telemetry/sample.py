@@ -27,16 +27,10 @@ class SlowReason(IntFlag):
     DISPLAY_CLOCKS = 256
 
 
-SLOW_REASON_LABELS = {
-    SlowReason.IDLE: "idle",
-    SlowReason.APPLICATION_CLOCKS: "application clocks",
-    SlowReason.POWER_CAP: "power cap",
+SLOW_REASON_LABELS = {reason: str(reason.name).lower().replace("_", " ") for reason in SlowReason} | {
     SlowReason.HW_SLOWDOWN: "hardware slowdown",
-    SlowReason.SYNC_BOOST: "sync boost",
     SlowReason.SW_THERMAL: "thermal (driver)",
     SlowReason.HW_THERMAL: "thermal (hardware)",
-    SlowReason.POWER_BRAKE: "power brake",
-    SlowReason.DISPLAY_CLOCKS: "display clocks",
 }
 
 

@@ -50,11 +50,9 @@ def bus_factor(ranks: int) -> float:
 
 
 def measure_collectives(payload: dict[str, Any], timer: BenchTimer) -> list[dict[str, Any]]:
-    """Measure all-reduces of the default process group. Returns the same on every rank.
-
-    `payload`: `device`, `quick`, `seconds` in all, optionally `sizes`. `timer.max_over_ranks` must be a collective of
-    all ranks (`make_agreement`).
-    """
+    """Measure all-reduces of the default process group. Returns the same on every rank. `payload`: `device`, `quick`,
+    `seconds` in all, optionally `sizes`. `timer.max_over_ranks` must be a collective of all ranks
+    (`make_agreement`)."""
     import torch.distributed as dist
 
     device, world = payload["device"], dist.get_world_size()

@@ -122,11 +122,9 @@ def gemm_precisions(device: str) -> list[str]:
 
 
 def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Measure matrix products by shape and precision.
-
-    `payload`: `device`, `threads`, `seconds` in total, `quick`, `memory_bytes` of the device, `processes` that measure
-    concurrently, and optionally `gemm_shapes` as (m, n, k, layout).
-    """
+    """Measure matrix products by shape and precision. `payload`: `device`, `threads`, `seconds` in total, `quick`,
+    `memory_bytes` of the device, `processes` that measure concurrently, and optionally `gemm_shapes` as (m, n, k,
+    layout)."""
     device, quick = payload["device"], payload["quick"]
     timer = timer or make_timer(device)
     started = timer.clock()
@@ -218,11 +216,9 @@ def measure_matmul(
     timer: BenchTimer | None = None,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """TFLOP/s of square matrix products on a device of torch by precision (`gemm_precisions`).
-
-    Each precision gets about `seconds`: for each of a few sizes the median of repeated runs after one that warms up;
-    the best size counts. On a CPU `threads` threads compute, and torch's own setting is put back afterwards.
-    """
+    """TFLOP/s of square matrix products on a device of torch by precision (`gemm_precisions`). Each precision gets
+    about `seconds`: for each of a few sizes the median of repeated runs after one that warms up; the best size counts.
+    On a CPU `threads` threads compute, and torch's own setting is put back afterwards."""
     import torch
 
     timer = timer or make_timer(device)

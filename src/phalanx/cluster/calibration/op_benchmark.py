@@ -267,10 +267,9 @@ NUM_TINY_BLOCKS = 4
 
 
 def measure_overheads(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
-    """Measure `launch_us` (forward only) and `operations`. `payload`: `threads`, `seconds`.
-
-    `eager_op`, shape (operations): forward plus backward of tiny blocks of modules, divided by the number of operations
-    that compute; the time beyond that of a tiny operation is spent in Python, modules, views and autograd."""
+    """Measure `launch_us` (forward only) and `operations`. `payload`: `threads`, `seconds`. `eager_op`, shape
+    (operations): forward plus backward of tiny blocks of modules, divided by the number of operations that compute; the
+    time beyond that of a tiny operation is spent in Python, modules, views and autograd."""
     import torch
 
     timer = timer or BenchTimer()

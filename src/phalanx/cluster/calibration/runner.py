@@ -57,11 +57,9 @@ class MeasurementFailed(Exception):
 
 @dataclass(frozen=True)
 class Executor:
-    """Functions with side effects that a calibration calls.
-
-    `run_in_process` runs `module:function(payload)` in a separate process, `run_in_world` on every rank of a new
-    world of the given size, of which rank 0 returns. `scratch_dir` is a private directory on the disk to measure.
-    """
+    """Functions with side effects that a calibration calls. `run_in_process` runs `module:function(payload)` in a
+    separate process, `run_in_world` on every rank of a new world of the given size, of which rank 0 returns.
+    `scratch_dir` is a private directory on the disk to measure."""
 
     run_in_process: Callable[[str, Any], Any]
     run_in_world: Callable[[str, Any, int], Any]

@@ -98,11 +98,9 @@ def coarse_to_fine(cases: Sequence[CaseT]) -> list[CaseT]:
 
 
 def median_seconds_of(run: Callable[[], Sequence[float]], budget_s: float, timer: BenchTimer) -> tuple[float, ...]:
-    """Return the median of each duration that `run` measures, over as many runs as fit into `budget_s` seconds.
-
-    A first run warms up and does not count, unless it alone exceeded the budget by far and loads no kernels. When
-    several processes measure, the result is that of the slowest.
-    """
+    """Return the median of each duration that `run` measures, over as many runs as fit into `budget_s` seconds. A first
+    run warms up and does not count, unless it alone exceeded the budget by far and loads no kernels. When several
+    processes measure, the result is that of the slowest."""
     first_run, elapsed_s = _run_once(run, timer)
     samples = [first_run]
     if timer.loads or elapsed_s <= MAX_WARMUP_FACTOR * budget_s:

@@ -45,8 +45,7 @@ class HangReport:
     reported: bool = False
 
     def read_stack(self) -> str | None:
-        """Return the stacks of its threads from its log; None if they cannot be read, or were not printed yet, as
-        by a stopped worker."""
+        """Return the stacks of its threads; None if they were not printed, as by a stopped worker."""
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self.log_offset)
             return file.read(MAX_STACK_BYTES).decode(errors="replace").strip() or None

@@ -200,11 +200,9 @@ class ForkServer:
         log: Path | None,
         user_code_dir: Path | None = None,
     ) -> int:
-        """Fork a child that runs `body`, exits with its code, and dies with this process. Returns its pid.
-
-        A child with a log is a worker: it reports the exception that ends it. `user_code_dir`: the report names the
-        line in this directory.
-        """
+        """Fork a child that runs `body`, exits with its code, and dies with this process. Returns its pid. A child with
+        a log is a worker: it reports the exception that ends it. `user_code_dir`: the report names the line in this
+        directory."""
         sys.stdout.flush()
         sys.stderr.flush()
 

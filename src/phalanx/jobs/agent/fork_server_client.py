@@ -85,11 +85,9 @@ def call_timeout(hang_timeout_s: float) -> float:
 
 
 class ForkServerClient:
-    """The agent's handle on the fork server. A context manager that leaves no process behind.
-
-    Every wait has a limit: `ready_timeout_s` seconds for the start, `call_timeout_s` for a trial. Status messages go to
-    `report`. The owner of the signals sets `is_stop_requested`; a requested stop also ends a wait for an answer.
-    """
+    """The agent's handle on the fork server. A context manager that leaves no process behind. Every wait has a limit:
+    `ready_timeout_s` seconds for the start, `call_timeout_s` for a trial. Status messages go to `report`. The owner of
+    the signals sets `is_stop_requested`; a requested stop also ends a wait for an answer."""
 
     def __init__(
         self,
@@ -226,11 +224,9 @@ class ForkServerClient:
         return messages
 
     def _wait_for_reply(self, wanted: type[Answer], deadline: Deadline, hint: str = "") -> Answer:
-        """Return the next message of this class. Other messages belong to earlier workers and are dropped.
-
-        Raises ForkServerLostError when none arrives in time, and StopRequestedError when a stop is requested meanwhile;
-        in both cases the fork server is killed.
-        """
+        """Return the next message of this class. Other messages belong to earlier workers and are dropped. Raises
+        ForkServerLostError when none arrives in time, and StopRequestedError when a stop is requested meanwhile; in
+        both cases the fork server is killed."""
         while True:
             try:
                 messages = self.receive(POLL_INTERVAL_S, include_events=False)

@@ -38,11 +38,9 @@ class WorkersFailedError(Exception):
 
 
 class TrialWorkers:
-    """Workers that execute `command`, with logs in `logs`.
-
-    `command` reports step events and never ends without a signal (`start`), or ends with a result (`run_to_end`).
-    `timeout_s`: seconds for a start and for each measurement.
-    """
+    """Workers that execute `command`, with logs in `logs`. `command` reports step events and never ends without a
+    signal (`start`), or ends with a result (`run_to_end`). `timeout_s`: seconds for a start and for each
+    measurement."""
 
     def __init__(
         self,

@@ -64,11 +64,8 @@ class FaultPhase(StrEnum):
 @dataclass(frozen=True)
 class FaultTrigger:
     """When a fault is injected: `fraction` of the usual duration of a step, save or restart, after its start was
-    observed.
-
-    `min_step`: not before this step is done, if given. `after_new_checkpoint`: not before a checkpoint exists that is
-    newer than all at the time of the previous fault.
-    """
+    observed. `min_step`: not before this step is done, if given. `after_new_checkpoint`: not before a checkpoint exists
+    that is newer than all at the time of the previous fault."""
 
     phase: FaultPhase
     fraction: float
@@ -87,8 +84,7 @@ class FaultTrigger:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `rank`: the worker that it hits, or a worker of the node. `randomness` in [0, 1) selects a duration,
-    file or bit."""
+    """One fault. `rank`: its worker, or one of its node. `randomness` in [0, 1) selects a duration, file or bit."""
 
     number: int
     kind: str

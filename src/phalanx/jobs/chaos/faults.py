@@ -205,11 +205,9 @@ def inject_disk_full(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def inject_storage_outage(fault: Fault, context: FaultContext) -> FaultSteps:
-    """Replace the checkpoint directory by a link to itself (ELOOP, as autofs reports a lost mount).
-
-    The directory comes back when a save or the attempt has failed, or when all agents are gone, because a new agent
-    could not begin an attempt without it.
-    """
+    """Replace the checkpoint directory by a link to itself (ELOOP, as autofs reports a lost mount). The directory comes
+    back when a save or the attempt has failed, or when all agents are gone, because a new agent could not begin an
+    attempt without it."""
     monitor, folder = context.monitor, context.monitor.run.checkpoints
     hidden, seen = folder.with_name(HIDDEN_CHECKPOINTS_DIR), (monitor.failed_saves, monitor.num_faults, monitor.attempt)
     agents = context.agents()

@@ -43,12 +43,8 @@ def run_with_faults(
     sleep: Callable[[float], None] = time.sleep,
 ) -> ChaosOutcome:
     """Start the run, inject the faults, and restart the run until it is over. The run has always ended when this
-    function returns or raises.
-
-    Args:
-        on_restart: gets the number of each start after the first.
-        on_finish: called when the run ends without intervention, before its remaining processes are ended.
-    """
+    function returns or raises. `on_restart` gets the number of each start after the first; `on_finish` is called when
+    the run ends without intervention, before its remaining processes are ended."""
     monitor, injection = context.monitor, inject_faults(faults, context)
     hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
     num_starts, last_event_at = 1, clock()

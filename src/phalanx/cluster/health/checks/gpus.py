@@ -70,11 +70,6 @@ def can_count_gpus(root: Path) -> bool:
     return any((root / name).is_dir() for name in ("proc/driver/nvidia/gpus", "sys/class/kfd/kfd/topology/nodes"))
 
 
-def query_gpus(nvml: Any) -> list[GpuState]:
-    """Return the state of every GPU. Raises NVMLError when the library cannot count them."""
-    return [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-
-
 def _query_gpu(nvml: Any, index: int) -> GpuState:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -126,6 +121,8 @@ def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
         found.append((HealthVerdict.FAIL, "bad memory could not be replaced (row remapping failed): replace the board"))
     if gpu.remap_pending:
         found.append((HealthVerdict.WARN, "bad memory is replaced at the next reset: reset it soon"))
+    pids = ", ".join(map(str, gpu.process_ids))
+    holder = f"process {pids}" if pids else "a process that cannot be seen"
     measured: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("corrected ECC errors", gpu.corrected_ecc_errors, lambda value: f"{value:.3g} corrected memory errors"),
         (
@@ -133,20 +130,12 @@ def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
             gpu.temperature_margin_k,
             lambda value: f"{value:.0f} degrees below where it slows down: see cooling",
         ),
-        (
-            "GPU memory in use",
-            gpu.used_memory_share,
-            lambda value: f"{value:.0%} of its memory is held{_describe_processes(gpu.process_ids)}",
-        ),
+        ("GPU memory in use", gpu.used_memory_share, lambda value: f"{value:.0%} of its memory is held by {holder}"),
     ]
     for name, value, describe in measured:
         if value is not None and (verdict := evaluate_threshold(name, value)) is not HealthVerdict.PASS:
             found.append((verdict, describe(value)))
     return found
-
-
-def _describe_processes(pids: tuple[int, ...]) -> str:
-    return f" by process {', '.join(str(pid) for pid in pids)}" if pids else " by a process that cannot be seen"
 
 
 def evaluate_gpus(gpus: list[GpuState]) -> list[HealthFinding]:
@@ -226,7 +215,7 @@ def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
         text = f"a GPU driver is loaded, but does not answer ({error}): see dmesg, or restart the machine"
         return [HealthFinding("gpus/count", HealthVerdict.FAIL, text)]
     try:
-        gpus = query_gpus(nvml)
+        gpus = [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
         found = [
             evaluate_gpu_count(sum(gpu.unreachable_reason is None for gpu in gpus), expected),
             *evaluate_gpus(gpus),

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar
 
 from phalanx.errors import ExitCode, UsageError
-from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_choice, parse_count
+from phalanx.jobs.backends.base import backend_option, parse_backend_options, parse_choice, parse_count
 from phalanx.jobs.spec import Job
 from phalanx.run.node_env import NODE_NAME_VARIABLE
 
@@ -217,10 +217,8 @@ def make_pause(reason: str | None) -> Manifest:
 
 def make_pod_failure_policy(is_elastic: bool = False) -> Manifest:
     """Fail the Job at the first failed pod, with a message that contains the exit code for `make_failure_policy`.
-
     Without the first rule, an evicted pod would be recreated alone while the others wait for it. The pods of a job that
-    may run with fewer nodes do not wait, so a pod that is evicted, killed or unfit is recreated.
-    """
+    may run with fewer nodes do not wait, so a pod that is evicted, killed or unfit is recreated."""
     restart_codes = (ExitCode.UNFINISHED,) if is_elastic else RESTART_EXIT_CODES
     return {
         "rules": [

@@ -28,10 +28,13 @@ from phalanx.jobs.backends.base import (
     NoSuchJobError,
     SubmitRequest,
     add_inherited_variables,
+    backend_option,
     group_running_jobs,
+    parse_backend_options,
+    parse_choice,
+    parse_count,
     read_secrets,
 )
-from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_choice, parse_count
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,

@@ -125,10 +125,8 @@ def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
 
 def render_array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
     """Render the scripts of a job array: one batch script, and a node script for each member in a directory named by
-    its index.
-
-    Members differ only in their commands, not in options for Slurm. Raises UsageError like `render_scripts`.
-    """
+    its index. Members differ only in their commands, not in options for Slurm. Raises UsageError like
+    `render_scripts`."""
     texts = {}
     for index, job in enumerate(jobs):
         member_dir = folder / str(index)

@@ -102,8 +102,7 @@ def is_held(found: Mapping[str, str]) -> bool:
 
 
 def is_command(found: Mapping[str, str], script: str) -> bool:
-    """Whether a job that Slurm shows runs a script, given by the end of its path: after a restart of Slurm's numbers
-    another job may have the same one."""
+    """Whether a job of Slurm runs a script (the end of its path): the numbers of jobs may start again."""
     command = found.get("Command", "")
     was_cut = len(command.encode()) >= QUEUE_COLUMNS["Command"][1]
     return command.endswith(script) or was_cut

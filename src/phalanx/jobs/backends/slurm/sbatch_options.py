@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_count
+from phalanx.jobs.backends.base import backend_option, parse_backend_options, parse_count
 from phalanx.jobs.spec import Job
 
 Version = tuple[int, ...]
