@@ -194,10 +194,8 @@ def decide_outcome(attempt: AttemptState, logs: Path) -> tuple[ExitCode | None, 
     if code == STORAGE_FAILED_STATUS and attempt.error is not None:
         return None, f"worker {rank} {describe_exit(code)}: {attempt.error.message}"
     crash = attempt.crashes.get(rank) if code > 0 else None
-    return (
-        None,
-        f"worker {rank} {describe_exit(code)}{last_log_line(log) if crash is None else f': {crash} (log: {log})'}",
-    )
+    cause = last_log_line(log) if crash is None else f": {crash} (log: {log})"
+    return None, f"worker {rank} {describe_exit(code)}{cause}"
 
 
 def describe_exit(code: int) -> str:

@@ -79,9 +79,8 @@ def main() -> None:
         job = JobProcess(process, spec, signals)
         job.wait()
         kill_descendants()
-        write_ending(
-            job_dir, attempt, started_at, boot_time, process.returncode, job.reason if process.returncode else None
-        )
+        reason = job.reason if process.returncode else None
+        write_ending(job_dir, attempt, started_at, boot_time, process.returncode, reason)
 
 
 class JobProcess:

@@ -112,11 +112,8 @@ def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
         ]
     found = [(verdict, text) for bit, (text, verdict) in THROTTLE_REASONS.items() if gpu.throttle_bits & bit]
     if gpu.uncorrected_ecc_errors:
-        text = (
-            f"{gpu.uncorrected_ecc_errors} memory errors that could not be corrected since the driver was loaded: "
-            "reset it"
-        )
-        found.append((HealthVerdict.FAIL, text))
+        text = f"{gpu.uncorrected_ecc_errors} memory errors that could not be corrected since the driver was loaded"
+        found.append((HealthVerdict.FAIL, f"{text}: reset it"))
     if gpu.remap_failed:
         found.append((HealthVerdict.FAIL, "bad memory could not be replaced (row remapping failed): replace the board"))
     if gpu.remap_pending:
@@ -168,9 +165,8 @@ def evaluate_gpu_count(count: int, expected: int | None) -> HealthFinding:
     if expected is not None and count > expected:
         return HealthFinding("gpus/count", HealthVerdict.WARN, f"{count} GPUs where {expected} are expected", figures)
     summary = f"{count} GPUs" if count else "no GPU: a CPU trains"
-    return HealthFinding(
-        "gpus/count", HealthVerdict.PASS, summary + ("" if expected is None else ", as expected"), figures
-    )
+    summary += "" if expected is None else ", as expected"
+    return HealthFinding("gpus/count", HealthVerdict.PASS, summary, figures)
 
 
 def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
@@ -186,15 +182,9 @@ def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
         return [HealthFinding("gpus/links", HealthVerdict.WARN, "; ".join(problems))]
     if not found:
         return []
-    summary = f"{max_nvlinks} NVLinks each" if max_nvlinks else "no NVLinks"
-    return [
-        HealthFinding(
-            "gpus/links",
-            HealthVerdict.PASS,
-            f"PCIe links have all their lanes; {summary}",
-            {"num_nvlinks": max_nvlinks},
-        )
-    ]
+    nvlinks = f"{max_nvlinks} NVLinks each" if max_nvlinks else "no NVLinks"
+    summary = f"PCIe links have all their lanes; {nvlinks}"
+    return [HealthFinding("gpus/links", HealthVerdict.PASS, summary, {"num_nvlinks": max_nvlinks})]
 
 
 def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
@@ -230,15 +220,11 @@ def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
 def _findings_without_nvml(context: CheckContext, words: str) -> list[HealthFinding]:
     text = f"not known: temperature, memory errors and clocks are {words}"
     count, expected = count_gpus(context.root), context.expected_devices
-    unknown_count = HealthFinding(
-        "gpus/count", HealthVerdict.UNKNOWN, "unknown: a GPU driver is loaded, but its GPUs cannot be listed"
-    )
-    return [
-        unknown_count
-        if count == 0 and not (expected and can_count_gpus(context.root))
-        else evaluate_gpu_count(count, expected),
-        HealthFinding("gpus/state", HealthVerdict.UNKNOWN, text),
-    ]
+    count_finding = evaluate_gpu_count(count, expected)
+    if count == 0 and not (expected and can_count_gpus(context.root)):
+        unknown_text = "unknown: a GPU driver is loaded, but its GPUs cannot be listed"
+        count_finding = HealthFinding("gpus/count", HealthVerdict.UNKNOWN, unknown_text)
+    return [count_finding, HealthFinding("gpus/state", HealthVerdict.UNKNOWN, text)]
 
 
 def check_gpus_present(context: CheckContext) -> list[HealthFinding]:

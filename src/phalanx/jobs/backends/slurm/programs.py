@@ -193,9 +193,8 @@ def _translate_state(
     killed = result is None or result.exit_code >= SIGNAL_EXIT_BASE
     if result is not None and (slurm_state == "FAILED" or (slurm_state in ("TIMEOUT", "NODE_FAIL") and not killed)):
         how = describe_exit(result.exit_code)
-        return state_from_exit_code(
-            result.exit_code
-        ), f"{FINAL_STATES[slurm_state][1]}; it {how}" if slurm_state in FINAL_STATES else how
+        reason = f"{FINAL_STATES[slurm_state][1]}; it {how}" if slurm_state in FINAL_STATES else how
+        return state_from_exit_code(result.exit_code), reason
     if slurm_state in FINAL_STATES:
         return FINAL_STATES[slurm_state]
     return JobState.FAILED, f"Slurm calls it {slurm_state}"
