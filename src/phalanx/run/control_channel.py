@@ -49,7 +49,9 @@ class AuthConnection:
     def __init__(self, sock: socket.socket, key: bytes, is_leader: bool):
         self.sock = sock
         self._own_role, self._peer_role = (b"leader", b"member") if is_leader else (b"member", b"leader")
-        self._key, self._num_sent, self._num_received, self._buffer = key, 0, 0, b""
+        self._key = key
+        self._num_sent = self._num_received = 0
+        self._buffer = b""
         self._lock = threading.Lock()
         sock.settimeout(SEND_TIMEOUT_S)
 

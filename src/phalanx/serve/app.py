@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from phalanx.serve.run_routes import RunRoutes
 
 STATIC_DIR = Path(__file__).parent / "static"
-SCRIPTS = (STATIC_DIR / "live.js", STATIC_DIR / "chat.js")
+SCRIPT_FILES = (STATIC_DIR / "live.js", STATIC_DIR / "chat.js")
 DASHBOARD_FILE = STATIC_DIR / "grafana.json"
 
 
@@ -65,7 +65,7 @@ class Server:
     def __post_init__(self) -> None:
         styles, scripts = (pages.style for pages in self.added), (pages.script for pages in self.added)
         self._css = "".join((read_page_css(), (STATIC_DIR / "serve.css").read_text(), *styles)).encode()
-        self._script = "".join((read_page_script(), *map(Path.read_text, SCRIPTS), *scripts)).encode()
+        self._script = "".join((read_page_script(), *map(Path.read_text, SCRIPT_FILES), *scripts)).encode()
         self._names: dict[str, str] = {}
         static_version = hashlib.sha256(self._css + self._script).hexdigest()[:12]
         tabs = [tab for pages in self.added for tab in pages.tabs]

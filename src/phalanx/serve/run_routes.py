@@ -22,7 +22,7 @@ from phalanx.observe.html_report.chart import Chart, render_chart_rows
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
 from phalanx.serve.access import Access, describe_refusal, read_body
-from phalanx.serve.chat_worker import DONE, REQUESTS, ChatRequest
+from phalanx.serve.chat_worker import DONE_LINE, REQUEST_ADAPTER, ChatRequest
 from phalanx.serve.job_pages import render_log_tail, render_logs
 from phalanx.serve.live_run import X_NAMES, LiveRuns, render_reading_note, render_run
 from phalanx.serve.page_context import Message, PageContext
@@ -31,7 +31,7 @@ from phalanx.serve.run_index import RunIndex
 
 MAX_REQUEST_BYTES = 1 << 20
 WORKER_COMMAND = (sys.executable, "-m", "phalanx.serve.chat_worker")
-_FORM = """<div role="log" aria-label="Dialogue"></div>
+_CHAT_FORM = """<div role="log" aria-label="Dialogue"></div>
 <form><textarea name="message" rows="2" required aria-label="Message"></textarea>
 <button>Send</button> <button type="button" disabled>Stop</button> <button type="button">Clear</button></form>"""
 
@@ -45,7 +45,7 @@ def render_chat(run: Run, address: str, refusal: str | None) -> str:
         refusal = str(error)
     if refusal is not None:
         return f'<h2>Chat</h2><p class="note">{escape(refusal)}</p>'
-    return f'<h2>Chat</h2><div id="chat" data-address="{escape(address)}/chat">{_FORM}</div>'
+    return f'<h2>Chat</h2><div id="chat" data-address="{escape(address)}/chat">{_CHAT_FORM}</div>'
 
 
 class ChatProcess:
@@ -63,7 +63,7 @@ class ChatProcess:
         async with self._lock:
             process = await self._open(location)
             assert process.stdin is not None
-            process.stdin.write(REQUESTS.dump_json(request) + b"\n")
+            process.stdin.write(REQUEST_ADAPTER.dump_json(request) + b"\n")
             self._is_answering = True
             try:
                 while self._is_answering:
@@ -95,7 +95,7 @@ class ChatProcess:
         """Return a line of an answer; of a process that ended an error."""
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode().rstrip("\n")
-        self._is_answering = line not in ("", DONE)
+        self._is_answering = line not in ("", DONE_LINE)
         return line or json.dumps({"error": f"The process with the model ended with exit code {await process.wait()}."})
 
 
@@ -106,7 +106,7 @@ async def answer_chat(chat: ChatProcess, access: Access, request: Request, run: 
     if (body := await read_body(request, MAX_REQUEST_BYTES)) is None:
         return PlainTextResponse("The request is too long.", 413)
     try:
-        asked = REQUESTS.validate_json(body)
+        asked = REQUEST_ADAPTER.validate_json(body)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))

@@ -317,7 +317,7 @@ def time_tiny_blocks(budget_s: float, timer: BenchTimer) -> tuple[float, int]:
     from torch import nn
     from torch.nn import functional as F
 
-    class Block(nn.Module):
+    class TinyBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.LayerNorm(TINY_TENSOR_ELEMENTS), nn.LayerNorm(TINY_TENSOR_ELEMENTS)
@@ -332,7 +332,7 @@ def time_tiny_blocks(budget_s: float, timer: BenchTimer) -> tuple[float, int]:
             out: torch.Tensor = x + self.down(F.gelu(self.up(self.second(x))))
             return out
 
-    model = nn.Sequential(*(Block() for _ in range(NUM_TINY_BLOCKS)))
+    model = nn.Sequential(*(TinyBlock() for _ in range(NUM_TINY_BLOCKS)))
     x = torch.randn(1, 4, TINY_TENSOR_ELEMENTS)
 
     def both() -> None:

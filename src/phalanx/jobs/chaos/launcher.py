@@ -80,7 +80,10 @@ class RunMonitor:
     def update(self, event: Event) -> None:
         if isinstance(event, WorkerStarted):
             if event.attempt > self.attempt:
-                self.attempt, self.worker_pids, self.is_training, self.last_step = event.attempt, {}, False, None
+                self.attempt = event.attempt
+                self.worker_pids = {}
+                self.is_training = False
+                self.last_step = None
                 self.attempt_started_at = event.time
             self.worker_pids[event.rank] = event.pid
         elif isinstance(event, AttemptStarted):

@@ -114,9 +114,8 @@ class KubernetesBackend(Backend):
             with translate_api_errors(f"{what}: making its Secret"):
                 client.core.create_namespaced_secret(namespace, secret, **strict)
         except BaseException:
-            with translate_api_errors(
-                f"{what}: it could not be made whole, nor removed; `phalanx jobs cancel` ends it"
-            ):
+            problem = "it could not be made whole, nor removed; `phalanx jobs cancel` ends it"
+            with translate_api_errors(f"{what}: {problem}"):
                 custom.delete_namespaced_custom_object(**_locate_workload(job_id))
             raise
         logger.info("created %s %s and its Secret in namespace %s", kind, name, namespace)
@@ -150,9 +149,8 @@ class KubernetesBackend(Backend):
             except ObjectNotFoundError as error:  # one of the two kinds is enough
                 missing += 1
                 if missing == len(API_GROUPS):
-                    raise UsageError(
-                        f"neither JobSet nor Kubeflow Trainer is installed on this cluster: {error}"
-                    ) from error
+                    problem = "neither JobSet nor Kubeflow Trainer is installed on this cluster"
+                    raise UsageError(f"{problem}: {error}") from error
                 continue
             workloads += [(kind, workload) for workload in page]
         if not workloads:
@@ -334,9 +332,8 @@ class KubernetesBackend(Backend):
 def _list_owned(call: Callable[..., Any], namespace: str, name: str | None = None) -> list[Mapping[str, Any]]:
     """The objects that belong to a job, or to any, as they are on the wire."""
     with translate_api_errors(f"asking for what belongs to {namespace}/{name or 'its jobs'}"):
-        return _list_all_pages(
-            partial(call, namespace), JOBSET_NAME_LABEL if name is None else f"{JOBSET_NAME_LABEL}={name}"
-        )
+        selector = JOBSET_NAME_LABEL if name is None else f"{JOBSET_NAME_LABEL}={name}"
+        return _list_all_pages(partial(call, namespace), selector)
 
 
 def _list_all_pages(call: Callable[..., Any], selector: str) -> list[Mapping[str, Any]]:

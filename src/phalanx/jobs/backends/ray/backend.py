@@ -100,24 +100,16 @@ class RayBackend(Backend):
         task = make_driver_spec(job)
         words = (options.python, "-P", "-m", DRIVER_MODULE, "run", task.to_json())
         # By default Ray kills a job after 3 s; the driver needs the warning time to end the nodes.
-        environment: dict[str, Any] = {
-            "env_vars": {
-                "RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning_s) + 15),
-                JOB_ID_VARIABLE: GENERATED_PLACEHOLDER,
-            }
-        }
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning_s) + 15), JOB_ID_VARIABLE: GENERATED_PLACEHOLDER}
+        environment: dict[str, Any] = {"env_vars": variables}
         if job.snapshot is not None:
             environment["working_dir"] = SNAPSHOT_PLACEHOLDER
+        metadata = {JOB_NAME_KEY: job.name, NUM_NODES_KEY: str(job.num_nodes), WORKING_DIR_KEY: str(job.working_dir)}
         sent = {
             "submission_id": GENERATED_PLACEHOLDER,
             "entrypoint": shlex.join(words),
             "runtime_env": environment,
-            "metadata": {
-                JOB_NAME_KEY: job.name,
-                NUM_NODES_KEY: str(job.num_nodes),
-                WORKING_DIR_KEY: str(job.working_dir),
-            }
-            | ({} if job.run_dir is None else {RUN_DIR_KEY: str(job.run_dir)}),
+            "metadata": metadata | ({} if job.run_dir is None else {RUN_DIR_KEY: str(job.run_dir)}),
         }
         return SubmitRequest(self.name, job, {REQUEST_FILE: json.dumps(sent, indent=2)})
 
@@ -275,10 +267,8 @@ class RayBackend(Backend):
         configured = (self._environ.get(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
         url = address or self._address or next(filter(None, configured), DEFAULT_ADDRESS)
         if not url.startswith(("http://", "https://")):
-            raise UsageError(
-                f"Ray's address {url}: expected the dashboard's, such as {DEFAULT_ADDRESS} (option address, or "
-                f"RAY_ADDRESS)"
-            )
+            expected = f"the dashboard's, such as {DEFAULT_ADDRESS} (option address, or RAY_ADDRESS)"
+            raise UsageError(f"Ray's address {url}: expected {expected}")
         if url not in self._clients:
             logger.debug("connecting to Ray at %s", url)
             try:
